@@ -1,0 +1,48 @@
+# `make demo` and `make test` are all a newcomer needs; the first use creates .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+# One thread a process: two processes on two cores then run undisturbed, and sums come out the same every time.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test multi check fix bench docs build
+
+help:            ## list the targets
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
+
+.venv/.installed: pyproject.toml setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+setup: .venv/.installed  ## create .venv with the tested versions
+
+demo: setup      ## train on 1 and on 2 processes, compare, plot (demo_output/)
+	$(BIN)/python examples/demo.py --output_dir demo_output
+
+test: setup      ## run every test
+	$(BIN)/python -m pytest -n 2 tests
+
+multi: setup     ## run the tests that need several processes
+	$(BIN)/python -m pytest tests/multi
+
+check: setup     ## lint, types, architecture
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+fix: setup       ## format, and repair what the linter can repair
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup     ## measure (each file prints its own table)
+	set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+docs: setup      ## build the pages into site/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(BIN)/mkdocs build --strict
+
+build: setup     ## wheel and sdist into dist/
+	$(BIN)/python -m build
