@@ -1,0 +1,62 @@
+"""The exceptions of this package, as one tree.
+
+Each is also the built-in exception that callers of the documented interface already catch, so that
+``except ValueError`` around a constructor keeps working::
+
+    AccelerateError
+    ├── SettingError          (ValueError)           a value that was asked for can't be honoured
+    ├── PreparationError      (ValueError)           objects that can't be prepared together
+    ├── MissingDependency     (ImportError)          an optional package is absent or too old
+    ├── NotBuilt              (NotImplementedError)  a documented feature that this version doesn't have
+    ├── WorldError            (RuntimeError)         the processes can't form, or no longer form, one world
+    ├── CollectiveError       (RuntimeError)         ranks disagree about a collective operation
+    ├── LaunchError           (RuntimeError)         processes couldn't be started, or died
+    └── CheckpointError       (RuntimeError)         a checkpoint can't be written, read or trusted
+        └── CheckpointNotFound (FileNotFoundError, ValueError)
+"""
+
+from __future__ import annotations
+
+
+class AccelerateError(Exception):
+    """The base of every error that this package raises on purpose."""
+
+
+class SettingError(AccelerateError, ValueError):
+    """A value that was asked for can't be honoured; the text says where it came from and what to do."""
+
+
+class PreparationError(AccelerateError, ValueError):
+    """The objects given to ``prepare`` can't be prepared together."""
+
+
+class MissingDependency(AccelerateError, ImportError):
+    """An optional package is absent or too old."""
+
+
+class NotBuilt(AccelerateError, NotImplementedError):
+    """A documented feature that this version doesn't have yet; refused by name, never ignored."""
+
+
+class WorldError(AccelerateError, RuntimeError):
+    """The processes can't form one world, or no longer form one."""
+
+
+class CollectiveError(AccelerateError, RuntimeError):
+    """Ranks disagree about a collective operation."""
+
+
+class LaunchError(AccelerateError, RuntimeError):
+    """Processes couldn't be started, or died."""
+
+
+class CheckpointError(AccelerateError, RuntimeError):
+    """A checkpoint can't be written, read or trusted."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):
+    """No checkpoint lies where one was looked for."""
+
+
+#: The documented name of :class:`CollectiveError`.
+DistributedOperationException = CollectiveError

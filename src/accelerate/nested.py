@@ -1,0 +1,224 @@
+"""Tensors inside lists, tuples, dicts: map over them, measure them, cut them, join them.
+
+Containers keep their type: a namedtuple comes back as the same namedtuple, a ``BatchEncoding`` as a
+``BatchEncoding``. Nothing here knows about processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+
+Predicate = Callable[[Any], bool]
+T = TypeVar("T")
+
+
+@dataclass
+class TensorInformation:
+    """The shape and dtype of a tensor that is somewhere else."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_torch_tensor(tensor: object) -> bool:
+    """True for a tensor."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_tensor_information(tensor_info: object) -> bool:
+    """True for a :class:`TensorInformation`."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_namedtuple(data: object) -> bool:
+    """True for an instance of a namedtuple class (also ``typing.NamedTuple``)."""
+    return isinstance(data, tuple) and isinstance(getattr(type(data), "_fields", None), tuple)
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """The items of ``generator`` in a container of the type of ``obj``."""
+    if is_namedtuple(obj):
+        return type(obj)(*generator)
+    return type(obj)(generator)
+
+
+def _rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    # A mapping with a constructor of its own (transformers' ModelOutput, BatchEncoding) takes a dict.
+    return type(data)(items)  # pyright: ignore[reportCallIssue]
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Predicate = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """``data`` with ``func(leaf, *args, **kwargs)`` in place of every leaf for which ``test_type`` holds.
+
+    Raises:
+        TypeError: a leaf of another type was met and ``error_on_other_type`` is set.
+    """
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, (tuple, list)):
+            return honor_type(item, (walk(child) for child in cast("list[Any]", item)))
+        if isinstance(item, Mapping):
+            mapping = cast("Mapping[Any, Any]", item)
+            return _rebuild_mapping(mapping, {key: walk(child) for key, child in mapping.items()})
+        if test_type(item):
+            return func(item, *args, **kwargs)
+        if error_on_other_type:
+            raise TypeError(
+                f"Unsupported type {type(item)} passed to {getattr(func, '__name__', func)}: only nested "
+                f"list/tuple/dicts of objects that satisfy {getattr(test_type, '__name__', test_type)} are handled."
+            )
+        return item
+
+    return walk(data)
+
+
+def send_to_device(
+    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | list[str] | None = None
+) -> Any:
+    """``tensor`` (any nested container) with every object that has ``.to`` on ``device``.
+
+    ``skip_keys`` names entries of mappings that stay where they are.
+    """
+    if isinstance(tensor, torch.Tensor):  # first, because it is the hot path of the loaders
+        return tensor.to(device, non_blocking=non_blocking)
+    if isinstance(tensor, (tuple, list)):
+        items = cast("list[Any]", tensor)
+        return honor_type(items, (send_to_device(item, device, non_blocking, skip_keys) for item in items))
+    if isinstance(tensor, Mapping):
+        mapping = cast("Mapping[Any, Any]", tensor)
+        skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
+        moved = {
+            key: item if key in skipped else send_to_device(item, device, non_blocking, skip_keys)
+            for key, item in mapping.items()
+        }
+        return _rebuild_mapping(mapping, moved)
+    move = getattr(tensor, "to", None)
+    if move is None or isinstance(tensor, type):
+        return tensor
+    try:
+        return move(device, non_blocking=non_blocking)
+    except TypeError:  # a batch type of the user's whose .to() knows no non_blocking
+        return move(device)
+
+
+def get_data_structure(data: Any) -> Any:
+    """``data`` with a :class:`TensorInformation` in place of every tensor."""
+    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def get_shape(data: Any) -> Any:
+    """``data`` with the shape, as a list, in place of every tensor."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Empty tensors of the given structure of :class:`TensorInformation`."""
+    return recursively_apply(
+        lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
+    )
+
+
+def find_batch_size(data: Any) -> int | None:
+    """The first dimension of the first tensor found in ``data``; None where there is nothing to look at.
+
+    Raises:
+        TypeError: the first leaf is not a tensor.
+    """
+    if isinstance(data, (tuple, list, Mapping)):
+        if len(cast("list[Any]", data)) == 0:
+            raise ValueError(f"Cannot find the batch size from empty {type(data)}.")
+        children = cast("Mapping[Any, Any]", data).values() if isinstance(data, Mapping) else cast("list[Any]", data)
+        for child in children:
+            return find_batch_size(child)
+    if not isinstance(data, torch.Tensor):
+        raise TypeError(f"Can only find the batch size of tensors but got {type(data)}.")
+    return data.shape[0] if data.ndim else None
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """Like :func:`find_batch_size`, with None where there is no tensor to measure."""
+    try:
+        return find_batch_size(data)
+    except (ValueError, TypeError):
+        return None
+
+
+def listify(data: Any) -> Any:
+    """``data`` with plain numbers and lists in place of tensors (bfloat16 goes through float32)."""
+
+    def convert(tensor: torch.Tensor) -> Any:
+        tensor = tensor.detach().cpu()
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).tolist()
+
+    return recursively_apply(convert, data)
+
+
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """``data`` with every tensor cut to ``tensor_slice`` of its first dimension.
+
+    The two last arguments exist for slice functions of the same form that users give to dispatched loaders.
+    """
+    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
+
+
+def concatenate(data: list[Any], dim: int = 0) -> Any:
+    """The items of ``data`` (all of one structure), tensors joined along ``dim``.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+    """
+    first = data[0]
+    if isinstance(first, (tuple, list)):
+        return honor_type(first, (concatenate([item[i] for item in data], dim) for i in range(len(first))))
+    if isinstance(first, Mapping):
+        mapping = cast("Mapping[Any, Any]", first)
+        return _rebuild_mapping(mapping, {key: concatenate([item[key] for item in data], dim) for key in mapping})
+    if not isinstance(first, torch.Tensor):
+        raise TypeError(f"Can only concatenate tensors but got {type(first)}")
+    return torch.cat(data, dim=dim)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor found in ``data``; None where there is none."""
+    if isinstance(data, Mapping):
+        children = list(cast("Mapping[Any, Any]", data).values())
+    elif isinstance(data, (tuple, list)):
+        children = list(cast("list[Any]", data))
+    else:
+        return data.device if isinstance(data, torch.Tensor) else None
+    return next((device for device in map(find_device, children) if device is not None), None)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """``tensor`` (any nested container) with half-precision tensors as float32."""
+    return recursively_apply(lambda item: item.float(), tensor, test_type=_is_half_precision)
+
+
+def _is_half_precision(tensor: object) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """``tensor`` with the last row of every tensor repeated until ``batch_size`` divides by ``num_processes``."""
+
+    def pad(item: torch.Tensor) -> torch.Tensor:
+        missing = -batch_size % num_processes
+        if missing == 0:
+            return item
+        last = item.narrow(dim, item.shape[dim] - 1, 1)
+        return torch.cat([item, *[last] * missing], dim=dim)
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)

@@ -1,0 +1,121 @@
+"""Run a function on N real processes joined by gloo, and hand back what each returned.
+
+The processes are forked, so ``import torch`` is paid once by the test session and closures need no pickling.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+
+class RankFailed(AssertionError):
+    """A rank raised or died; the text holds its traceback."""
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _environment(rank: int, num_processes: int, port: int, extra: Mapping[str, str] | None) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TP_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        **(extra or {}),
+    }
+
+
+def _child(function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], pipe: Connection) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        answer: tuple[bool, Any] = (True, function(*args))
+        payload = pickle.dumps(answer)
+    except BaseException:  # everything, SystemExit included, is reported to the parent
+        payload = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(payload)
+    pipe.close()
+    try:
+        from accelerate.world import leave_world
+
+        leave_world()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # the parent's atexit hooks (pytest's, coverage's) are not ours to run
+
+
+def run_on_ranks(
+    function: Callable[..., Any],
+    num_processes: int = 2,
+    *args: Any,
+    timeout_seconds: float = 60.0,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """What ``function(*args)`` returned on each of ``num_processes`` forked ranks, in rank order.
+
+    Raises:
+        RankFailed: a rank raised, died, or took longer than ``timeout_seconds``.
+    """
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    pipes: list[Connection] = []
+    processes: list[Any] = []
+    for rank in range(num_processes):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_child, args=(function, args, _environment(rank, num_processes, port, environment), sender)
+        )
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    deadline = time.monotonic() + timeout_seconds
+    results: list[Any] = []
+    failures: list[str] = []
+    try:
+        for rank, pipe in enumerate(pipes):
+            try:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    failures.append(f"rank {rank}: no answer within {timeout_seconds} s")
+                    continue
+                succeeded, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join(5)
+                failures.append(f"rank {rank}: died with exit code {processes[rank].exitcode}")
+                continue
+            if succeeded:
+                results.append(value)
+            else:
+                failures.append(f"rank {rank}:\n{value}")
+                deadline = min(deadline, time.monotonic() + 5)  # the others may wait for the one that failed
+    finally:
+        for process in processes:
+            process.join(0.0 if failures else 5.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    if failures:
+        raise RankFailed("\n".join(failures))
+    return results
