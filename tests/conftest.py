@@ -1,0 +1,80 @@
+"""Every test runs offline, on one thread a process, on the loopback interface, with warnings as errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported anywhere: it reads the thread count once.
+os.environ.update(
+    {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TP_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "MPLBACKEND": "Agg",
+    }
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+# A fresh clone tests its own source even where the package is not installed; `tests.ranks` is a shared tool.
+for folder in (ROOT / "src", ROOT):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+_RUN_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+_WORLD_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "FORK_LAUNCHED",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """No run of the person who types `make test` leaks into the tests through the environment."""
+    for name in list(os.environ):
+        if name.startswith(_RUN_VARIABLES) or name in _WORLD_VARIABLES:
+            del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def environment_unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each test starts with the same environment, and with a configuration home of its own."""
+    before = dict(os.environ)
+    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("home"))
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def world_left() -> Iterator[None]:
+    """No test inherits the state views or the process group of the test before it."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
+    world = sys.modules.get("accelerate.world")
+    if world is not None:
+        world.leave_world()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a network run only when asked for by mark."""
+    if "online" in (config.getoption("-m") or ""):
+        return
+    skip = pytest.mark.skip(reason="needs a network: pytest -m online")
+    for item in items:
+        if "online" in item.keywords:
+            item.add_marker(skip)

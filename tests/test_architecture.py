@@ -1,0 +1,895 @@
+"""The rules of the house, held by reading the source (nothing of the package is imported here).
+
+Each rule is one test, and each finding one line `file:line what`. An exception to a rule is an entry in a
+table of this file, with its reason; a change of a rule is a decision record in docs/decisions/ in the same
+commit.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import statistics
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+SOURCE: Final = ROOT / "src"
+PACKAGE: Final = SOURCE / "accelerate"
+
+# -------------------------------------------------------------------------------------------- the plan
+
+FLOORS: Final[dict[str, int]] = {
+    **dict.fromkeys(("errors", "optional", "versions", "nested", "names", "ports"), 0),
+    "settings": 1,
+    **dict.fromkeys(
+        (
+            "devices", "clusters", "world", "plugins", "mesh",
+            "collectives", "processes", "seeding", "memory", "logging",
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        (
+            "precision", "data_loader", "checkpointing", "tracking", "device_map", "hooks",
+            "offload", "optimizer", "scheduler", "gradients", "health",
+        ),
+        3,
+    ),
+    "strategies": 4,
+    **dict.fromkeys(
+        ("accelerator", "state", "local_sgd", "inference", "big_modeling", "quantize", "test_utils"), 5
+    ),
+    **dict.fromkeys(("", "utils", "launchers", "parallelism_config", "memory_utils"), 6),
+}  # fmt: skip
+DOOR: Final = 6
+TOWER: Final = ("launch", "commands")
+
+# Rooms that may look at a neighbour on their own floor. Inside one room every file may (without a circle).
+NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
+    # cellar
+    "nested": ("errors", "versions", "optional"),
+    "optional": ("errors", "versions"),
+    "versions": ("errors",),
+    # ground: a device, then who I am, then how ranks talk, then what is built on talking
+    "clusters": ("devices",),
+    "world": ("devices", "clusters"),
+    "plugins": ("devices", "world", "mesh"),
+    "mesh": ("world", "devices"),
+    "collectives": ("world", "devices"),
+    "processes": ("world", "collectives", "devices"),
+    "seeding": ("world", "collectives", "devices"),
+    "logging": ("world", "processes"),
+    "memory": ("devices",),
+    # trades
+    "optimizer": ("gradients",),
+    "scheduler": ("gradients", "optimizer"),
+    "data_loader": ("gradients",),
+    "offload": ("hooks", "device_map"),
+    # house
+    "accelerator": ("state",),
+    "local_sgd": ("accelerator", "state"),
+    "test_utils": ("accelerator", "state", "local_sgd", "big_modeling", "inference"),
+    # doors: importing is what they are for
+    "": ("utils", "launchers", "parallelism_config"),
+    "utils": ("launchers", "parallelism_config"),
+    "memory_utils": ("utils",),
+}
+
+# What one strategy may take from another file of strategies/.
+SHARED_STRATEGY_FILES: Final = frozenset({"base", "bundle", "rebind", "compile", "tensor", "context"})
+
+# Without torch at import, also through what they import.
+TORCH_FREE: Final = (
+    "errors", "optional", "versions", "names", "settings", "devices", "clusters", "health.failure", *TOWER,
+)  # fmt: skip
+
+ENVIRONMENT_FILES: Final = ("settings/env.py", "launch/")  # launch/: the environments of children
+
+VENDOR_WORDS: Final = frozenset(
+    {"cuda", "mps", "xpu", "npu", "mlu", "sdaa", "musa", "hpu", "neuron", "xla", "tpu"}
+)  # fmt: skip
+VENDOR_FILES: Final = (
+    "devices.py", "strategies/xla.py", "settings/", "launch/", "commands/config", "utils/", "optional.py",
+    "test_utils/",
+)  # fmt: skip
+
+STATE_FILES: Final = ("state.py", "test_utils/")
+
+OLD_ADDRESSES: Final = (
+    "__init__.py", "utils/", "launchers.py", "parallelism_config.py", "memory_utils.py",
+    "commands/config_args.py",
+)  # fmt: skip
+
+PICKLE_FILE: Final = "checkpointing/codec.py"
+
+FILE_LIMIT: Final = 500
+FILE_LIMITS: Final = {"accelerator.py": 700}
+MEDIAN_LIMIT: Final = 150
+FUNCTION_LIMIT: Final = 60
+
+# Foreign objects that are asked what they can do: (file, attribute) -> whose object it is.
+FOREIGN_HASATTR: Final[dict[tuple[str, str], str]] = {}
+
+# Internal classes that are concrete and subclassed all the same: class name -> why.
+OPEN_CLASSES: Final[dict[str, str]] = {}
+
+
+# --------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @property
+    def name(self) -> str:
+        """`data_loader/shard.py`"""
+        return self.path.relative_to(PACKAGE).as_posix()
+
+    @property
+    def module(self) -> str:
+        """`data_loader.shard`; the package itself is the empty string."""
+        parts = list(self.path.relative_to(PACKAGE).with_suffix("").parts)
+        if parts[-1] == "__init__":
+            parts.pop()
+        return ".".join(parts)
+
+    @property
+    def package(self) -> str:
+        """The module that a relative import with one dot starts from."""
+        if self.path.name == "__init__.py":
+            return self.module
+        return self.module.rpartition(".")[0]
+
+    @functools.cached_property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    def at(self, node: ast.AST, what: str) -> str:
+        return f"src/accelerate/{self.name}:{getattr(node, 'lineno', 1)} {what}"
+
+
+@functools.cache
+def files() -> tuple[SourceFile, ...]:
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        found.append(SourceFile(path, text, ast.parse(text, str(path))))
+    return tuple(found)
+
+
+@functools.cache
+def modules() -> dict[str, SourceFile]:
+    return {file.module: file for file in files()}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One edge: `file` imports `target` (a module of this package, or an outer one)."""
+
+    file: SourceFile
+    node: ast.AST
+    target: str
+    ours: bool
+    lazy: bool  # inside a function
+    typing_only: bool
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def _import_nodes(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+    def walk(
+        node: ast.AST, lazy: bool, typing_only: bool
+    ) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node, lazy, typing_only
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            for child in ast.iter_child_nodes(node):
+                yield from walk(child, True, typing_only)
+        elif isinstance(node, ast.If) and _is_type_checking(node.test):
+            for child in node.body:
+                yield from walk(child, lazy, True)
+            for child in node.orelse:
+                yield from walk(child, lazy, typing_only)
+        else:
+            for child in ast.iter_child_nodes(node):
+                yield from walk(child, lazy, typing_only)
+
+    yield from walk(tree, False, False)
+
+
+def _ours(module: str) -> str | None:
+    """The module inside the package, the empty string for the package itself, or None for a foreign one."""
+    if module == "accelerate":
+        return ""
+    return module.removeprefix("accelerate.") if module.startswith("accelerate.") else None
+
+
+def _deepest(module: str, name: str) -> str:
+    """`from a import b` depends on `a.b` where that is a module, else on `a`."""
+    inner = f"{module}.{name}" if module else name
+    return inner if inner in modules() else module
+
+
+@functools.cache
+def imports() -> tuple[Import, ...]:
+    found = []
+    for file in files():
+        for node, lazy, typing_only in _import_nodes(file.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    target = _ours(alias.name)
+                    found.append(
+                        Import(
+                            file,
+                            node,
+                            target if target is not None else alias.name,
+                            target is not None,
+                            lazy,
+                            typing_only,
+                        )
+                    )
+                continue
+            if node.level:
+                base = file.package.split(".") if file.package else []
+                base = base[: len(base) - (node.level - 1)]
+                start: str | None = ".".join([*base, *([node.module] if node.module else [])])
+            else:
+                start = _ours(node.module or "")
+            if start is None:
+                found.append(Import(file, node, node.module or "", False, lazy, typing_only))
+                continue
+            for target in sorted({_deepest(start, alias.name) for alias in node.names}):
+                found.append(Import(file, node, target, True, lazy, typing_only))
+    return tuple(found)
+
+
+def room(module: str) -> str:
+    return module.split(".")[0]
+
+
+def is_in(file: SourceFile, places: tuple[str, ...]) -> bool:
+    return any(
+        file.name == place or (not place.endswith(".py") and file.name.startswith(place)) for place in places
+    )
+
+
+def holds(findings: list[str], rule: str) -> None:
+    if findings:
+        pytest.fail(f"{rule}\n  " + "\n  ".join(sorted(set(findings))), pytrace=False)
+
+
+def calls(tree: ast.AST) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def dotted(node: ast.AST) -> str:
+    """`torch.cuda` for the attribute chain, the empty string for anything that is not a plain chain."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr}" if base else ""
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------- floors
+
+
+def test_every_room_has_a_floor() -> None:
+    unknown = [
+        file.at(file.tree, f"room '{room(file.module)}' is on no floor")
+        for file in files()
+        if room(file.module) not in FLOORS and room(file.module) not in TOWER
+    ]
+    holds(unknown, "A new room is a change of plan: give it a floor here and in the architecture page.")
+
+
+def _upward(edge: Import) -> str | None:
+    source, target = room(edge.file.module), room(edge.target)
+    if source == target or source not in FLOORS:
+        return None
+    if target in TOWER:
+        return None if FLOORS[source] == DOOR else f"imports the tower ({edge.target})"
+    if target not in FLOORS:
+        return None
+    if target == "" or FLOORS[target] == DOOR:
+        if FLOORS[source] == DOOR and target in NEIGHBOURS.get(source, ()):
+            return None
+        return f"imports the door '{edge.target or 'accelerate'}': import from its home"
+    if FLOORS[target] > FLOORS[source]:
+        return f"(floor {FLOORS[source]}) imports {edge.target} (floor {FLOORS[target]})"
+    if FLOORS[target] == FLOORS[source] and target not in NEIGHBOURS.get(source, ()):
+        return f"imports its neighbour {edge.target}, which the table does not list"
+    return None
+
+
+def _is_program(file: SourceFile) -> bool:
+    """The scripts that `accelerate test` runs are users of the package, so they come in by the front door."""
+    return file.name.startswith("test_utils/scripts/")
+
+
+def test_imports_go_down() -> None:
+    findings = []
+    for edge in imports():
+        if edge.ours and not _is_program(edge.file):
+            problem = _upward(edge)
+            if problem:
+                findings.append(edge.file.at(edge.node, problem))
+    holds(findings, "A file imports lower floors only, lazily too.")
+
+
+def test_tower_imports_only_torch_free_floors_at_module_level() -> None:
+    findings = []
+    for edge in imports():
+        source, target = room(edge.file.module), room(edge.target)
+        if not edge.ours or source not in TOWER or source == target:
+            continue
+        if target in TOWER:
+            if source == "launch":
+                findings.append(
+                    edge.file.at(
+                        edge.node, f"launch/ imports {edge.target}: commands stand on launch, not under it"
+                    )
+                )
+            continue
+        floor = FLOORS.get(target, 0)
+        if target == "" or floor == DOOR:
+            findings.append(edge.file.at(edge.node, f"imports the door '{edge.target or 'accelerate'}'"))
+        elif not edge.lazy and not edge.typing_only and floor > 1 and edge.target not in (
+            "devices", "clusters", "health.failure",
+        ):  # fmt: skip
+            findings.append(edge.file.at(edge.node, f"imports {edge.target} at module level"))
+    holds(
+        findings,
+        "launch/ and commands/ import floors 0-1, devices, clusters and health.failure; the rest lazily.",
+    )
+
+
+def test_strategies_share_only_the_shared_files() -> None:
+    findings = []
+    for edge in imports():
+        if not edge.ours or room(edge.file.module) != "strategies" or room(edge.target) != "strategies":
+            continue
+        if edge.file.module == "strategies" or edge.target == "strategies":  # the package: the ordered tuple
+            if edge.target == "strategies":
+                findings.append(edge.file.at(edge.node, "imports the tuple of all strategies"))
+            continue
+        if edge.target.split(".")[1] not in SHARED_STRATEGY_FILES:
+            findings.append(edge.file.at(edge.node, f"imports {edge.target}"))
+    holds(findings, f"Between two strategies only {sorted(SHARED_STRATEGY_FILES)} are shared.")
+
+
+def test_no_import_circle() -> None:
+    graph: dict[str, set[str]] = {module: set() for module in modules()}
+    for edge in imports():
+        if edge.ours and edge.target in graph and edge.target != edge.file.module and not edge.typing_only:
+            graph[edge.file.module].add(edge.target)
+    circles = [circle for circle in _strong_components(graph) if len(circle) > 1]
+    holds(
+        [" <-> ".join(sorted(circle)) for circle in circles],
+        "Modules import each other in a circle (lazy imports count).",
+    )
+
+
+def _strong_components(graph: dict[str, set[str]]) -> list[list[str]]:
+    order: list[str] = []
+    seen: set[str] = set()
+
+    def visit(start: str, edges: dict[str, set[str]], out: list[str]) -> None:
+        stack: list[tuple[str, Iterator[str]]] = [(start, iter(sorted(edges[start])))]
+        seen.add(start)
+        while stack:
+            node, rest = stack[-1]
+            for following in rest:
+                if following not in seen:
+                    seen.add(following)
+                    stack.append((following, iter(sorted(edges[following]))))
+                    break
+            else:
+                stack.pop()
+                out.append(node)
+
+    for node in sorted(graph):
+        if node not in seen:
+            visit(node, graph, order)
+    reverse: dict[str, set[str]] = {node: set() for node in graph}
+    for node, targets in graph.items():
+        for target in targets:
+            reverse[target].add(node)
+    seen.clear()
+    components = []
+    for node in reversed(order):
+        if node not in seen:
+            component: list[str] = []
+            visit(node, reverse, component)
+            components.append(component)
+    return components
+
+
+# ----------------------------------------------------------------------------------------------- torch
+
+
+def _eager_dependencies(module: str) -> Iterator[Import]:
+    return (
+        edge for edge in imports() if edge.file.module == module and not edge.lazy and not edge.typing_only
+    )
+
+
+def _with_parents(module: str) -> list[str]:
+    """Importing `a.b.c` runs the packages `a` and `a.b` first (and the front door before them)."""
+    parts = module.split(".") if module else []
+    return ["", *(".".join(parts[: index + 1]) for index in range(len(parts)))]
+
+
+def test_torch_free_files_do_not_reach_torch_at_import() -> None:
+    findings = []
+    for file in files():
+        if not any(file.module == place or file.module.startswith(place + ".") for place in TORCH_FREE):
+            continue
+        waiting = [(module, module) for module in _with_parents(file.module)]
+        reached = {module for module, _ in waiting}
+        while waiting:
+            module, road = waiting.pop()
+            for edge in _eager_dependencies(module):
+                if not edge.ours:
+                    if room(edge.target) == "torch":
+                        findings.append(
+                            edge.file.at(
+                                edge.node,
+                                f"imports {edge.target}; {file.name} reaches it ({road or 'accelerate'})",
+                            )
+                        )
+                    continue
+                for following in _with_parents(edge.target):
+                    if following in modules() and following not in reached:
+                        reached.add(following)
+                        waiting.append((following, f"{road} -> {following}"))
+    holds(findings, "These rooms are imported where torch must not be: `accelerate --help`, config, launch.")
+
+
+# --------------------------------------------------------------------------------------- one home each
+
+
+def test_environment_is_read_in_one_file() -> None:
+    names = {"os.environ", "os.getenv", "os.putenv", "os.unsetenv", "os.environb"}
+    findings = []
+    for file in files():
+        if is_in(file, ENVIRONMENT_FILES):
+            continue
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Attribute) and dotted(node) in names:
+                findings.append(file.at(node, f"{dotted(node)}"))
+            if isinstance(node, ast.ImportFrom) and node.module == "os":
+                findings += [
+                    file.at(node, f"from os import {a.name}") for a in node.names if f"os.{a.name}" in names
+                ]
+    holds(
+        findings,
+        "The environment belongs to settings/env.py (read, publish, patched), and launch/ for children.",
+    )
+
+
+def _vendor_constants(node: ast.AST) -> list[str]:
+    return [
+        part.value
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant)
+        and isinstance(part.value, str)
+        and part.value.lower() in VENDOR_WORDS
+    ]
+
+
+def _vendor_findings(file: SourceFile) -> Iterator[str]:
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Compare):
+            for word in _vendor_constants(node):
+                yield file.at(node, f"compares with '{word}'")
+            for part in ast.walk(node):
+                if isinstance(part, ast.Attribute) and dotted(part.value).split(".")[-1] == "DistributedType":
+                    yield file.at(node, f"branches on DistributedType.{part.attr}")
+        elif isinstance(node, ast.MatchValue):
+            for word in _vendor_constants(node):
+                yield file.at(node, f"matches '{word}'")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in ("startswith", "endswith"):
+                for word in _vendor_constants(node):
+                    yield file.at(node, f"asks whether a name starts with '{word}'")
+        elif isinstance(node, ast.Dict):
+            for key in node.keys:
+                if isinstance(key, ast.Constant) and key.value in VENDOR_WORDS:
+                    yield file.at(key, f"table keyed by '{key.value}'")
+        elif isinstance(node, ast.Attribute) and dotted(node).startswith("torch."):
+            vendor = dotted(node).split(".")[1]
+            if vendor in VENDOR_WORDS:
+                yield file.at(node, f"calls into torch.{vendor}")
+
+
+def test_behaviour_does_not_branch_on_a_vendor() -> None:
+    findings = [line for file in files() if not is_in(file, VENDOR_FILES) for line in _vendor_findings(file)]
+    holds(findings, "A vendor is a row of devices.py; DistributedType is a label for callers.")
+
+
+def test_old_states_are_built_only_in_their_file() -> None:
+    findings = [
+        file.at(call, f"{dotted(call.func)}(")
+        for file in files()
+        if not is_in(file, STATE_FILES)
+        for call in calls(file.tree)
+        if dotted(call.func).split(".")[-1] in ("PartialState", "AcceleratorState")
+    ]
+    holds(
+        findings, "Inside the house facts come from World and Settings; the old states are views for callers."
+    )
+
+
+def test_pickle_has_one_home() -> None:
+    findings = []
+    for file in files():
+        if file.name == PICKLE_FILE:
+            continue
+        for node in ast.walk(file.tree):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            if {"pickle", "dill"} & set(names):
+                findings.append(file.at(node, "imports pickle"))
+            if isinstance(node, ast.Attribute) and dotted(node) in (
+                "torch.load",
+                "np.load",
+                "numpy.load",
+                "joblib.load",
+            ):
+                findings.append(file.at(node, dotted(node)))
+    holds(findings, f"Reading a pickle runs what it says, so only {PICKLE_FILE} may.")
+
+
+def test_no_shell() -> None:
+    findings = []
+    for file in files():
+        for call in calls(file.tree):
+            if dotted(call.func) in (
+                "os.system",
+                "os.popen",
+                "subprocess.getoutput",
+                "subprocess.getstatusoutput",
+            ):
+                findings.append(file.at(call, dotted(call.func)))
+            for keyword in call.keywords:
+                given = keyword.arg == "shell"
+                if given and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False):
+                    findings.append(file.at(call, "shell="))
+    holds(findings, "A program is started with an argument list, never through a shell.")
+
+
+# --------------------------------------------------------------------------------------- old addresses
+
+
+def _only_imports(statement: ast.stmt) -> bool:
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return True
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return True  # a docstring
+    if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+        return not list(calls(statement))  # __all__, __version__, the table of lazy names
+    if isinstance(statement, ast.If) and _is_type_checking(statement.test):
+        return all(_only_imports(inner) for inner in statement.body)
+    if isinstance(statement, ast.FunctionDef):
+        return statement.name in ("__getattr__", "__dir__")  # PEP 562
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return dotted(statement.value.func) == "warnings.warn"  # "this address is old"
+    return False
+
+
+def test_old_addresses_only_import() -> None:
+    findings = [
+        file.at(statement, "is more than an import")
+        for file in files()
+        if is_in(file, OLD_ADDRESSES)
+        for statement in file.tree.body
+        if not _only_imports(statement)
+    ]
+    holds(findings, "An old address re-exports; what it names lives in its room.")
+
+
+def test_old_addresses_do_not_star() -> None:
+    findings = [
+        file.at(node, f"from {node.module} import *")
+        for file in files()
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
+    ]
+    holds(findings, "Explicit imports only.")
+
+
+# --------------------------------------------------------------------------------------------- manners
+
+
+def _catches_everything(handler: ast.ExceptHandler) -> bool:
+    if handler.type is None:
+        return True
+    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(dotted(kind) in ("Exception", "BaseException") for kind in types)
+
+
+def test_broad_except_states_its_reason() -> None:
+    findings = []
+    for file in files():
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.ExceptHandler) and _catches_everything(node):
+                written = file.lines[node.lineno - 1].partition("#")[2]
+                reason = written.replace("noqa", "").strip(" :").removeprefix("BLE001").strip(" -:,")
+                if len(reason) < 10:
+                    findings.append(file.at(node, "except Exception without a reason on its line"))
+    holds(findings, "`except Exception:  # why everything is caught here`")
+
+
+def test_hasattr_asks_only_foreign_objects() -> None:
+    findings = []
+    used: set[tuple[str, str]] = set()
+    for file in files():
+        for call in calls(file.tree):
+            if dotted(call.func) != "hasattr" or len(call.args) != 2:
+                continue
+            name = call.args[1].value if isinstance(call.args[1], ast.Constant) else ast.unparse(call.args[1])
+            key = (file.name, str(name))
+            used.add(key)
+            if key not in FOREIGN_HASATTR:
+                findings.append(file.at(call, f"hasattr(..., {name!r})"))
+    findings += [
+        f"{file}: hasattr {name!r} is listed but no longer there"
+        for file, name in FOREIGN_HASATTR.keys() - used
+    ]
+    holds(
+        findings,
+        "Our own objects have what their class says. Foreign ones stand in FOREIGN_HASATTR, with whose they are.",
+    )
+
+
+def _class_names(classes: dict[str, ast.ClassDef], node: ast.ClassDef) -> set[str]:
+    """The last names of all bases, followed as far as this package defines them."""
+    found: set[str] = set()
+    for base in node.bases:
+        expression = base.value if isinstance(base, ast.Subscript) else base
+        name = dotted(expression).split(".")[-1]
+        if name and name not in found:
+            found.add(name)
+            if name in classes and classes[name] is not node:
+                found |= _class_names(classes, classes[name])
+    return found
+
+
+ABSTRACT_BASES: Final = frozenset({"ABC", "Protocol", "TypedDict", "NamedTuple"})
+ENUM_BASES: Final = frozenset(
+    {"Enum", "StrEnum", "IntEnum", "Flag", "IntFlag", "BaseEnum", "EnumWithContains"}
+)
+
+
+def _old_class_names() -> set[str]:
+    frozen = ROOT / "tests" / "contract" / "old_names.txt"
+    lines = frozen.read_text(encoding="utf-8").splitlines() if frozen.exists() else []
+    return {line.split(":")[1] for line in lines if ":" in line}
+
+
+def _is_decorated(node: ast.ClassDef, name: str) -> bool:
+    return any(
+        dotted(d.func if isinstance(d, ast.Call) else d).split(".")[-1] == name for d in node.decorator_list
+    )
+
+
+def _has_abstract_method(node: ast.ClassDef) -> bool:
+    return any(
+        isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and any(dotted(d).split(".")[-1] == "abstractmethod" for d in item.decorator_list)
+        for item in node.body
+    )
+
+
+def test_internal_classes_are_abstract_or_final() -> None:
+    classes = {n.name: n for file in files() for n in ast.walk(file.tree) if isinstance(n, ast.ClassDef)}
+    public = _old_class_names()
+    findings = []
+    for file in files():
+        if is_in(file, OLD_ADDRESSES) or is_in(file, ("settings/", "test_utils/", "errors.py")):
+            continue  # settings: plain options that the public option classes inherit
+        for node in ast.walk(file.tree):
+            if not isinstance(node, ast.ClassDef) or node.name in public or node.name in OPEN_CLASSES:
+                continue
+            bases = _class_names(classes, node)
+            is_abstract = "ABC" in {
+                dotted(base).split(".")[-1] for base in node.bases
+            } or _has_abstract_method(node)
+            is_closed = bool(bases & (ENUM_BASES | {"Protocol", "TypedDict", "NamedTuple"})) or any(
+                base.endswith(("Error", "Exception", "Warning")) for base in bases
+            )
+            if not (is_abstract or is_closed or _is_decorated(node, "final")):
+                findings.append(file.at(node, f"class {node.name} is concrete, internal and not @final"))
+    holds(findings, "Internal classes are an ABC or @final; nothing concrete is overridden.")
+
+
+def _functions(tree: ast.AST) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, bool]]:
+    """Each function and whether it is public: reachable by names without a leading underscore."""
+
+    def walk(node: ast.AST, public: bool) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                named = not child.name.startswith("_") or child.name in ("__init__", "__call__", "__enter__")
+                yield child, public and named
+                yield from walk(child, False)
+            elif isinstance(child, ast.ClassDef):
+                yield from walk(child, public and not child.name.startswith("_"))
+            else:
+                yield from walk(child, public)
+
+    yield from walk(tree, True)
+
+
+def test_public_functions_are_annotated() -> None:
+    findings = []
+    for file in files():
+        for function, public in _functions(file.tree):
+            if not public:
+                continue
+            arguments = function.args
+            named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+            named += [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
+            missing = [a.arg for a in named if a.annotation is None and a.arg not in ("self", "cls")]
+            if function.returns is None:
+                missing.append("return")
+            if missing:
+                findings.append(file.at(function, f"{function.name}: no annotation for {', '.join(missing)}"))
+    holds(findings, "Public functions say what they take and give.")
+
+
+# ------------------------------------------------------------------------------------------------ size
+
+_NO_CODE: Final = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.ENCODING, tokenize.ENDMARKER,
+}  # fmt: skip
+
+
+def _span(first: ast.AST, last: int) -> range:
+    return range(getattr(first, "lineno", 1), last + 1)
+
+
+@functools.cache
+def code_lines(file: SourceFile) -> frozenset[int]:
+    """Line numbers that hold code: no docstrings, comments, blanks, and no signatures of functions."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(file.text).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(file.tree):
+        body = getattr(node, "body", None)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and body:
+            first = body[0]
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                lines.difference_update(_span(first, first.end_lineno or first.lineno))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            end = max(node.lineno, node.body[0].lineno - 1)
+            if node.body[0].lineno != node.lineno:  # a body on the line of the signature is code
+                lines.difference_update(range(node.lineno, end + 1))
+    return frozenset(lines)
+
+
+def test_files_are_small() -> None:
+    findings = []
+    for file in files():
+        size, limit = len(code_lines(file)), FILE_LIMITS.get(file.name, FILE_LIMIT)
+        if size > limit:
+            findings.append(f"src/accelerate/{file.name}:1 {size} code lines, limit {limit}")
+    holds(
+        findings, "One idea per file: split it along its ideas (the file becomes a package of the same name)."
+    )
+
+
+def test_functions_are_small() -> None:
+    findings = []
+    for file in files():
+        lines = code_lines(file)
+        for function, _ in _functions(file.tree):
+            size = sum(line in lines for line in _span(function, function.end_lineno or function.lineno))
+            if size > FUNCTION_LIMIT:
+                findings.append(
+                    file.at(function, f"{function.name}: {size} code lines, limit {FUNCTION_LIMIT}")
+                )
+    holds(findings, "A function does one thing.")
+
+
+def test_the_usual_file_is_one_screen_or_two() -> None:
+    sizes = [len(code_lines(file)) for file in files() if code_lines(file)]
+    assert not sizes or statistics.median(sizes) <= MEDIAN_LIMIT, (
+        f"median {statistics.median(sizes)} code lines a file"
+    )
+
+
+def test_no_room_waits_empty() -> None:
+    findings = [
+        file.at(file.tree, "holds nothing")
+        for file in files()
+        if file.path.name != "__init__.py" and not code_lines(file)
+    ]
+    holds(findings, "Rooms appear when they have something in them.")
+
+
+# ---------------------------------------------------------------------------------- the rules can fail
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """A pretended package made of the given files, read by the same rules."""
+    package = tmp_path / "src" / "accelerate"
+    caches = (files, modules, imports, code_lines)
+
+    def build(**sources: str) -> None:
+        for name, text in {"__init__": "", **sources}.items():
+            path = package / (name.replace("__", "/") + ".py" if name != "__init__" else "__init__.py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        for cache in caches:
+            cache.cache_clear()
+
+    monkeypatch.setitem(globals(), "PACKAGE", package)
+    yield build
+    for cache in caches:
+        cache.cache_clear()
+
+
+BROKEN: Final[list[tuple[Callable[[], None], dict[str, str]]]] = [
+    (test_every_room_has_a_floor, {"attic": "x = 1\n"}),
+    (test_imports_go_down, {"world": "def f():\n    from accelerate.state import PartialState\n", "state": "x = 1\n"}),
+    (test_imports_go_down, {"world": "from . import utils\n", "utils": "x = 1\n"}),
+    (test_tower_imports_only_torch_free_floors_at_module_level, {"launch": "from .world import x\n", "world": "x = 1\n"}),
+    (test_strategies_share_only_the_shared_files, {"strategies__ddp": "from .fsdp2 import x\n", "strategies__fsdp2": "x = 1\n"}),
+    (test_no_import_circle, {"world": "def f():\n    from .mesh import x\n", "mesh": "from .world import f\n"}),
+    (test_torch_free_files_do_not_reach_torch_at_import, {"commands": "from .nested import x\n", "nested": "import torch\n"}),
+    (test_environment_is_read_in_one_file, {"world": "import os\nx = os.environ['RANK']\n"}),
+    (test_behaviour_does_not_branch_on_a_vendor, {"world": "def f(d):\n    return d.type == 'cuda'\n"}),
+    (test_behaviour_does_not_branch_on_a_vendor, {"accelerator": "def f(t):\n    return t in (DistributedType.FSDP,)\n"}),
+    (test_old_states_are_built_only_in_their_file, {"logging": "x = PartialState()\n"}),
+    (test_pickle_has_one_home, {"collectives": "import torch\nx = torch.load('f')\n"}),
+    (test_no_shell, {"launch": "import subprocess\nsubprocess.run('ls', shell=True)\n"}),
+    (test_old_addresses_only_import, {"launchers": "def f():\n    pass\n"}),
+    (test_old_addresses_do_not_star, {"launchers": "from os import *\n"}),
+    (test_broad_except_states_its_reason, {"world": "try:\n    pass\nexcept Exception:\n    pass\n"}),
+    (test_hasattr_asks_only_foreign_objects, {"world": "x = hasattr(1, 'y')\n"}),
+    (test_internal_classes_are_abstract_or_final, {"world": "class Helper:\n    pass\n"}),
+    (test_public_functions_are_annotated, {"world": "def f(x) -> None:\n    pass\n"}),
+    (test_files_are_small, {"world": "x = 1\n" * 501}),
+    (test_functions_are_small, {"world": "def f():\n" + "    x = 1\n" * 61}),
+    (test_no_room_waits_empty, {"world": '"""Some day."""\n'}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "sources"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_each_rule_can_fail(
+    house: Callable[..., None], rule: Callable[[], None], sources: dict[str, str]
+) -> None:
+    house(**sources)
+    with pytest.raises(pytest.fail.Exception):
+        rule()
+
+
+def test_signatures_docstrings_and_comments_do_not_count(house: Callable[..., None]) -> None:
+    house(
+        world='"""Doc."""\n\n\ndef f(\n    x,\n):\n    """Doc.\n\n    More.\n    """\n    # why\n    return x\n'
+    )
+    assert len(code_lines(modules()["world"])) == 1
