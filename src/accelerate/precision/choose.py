@@ -1,0 +1,71 @@
+"""Settings and a device, as a precision; and the scalers that go with them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ..devices import available_kind, kind_of
+from ..errors import NotBuilt, SettingError
+from ..settings.env import read
+from ..world import current_world
+from .autocast import AutocastPrecision
+from .base import FullPrecision, Precision
+
+
+def choose(label: str, device_type: str, *, autocast_handler: Any = None, scaler_handler: Any = None) -> Precision:
+    """The precision that ``label`` (no, fp16, bf16, fp8) means on ``device_type``.
+
+    Raises:
+        SettingError: the device can't compute in that precision.
+        NotBuilt: fp8.
+    """
+    if label == "no":
+        return FullPrecision()
+    if label == "bf16":
+        _refuse_bf16_without_hardware(device_type)
+        return AutocastPrecision("bf16", device_type, handler=autocast_handler)
+    if label == "fp16":
+        scaler = make_scaler(device_type, **(scaler_handler.to_kwargs() if scaler_handler else {}))
+        return AutocastPrecision("fp16", device_type, scaler=scaler, handler=autocast_handler)
+    if label == "fp8":
+        raise NotBuilt("mixed_precision='fp8' isn't built in this version. Use 'bf16' or 'fp16'.")
+    raise SettingError(f"mixed_precision={label!r}: choose one of 'no', 'fp16', 'bf16', 'fp8'.")
+
+
+def _refuse_bf16_without_hardware(device_type: str) -> None:
+    if not kind_of(device_type).supports_bf16():
+        raise SettingError(
+            f"mixed_precision='bf16': this {device_type} device can't compute in bfloat16. Use 'fp16' or 'no'."
+        )
+
+
+def make_scaler(device_type: str, **kwargs: Any) -> Any:
+    """A gradient scaler for ``device_type``; the CPU has a real one."""
+    return torch.amp.GradScaler(device_type, **kwargs)
+
+
+def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
+    """A gradient scaler for the device of this process (FSDP1's sharded one for ``distributed_type`` FSDP)."""
+    if str(distributed_type) == "FSDP":
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler(**kwargs)
+    return make_scaler(_device_type_here(), **kwargs)
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: Any = None
+) -> AbstractContextManager[Any]:
+    """The autocast context of the state that is set up; a null context when ``native_amp`` is off."""
+    label = read("ACCELERATE_MIXED_PRECISION", "no")
+    if not native_amp or label == "no":
+        return nullcontext()
+    return AutocastPrecision("fp16" if label == "fp16" else "bf16", _device_type_here()).autocast(autocast_kwargs)
+
+
+def _device_type_here() -> str:
+    world = current_world()
+    return available_kind().name if world is None else world.device.type

@@ -1,0 +1,143 @@
+"""How one model's parameters, gradients and state lie over the processes: the interface.
+
+A strategy is one file. Adding one is that file plus one line in ``strategies/__init__.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import PreparationError
+from ..precision import Precision
+from ..settings.labels import DistributedType
+from ..world import World
+from .bundle import Bundle, Role
+from .compile import compile_model
+from .unwrap import unwrap
+
+
+@dataclass
+class StrategyOptions:
+    """What a strategy needs besides the world: the public option objects, read late (callers change them)."""
+
+    dynamo_plugin: Any = None
+    ddp_handler: Any = None
+    plugins: dict[str, Any] = field(default_factory=dict)
+
+
+class Strategy(ABC):
+    """How parameters, gradients and state lie over the processes."""
+
+    def __init__(self, world: World, options: StrategyOptions) -> None:
+        self.world = world
+        self.options = options
+
+    # -- choosing ------------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def suits(cls, settings: Any, world: World) -> bool:
+        """Whether this is what the user asked for."""
+
+    @property
+    @abstractmethod
+    def label(self) -> DistributedType:
+        """What old callers see as ``distributed_type``."""
+
+    # -- placing -------------------------------------------------------------------------------------------
+
+    def check(self, bundle: Bundle) -> None:
+        """Nothing has changed yet; raises if the objects can't be prepared together."""
+        for slot in bundle.of(Role.MODEL):
+            self.check_model(slot.current)
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Raises if ``model`` can't be prepared under this strategy."""
+
+    def place(self, bundle: Bundle, precision: Precision) -> None:
+        """Every model of the bundle lies where this strategy wants it, and its optimizers follow."""
+        for slot in bundle.of(Role.MODEL):
+            slot.current = self.place_model(slot.current, precision, slot.device_placement)
+
+    def place_model(
+        self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """``model`` in its precision, on its device, wrapped for training (unless ``evaluation_mode``), compiled."""
+        model = precision.convert(model)
+        precision.patch_forward(model)
+        if device_placement and not _is_placed_by_map(model):
+            model = model.to(self.world.device)
+        if not evaluation_mode:
+            model = self.wrap(model)
+        return compile_model(model, self.options.dynamo_plugin)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """``model`` in the container that trains it over the processes."""
+        return model
+
+    def unwrap(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
+        """The model that the user gave."""
+        return unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A context in which backward passes don't reduce gradients."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor, scaler: Any, **kwargs: Any) -> None:
+        """Gradients of ``loss`` have been added to the parameters' (scaled, under a gradient scaler)."""
+        if scaler is not None:
+            loss = scaler.scale(loss)
+        loss.backward(**kwargs)
+
+    def clip_grad_norm(
+        self,
+        parameters: Iterable[torch.Tensor] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """The global gradient norm is at most ``max_norm``; returns what it was."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """No gradient element is larger than ``clip_value`` in size."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict of ``model``, under the names of the user's own module."""
+        return (self.unwrap(model) if unwrap else model).state_dict()
+
+    def release(self, model: torch.nn.Module) -> None:
+        """``model`` no longer holds the process group."""
+
+
+def _is_placed_by_map(model: torch.nn.Module) -> bool:
+    """Whether a device map has already spread the model over several devices."""
+    return len(getattr(model, "hf_device_map", None) or {}) > 1
+
+
+def refuse_device_map(model: torch.nn.Module) -> None:
+    """Raises if a device map spreads ``model``: replicas can't be made of it.
+
+    Raises:
+        PreparationError: some submodule has an ``hf_device_map`` of several places.
+    """
+    for module in model.modules():
+        if _is_placed_by_map(module):
+            raise PreparationError(
+                f"{type(model).__name__} is spread over {sorted(set(map(str, module.hf_device_map.values())))} by a "  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue, reportCallIssue]
+                "device map, and can't be replicated over processes. Load it without `device_map`, or run one process; "
+                "ACCELERATE_BYPASS_DEVICE_MAP=true skips this check."
+            )

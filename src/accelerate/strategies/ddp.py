@@ -1,0 +1,140 @@
+"""Replicas that average their gradients: torch's DistributedDataParallel.
+
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, final
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import PreparationError
+from ..settings.env import flag
+from ..settings.labels import DistributedType
+from ..world import World, release_before_leaving, release_ddp
+from .base import Strategy, refuse_device_map
+
+
+class Replica(DistributedDataParallel):
+    """DistributedDataParallel whose other methods are the model's own.
+
+    ``model.generate(...)`` or ``model.encode(...)`` simply work. What can't be right is refused: a method that
+    computes gradients through the model's layers without passing through ``forward`` would leave them
+    unsynchronised, silently.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_modules" not in self.__dict__ or "module" not in self._modules:
+                raise
+        value = getattr(self.module, name)
+        return _guarded(value, name, type(self.module).__name__) if callable(value) else value
+
+
+def _guarded(method: Callable[..., Any], name: str, owner: str) -> Callable[..., Any]:
+    if isinstance(method, torch.nn.Module) or getattr(method, "__self__", None) is None:
+        return method  # a submodule or a function: not a way around forward()
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return method(*args, **kwargs)
+
+        def refuse(module: torch.nn.Module, _: Any) -> None:
+            if torch.is_grad_enabled() and module.training and any(p.requires_grad for p in module.parameters(False)):
+                raise PreparationError(
+                    f"{owner}.{name}() computes gradients through {type(module).__name__} without passing through "
+                    f"{owner}.forward(), so they would not be averaged over the processes. Compute the loss from "
+                    f"`model(...)`, or, if no gradient is wanted, call it under `torch.no_grad()` or after "
+                    "`model.eval()`, or on `accelerator.unwrap_model(model)`."
+                )
+
+        handle = register_module_forward_pre_hook(refuse)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            handle.remove()
+
+    return call
+
+
+@final
+class DataParallel(Strategy):
+    """Every process holds the whole model; gradients are averaged during backward."""
+
+    @classmethod
+    def suits(cls, settings: Any, world: World) -> bool:
+        """True for a world of several."""
+        return world.size > 1
+
+    @property
+    def label(self) -> DistributedType:
+        """MULTI_CPU, MULTI_GPU, ...: the vendor's word."""
+        return DistributedType(self.world.kind.label)
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Raises if ``model`` can't be replicated."""
+        if not flag("ACCELERATE_BYPASS_DEVICE_MAP"):
+            refuse_device_map(model)
+        for name, parameter in model.named_parameters():
+            if type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "DTensor":
+                raise PreparationError(
+                    f"Parameter {name!r} is a DTensor, which replicas can't average. Use FullyShardedDataParallelPlugin "
+                    "or ParallelismConfig for a sharded model."
+                )
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """``model`` as a replica; a model with nothing to train stays as it is."""
+        if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
+            return model
+        handler = self.options.ddp_handler
+        kwargs: dict[str, Any] = handler.to_kwargs() if handler else {}
+        for ours in ("comm_hook", "comm_wrapper", "comm_state_option"):
+            kwargs.pop(ours, None)
+        device = self.world.device
+        on_one_device = device.type != "cpu" and {p.device for p in model.parameters()} == {device}
+        replica = Replica(model, device_ids=[device.index] if on_one_device else None, **kwargs)
+        if handler is not None:
+            handler.register_comm_hook(replica)
+        reference = weakref.ref(replica)
+        release_before_leaving(lambda: _release(reference()))
+        return replica
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A context in which backward passes keep their gradients to themselves."""
+        replica = _replica_in(model)
+        return nullcontext() if replica is None else replica.no_sync()
+
+    def release(self, model: torch.nn.Module) -> None:
+        """``model`` no longer holds the process group; its module is intact."""
+        _release(_replica_in(model))
+
+
+def _release(replica: DistributedDataParallel | None) -> None:
+    if replica is not None:
+        release_ddp(replica)
+
+
+def _replica_in(model: torch.nn.Module) -> DistributedDataParallel | None:
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def trigger_sync_in_backward(model: torch.nn.Module) -> None:
+    """The next backward of ``model`` reduces gradients, although its forwards ran under ``no_sync``."""
+    replica = _replica_in(model)
+    if replica is None:
+        return
+    replica.require_backward_grad_sync = True
+    replica.require_forward_param_sync = True
+    # What DDP.forward would have done for a synchronising forward.
+    replica.reducer.prepare_for_backward([])  # pyright: ignore[reportAttributeAccessIssue]
