@@ -1,0 +1,354 @@
+"""Which optional packages exist here: one cached table, one question per package, one way to require them.
+
+A package counts as installed when it can be found *and* its metadata can be found: a folder that happens to have its
+name doesn't count. No probe imports the package, unless its docstring says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+from typing import Final, ParamSpec, TypeVar
+
+from .errors import MissingDependency
+from .versions import compare_versions, is_torch_version
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+#: Import name -> names of the distributions that bring it, where they differ from the import name.
+_DISTRIBUTIONS: Final[dict[str, tuple[str, ...]]] = {
+    "PIL": ("pillow",),
+    "amdsmi": ("amdsmi",),
+    "comet_ml": ("comet-ml",),
+    "import_timer": ("import-timer",),
+    "lomo_optim": ("lomo-optim",),
+    "megatron": ("megatron-core", "megatron-lm"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "msamp": ("ms-amp",),
+    "pynvml": ("nvidia-ml-py", "pynvml"),
+    "schedulefree": ("schedulefree",),
+    "tensorboardX": ("tensorboardX",),
+    "transformer_engine": ("transformer-engine", "transformer_engine"),
+    "yaml": ("PyYAML",),
+}
+
+AIM_CEILING: Final = "4.0.0"
+TORCHAO_FLOOR: Final = "0.6.1"
+
+
+@functools.cache
+def installed_version(module: str) -> str | None:
+    """The version of the package that brings ``module``, or None when it isn't installed. Cached for the process."""
+    import importlib.metadata
+
+    try:
+        if importlib.util.find_spec(module) is None:
+            return None
+    except (ImportError, ValueError):  # a broken parent package, or a stub without a spec in sys.modules
+        return None
+    for distribution in _DISTRIBUTIONS.get(module, (module,)):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def is_installed(module: str, *, at_least: str | None = None, below: str | None = None) -> bool:
+    """Whether ``module`` is installed, in a version of at least ``at_least`` and below ``below`` where given."""
+    from packaging.version import InvalidVersion, Version
+
+    version = installed_version(module)
+    if version is None:
+        return False
+    if at_least is None and below is None:
+        return True
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return False
+    return (at_least is None or compare_versions(found, ">=", at_least)) and (
+        below is None or compare_versions(found, "<", below)
+    )
+
+
+def require(
+    module: str, extra: str | None = None, *, purpose: str | None = None, at_least: str | None = None
+) -> ModuleType:
+    """The imported ``module``.
+
+    ``extra`` names the extra of this package that brings it, ``purpose`` what it is needed for.
+
+    Raises:
+        MissingDependency: the package is absent, older than ``at_least``, or fails while it is imported.
+    """
+    top = module.partition(".")[0]
+    distribution = _DISTRIBUTIONS.get(top, (top,))[0]
+    wanted = distribution if at_least is None else f"{distribution}>={at_least}"
+    needed = f"{purpose} needs {wanted!r}" if purpose else f"{wanted!r} is needed"
+    remedy = f'Install it with: pip install "{wanted}"'
+    if extra is not None:
+        remedy += f' (or: pip install "accelerate[{extra}]")'
+    if at_least is not None and not is_installed(top, at_least=at_least):
+        found = installed_version(top)
+        state = "it isn't installed" if found is None else f"version {found} is installed"
+        raise MissingDependency(f"{needed}, but {state}. {remedy}")
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        state = "it isn't installed" if installed_version(top) is None else f"importing it failed: {error}"
+        raise MissingDependency(f"{needed}, but {state}. {remedy}") from error
+
+
+def _required_by(
+    function: Callable[Parameters, Result], is_available: Callable[[], bool], wanted: str
+) -> Callable[Parameters, Result]:
+    @functools.wraps(function)
+    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if not is_available():
+            raise MissingDependency(
+                f"`{function.__name__}` needs {wanted}, which isn't installed. Install it with: pip install {wanted}"
+            )
+        return function(*args, **kwargs)
+
+    return guarded
+
+
+def deepspeed_required(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """``func``, refusing with a clear error where ``deepspeed`` isn't installed."""
+    return _required_by(func, is_deepspeed_available, "deepspeed")
+
+
+def torchao_required(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """``func``, refusing with a clear error where ``torchao`` isn't installed."""
+    return _required_by(func, is_torchao_available, "torchao")
+
+
+# One question per package, under its documented name.
+
+
+def is_aim_available() -> bool:
+    """``aim`` is installed, below version 4, which has another interface."""
+    return is_installed("aim", below=AIM_CEILING)
+
+
+def is_amdsmi_available() -> bool:
+    """``amdsmi`` is installed."""
+    return is_installed("amdsmi")
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """``bitsandbytes`` is installed, in at least ``min_version`` where given."""
+    return is_installed("bitsandbytes", at_least=min_version)
+
+
+def is_4bit_bnb_available() -> bool:
+    """``bitsandbytes`` is installed and knows 4-bit weights."""
+    return is_bnb_available("0.39.0")
+
+
+def is_8bit_bnb_available() -> bool:
+    """``bitsandbytes`` is installed and knows 8-bit weights."""
+    return is_bnb_available("0.37.2")
+
+
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """``bitsandbytes`` is installed and runs on more than CUDA (imports it)."""
+    if not is_bnb_available():
+        return False
+    features = getattr(require("bitsandbytes"), "features", set[str]())
+    return "multi_backend" in features
+
+
+def is_boto3_available() -> bool:
+    """``boto3`` is installed."""
+    return is_installed("boto3")
+
+
+def is_clearml_available() -> bool:
+    """``clearml`` is installed."""
+    return is_installed("clearml")
+
+
+def is_comet_ml_available() -> bool:
+    """``comet_ml`` is installed."""
+    return is_installed("comet_ml")
+
+
+def is_datasets_available() -> bool:
+    """``datasets`` is installed."""
+    return is_installed("datasets")
+
+
+def is_deepspeed_available() -> bool:
+    """``deepspeed`` is installed."""
+    return is_installed("deepspeed")
+
+
+def is_dvclive_available() -> bool:
+    """``dvclive`` is installed."""
+    return is_installed("dvclive")
+
+
+def is_import_timer_available() -> bool:
+    """``import_timer`` is installed."""
+    return is_installed("import_timer")
+
+
+def is_lomo_available() -> bool:
+    """``lomo_optim`` is installed."""
+    return is_installed("lomo_optim")
+
+
+def is_matplotlib_available() -> bool:
+    """``matplotlib`` is installed."""
+    return is_installed("matplotlib")
+
+
+def is_megatron_lm_available() -> bool:
+    """Megatron-LM is installed."""
+    return is_installed("megatron")
+
+
+def is_mlflow_available() -> bool:
+    """``mlflow`` or ``mlflow-skinny`` is installed."""
+    return is_installed("mlflow")
+
+
+def is_msamp_available() -> bool:
+    """``msamp`` is installed."""
+    return is_installed("msamp")
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """``numpy`` is installed, in at least ``min_version``."""
+    return is_installed("numpy", at_least=min_version)
+
+
+def is_pandas_available() -> bool:
+    """``pandas`` is installed."""
+    return is_installed("pandas")
+
+
+def is_peft_available() -> bool:
+    """``peft`` is installed."""
+    return is_installed("peft")
+
+
+def is_pippy_available() -> bool:
+    """torch is new enough for its own pipeline parallelism."""
+    return is_torch_version(">=", "2.4.0")
+
+
+def is_pynvml_available() -> bool:
+    """``pynvml`` is installed."""
+    return is_installed("pynvml")
+
+
+def is_pytest_available() -> bool:
+    """``pytest`` is installed."""
+    return is_installed("pytest")
+
+
+def is_rich_available() -> bool:
+    """``rich`` is installed."""
+    return is_installed("rich")
+
+
+def is_sagemaker_available() -> bool:
+    """``sagemaker`` is installed."""
+    return is_installed("sagemaker")
+
+
+def is_schedulefree_available() -> bool:
+    """``schedulefree`` is installed."""
+    return is_installed("schedulefree")
+
+
+def is_swanlab_available() -> bool:
+    """``swanlab`` is installed."""
+    return is_installed("swanlab")
+
+
+def is_tensorboard_available() -> bool:
+    """``tensorboard`` or ``tensorboardX`` is installed."""
+    return is_installed("tensorboard") or is_installed("tensorboardX")
+
+
+def is_timm_available() -> bool:
+    """``timm`` is installed."""
+    return is_installed("timm")
+
+
+def is_torch_distributed_available() -> bool:
+    """torch was built with its distributed package (imports torch)."""
+    import torch
+
+    return torch.distributed.is_available()
+
+
+def is_torchao_available() -> bool:
+    """``torchao`` is installed, new enough for its float8 training."""
+    return is_installed("torchao", at_least=TORCHAO_FLOOR)
+
+
+def is_torchdata_available() -> bool:
+    """``torchdata`` is installed."""
+    return is_installed("torchdata")
+
+
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """``torchdata`` is installed and has ``StatefulDataLoader``."""
+    return is_installed("torchdata", at_least="0.8.0")
+
+
+def is_torchvision_available() -> bool:
+    """``torchvision`` is installed."""
+    return is_installed("torchvision")
+
+
+def is_tqdm_available() -> bool:
+    """``tqdm`` is installed."""
+    return is_installed("tqdm")
+
+
+def is_trackio_available() -> bool:
+    """``trackio`` is installed."""
+    return is_installed("trackio")
+
+
+def is_transformer_engine_available() -> bool:
+    """``transformer_engine`` is installed."""
+    return is_installed("transformer_engine")
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """``transformer_engine`` is installed and this device has MXFP8 (imports it)."""
+    if not is_transformer_engine_available():
+        return False
+    supported, _reason = require("transformer_engine.pytorch.fp8").check_mxfp8_support()
+    return bool(supported)
+
+
+def is_transformers_available() -> bool:
+    """``transformers`` is installed."""
+    return is_installed("transformers")
+
+
+def is_triton_available() -> bool:
+    """``triton`` is installed."""
+    return is_installed("triton")
+
+
+def is_wandb_available() -> bool:
+    """``wandb`` is installed."""
+    return is_installed("wandb")
+
+
+def is_weights_only_available() -> bool:
+    """torch can load weights without running the code in a pickle, numpy's arrays included."""
+    return is_torch_version(">=", "2.4.0")

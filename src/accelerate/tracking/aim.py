@@ -1,0 +1,62 @@
+"""Aim."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..optional import require
+from .base import GeneralTracker, on_main_process
+
+
+class AimTracker(GeneralTracker):
+    """The run stands in the Aim repository ``logging_dir``; ``kwargs`` go to ``aim.Run``."""
+
+    name = "aim"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.aim_repo_path = logging_dir
+        self.init_kwargs = kwargs
+        self.writer: Any = None
+
+    @on_main_process
+    def start(self) -> None:
+        self._aim = require("aim", "aim", purpose="log_with='aim'")
+        self.writer = self._aim.Run(repo=self.aim_repo_path, **self.init_kwargs)
+        self.writer.name = self.run_name
+
+    @property
+    def tracker(self) -> Any:
+        """The ``aim.Run``."""
+        return self.writer
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.writer["hparams"] = values
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        for key, value in values.items():
+            self.writer.track(value, name=key, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Each value, an image or a pair of image and caption, is logged under its key.
+
+        ``kwargs["aim_image"]`` goes to ``aim.Image``, ``kwargs["track"]`` to ``Run.track``.
+        """
+        for_image = (kwargs or {}).get("aim_image", {})
+        for_track = (kwargs or {}).get("track", {})
+        for key, value in values.items():
+            picture, caption = value if isinstance(value, tuple) else (value, "")
+            image = self._aim.Image(picture, caption=caption, **for_image)
+            self.writer.track(image, name=key, step=step, **for_track)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.writer.close()

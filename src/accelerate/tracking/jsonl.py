@@ -1,0 +1,62 @@
+"""A log of the run that needs no service: one JSON object a line, in the project folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from .base import GeneralTracker, on_main_process
+
+
+class JSONLTracker(GeneralTracker):
+    """Every value of the run stands in ``{logging_dir}/{run_name}.jsonl``, also after a crash.
+
+    Each line has ``time`` (seconds since 1970) and either ``config`` or the logged values and their ``step``.
+    A restarted run adds to the file of the first one.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | Path) -> None:
+        super().__init__()
+        self.path = Path(logging_dir) / f"{run_name}.jsonl"
+        self._file: TextIO | None = None
+
+    @property
+    def tracker(self) -> Path:
+        """The path of the file."""
+        return self.path
+
+    @on_main_process
+    def start(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Line buffering: a line is whole on its way to the disk before the next step begins.
+        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._write({"config": values})
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        del kwargs  # meant for services
+        self._write({"step": step, **values} if step is not None else dict(values))
+
+    @on_main_process
+    def finish(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            print(json.dumps({"time": round(time.time(), 3), **line}, default=_as_json), file=self._file)
+
+
+def _as_json(value: Any) -> Any:
+    """Tensors and arrays as numbers, everything else as text."""
+    as_list = getattr(value, "tolist", None)
+    return as_list() if callable(as_list) else str(value)

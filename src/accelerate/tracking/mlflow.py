@@ -1,0 +1,138 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from typing import Any, Final
+
+from ..errors import SettingError
+from ..optional import require
+from ..settings import env
+from .base import GeneralTracker, on_main_process
+
+logger = logging.getLogger(__name__)
+
+#: The service refuses more parameters than this in one request.
+PARAMETERS_PER_REQUEST: Final = 100
+
+
+class MLflowTracker(GeneralTracker):
+    """The run is one of the MLflow experiment ``experiment_name``.
+
+    MLflow's own variables complete the arguments: ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` (a JSON object) and
+    ``MLFLOW_NESTED_RUN`` where the argument isn't given. ``MLFLOW_EXPERIMENT_NAME`` takes the place of
+    ``experiment_name``, because ``init_trackers`` always fills that one with the project's name.
+    """
+
+    name = "mlflow"
+    requires_logging_directory = False
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool | None = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.experiment_name = env.read("MLFLOW_EXPERIMENT_NAME") or experiment_name
+        self.logging_dir = logging_dir
+        self.run_id = run_id if run_id is not None else env.read("MLFLOW_RUN_ID")
+        self.tags = _tags(tags if tags is not None else env.read("MLFLOW_TAGS"))
+        self.nested_run = bool(nested_run) or env.flag("MLFLOW_NESTED_RUN")
+        self.run_name = run_name
+        self.description = description
+        self.active_run: Any = None
+        self._metrics_refused: set[str] = set()
+
+    @on_main_process
+    def start(self) -> None:
+        self._mlflow = require("mlflow", "mlflow", purpose="log_with='mlflow'")
+        self.active_run = self._mlflow.start_run(
+            run_id=self.run_id,
+            experiment_id=self._experiment(),
+            run_name=self.run_name,
+            nested=self.nested_run,
+            tags=self.tags,
+            description=self.description,
+        )
+
+    def _experiment(self) -> str | None:
+        """The id of the experiment, which exists now; None leaves the choice to MLflow."""
+        if self.experiment_name is None:
+            return None
+        experiment = self._mlflow.get_experiment_by_name(self.experiment_name)
+        if experiment is not None:
+            return experiment.experiment_id
+        location = None if self.logging_dir is None else os.fspath(self.logging_dir)
+        return self._mlflow.create_experiment(self.experiment_name, artifact_location=location, tags=self.tags)
+
+    @property
+    def tracker(self) -> Any:
+        """The active MLflow run."""
+        return self.active_run
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """``values`` are the run's parameters; one whose text is longer than MLflow takes is left out, and logged."""
+        longest: int = self._mlflow.utils.validation.MAX_PARAM_VAL_LENGTH
+        kept: list[tuple[str, Any]] = []
+        for key, value in values.items():
+            if len(str(value)) > longest:
+                logger.warning(
+                    "MLflow takes parameters of at most %d characters; %r is left out.", longest, key
+                )
+            else:
+                kept.append((key, value))
+        for first in range(0, len(kept), PARAMETERS_PER_REQUEST):
+            self._mlflow.log_params(dict(kept[first : first + PARAMETERS_PER_REQUEST]))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers are logged as metrics; anything else is left out, with one warning for each name."""
+        metrics: dict[str, float] = {}
+        for key, value in values.items():
+            if isinstance(value, (int, float)):
+                metrics[key] = value
+            elif key not in self._metrics_refused:
+                self._metrics_refused.add(key)
+                logger.warning(
+                    "MLflow metrics are numbers; %r is a %s and is left out.", key, type(value).__name__
+                )
+        self._mlflow.log_metrics(metrics, step=step, **kwargs)
+
+    @on_main_process
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """The figure is an artifact of the run, named ``artifact_file``."""
+        self._mlflow.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """The files of the folder are artifacts of the run, under ``artifact_path``."""
+        self._mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """The file is an artifact of the run, under ``artifact_path``."""
+        self._mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
+
+    @on_main_process
+    def finish(self) -> None:
+        self._mlflow.end_run()
+
+
+def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    if not isinstance(tags, str):
+        return tags
+    try:
+        parsed = json.loads(tags)
+    except json.JSONDecodeError as error:
+        raise SettingError(f"The MLflow tags {tags!r} (argument `tags`, or MLFLOW_TAGS) aren't JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise SettingError(f"The MLflow tags {tags!r} (argument `tags`, or MLFLOW_TAGS) aren't a JSON object.")
+    return parsed

@@ -1,0 +1,50 @@
+"""SwanLab."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..optional import require
+from .base import GeneralTracker, on_main_process
+
+
+class SwanLabTracker(GeneralTracker):
+    """The run is one of the project ``run_name``; ``kwargs`` go to ``swanlab.init``."""
+
+    name = "swanlab"
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.run: Any = None
+
+    @on_main_process
+    def start(self) -> None:
+        self._swanlab = require("swanlab", "swanlab", purpose="log_with='swanlab'")
+        self.run = self._swanlab.init(project=self.run_name, **self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The ``swanlab`` run."""
+        return self.run
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.config.update(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.run.log(values, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Each value, a list of images, is logged under its key."""
+        for key, images in values.items():
+            self.log({key: [self._swanlab.Image(image) for image in images]}, step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.run.finish()

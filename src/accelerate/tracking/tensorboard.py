@@ -1,0 +1,73 @@
+"""TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from ..optional import is_installed, require
+from .base import GeneralTracker, on_main_process
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Values are event files under ``{logging_dir}/{run_name}``; ``kwargs`` go to ``SummaryWriter``."""
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir_param = logging_dir
+        self.logging_dir = os.path.join(logging_dir, run_name)
+        self.init_kwargs = kwargs
+        self.writer: Any = None
+
+    @on_main_process
+    def start(self) -> None:
+        # torch's own writer needs the tensorboard package; tensorboardX has the same class.
+        module = "torch.utils.tensorboard" if is_installed("tensorboard") else "tensorboardX"
+        writer_class = require(module, "tensorboard", purpose="log_with='tensorboard'").SummaryWriter
+        self.writer = writer_class(self.logging_dir, **self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The ``SummaryWriter``."""
+        return self.writer
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """``values`` (int, float, str, bool or tensor each) stand in the HPARAMS tab, and in ``hparams.yml``."""
+        import torch
+        import yaml
+
+        self.writer.add_hparams(values, metric_dict={})
+        self.writer.flush()
+        folder = Path(self.logging_dir) / str(time.time())
+        folder.mkdir(parents=True, exist_ok=True)
+        plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+        (folder / "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers are scalars, strings are texts, dicts are groups of scalars."""
+        for key, value in values.items():
+            if isinstance(value, (int, float)):
+                self.writer.add_scalar(key, value, global_step=step, **kwargs)
+            elif isinstance(value, str):
+                self.writer.add_text(key, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(key, value, global_step=step, **kwargs)
+        self.writer.flush()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Each value, a batch of images, is logged under its key; ``kwargs`` go to ``SummaryWriter.add_images``."""
+        for key, images in values.items():
+            self.writer.add_images(key, images, global_step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.writer.close()

@@ -1,0 +1,64 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..optional import require
+from .base import GeneralTracker, on_main_process
+
+
+class WandBTracker(GeneralTracker):
+    """The run is one of the project ``run_name``; ``kwargs`` go to ``wandb.init``."""
+
+    name = "wandb"
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.run: Any = None
+
+    @on_main_process
+    def start(self) -> None:
+        self._wandb = require("wandb", "wandb", purpose="log_with='wandb'")
+        self.run = self._wandb.init(project=self.run_name, **self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The ``wandb`` run."""
+        return self.run
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.config.update(values, allow_val_change=True)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.run.log(values, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Each value, a list of images, is logged under its key."""
+        for key, images in values.items():
+            self.log({key: [self._wandb.Image(image) for image in images]}, step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """The table, given as ``columns`` and ``data`` or as ``dataframe``, is logged under ``table_name``."""
+        table = self._wandb.Table(columns=columns, data=data, dataframe=dataframe)
+        self.log({table_name: table}, step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.run.finish()
