@@ -1,0 +1,26 @@
+"""Options of prepared data loaders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accelerate.settings.option import OptionGroup, option
+
+
+@dataclass
+class DataLoaderOptions(OptionGroup, title="Data loaders"):
+    """How the batches of a data loader are shared among the processes."""
+
+    split_batches: bool = option(
+        False, "Split each batch over the processes, instead of giving each process a batch of the full size."
+    )
+    dispatch_batches: bool | None = option(
+        None, "Read every batch on the main process and send the parts; None: only for iterable datasets."
+    )
+    even_batches: bool = option(
+        True, "Complete the last batches from the start of the epoch, so that all processes have equal ones."
+    )
+    use_seedable_sampler: bool = option(False, "Shuffle with a sampler that is seeded anew for every epoch.")
+    data_seed: int | None = option(None, "The seed of the seedable sampler; None: torch's initial seed.")
+    non_blocking: bool = option(False, "Copy batches to the device without waiting (with pinned memory).")
+    use_stateful_dataloader: bool = option(False, "Use torchdata's StatefulDataLoader.")

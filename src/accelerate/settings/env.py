@@ -1,0 +1,287 @@
+"""The only file that touches `os.environ` for settings: read, decode, encode, publish.
+
+The documented variable names are the wire format between the launcher and its workers, and other libraries read and
+write them in-process; there is no second channel.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+from accelerate.errors import SettingError
+from accelerate.settings.option import OptionGroup, OptionInfo, Source, options_of, truth
+
+Decorated = TypeVar("Decorated")
+
+PREFIX = "ACCELERATE_"
+
+
+# Reading and writing single variables
+
+
+def read(name: str, default: str | None = None) -> str | None:
+    """The variable's text, or `default` when it is not set."""
+    return os.environ.get(name, default)
+
+
+def flag(name: str, default: bool = False) -> bool:
+    """The variable as a boolean; `default` when it is unset or empty. Raises SettingError on any other text."""
+    text = os.environ.get(name, "")
+    return default if text.strip() == "" else _truth_of(name, text)
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of the environment as it is now."""
+    return dict(os.environ)
+
+
+def publish(values: Mapping[str, object]) -> None:
+    """The variables have these values, for this process and for the libraries in it; None removes one."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = _show(value)
+
+
+@contextmanager
+def patched(**values: object) -> Generator[None]:
+    """Inside the block the variables have these values (None: unset); afterwards their former ones."""
+    before = {name: os.environ.get(name) for name in values}
+    publish(values)
+    try:
+        yield
+    finally:
+        publish(before)
+
+
+# Groups of options
+
+
+def decode(cls: type[OptionGroup], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The options of the group that the environment gives, by field name. Raises SettingError on a value that can't be."""
+    return {name: value for name, (value, _) in decode_with_sources(cls, environ).items()}
+
+
+def decode_with_sources(cls: type[OptionGroup], environ: Mapping[str, str]) -> dict[str, tuple[Any, Source]]:
+    """Like `decode`, with the variable that gave each value."""
+    given: dict[str, tuple[Any, Source]] = {}
+    for option in options_of(cls):
+        found = _decode_option(option, environ)
+        if found is not None:
+            given[option.name] = found
+    return given
+
+
+def _decode_option(option: OptionInfo, environ: Mapping[str, str]) -> tuple[Any, Source] | None:
+    if len(option.env) > 1:  # one variable per element
+        present = [name for name in option.env if environ.get(name, "").strip()]
+        if not present:
+            return None
+        texts = [environ.get(name, "").strip() or "false" for name in option.env]
+        source = Source("environment", ", ".join(present))
+        return option.read(",".join(texts), source), source
+    for name in option.env:
+        source = Source("environment", name)
+        value = option.read(environ.get(name), source)
+        if value is not None:
+            return value, source
+    return None
+
+
+def encode(options: OptionGroup) -> dict[str, str]:
+    """The variables that carry the group; `decode` turns them back into it. Python objects can't travel and are left out."""
+    variables: dict[str, str] = {}
+    for option in options_of(type(options)):
+        value = getattr(options, option.name, None)
+        if value is None or not option.env or (option.quiet and value == option.default):
+            continue
+        if len(option.env) > 1:
+            variables.update(
+                zip(option.env, (_show(part) for part in cast("Iterable[object]", value)), strict=True)
+            )
+            continue
+        text = option.write(value)
+        if text is not None and text != "":
+            variables[option.env[0]] = text
+    return variables
+
+
+def fill_unset(options: OptionGroup, environ: Mapping[str, str] | None = None) -> None:
+    """Every option that is None has the environment's value, or else its default."""
+    given = decode(type(options), os.environ if environ is None else environ)
+    for option in options_of(type(options)):
+        if option.env and getattr(options, option.name, None) is None:
+            setattr(options, option.name, given.get(option.name, option.default))
+
+
+# Documented functions
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """1 or 0 (True or False with `to_bool`) for y/yes/t/true/on/1 and n/no/f/false/off/0, in any case."""
+    try:
+        result = truth(value)
+    except ValueError:
+        raise SettingError(
+            f"{value!r} can't be read as a truth value. Say yes/no, true/false, on/off or 1/0."
+        ) from None
+    return result if to_bool else int(result)
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """The first of the variables that holds a number >= 0, or else `default`."""
+    for name in env_keys:
+        text = os.environ.get(name, "").strip()
+        if text == "":
+            continue
+        try:
+            number = int(text)
+        except ValueError:
+            raise SettingError(
+                f"Environment variable {name} is {text!r}, but it has to be a whole number."
+            ) from None
+        if number >= 0:
+            return number
+    return default
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """The variable as a boolean, or `default` when it is unset."""
+    return flag(key, default)
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """The variable's text, or `default` when it is unset."""
+    return os.environ.get(key, str(default))
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """`KEY=value\\n` lines for an environment file; entries that such a file can't carry are left out with a warning."""
+    lines: list[str] = []
+    for name, value in current_env.items():
+        if name and value and not any(character in f"{name}{value}" for character in ";\n<> "):
+            lines.append(f"{name}={value}\n")
+        else:
+            _warn_left_out(name, value)
+    return lines
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of the named libraries that this process has imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+@contextmanager
+def patch_environment(**kwargs: object) -> Generator[None]:
+    """Inside the block the variables (names upper-cased) have these values; afterwards their former ones."""
+    with patched(**{name.upper(): value for name, value in kwargs.items()}):
+        yield
+
+
+@contextmanager
+def clear_environment() -> Generator[None]:
+    """Inside the block the environment is empty; afterwards it is as it was, whatever the block did."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(func_or_cls: Decorated) -> Decorated:
+    """After each call (of a test class: each test) the ACCELERATE_* variables are what they were before it."""
+    if inspect.isclass(func_or_cls):
+        return cast("Decorated", _purging_class(func_or_cls))
+    return cast("Decorated", _purging(cast("Callable[..., Any]", func_or_cls)))
+
+
+# Behind them
+
+
+@contextmanager
+def _purged() -> Generator[None]:
+    before = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith(PREFIX)]:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def purged_coroutine(*args: Any, **kwargs: Any) -> Any:
+            with _purged():
+                return await function(*args, **kwargs)
+
+        return purged_coroutine
+    if inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def purged_generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            with _purged():
+                return (yield from function(*args, **kwargs))
+
+        return purged_generator
+
+    @functools.wraps(function)
+    def purged(*args: Any, **kwargs: Any) -> Any:
+        with _purged():
+            return function(*args, **kwargs)
+
+    return purged
+
+
+def _purging_class(cls: type[Any]) -> type[Any]:
+    """The same class with every test method purging; tests that subclasses add purge too."""
+    for name, value in list(vars(cls).items()):
+        if name.startswith("test") and callable(value):
+            setattr(cls, name, _purging(value))
+    inherited = cls.__dict__.get("__init_subclass__")
+
+    def purge_subclass(subclass: type[Any], **kwargs: Any) -> None:
+        if inherited is not None:
+            inherited.__func__(subclass, **kwargs)
+        else:
+            super(cls, subclass).__init_subclass__(**kwargs)
+        for name, value in list(vars(subclass).items()):
+            if name.startswith("test") and callable(value):
+                setattr(subclass, name, _purging(value))
+
+    setattr(cls, "__init_subclass__", classmethod(purge_subclass))  # noqa: B010
+    return cls
+
+
+def _truth_of(name: str, text: str) -> bool:
+    try:
+        return truth(text)
+    except ValueError:
+        raise SettingError(
+            f"Environment variable {name} is {text!r}, but it is a switch. Say true or false (also yes/no, on/off, 1/0)."
+        ) from None
+
+
+def _show(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _warn_left_out(name: str, value: str) -> None:
+    import warnings
+
+    warnings.warn(
+        f"{name}={value!r} is left out of the environment file: it is empty or holds one of `; newline < > space`, which "
+        "such a file can't carry. Set it on every machine by other means if the run needs it.",
+        stacklevel=3,
+    )

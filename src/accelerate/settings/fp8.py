@@ -1,0 +1,120 @@
+"""Options of fp8 arithmetic, by the library that does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.settings.option import OptionGroup, option
+
+FP8_BACKENDS = ("AO", "TE", "MSAMP", "NO")
+
+
+@dataclass
+class AoOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
+    """fp8 by torchao."""
+
+    config: Any = option(None, "A torchao Float8LinearConfig.", kind="object")
+    module_filter_func: Any = option(None, "Tells which modules are converted.", kind="object")
+    pad_inner_dim: bool = option(
+        True,
+        "Pad the inner dimension of linear layers to a multiple of 16.",
+        question="Do you want to pad the inner dimension of weight matrices before float8 matmuls?",
+    )
+    enable_fsdp_float8_all_gather: bool = option(
+        True,
+        "Gather sharded parameters in fp8.",
+        question="Do you want to enable FSDP2 float8 all gather?",
+    )
+
+
+@dataclass
+class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
+    """fp8 by Transformer Engine."""
+
+    use_autocast_during_eval: bool = option(
+        False,
+        "Use fp8 in evaluation mode too.",
+        switch=True,
+        question="Do you want to use FP8 autocast during eval mode?",
+    )
+    margin: int = option(
+        0, "The margin of the gradient scaling.", question="What margin should be used for gradient scaling?"
+    )
+    interval: int = option(
+        1,
+        "The steps between two computations of the scaling factors.",
+        minimum=1,
+        question="What interval should be used for for how often the scaling factor is recomputed?",
+    )
+    fp8_format: str = option(
+        "HYBRID",
+        "The fp8 format: HYBRID is E4M3 forward and E5M2 backward.",
+        env="ACCELERATE_FP8_FORMAT",
+        stem="format",
+        key="fp8_format",
+        key_aliases=("format",),
+        choices=("HYBRID", "E4M3", "E5M2"),
+        question="Which weight format should be used?",
+    )
+    amax_history_len: int = option(
+        1024,
+        "The steps of history from which scaling factors are computed.",
+        key_aliases=("amax_history_length",),
+        minimum=1,
+        question="What length of history should be used for the amax scaling factor computation?",
+    )
+    amax_compute_algo: str = option(
+        "most_recent",
+        "How the scaling factors follow from the history.",
+        key_aliases=("amax_compute_algorithm",),
+        choices=("most_recent", "max"),
+        question="Which algorithm should be used for the amax scaling factor computation?",
+    )
+    override_linear_precision: tuple[bool, bool, bool] = option(
+        (False, False, False),
+        "Higher precision in linear layers for the forward pass, input gradients and weight gradients.",
+        env=(
+            "ACCELERATE_FP8_OVERRIDE_FPROP",
+            "ACCELERATE_FP8_OVERRIDE_DGRAD",
+            "ACCELERATE_FP8_OVERRIDE_WGRAD",
+        ),
+        question="Should fprop, dgrad and wgrad GEMMs be executed in higher precision?",
+    )
+    use_mxfp8_block_scaling: bool = option(False, "Scale in blocks (MXFP8).", flag=None)
+
+
+@dataclass
+class MsampOptions(
+    OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"
+):
+    """fp8 by MS-AMP."""
+
+    opt_level: str = option(
+        "O2",
+        "The MS-AMP optimization level.",
+        key_aliases=("optimization_level",),
+        choices=("O1", "O2"),
+        question="What level of 8-bit collective communication would you like to use?",
+    )
+
+
+@dataclass
+class Fp8Options(
+    MsampOptions,
+    TeOptions,
+    AoOptions,
+    title="fp8",
+    env="ACCELERATE_FP8_",
+    section="fp8_config",
+    key="",
+    flag="fp8_",
+):
+    """Which library does fp8, and all that each of them can be told."""
+
+    backend: str = option(
+        "NO",
+        "The library that does fp8 arithmetic; NO: the first one that is installed.",
+        choices=FP8_BACKENDS,
+        question="Which FP8 backend do you want to use?",
+    )

@@ -1,0 +1,154 @@
+"""Options of fully sharded data parallel, versions 1 and 2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.settings.option import OptionGroup, option
+
+SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+BACKWARD_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+AUTO_WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+STATE_DICT_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+
+#: Options that version 2 has no use for, with what takes their place.
+ONLY_VERSION_1 = {
+    "sharding_strategy": "fsdp_reshard_after_forward",
+    "backward_prefetch": "",
+    "forward_prefetch": "",
+    "use_orig_params": "",
+    "sync_module_states": "fsdp_cpu_ram_efficient_loading",
+}
+
+
+def _numbered(choices: tuple[str, ...]) -> dict[str, str]:
+    """Old files and variables give the position (from 1) instead of the name."""
+    return {str(position): choice for position, choice in enumerate(choices, start=1)}
+
+
+@dataclass
+class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config", key="fsdp_", flag="fsdp_"):
+    """How parameters, gradients and optimizer state are sharded. None where the default depends on the version."""
+
+    fsdp_version: int = option(
+        1,
+        "The version of FSDP: 2 is the current one.",
+        stem="version",
+        choices=(1, 2),
+        question="What should be your FSDP version?",
+    )
+    sharding_strategy: Any = option(
+        None,
+        "Version 1: what is sharded. Version 2 has fsdp_reshard_after_forward instead.",
+        kind="str",
+        choices=SHARDING_STRATEGIES,
+        aliases=_numbered(SHARDING_STRATEGIES),
+        launch_default="FULL_SHARD",
+        question="What should be your sharding strategy?",
+    )
+    reshard_after_forward: Any = option(
+        None,
+        "Version 2: free the gathered parameters after the forward pass (true saves memory, false saves traffic). "
+        "Version 1: a sharding strategy.",
+        kind="str",
+        choices=("true", "false", *SHARDING_STRATEGIES),
+        aliases={"1": "true", "0": "false", "yes": "true", "no": "false", "on": "true", "off": "false"},
+        launch_default="true",
+        question="Do you want to enable resharding after forward?",
+    )
+    backward_prefetch: Any = option(
+        None,
+        "Version 1: when the next parameters are gathered in the backward pass.",
+        kind="str",
+        choices=BACKWARD_PREFETCHES,
+        aliases=_numbered(BACKWARD_PREFETCHES),
+        question="What should be your FSDP's backward prefetch policy?",
+    )
+    mixed_precision_policy: Any = option(
+        None, "The precisions of parameters, reductions and outputs.", kind="object"
+    )
+    auto_wrap_policy: Any = option(
+        None,
+        "How the model is cut into units: by layer class, by size, or not at all.",
+        kind="str",
+        choices=AUTO_WRAP_POLICIES,
+        question="What should be your auto wrap policy?",
+    )
+    cpu_offload: Any = option(
+        False,
+        "Keep parameters and gradients in CPU memory between uses.",
+        kind="bool",
+        stem="offload_params",
+        question="Do you want to offload parameters and gradients to CPU?",
+    )
+    ignored_modules: Any = option(
+        None,
+        "A regular expression for the names of modules that are not sharded.",
+        kind="str",
+        key=None,
+        flag=None,
+    )
+    state_dict_type: Any = option(
+        None,
+        "The form of saved state: whole, or in shards.",
+        kind="str",
+        choices=STATE_DICT_TYPES,
+        aliases=_numbered(STATE_DICT_TYPES),
+        question="What should be your FSDP's state dict type?",
+    )
+    state_dict_config: Any = option(None, "How model state is gathered for saving.", kind="object")
+    optim_state_dict_config: Any = option(None, "How optimizer state is gathered for saving.", kind="object")
+    limit_all_gathers: bool = option(
+        True,
+        "Let the CPU wait before it schedules more gathers than memory holds.",
+        env=None,
+        key=None,
+        flag=None,
+    )
+    use_orig_params: bool | None = option(
+        False,
+        "Version 1: keep the original parameters visible, frozen and trainable mixed.",
+        launch_default=True,
+        question="Do you want to enable FSDP's `use_orig_params` feature?",
+    )
+    param_init_fn: Any = option(None, "Called on each module on the meta device.", kind="object")
+    sync_module_states: bool | None = option(
+        False,
+        "Version 1: start from rank 0's parameters and buffers.",
+        launch_default=True,
+        question="Do you want each individually wrapped FSDP unit to broadcast module parameters from rank 0 at the start?",
+    )
+    forward_prefetch: bool | None = option(
+        False,
+        "Version 1: gather the next parameters early in the forward pass.",
+        question="Do you want to enable FSDP's forward prefetch policy?",
+    )
+    activation_checkpointing: bool = option(
+        False,
+        "Compute activations again in the backward pass instead of keeping them.",
+        question="Do you want to enable FSDP activation checkpointing?",
+    )
+    activation_checkpointing_offload: bool = option(
+        False, "Version 2, with activation checkpointing: keep the inputs of each layer in CPU memory."
+    )
+    cpu_ram_efficient_loading: bool = option(
+        False,
+        "Only rank 0 loads the weights; the others receive their part.",
+        launch_default=True,
+        question="Do you want to enable CPU RAM efficient model loading?",
+    )
+    transformer_cls_names_to_wrap: list[str] | None = option(
+        None,
+        "The classes of the layers that become units, separated by commas.",
+        env="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        stem="transformer_layer_cls_to_wrap",
+        question="Specify the comma-separated list of transformer layer class names (case-sensitive) to wrap",
+    )
+    min_num_params: int | None = option(
+        None,
+        "The number of parameters from which a module becomes a unit.",
+        minimum=0,
+        launch_default=100_000_000,
+        question="What should be your FSDP's minimum number of parameters for default auto wrapping?",
+    )

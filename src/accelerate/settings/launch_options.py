@@ -1,0 +1,130 @@
+"""How a run is started: processes, machines, rendezvous, logs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accelerate.settings.labels import ComputeEnvironment, DistributedType
+from accelerate.settings.option import OptionGroup, option
+
+DISTRIBUTED_TYPES = (*(kind.value for kind in DistributedType), "TPU")
+
+
+@dataclass
+class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
+    """What the launcher starts, where, and how its processes find each other."""
+
+    compute_environment: str = option(
+        "LOCAL_MACHINE",
+        "Whose machines run the training.",
+        flag=None,
+        choices=ComputeEnvironment,
+        question="In which compute environment are you running?",
+    )
+    distributed_type: str | None = option(
+        None,
+        "How the run is distributed; decided from the other settings when it is not given.",
+        flag=None,
+        choices=DISTRIBUTED_TYPES,
+        question="Which type of machine are you using?",
+    )
+    multi_gpu: bool = option(
+        False, "Start one process per GPU (or another accelerator).", key=None, switch=True
+    )
+    use_tpu: bool = option(False, "Start one process per TPU core.", key=None, flag="--tpu", switch=True)
+    num_processes: int | None = option(
+        None,
+        "The number of processes over all machines; one per device when it is not given.",
+        aliases={"-1": None},
+        minimum=1,
+        question="How many processes (devices) in total will be used for distributed training?",
+    )
+    num_machines: int = option(
+        1,
+        "The number of machines.",
+        minimum=1,
+        question="How many different machines will you use (use more than 1 for multi-node training)?",
+    )
+    machine_rank: int = option(
+        0, "The rank of this machine, from 0.", minimum=0, question="What is the rank of this machine?"
+    )
+    gpu_ids: str | None = option(
+        None,
+        "The ids of the devices to use on this machine, such as 0,1; or all.",
+        question="What GPU(s) (by id) should be used for training on this machine as a comma-separated list?",
+    )
+    main_process_ip: str | None = option(
+        None,
+        "The address of machine 0.",
+        question="What is the IP address of the machine that will host the main process?",
+    )
+    main_process_port: int | None = option(
+        None,
+        "The port of machine 0; 0 chooses a free one.",
+        minimum=0,
+        maximum=65535,
+        question="What is the port you will use to communicate with the main process?",
+    )
+    same_network: bool = option(
+        False,
+        "All machines are on one local network.",
+        switch=True,
+        question="Are all the machines on the same local network?",
+    )
+    rdzv_backend: str = option(
+        "static",
+        "How the machines find each other: static, c10d, etcd, ...",
+        question="What rendezvous backend will you use? ('static', 'c10d', ...)",
+    )
+    rdzv_conf: str = option("", "More rendezvous settings, as key1=value1,key2=value2.", key=None)
+    main_training_function: str = option(
+        "main",
+        "The function of the script that trains (TPU and notebooks).",
+        question="What is the name of the function in your script that should be launched in all parallel scripts?",
+    )
+    max_restarts: int = option(
+        0, "How many times a failed group of processes is started again.", key=None, minimum=0
+    )
+    monitor_interval: float = option(0.1, "Seconds between two looks at the processes.", key=None, minimum=0)
+    role: str = option("default", "The name of the group of processes in logs.", key=None)
+    tee: str = option(
+        "0",
+        "Also write to files: 0 nothing, 1 stdout, 2 stderr, 3 both; or per local rank, such as 0:3,1:1.",
+        key=None,
+        flag_aliases=("-t",),
+    )
+    log_dir: str | None = option(None, "The folder for the files of --tee.", key=None)
+    num_cpu_threads_per_process: int | None = option(
+        None, "Threads per process (OMP_NUM_THREADS).", key=None, minimum=1
+    )
+    module: bool = option(
+        False,
+        "Treat the script as a module, as `python -m` does.",
+        key=None,
+        flag_aliases=("-m",),
+        switch=True,
+    )
+    no_python: bool = option(
+        False, "Run the script as it is, without `python` in front.", key=None, switch=True
+    )
+    quiet: bool = option(
+        False,
+        "Show nothing of the launcher's own traceback on failure.",
+        key=None,
+        flag_aliases=("-q",),
+        switch=True,
+    )
+
+
+@dataclass
+class MpiOptions(OptionGroup, title="MPI", section="mpirun_config", key="", flag=""):
+    """How mpirun starts the processes."""
+
+    mpirun_hostfile: str | None = option(
+        None,
+        "The file that lists the hosts; given, CPU processes are started through mpirun.",
+        question="What is the location of the hostfile for mpirun?",
+    )
+    mpirun_ccl: str | None = option(
+        None, "Worker threads of oneCCL (old files; accepted, not used).", flag=None
+    )

@@ -1,0 +1,478 @@
+"""One declaration per option: everything else about it is derived.
+
+    @dataclass
+    class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config", key="fsdp_", flag="fsdp_"):
+        cpu_offload: bool = option(False, "Keep parameters in CPU memory between uses.", stem="offload_params")
+
+gives the environment variable `FSDP_OFFLOAD_PARAMS`, the YAML key `fsdp_config.fsdp_offload_params`, the flags
+`--fsdp_offload_params` and `--fsdp-offload-params`, the help text, the parser and the writer. `options_of(FsdpOptions)`
+lists them as `OptionInfo` rows.
+
+The annotation says what kind of value an option holds (`bool`, `int`, `float`, `str`, `list[str]`, `dict[str, ...]`);
+`kind=` says it where the annotation cannot. An option that can come from the environment is None in the constructor
+until somebody gives a value, so that "not given" and "given the default" stay different things; once the object is
+built it holds its value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field
+from difflib import get_close_matches
+from enum import Enum
+from functools import cache
+from types import EllipsisType
+from typing import Any, ClassVar, Final, Literal, cast
+
+from accelerate.errors import SettingError
+
+Kind = Literal["bool", "int", "float", "str", "list", "mapping", "switches", "document", "object"]
+SourceKind = Literal["argument", "flag", "file", "environment", "default"]
+
+TRUE_WORDS: Final = ("true", "1", "yes", "on", "y", "t")
+FALSE_WORDS: Final = ("false", "0", "no", "off", "n", "f")
+
+_KIND_OF_ANNOTATION: Final[dict[str, Kind]] = {
+    "bool": "bool",
+    "int": "int",
+    "float": "float",
+    "str": "str",
+    "list[str]": "list",
+    "tuple[bool, bool, bool]": "switches",
+}
+_SPEC: Final = "accelerate.option"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value came from, in words that a person can act on."""
+
+    kind: SourceKind
+    where: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "environment":
+            return f"environment variable {self.where}"
+        if self.kind == "argument":
+            return f"argument `{self.where}`" if self.where else "argument"
+        return f"{self.kind} {self.where}".strip()
+
+
+DEFAULT: Final = Source("default")
+
+
+@dataclass(frozen=True)
+class OptionInfo:
+    """All that is known about one option of one group."""
+
+    name: str
+    group: str  # title of its group, as the help shows it
+    kind: Kind
+    default: Any
+    launch_default: Any  # what `accelerate launch` passes on when nobody said anything
+    env: tuple[str, ...]  # () when it has no variable; one name, or one per element
+    section: str | None  # the file's sub-dictionary; None: top level
+    key: str | None  # None: not in the file
+    key_aliases: tuple[str, ...]
+    flag: str | None  # "--fsdp_offload_params"; None: not a launch flag
+    flag_aliases: tuple[str, ...]
+    choices: tuple[str, ...] | None
+    aliases: Mapping[str, Any]  # other accepted spellings -> value
+    unset: tuple[str, ...]  # words that mean "not given"
+    minimum: float | None
+    maximum: float | None
+    help: str
+    question: str | None
+    switch: bool  # the flag stands alone: `--cpu`, not `--cpu true`
+    repeat: bool  # the flag may be given several times
+    secret: bool  # never shown, never saved
+    quiet: bool  # not exported while it has its default
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every spelling of the flag: with `_`, with `-`, and the short ones."""
+        spellings: list[str] = []
+        for flag in ((self.flag,) if self.flag else ()) + self.flag_aliases:
+            for spelling in (flag, flag[:2] + flag[2:].replace("_", "-")):
+                if spelling not in spellings:
+                    spellings.append(spelling)
+        return tuple(spellings)
+
+    @property
+    def dest(self) -> str | None:
+        """The name under which argparse stores the flag."""
+        return self.flag.lstrip("-").replace("-", "_") if self.flag else None
+
+    @property
+    def launched(self) -> Any:
+        """The value in a launched run when nobody gave one."""
+        return self.default if self.launch_default is ... else self.launch_default
+
+    def legal(self) -> str:
+        """What may be given, in words, for error messages and help."""
+        if self.kind == "bool":
+            return "true or false (also yes/no, on/off, 1/0)"
+        if self.choices is not None:
+            return ", ".join(self.choices)
+        words = {
+            "int": "a whole number",
+            "float": "a number",
+            "str": "text",
+            "list": "a comma-separated list",
+            "mapping": "a mapping",
+            "switches": "three comma-separated booleans, such as false,false,false",
+            "document": "a path, or the document itself",
+            "object": "a Python object",
+        }[self.kind]
+        if self.minimum is not None:
+            words += f", at least {self.minimum:g}"
+        if self.maximum is not None:
+            words += f", at most {self.maximum:g}"
+        return " or ".join([words, *(word for word in self.aliases if self.aliases[word] == word)])
+
+    def read(self, raw: object, source: Source = DEFAULT) -> Any:
+        """The value that `raw` (text from outside, or a Python or YAML value) stands for; None when it says "not given".
+
+        Raises SettingError, naming the value, its source and what is legal.
+        """
+        if raw is None:
+            return None
+        if isinstance(raw, Enum):
+            raw = raw.value if isinstance(raw.value, str) else raw.name
+        if isinstance(raw, str):
+            raw = raw.strip() if self.kind not in ("str", "document") else raw
+            if raw == "" or raw.lower() in self.unset:
+                return None
+            if raw.lower() in self.aliases:
+                return self.aliases[raw.lower()]
+        elif str(raw).lower() in self.aliases:
+            return self.aliases[str(raw).lower()]
+        try:
+            value = _READERS[self.kind](raw)
+        except (ValueError, TypeError):
+            raise self.refusal(raw, source) from None
+        if self.choices is not None:
+            value = self._choice(raw, value, source)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if (
+                self.minimum is not None
+                and value < self.minimum
+                or self.maximum is not None
+                and value > self.maximum
+            ):
+                raise self.refusal(raw, source)
+        return value
+
+    def _choice(self, raw: object, value: Any, source: Source) -> Any:
+        """The choice that is meant, in its canonical spelling."""
+        assert self.choices is not None
+        if value is False or value is True:  # YAML 1.1 reads a bare `no` as false
+            value = "no" if value is False else "yes"
+        text = str(value).lower()
+        for choice in self.choices:
+            if choice.lower() == text:
+                return int(choice) if self.kind == "int" else choice
+        raise self.refusal(raw, source)
+
+    def refusal(self, raw: object, source: Source) -> SettingError:
+        """The error that says what was given, from where, and what may be given."""
+        shown = "***" if self.secret else repr(raw)
+        message = f"`{self.spelling(source)}` cannot be {shown} ({source}). Give {self.legal()}."
+        if self.choices is not None:
+            near = nearest(str(raw), self.choices)
+            if near is not None:
+                message += f" Did you mean {near!r}?"
+        return SettingError(message)
+
+    def spelling(self, source: Source) -> str:
+        """The option's name in the language of the source that gave it."""
+        if source.kind == "environment" and self.env:
+            return source.where or self.env[0]
+        if source.kind == "flag" and self.flag:
+            return self.flag
+        if source.kind == "file" and self.key:
+            return f"{self.section}.{self.key}" if self.section else self.key
+        return self.name
+
+    def write(self, value: Any) -> str | None:
+        """The text that `read` turns back into `value`; None when text cannot carry it (a Python object)."""
+        if value is None:
+            return None
+        if isinstance(value, Enum):
+            value = value.value if isinstance(value.value, str) else value.name
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if isinstance(value, (int, str)):
+            return str(value)
+        if isinstance(value, float):
+            return repr(value)
+        if self.kind in ("list", "switches") and isinstance(value, (list, tuple)):
+            return ",".join(
+                str(item).lower() if isinstance(item, bool) else str(item)
+                for item in cast("Iterable[Any]", value)
+            )
+        if self.kind in ("mapping", "document") and isinstance(value, dict):
+            return json.dumps(value)
+        return None
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """What the options of one class share."""
+
+    title: str = ""
+    help: str = ""
+    env: str | None = None
+    section: str | None = None
+    key: str | None = None
+    flag: str | None = None
+
+
+def option(
+    default: Any = None,
+    help: str = "",
+    *,
+    factory: Callable[[], Any] | None = None,
+    kind: Kind | None = None,
+    stem: str | None = None,
+    env: str | tuple[str, ...] | None | EllipsisType = ...,
+    section: str | None | EllipsisType = ...,
+    key: str | None | EllipsisType = ...,
+    key_aliases: tuple[str, ...] = (),
+    flag: str | None | EllipsisType = ...,
+    flag_aliases: tuple[str, ...] = (),
+    choices: Iterable[object] | None = None,
+    aliases: Mapping[str, Any] | None = None,
+    unset: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    launch_default: Any = ...,
+    question: str | None = None,
+    switch: bool = False,
+    repeat: bool = False,
+    secret: bool = False,
+    quiet: bool = False,
+) -> Any:
+    """A dataclass field that knows its environment name, file key, flag, question and help.
+
+    What is left out is derived from the field's name (or `stem`) and the prefixes of its group; None says that there is
+    none. `flag`, `key` and `env` given here are whole names, without the group's prefix.
+    """
+    spec = {
+        "default": default,
+        "factory": factory,
+        "help": help,
+        "kind": kind,
+        "stem": stem,
+        "env": env,
+        "section": section,
+        "key": key,
+        "key_aliases": key_aliases,
+        "flag": flag,
+        "flag_aliases": flag_aliases,
+        "choices": None if choices is None else tuple(_text(choice) for choice in choices),
+        "aliases": dict(aliases or {}),
+        "unset": unset,
+        "minimum": minimum,
+        "maximum": maximum,
+        "launch_default": launch_default,
+        "question": question,
+        "switch": switch,
+        "repeat": repeat,
+        "secret": secret,
+        "quiet": quiet,
+    }
+    return field(default=None, metadata={_SPEC: spec})
+
+
+@dataclass
+class OptionGroup:
+    """A dataclass of options. Class keywords (`title, help, env, section, key, flag`) are the prefixes they share."""
+
+    option_group: ClassVar[GroupInfo] = GroupInfo()
+    own_options: ClassVar[dict[str, OptionInfo]] = {}
+
+    def __init_subclass__(
+        cls,
+        *,
+        title: str | None = None,
+        help: str = "",
+        env: str | None = None,
+        section: str | None = None,
+        key: str | None = None,
+        flag: str | None = None,
+        **other: Any,
+    ) -> None:
+        super().__init_subclass__(**other)
+        if title is not None:
+            cls.option_group = GroupInfo(title, help, env, section, key, flag)
+        cls.own_options = {}
+        # The dataclass decorator runs after this: the fields' defaults can still be decided here.
+        for name, value in list(vars(cls).items()):
+            if isinstance(value, Field):
+                declared = cast("Field[Any]", value)
+                if _SPEC in declared.metadata:
+                    annotation = str(cls.__annotations__[name])
+                    info = _resolve(name, annotation, declared.metadata[_SPEC], cls.option_group)
+                    cls.own_options[name] = info
+                    if not info.env:
+                        factory = declared.metadata[_SPEC]["factory"]
+                        declared.default = MISSING if factory else info.default
+                        declared.default_factory = factory or MISSING
+
+    def __post_init__(self) -> None:
+        self.fill_defaults()
+
+    def fill_defaults(self) -> None:
+        """Every option that nobody gave has its default."""
+        for info in options_of(type(self)):
+            if info.env and getattr(self, info.name, None) is None:
+                setattr(self, info.name, info.default)
+
+
+@cache
+def options_of(cls: type[OptionGroup]) -> tuple[OptionInfo, ...]:
+    """The options of a group, inherited ones first, in the order of declaration."""
+    found: dict[str, OptionInfo] = {}
+    for ancestor in reversed(cls.__mro__):
+        found.update(cast("dict[str, OptionInfo]", vars(ancestor).get("own_options", {})))
+    return tuple(found.values())
+
+
+def option_of(cls: type[OptionGroup], name: str) -> OptionInfo:
+    """The option called `name`; KeyError when the group has none."""
+    for info in options_of(cls):
+        if info.name == name:
+            return info
+    raise KeyError(name)
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that somebody who typed `word` most likely meant."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    found = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[found[0]] if found else None
+
+
+def truth(text: object) -> bool:
+    """The boolean that `text` spells; ValueError when it spells none."""
+    if isinstance(text, bool):
+        return text
+    word = str(text).strip().lower()
+    if word in TRUE_WORDS:
+        return True
+    if word in FALSE_WORDS:
+        return False
+    raise ValueError(f"{text!r} is not a boolean: say one of {', '.join(TRUE_WORDS + FALSE_WORDS)}")
+
+
+def _text(choice: object) -> str:
+    return str(choice.value) if isinstance(choice, Enum) else str(choice)
+
+
+def _resolve(name: str, annotation: str, spec: Mapping[str, Any], group: GroupInfo) -> OptionInfo:
+    """The finished row: what the field says, completed by what its group says."""
+    stem = spec["stem"] or name
+    kind = spec["kind"] or _kind(annotation)
+    outside = kind != "object"
+    env, key, flag, section = spec["env"], spec["key"], spec["flag"], spec["section"]
+    if env is ...:
+        env = group.env + stem.upper() if group.env is not None and outside else None
+    if key is ...:
+        key = group.key + stem if group.key is not None and outside else None
+    if flag is ...:
+        flag = f"--{group.flag}{stem}" if group.flag is not None and outside else None
+    names = ("help", "choices", "aliases", "unset", "minimum", "maximum", "launch_default", "question")
+    more = ("switch", "repeat", "secret", "quiet", "key_aliases", "flag_aliases")
+    return OptionInfo(
+        name=name,
+        group=group.title,
+        kind=kind,
+        default=spec["factory"]() if spec["factory"] else spec["default"],
+        env=() if env is None else (env,) if isinstance(env, str) else env,
+        section=group.section if section is ... else section,
+        key=key,
+        flag=flag,
+        **{each: spec[each] for each in (*names, *more)},
+    )
+
+
+def _kind(annotation: str) -> Kind:
+    bare = annotation.removesuffix(" | None")
+    if bare.startswith("dict["):
+        return "mapping"
+    return _KIND_OF_ANNOTATION.get(bare, "object")
+
+
+def _read_int(raw: object) -> int:
+    if isinstance(raw, bool):
+        raise ValueError
+    if isinstance(raw, int):
+        return raw
+    try:
+        return int(str(raw).replace("_", ""))
+    except ValueError:
+        number = float(str(raw))  # 1e8 is a whole number too
+        if number != int(number):
+            raise
+        return int(number)
+
+
+def _read_float(raw: object) -> float:
+    if isinstance(raw, bool):
+        raise ValueError
+    return float(str(raw)) if not isinstance(raw, (int, float)) else float(raw)
+
+
+def _read_text(raw: object) -> Any:
+    if isinstance(raw, (str, bool)):
+        return raw if isinstance(raw, str) else str(raw).lower()
+    if isinstance(raw, (int, float)):
+        return str(raw)
+    raise TypeError
+
+
+def _read_list(raw: object) -> list[str]:
+    if isinstance(raw, str):
+        return [part.strip() for part in raw.split(",") if part.strip()]
+    if isinstance(raw, (list, tuple, set, frozenset)):
+        return [str(item) for item in cast("Iterable[object]", raw)]
+    raise TypeError
+
+
+def _read_mapping(raw: object) -> dict[str, Any]:
+    value = json.loads(raw) if isinstance(raw, str) else raw
+    if not isinstance(value, Mapping):
+        raise TypeError
+    return {str(key): item for key, item in cast("Mapping[object, Any]", value).items()}
+
+
+def _read_switches(raw: object) -> tuple[bool, ...]:
+    parts: Sequence[object] = raw.split(",") if isinstance(raw, str) else cast("Sequence[object]", raw)
+    if not isinstance(parts, (list, tuple)) or len(parts) != 3:
+        raise ValueError
+    return tuple(truth(part) for part in parts)
+
+
+def _read_document(raw: object) -> Any:
+    if isinstance(raw, str) and raw.lstrip().startswith("{"):
+        return json.loads(raw)
+    return raw
+
+
+def _read_object(raw: object) -> Any:
+    return raw
+
+
+_READERS: Final[dict[Kind, Callable[[object], Any]]] = {
+    "bool": truth,
+    "int": _read_int,
+    "float": _read_float,
+    "str": _read_text,
+    "list": _read_list,
+    "mapping": _read_mapping,
+    "switches": _read_switches,
+    "document": _read_document,
+    "object": _read_object,
+}

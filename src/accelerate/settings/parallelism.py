@@ -1,0 +1,104 @@
+"""Options of parallelism in several dimensions: replicate, shard, tensor, context, sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.settings.option import OptionGroup, option
+
+ATTENTION_KINDS = ("sdpa", "flash_attention_2", "flash_attention_3")
+
+
+@dataclass
+class ParallelismOptions(
+    OptionGroup,
+    title="Parallelism",
+    env="PARALLELISM_CONFIG_",
+    section="parallelism_config",
+    key="parallelism_config_",
+    flag="parallelism_config_",
+):
+    """The degree of each kind of parallelism; their product is the number of processes."""
+
+    dp_replicate_size: int = option(
+        1,
+        "How many copies of the model there are.",
+        minimum=1,
+        question="What is the data parallelism replicate size?",
+    )
+    dp_shard_size: int = option(
+        1,
+        "Over how many processes each copy is sharded.",
+        minimum=1,
+        question="What is the FSDP/HSDP data parallelism shard size?",
+    )
+    tp_size: int = option(
+        1,
+        "Over how many processes each layer is split.",
+        minimum=1,
+        question="What is the tensor parallelism size?",
+    )
+    cp_size: int = option(
+        1,
+        "Over how many processes each sequence is split (ring attention).",
+        minimum=1,
+        question="What is the context parallelism size?",
+    )
+    cp_backend: str = option("torch", "What implements context parallelism.", choices=("torch",))
+    sp_size: int = option(
+        1,
+        "Over how many processes each sequence is split (Ulysses).",
+        minimum=1,
+        question="What is the sequence parallelism size?",
+    )
+    sp_backend: str = option("deepspeed", "What implements sequence parallelism.", choices=("deepspeed",))
+    tp_handler: Any = option(None, "More about tensor parallelism.", kind="object")
+    cp_handler: Any = option(None, "More about context parallelism.", kind="object")
+    sp_handler: Any = option(None, "More about sequence parallelism.", kind="object")
+
+
+@dataclass
+class TensorParallelOptions(OptionGroup, title="Parallelism"):
+    """More about tensor parallelism."""
+
+    enable_async_tp: bool = option(False, "Overlap communication and computation.")
+
+
+@dataclass
+class ContextParallelOptions(
+    OptionGroup,
+    title="Parallelism",
+    env="PARALLELISM_CONFIG_",
+    section="parallelism_config",
+    key="parallelism_config_",
+    flag="parallelism_config_",
+):
+    """More about context parallelism."""
+
+    cp_comm_strategy: str = option(
+        "allgather",
+        "How keys and values travel.",
+        choices=("allgather", "alltoall"),
+        question="What is the compute parallelism communication strategy?",
+    )
+
+
+@dataclass
+class SequenceParallelOptions(
+    OptionGroup,
+    title="Parallelism",
+    env="PARALLELISM_CONFIG_",
+    section="parallelism_config",
+    key="parallelism_config_",
+    flag="parallelism_config_",
+):
+    """More about sequence parallelism."""
+
+    sp_seq_length: int | None = option(None, "The sequence length, when it is always the same.", minimum=1)
+    sp_seq_length_is_variable: bool = option(True, "Sequence lengths differ between batches.")
+    sp_attn_implementation: str | None = option(
+        None,
+        "The attention of the model: sdpa, flash_attention_2, flash_attention_3, or a flash attention kernel of the hub.",
+        launch_default="sdpa",
+    )

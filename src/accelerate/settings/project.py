@@ -1,0 +1,24 @@
+"""Options of the project folder: where checkpoints and logs go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accelerate.settings.option import OptionGroup, option
+
+
+@dataclass
+class ProjectOptions(OptionGroup, title="Project"):
+    """Where a run keeps its checkpoints and logs, and how many."""
+
+    project_dir: str | None = option(None, "The folder of the project.")
+    logging_dir: str | None = option(None, "The folder of tracker logs; None: the project's folder.")
+    automatic_checkpoint_naming: bool = option(False, "Number checkpoints as checkpoints/checkpoint_<n>.")
+    total_limit: int | None = option(None, "How many numbered checkpoints are kept.", minimum=1)
+    iteration: int = option(0, "The number of the next checkpoint.", minimum=0)
+    save_on_each_node: bool = option(False, "Save on the first process of every machine, not of the run.")
+    checkpoint_format: str = option(
+        "safe",
+        "safe: safetensors and JSON; classic: the older file names with pickles.",
+        choices=("safe", "classic"),
+    )
