@@ -83,6 +83,15 @@ def recursively_apply(
     return walk(data)
 
 
+def is_all_tensors(data: Any) -> bool:
+    """Whether every leaf of ``data`` is a tensor."""
+    if isinstance(data, (tuple, list)):
+        return all(map(is_all_tensors, cast("list[Any]", data)))
+    if isinstance(data, Mapping):
+        return all(map(is_all_tensors, cast("Mapping[Any, Any]", data).values()))
+    return isinstance(data, torch.Tensor)
+
+
 def send_to_device(
     tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | list[str] | None = None
 ) -> Any:

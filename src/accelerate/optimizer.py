@@ -32,11 +32,6 @@ def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Cl
     return patched_step
 
 
-def _is_fused_into_backward(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer already steps during the backward pass (LOMO)."""
-    return type(optimizer).__module__.partition(".")[0] == "lomo_optim"
-
-
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer that acts only when gradients are synchronised.
 
@@ -71,12 +66,17 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             _place_state(optimizer, device)
 
     def _choose_step(self) -> None:
-        if _is_fused_into_backward(self.optimizer):
+        if self.is_fused_into_backward:
             self._act: Callable[[Closure | None], Any] = _do_nothing
         elif self.scaler is not None:
             self._act = self._scaled_step
         else:
             self._act = self._plain_step
+
+    @property
+    def is_fused_into_backward(self) -> bool:
+        """Whether the optimizer already steps during the backward pass (LOMO)."""
+        return type(self.optimizer).__module__.partition(".")[0] == "lomo_optim"
 
     # -- a step ------------------------------------------------------------------------------------------
 

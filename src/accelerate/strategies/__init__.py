@@ -7,6 +7,7 @@ from typing import Any
 from ..world import World
 from .base import Strategy as Strategy
 from .base import StrategyOptions as StrategyOptions
+from .base import is_placed_by_map as is_placed_by_map
 from .ddp import DataParallel
 from .single import SingleDevice
 

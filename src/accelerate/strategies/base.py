@@ -71,11 +71,12 @@ class Strategy(ABC):
         """``model`` in its precision, on its device, wrapped for training (unless ``evaluation_mode``), compiled."""
         model = precision.convert(model)
         precision.patch_forward(model)
-        if device_placement and not _is_placed_by_map(model):
+        if device_placement and not is_placed_by_map(model):
             model = model.to(self.world.device)
         if not evaluation_mode:
             model = self.wrap(model)
-        return compile_model(model, self.options.dynamo_plugin)
+        plugin = self.options.dynamo_plugin
+        return model if plugin is None else compile_model(model, plugin)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """``model`` in the container that trains it over the processes."""
@@ -123,7 +124,7 @@ class Strategy(ABC):
         """``model`` no longer holds the process group."""
 
 
-def _is_placed_by_map(model: torch.nn.Module) -> bool:
+def is_placed_by_map(model: torch.nn.Module) -> bool:
     """Whether a device map has already spread the model over several devices."""
     return len(getattr(model, "hf_device_map", None) or {}) > 1
 
@@ -135,7 +136,7 @@ def refuse_device_map(model: torch.nn.Module) -> None:
         PreparationError: some submodule has an ``hf_device_map`` of several places.
     """
     for module in model.modules():
-        if _is_placed_by_map(module):
+        if is_placed_by_map(module):
             raise PreparationError(
                 f"{type(model).__name__} is spread over {sorted(set(map(str, module.hf_device_map.values())))} by a "  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue, reportCallIssue]
                 "device map, and can't be replicated over processes. Load it without `device_map`, or run one process; "

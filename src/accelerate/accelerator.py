@@ -1,0 +1,918 @@
+"""The Accelerator: a raw training loop on any device and any number of processes.
+
+It owns finished values (``settings``, ``world``, ``precision``, ``strategy``, ``gradient_state``) and passes
+them down; its methods forward to the rooms that do the work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+from . import checkpointing, collectives, construction, processes, strategies, tracking
+from .data_loader import prepare_data_loader, skip_first_batches
+from .data_loader.coverage import keep_real
+from .errors import PreparationError
+from .flag import Flag
+from .gradients import GradientState
+from .logging import get_logger
+from .memory import release_memory
+from .names import PROFILE_PATTERN_NAME
+from .nested import is_all_tensors
+from .optimizer import AcceleratedOptimizer
+from .plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    MegatronLMPlugin,
+    ParallelismConfig,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
+)
+from .precision import choose as choose_precision
+from .scheduler import AcceleratedScheduler
+from .settings.labels import DistributedType
+from .settings.run import collect
+from .state import AcceleratorState
+from .strategies.bundle import Bundle, Role
+from .strategies.ddp import trigger_sync_in_backward
+from .uneven import join_uneven_inputs
+from .weighting import WindowWeights
+from .world import join_world, leave_world
+
+logger = get_logger(__name__)
+
+_NOT_GIVEN: Any = object()
+#: What ``accumulate`` and ``no_sync`` hand out when there is nothing to hold back; it has no state, so one is enough.
+_OPEN: AbstractContextManager[None] = nullcontext()
+
+
+class Accelerator:
+    """Places, synchronises and checkpoints the objects of a training loop that stays the user's own.
+
+    After construction the process has joined its world (one process, or all those that the launcher started).
+    Every argument may also come from ``accelerate launch`` through the environment; an argument wins.
+
+    Args:
+        device_placement: whether prepared objects are moved to ``device``.
+        mixed_precision: no, fp16, bf16 or fp8.
+        gradient_accumulation_steps: micro-batches per optimizer update.
+        cpu: force the CPU.
+        scheduler_mode: ``"samples"`` (documented: N processes advance a schedule N times a step) or
+            ``"updates"`` (once per optimizer update; the same curve on any number of processes).
+
+    Raises:
+        SettingError: contradictory or impossible values, with where they came from.
+        NotBuilt: a documented strategy that this version doesn't have.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = _NOT_GIVEN,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        rng_types: Sequence[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        *,
+        scheduler_mode: Literal["samples", "updates"] = "samples",
+        **old: Any,
+    ) -> None:
+        if split_batches is not _NOT_GIVEN:
+            old["split_batches"] = split_batches
+        loader_options, project_options, mixed_precision = construction.old_spellings(old, mixed_precision)
+        self.dataloader_config = construction.loader_configuration(dataloader_config, loader_options)
+        self.project_configuration = construction.project_configuration(project_config, project_dir, project_options)
+        self._handlers = construction.sort_handlers(kwargs_handlers)
+        plugins = construction.sort_plugins(
+            deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config
+        )
+        self.dynamo_plugin = construction.dynamo_plugin(dynamo_plugin, dynamo_backend)
+        self.settings = collect(
+            {
+                "mixed_precision": mixed_precision,
+                "gradient_accumulation_steps": gradient_accumulation_steps,
+                "use_cpu": cpu,
+                **plugins,
+            }
+        )
+        run = self.settings.run
+        self.world = join_world(cpu=run.use_cpu, debug=run.debug, **construction.process_group_options(self._handlers.init))
+        self.state = AcceleratorState._fill(self.settings, self.world, dynamo_plugin=self.dynamo_plugin, **plugins)
+        self.precision = choose_precision(
+            self.state.mixed_precision,
+            self.world.device.type,
+            autocast_handler=self._handlers.autocast,
+            scaler_handler=self._handlers.scaler,
+        )
+        self.gradient_state = GradientState.create(
+            construction.accumulation_plugin(
+                gradient_accumulation_plugin, gradient_accumulation_steps, run.gradient_accumulation_steps
+            )
+        )
+        self.strategy = strategies.choose(
+            self.settings,
+            self.world,
+            strategies.StrategyOptions(self.dynamo_plugin, self._handlers.ddp, plugins),
+        )
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.scheduler_mode = scheduler_mode
+        self.rng_types: list[Any] = ["generator"] if rng_types is None else list(rng_types)
+        self.log_with = tracking.filter_trackers(log_with, self.logging_dir)
+        self.trackers: list[Any] = []
+        self.flag_tensor: torch.Tensor | None = None
+        self.deepspeed_engine_wrapped: Any = None
+        self._weights = WindowWeights(self.world)
+        self._window: tuple[int, ...] = ()
+        self._is_distributed = self.world.size > 1
+        self._models: list[Any] = []
+        self._optimizers: list[Any] = []
+        self._schedulers: list[Any] = []
+        self._dataloaders: list[Any] = []
+        self._custom_objects: list[Any] = []
+        self._prepared_models: dict[int, Any] = {}
+        self._save_hooks = checkpointing.Hooks()
+        self._load_hooks = checkpointing.Hooks()
+
+    # == who am I ==========================================================================================
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the run is distributed, in the words of the interface."""
+        return self.state.distributed_type
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are."""
+        return self.world.size
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process."""
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process on its host."""
+        return self.world.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self.world.device
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.world.size > 1
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes compute on accelerators of one kind (not CPUs)."""
+        return self.use_distributed and self.distributed_type in processes.MULTI_DEVICE_LABELS
+
+    @property
+    def is_main_process(self) -> Flag:
+        """Whether this is rank 0; also callable, as in the oldest interface."""
+        return Flag(self.world.is_main)
+
+    @property
+    def is_local_main_process(self) -> Flag:
+        """Whether this is the first process of its host; also callable."""
+        return Flag(self.world.is_local_main)
+
+    @property
+    def is_last_process(self) -> Flag:
+        """Whether this is the last rank; also callable."""
+        return Flag(self.world.is_last)
+
+    # == what was asked for ================================================================================
+
+    @property
+    def mixed_precision(self) -> str:
+        """no, fp16, bf16 or fp8."""
+        return self.state.mixed_precision
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler of fp16 training; None otherwise."""
+        return self.precision.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        self.precision.scaler = scaler
+        for optimizer in self._optimizers:
+            optimizer.scaler = scaler
+            optimizer._choose_step()
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forward passes run under autocast."""
+        return self.__dict__.get("_native_amp", self.precision.is_autocast)
+
+    @native_amp.setter
+    def native_amp(self, value: bool) -> None:
+        # Many scripts assign False on devices without autocast; the name has been without effect for years.
+        self.__dict__["_native_amp"] = value
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """The AutocastKwargs of the constructor."""
+        return self._handlers.autocast
+
+    @property
+    def ddp_handler(self) -> Any:
+        """The DistributedDataParallelKwargs; libraries assign it between construction and ``prepare``."""
+        return self.strategy.options.ddp_handler
+
+    @ddp_handler.setter
+    def ddp_handler(self, handler: Any) -> None:
+        self.strategy.options.ddp_handler = handler
+
+    @property
+    def scaler_handler(self) -> Any:
+        """The GradScalerKwargs of the constructor."""
+        return self._handlers.scaler
+
+    @property
+    def init_handler(self) -> Any:
+        """The InitProcessGroupKwargs of the constructor."""
+        return self._handlers.init
+
+    @property
+    def profile_handler(self) -> ProfileKwargs | None:
+        """The ProfileKwargs of the constructor."""
+        return self._handlers.profile
+
+    @property
+    def fp8_recipe_handler(self) -> Any:
+        """The FP8RecipeKwargs of the constructor (deprecated form)."""
+        return self._handlers.fp8
+
+    @property
+    def ao_recipe_handler(self) -> Any:
+        """The AORecipeKwargs of the constructor."""
+        return self._handlers.ao
+
+    @property
+    def te_recipe_handler(self) -> Any:
+        """The TERecipeKwargs of the constructor."""
+        return self._handlers.te
+
+    @property
+    def msamp_recipe_handler(self) -> Any:
+        """The MSAMPRecipeKwargs of the constructor."""
+        return self._handlers.msamp
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether the model computes in fp8."""
+        return self.mixed_precision == "fp8"
+
+    @property
+    def fp8_backend(self) -> Any:
+        """The library that computes in fp8; None without fp8."""
+        return None
+
+    @property
+    def delayed_fp8_autocast(self) -> bool:
+        """Whether fp8 autocast is applied after wrapping."""
+        return False
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether some prepared optimizer steps during backward."""
+        return any(optimizer.is_fused_into_backward for optimizer in self._optimizers)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is the global one."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the main process reads for all."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all ranks get equally many, equally large batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether random samplers are replaced by seedable ones."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are moved without waiting."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders are torchdata's StatefulDataLoader."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def project_dir(self) -> Any:
+        """The project's folder."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        """Where trackers write."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The active DeepSpeedPlugin; None without DeepSpeed."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The ParallelismConfig; None without one."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The DeviceMesh of the ParallelismConfig; None without one."""
+        return self.state.device_mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the model is sharded by ``fully_shard``."""
+        return self.state.is_fsdp2
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """The same as :attr:`is_fsdp2`."""
+        return self.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes weights."""
+        return bool(self.parallelism_config) or bool(self.is_local_main_process)
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This process's place along the tensor-parallel axis."""
+        return self._axis_rank("tp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process's place along the replicating data-parallel axis."""
+        return self._axis_rank("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This process's place along the sharding data-parallel axis."""
+        return self._axis_rank("dp_shard")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This process's place along the context-parallel axis."""
+        return self._axis_rank("cp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This process's place along the pipeline axis."""
+        return self._axis_rank("pp")
+
+    def _axis_rank(self, axis: str) -> int:
+        mesh = self.torch_device_mesh
+        if mesh is None:
+            raise RuntimeError(f"The rank along {axis!r} needs Accelerator(parallelism_config=ParallelismConfig(...)).")
+        return mesh.get_local_rank(axis) if axis in (mesh.mesh_dim_names or ()) else 0
+
+    # == one process, or all in turn =======================================================================
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """A context whose value is this process's part of ``inputs``."""
+        return processes.split_between_processes(inputs, apply_padding, world=self.world)
+
+    def on_main_process(self, function: Any = None) -> Any:
+        """A function that runs on rank 0 only, and returns None elsewhere."""
+        return processes.only_when(lambda: self.world.is_main, function)
+
+    def on_local_main_process(self, function: Any = None) -> Any:
+        """A function that runs once per host, and returns None elsewhere."""
+        return processes.only_when(lambda: self.world.is_local_main, function)
+
+    def on_last_process(self, function: Any = None) -> Any:
+        """A function that runs on the last rank only, and returns None elsewhere."""
+        return processes.only_when(lambda: self.world.is_last, function)
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """A function that runs on rank ``process_index`` only (always, in a world of one)."""
+        return processes.only_when(lambda: self.world.size == 1 or self.world.rank == process_index, function)
+
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        """A function that runs on the given process of every host (always, in a world of one)."""
+        return processes.only_when(
+            lambda: self.world.size == 1 or self.world.local_rank == local_process_index, function
+        )
+
+    def main_process_first(self) -> AbstractContextManager[Any]:
+        """A block that rank 0 runs before the others; if it raises there, the others are released."""
+        return processes.main_process_first(world=self.world)
+
+    def local_main_process_first(self) -> AbstractContextManager[Any]:
+        """A block that the first process of each host runs before the others."""
+        return processes.local_main_process_first(world=self.world)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Printed once per host."""
+        if self.world.is_local_main:
+            print(*args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """Every process has arrived here."""
+        processes.wait_for_everyone(world=self.world)
+
+    def set_trigger(self) -> None:
+        """The next :meth:`check_trigger` is True on every process."""
+        self.flag_tensor = torch.tensor(1, device=self.device)
+
+    def check_trigger(self) -> bool:
+        """Whether any process called :meth:`set_trigger` since the last check."""
+        flag_tensor = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
+        self.flag_tensor = None
+        return bool(collectives.reduce(flag_tensor, "sum", world=self.world).item() >= 1)
+
+    # == prepare ===========================================================================================
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """The given objects, ready for this world: as many, in the same order; a single one bare.
+
+        Models, optimizers, loaders and schedulers are prepared; everything else comes back untouched. An object
+        that was prepared before comes back as it is.
+
+        Raises:
+            PreparationError: the objects can't be prepared together, or ``device_placement`` doesn't match them.
+        """
+        bundle = Bundle.sort(args, device_placement, self.device_placement)
+        self.strategy.check(bundle)
+        for slot in bundle.of(Role.MODEL):
+            slot.current = self.prepare_model(slot.current, device_placement=slot.device_placement)
+        for slot in bundle.of(Role.LOADER):
+            slot.current = self.prepare_data_loader(slot.current, device_placement=slot.device_placement)
+        for slot in bundle.of(Role.OPTIMIZER):
+            slot.current = self.prepare_optimizer(slot.current, device_placement=slot.device_placement)
+        for slot in bundle.of(Role.SCHEDULER):  # last: a scheduler looks for its prepared optimizer
+            slot.current = self.prepare_scheduler(slot.current)
+        return bundle.unsort()
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """``model`` in its precision, on its device, and, unless ``evaluation_mode``, wrapped for training."""
+        if id(model) in self._prepared_models:
+            return self._prepared_models[id(model)]
+        if getattr(model, "_is_accelerate_prepared", False):
+            _register(self._models, self.strategy.unwrap(model, keep_torch_compile=False))
+            return model
+        self.strategy.check_model(model)
+        _register(self._models, model)
+        placed = self.device_placement if device_placement is None else device_placement
+        prepared = self.strategy.place_model(model, self.precision, placed, evaluation_mode)
+        prepared._is_accelerate_prepared = True
+        if not evaluation_mode:
+            self._prepared_models[id(model)] = self._prepared_models[id(prepared)] = prepared
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """``optimizer``, acting only when gradients are synchronised."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            _register(self._optimizers, optimizer)
+            return optimizer
+        for known in self._optimizers:
+            if known.optimizer is optimizer:
+                return known
+        placed = self.device_placement if device_placement is None else device_placement
+        prepared = AcceleratedOptimizer(
+            optimizer, placed, self.scaler, device=self.device, gradient_state=self.gradient_state
+        )
+        _register(self._optimizers, prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """``scheduler``, following the updates of its prepared optimizer."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            _register(self._schedulers, scheduler)
+            return scheduler
+        target = getattr(scheduler, "optimizer", None)
+        own = [optimizer for optimizer in self._optimizers if target is optimizer or optimizer.optimizer is target]
+        prepared = AcceleratedScheduler(
+            scheduler,
+            own[:1] or self._optimizers,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
+            num_processes=self.world.size,
+            mode=self.scheduler_mode,
+            gradient_state=self.gradient_state,
+        )
+        _register(self._schedulers, prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self,
+        data_loader: torch.utils.data.DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """``data_loader``, giving this process its share of every batch, on its device."""
+        if getattr(data_loader, "_is_accelerate_prepared", False):
+            _register(self._dataloaders, data_loader)
+            return data_loader
+        config = self.dataloader_config
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self.world.size,
+            process_index=self.world.rank,
+            split_batches=config.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+            torch_device_mesh=self.torch_device_mesh,
+            gradient_state=self.gradient_state,
+        )
+        _register(self._dataloaders, prepared)
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader that begins at batch ``num_batches`` of the epoch."""
+        return skip_first_batches(dataloader, num_batches=num_batches)
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """``dl`` itself: without sequence parallelism there is nothing to cut."""
+        return dl
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Whether a device map spreads ``model``, or a part of it, over several places."""
+        return any(strategies.is_placed_by_map(module) for module in model.modules())
+
+    # == a step ============================================================================================
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the micro-batch in hand completes an update."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer update."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.gradient_state.num_steps = value
+
+    @property
+    def step(self) -> int:
+        """Micro-batches begun since the last loader ended."""
+        return self.gradient_state.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.gradient_state.step = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether some optimizer's last step left its parameters alone because of an fp16 overflow."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A context around one micro-batch: gradients are reduced, and optimizers step, when the window is complete.
+
+        Windows are counted per set of ``models``, so that two models of one loop may take turns.
+        """
+        clock = self.gradient_state
+        self._window = key = tuple(map(id, models))
+        if clock.advance(key) or not self._is_distributed or clock.sync_each_batch:
+            return _OPEN
+        held = ExitStack()
+        for model in models:
+            held.enter_context(self.strategy.no_sync(model))
+        return held
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A context in which backward passes through ``model`` keep their gradients to themselves."""
+        return self.strategy.no_sync(model)
+
+    @staticmethod
+    def trigger_sync_in_backward(model: torch.nn.Module) -> None:
+        """The next backward of ``model`` reduces gradients, although its forwards ran under ``no_sync``."""
+        trigger_sync_in_backward(model)
+
+    def backward(self, loss: torch.Tensor, *, weight: Any = None, **kwargs: Any) -> None:
+        """The gradients of ``loss`` have been added to those of the parameters.
+
+        ``loss`` is a mean over the micro-batch, and is divided by the accumulation steps; or, with ``weight``, a
+        sum over ``weight`` tokens or samples: the finished window then holds the gradient of the true mean over
+        all ranks and micro-batches, however ragged.
+
+        Args:
+            loss: a scalar (``[]``).
+            weight: how many items ``loss`` sums over: an int, or a tensor on the device.
+            kwargs: for ``torch.Tensor.backward``; ``learning_rate`` for LOMO optimizers.
+        """
+        learning_rate = kwargs.pop("learning_rate", None)
+        if learning_rate is not None and self.has_lomo_optimizer:
+            self.lomo_backward(loss, learning_rate)
+            return
+        if weight is not None:
+            self._weights.backward(
+                loss,
+                weight,
+                key=self._window,
+                completes_window=self.gradient_state.sync_gradients,
+                backward=lambda scaled: self.strategy.backward(scaled, self.precision.scaler, **kwargs),
+                parameters=self._window_parameters,
+            )
+            return
+        if self._weights:
+            self._weights.refuse_unweighted(self._window)
+        steps = self.gradient_state.num_steps
+        if steps != 1:
+            loss = loss / steps
+        self.strategy.backward(loss, self.precision.scaler, **kwargs)
+
+    def _window_parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters of the models of the current window; of all models where none was named."""
+        named = [model for model in self._models if not self._window or self._is_in_window(model)]
+        return (parameter for model in named for parameter in model.parameters())
+
+    def _is_in_window(self, model: Any) -> bool:
+        return id(model) in self._window or id(self._prepared_models.get(id(model))) in self._window
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """The parameters of the LOMO optimizers have moved along the gradients of ``loss``.
+
+        Raises:
+            PreparationError: no LOMO optimizer was prepared.
+        """
+        fused = [optimizer for optimizer in self._optimizers if optimizer.is_fused_into_backward]
+        if not fused:
+            raise PreparationError("lomo_backward() needs a LOMO optimizer; none was given to prepare().")
+        for optimizer in fused:
+            optimizer.optimizer.fused_backward(loss, learning_rate)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Gradients are in true units (fp16). ``optimizer``: one, several, or None for all prepared ones."""
+        if self.scaler is None:
+            return
+        chosen = self._optimizers if optimizer is None else optimizer
+        for one in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+            self.precision.unscale(getattr(one, "optimizer", one))
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """The global norm of the gradients is at most ``max_norm``; returns what it was, in true units."""
+        parameters = _as_list(parameters)
+        self._unscale_owners_of(parameters)
+        return self.strategy.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """No gradient element is larger than ``clip_value`` in size, in true units."""
+        parameters = _as_list(parameters)
+        self._unscale_owners_of(parameters)
+        self.strategy.clip_grad_value(parameters, clip_value)
+
+    def _unscale_owners_of(self, parameters: list[torch.Tensor]) -> None:
+        """Only the optimizers of these parameters: unscaling another one's would leave its next backward mixed."""
+        if self.scaler is None:
+            return
+        ours = set(map(id, parameters))
+        for optimizer in self._optimizers:
+            if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+                self.unscale_gradients(optimizer)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """A context in which operations run in the Accelerator's precision."""
+        return self.precision.autocast(autocast_handler)
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """A context whose value is torch's profiler; its trace is written per process where a folder was named."""
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is None:
+            return
+        os.makedirs(handler.output_trace_dir, exist_ok=True)
+        name = PROFILE_PATTERN_NAME.format(suffix=self.process_index)
+        profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, name))
+        self.wait_for_everyone()
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[Any]:
+        """A block in which ranks may run out of batches at different times."""
+        return join_uneven_inputs(
+            self.world, [*joinables], self._dataloaders, configured=self.even_batches, override=even_batches
+        )
+
+    def maybe_context_parallel(
+        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+    ) -> AbstractContextManager[Any]:
+        """A block in which ``buffers`` are cut along the sequence; without context parallelism they stay whole."""
+        logger.warning_once("maybe_context_parallel() has no effect: no ParallelismConfig asks for context parallelism.")
+        return _OPEN
+
+    # == collectives =======================================================================================
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of every rank, joined along the first dimension, on every rank."""
+        return collectives.gather(tensor, world=self.world)
+
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, to: Literal["all", "main"] = "all"
+    ) -> Any:
+        """What every rank computed from the batch in hand, each sample exactly once.
+
+        Rows that were added so that all ranks have equal batches are left out, by the account that the batch
+        carries. Objects that aren't tensors are gathered as objects, one per sample.
+
+        Args:
+            to: ``"main"`` gathers on rank 0 only; the other ranks get None.
+        """
+        if use_gather_object or not is_all_tensors(input_data):
+            gathered = collectives.gather_object(input_data, world=self.world)
+        else:
+            gathered = collectives.gather(input_data, world=self.world, to=None if to == "all" else 0)
+        if to == "main" and not self.world.is_main:
+            return None
+        loader = self.gradient_state.active_dataloader
+        coverage = None if loader is None else loader.coverage
+        return gathered if coverage is None else keep_real(gathered, coverage)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The elementwise sum, mean or max over ranks, on every rank; ``tensor`` is unchanged."""
+        return collectives.reduce(tensor, reduction, scale, world=self.world)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """``tensor`` padded along ``dim`` to the largest size of any rank."""
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, world=self.world)
+
+    # == models and state ==================================================================================
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The user's own model."""
+        return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict of ``model``."""
+        return self.strategy.full_state_dict(model, unwrap)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """``obj`` is in file ``f``, written by the main process (of each host with ``save_on_each_node``)."""
+        checkpointing.save(
+            obj, f, save_on_each_node=self.project_configuration.save_on_each_node, safe_serialization=safe_serialization
+        )
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """``save_directory`` holds exactly the weights of ``model``, in shards of at most ``max_shard_size``."""
+        checkpointing.save_model(
+            self.get_state_dict(model), save_directory, max_shard_size, safe_serialization, world=self.world
+        )
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """``save_state`` and ``load_state`` include ``objects``, in this order.
+
+        Raises:
+            SettingError: an object without ``state_dict`` and ``load_state_dict``.
+        """
+        checkpointing.check_registrable(objects)
+        self._custom_objects.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """``hook(models, weights, output_dir)`` runs before ``save_state`` writes; returns a removable handle."""
+        return self._save_hooks.add(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """``hook(models, input_dir)`` runs before ``load_state`` reads; returns a removable handle."""
+        return self._load_hooks.add(hook)
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """The Accelerator holds nothing any more and device caches are empty; returns a None per object."""
+        for prepared in self._prepared_models.values():
+            self.strategy.release(prepared)
+        for model in self._models:
+            self.precision.restore_forward(model)
+        for held in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._custom_objects):
+            held.clear()
+        self._prepared_models.clear()
+        self.deepspeed_engine_wrapped = None
+        self.step = 0
+        return release_memory(*objects)
+
+    def clear(self, *objects: Any) -> list[Any]:
+        """The same as :meth:`free_memory`."""
+        return self.free_memory(*objects)
+
+    # == tracking ==========================================================================================
+
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """The trackers of ``log_with`` run, and know ``config``."""
+        self.trackers = tracking.init_trackers(
+            self.log_with, project_name, config, init_kwargs or {}, self.logging_dir
+        )
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker called ``name`` (``unwrap``: the service's own object); a blank one off the main process."""
+        return tracking.find_tracker(self.trackers, name, unwrap)
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """Every tracker has been given ``values``."""
+        for tracker in self.trackers:
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def end_training(self) -> None:
+        """Trackers are finished and the world is left."""
+        for tracker in self.trackers:
+            tracker.finish()
+        if not self.world.fork_launched:
+            leave_world()
+
+    # == copies ============================================================================================
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        """The same object: there is one Accelerator per training loop."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
+        left = ("world", "trackers", "_weights", "_save_hooks", "_load_hooks")
+        return {name: value for name, value in self.__dict__.items() if name not in left}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.world = join_world(cpu=self.settings.run.use_cpu)
+        self.trackers = []
+        self._weights = WindowWeights(self.world)
+        self._save_hooks, self._load_hooks = checkpointing.Hooks(), checkpointing.Hooks()
+
+
+def _register(held: list[Any], obj: Any) -> None:
+    """``obj`` is in ``held``, once (by identity: parameters and tensors compare elementwise)."""
+    if not any(known is obj for known in held):
+        held.append(obj)
+
+
+def _as_list(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -1,0 +1,208 @@
+"""The constructor's arguments, as the objects that the Accelerator owns: handlers sorted, old spellings mapped."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from .errors import SettingError
+from .plugins import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FP8RecipeKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    MegatronLMPlugin,
+    MSAMPRecipeKwargs,
+    ParallelismConfig,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TERecipeKwargs,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
+)
+
+
+@final
+@dataclass
+class Handlers:
+    """The keyword handlers, one per kind."""
+
+    ddp: DistributedDataParallelKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    init: InitProcessGroupKwargs | None = None
+    autocast: AutocastKwargs | None = None
+    profile: ProfileKwargs | None = None
+    fp8: Any = None
+    ao: AORecipeKwargs | None = None
+    te: TERecipeKwargs | None = None
+    msamp: MSAMPRecipeKwargs | None = None
+
+
+# The order matters: a recipe class may inherit from another.
+_KINDS: tuple[tuple[str, type], ...] = (
+    ("ddp", DistributedDataParallelKwargs),
+    ("scaler", GradScalerKwargs),
+    ("init", InitProcessGroupKwargs),
+    ("autocast", AutocastKwargs),
+    ("profile", ProfileKwargs),
+    ("fp8", FP8RecipeKwargs),
+    ("ao", AORecipeKwargs),
+    ("te", TERecipeKwargs),
+    ("msamp", MSAMPRecipeKwargs),
+)
+
+
+def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
+    """``kwargs_handlers`` by kind.
+
+    Raises:
+        AssertionError: an entry is no KwargsHandler (the documented exception).
+        SettingError: two entries of one kind.
+    """
+    handlers = Handlers()
+    for handler in kwargs_handlers or ():
+        if not isinstance(handler, KwargsHandler):
+            raise AssertionError(
+                f"Unsupported kwargs handler passed: {handler!r}. kwargs_handlers takes objects like "
+                "DistributedDataParallelKwargs(), one of each kind."
+            )
+        for name, kind in _KINDS:
+            if isinstance(handler, kind):
+                if getattr(handlers, name) is not None:
+                    raise SettingError(
+                        f"You can only pass one {kind.__name__} in kwargs_handlers; got a second one: {handler!r}."
+                    )
+                setattr(handlers, name, handler)
+                break
+    return handlers
+
+
+_LOADER_SPELLINGS = ("split_batches", "even_batches", "dispatch_batches", "use_seedable_sampler")
+
+
+def old_spellings(given: dict[str, Any], mixed_precision: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """``given`` keyword arguments of older versions, as (loader options, project options, mixed precision).
+
+    Raises:
+        TypeError: an argument that no version knew.
+        SettingError: ``fp16=True`` beside another ``mixed_precision``.
+    """
+    loader = {name: given.pop(name) for name in _LOADER_SPELLINGS if name in given}
+    project = {name: given.pop(name) for name in ("logging_dir",) if name in given}
+    used = [*loader, *project]
+    if "fp16" in given:
+        used.append("fp16")
+        if given.pop("fp16"):
+            if mixed_precision not in (None, "fp16"):
+                raise SettingError(f"fp16=True and mixed_precision={mixed_precision!r} contradict. Drop fp16.")
+            mixed_precision = "fp16"
+    if given:
+        raise TypeError(f"Accelerator.__init__() got an unexpected keyword argument {next(iter(given))!r}")
+    if used:
+        warnings.warn(
+            f"Accelerator({', '.join(f'{name}=' for name in used)}) is an old spelling. Use "
+            "dataloader_config=DataLoaderConfiguration(...), project_config=ProjectConfiguration(logging_dir=...) and "
+            "mixed_precision='fp16'.",
+            FutureWarning,
+            stacklevel=4,
+        )
+    return loader, project, mixed_precision
+
+
+def loader_configuration(config: Any, old: dict[str, Any]) -> DataLoaderConfiguration:
+    """``config``, or a fresh one, with the ``old`` spellings applied."""
+    config = config if config is not None else DataLoaderConfiguration()
+    for name, value in old.items():
+        setattr(config, name, value)
+    return config
+
+
+def project_configuration(config: Any, project_dir: Any, old: dict[str, Any]) -> ProjectConfiguration:
+    """``config``, or a fresh one, with ``project_dir`` filled in where it has none."""
+    config = config if config is not None else ProjectConfiguration(project_dir=project_dir)
+    if project_dir is not None and config.project_dir is None:
+        config.set_directories(project_dir)
+    if "logging_dir" in old:
+        config.logging_dir = old["logging_dir"]
+    return config
+
+
+def accumulation_plugin(plugin: Any, steps_argument: int, steps: int) -> GradientAccumulationPlugin:
+    """``plugin``, or one for ``steps`` micro-batches.
+
+    Raises:
+        SettingError: both a plugin and a number of steps were given.
+    """
+    if plugin is None:
+        return GradientAccumulationPlugin(num_steps=steps)
+    if steps_argument != 1:
+        raise SettingError(
+            f"You can only pass one of `gradient_accumulation_steps` (={steps_argument}) and "
+            "`gradient_accumulation_plugin`. Put the number into the plugin: "
+            f"GradientAccumulationPlugin(num_steps={steps_argument})."
+        )
+    return plugin
+
+
+def dynamo_plugin(plugin: Any, backend: Any) -> TorchDynamoPlugin:
+    """``plugin``, or one for ``backend``, or one from the environment.
+
+    Raises:
+        SettingError: both were given.
+    """
+    if plugin is not None and backend is not None:
+        raise SettingError("You cannot pass in both `dynamo_plugin` and `dynamo_backend`. Put the backend into the plugin.")
+    if plugin is not None:
+        return plugin
+    return TorchDynamoPlugin(backend=backend) if backend is not None else TorchDynamoPlugin()
+
+
+def sort_plugins(
+    deepspeed_plugin: Any,
+    deepspeed_plugins: Any,
+    fsdp_plugin: Any,
+    torch_tp_plugin: Any,
+    megatron_lm_plugin: Any,
+    parallelism_config: Any,
+) -> dict[str, Any]:
+    """The strategy plugins by the name under which the state shows them.
+
+    Raises:
+        SettingError: both spellings of the DeepSpeed argument.
+        TypeError: a plugin of the wrong type.
+    """
+    if deepspeed_plugin is not None and deepspeed_plugins is not None:
+        raise SettingError("You cannot pass in both `deepspeed_plugin` and `deepspeed_plugins`. Use the first.")
+    deepspeed = deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins
+    for one in deepspeed.values() if isinstance(deepspeed, dict) else [deepspeed]:
+        _check_type("deepspeed_plugin", one, DeepSpeedPlugin)
+    _check_type("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
+    _check_type("torch_tp_plugin", torch_tp_plugin, TorchTensorParallelPlugin)
+    _check_type("megatron_lm_plugin", megatron_lm_plugin, MegatronLMPlugin)
+    _check_type("parallelism_config", parallelism_config, ParallelismConfig)
+    return {
+        "deepspeed_plugins": deepspeed,
+        "fsdp_plugin": fsdp_plugin,
+        "torch_tp_plugin": torch_tp_plugin,
+        "megatron_lm_plugin": megatron_lm_plugin,
+        "parallelism_config": parallelism_config,
+    }
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"`{name}` must be a {kind.__name__}, got {value!r} of type {type(value).__name__}.")
+
+
+def process_group_options(handler: InitProcessGroupKwargs | None) -> dict[str, Any]:
+    """What ``join_world`` passes on to the process group."""
+    return {} if handler is None else handler.to_kwargs()

@@ -1,0 +1,127 @@
+"""torch.compile, for a whole model or for its repeated blocks only.
+
+A transformer is one block many times over. Compiling that block once and using it everywhere ("regional compilation")
+starts many times faster than compiling the whole model, for nearly the same speed afterwards.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.settings.labels import DynamoBackend
+
+
+def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+    """``model``, compiled as ``plugin`` asks; the same object when no backend is chosen or it is compiled already."""
+    if plugin.backend == DynamoBackend.NO or is_compiled_module(model) or has_compiled_regions(model):
+        return model
+    if plugin.use_regional_compilation:
+        return compile_regions(model, **plugin.to_kwargs())
+    return _compiled(model, plugin.to_kwargs())
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """A module of the same class whose repeated blocks are compiled; it shares every tensor with ``module``.
+
+    In a tree without repeated blocks the whole module is compiled. Beside repeated blocks, each other child is
+    compiled as one region. ``module`` itself stays as it was and is kept as ``_orig_mod``; a forward that was patched
+    onto the instance must be patched onto the result instead.
+    """
+    if has_compiled_regions(module):
+        return module
+    regions = _regions_compiled(module, compile_kwargs)
+    if "_orig_mod" not in regions._modules:  # torch.compile's own wrapper has it already
+        # Not setattr: a registered submodule would list every parameter twice.
+        regions.__dict__["_orig_mod"] = module
+    return regions
+
+
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """The repeated blocks of ``module`` are compiled in place; names in its state dict stay as they were."""
+    _compile_in_place(module, compile_kwargs)
+
+
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """``module``, its repeated blocks compiled in place, so that sharding still finds the layers by their names."""
+    _compile_in_place(module, compile_kwargs)
+    return module
+
+
+def is_compiled_module(module: object) -> bool:
+    """Whether ``module`` is what torch.compile returned."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def has_compiled_regions(module: object) -> bool:
+    """Whether ``module`` or a module inside it is compiled."""
+    return isinstance(module, nn.Module) and any(
+        is_compiled_module(part) or part._compiled_call_impl is not None for part in module.modules()
+    )
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Whether ``module`` is a ModuleList of blocks of one class."""
+    return isinstance(module, nn.ModuleList) and len(module) > 0 and len({type(block) for block in module}) == 1
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Whether ``module`` is, or holds at any depth, a ModuleList of blocks of one class."""
+    return any(is_repeated_blocks(part) for part in module.modules())
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that was compiled, whole or by regions; ``module`` itself when it was not."""
+    original = module._modules.get("_orig_mod") if is_compiled_module(module) else module.__dict__.get("_orig_mod")
+    return original if isinstance(original, nn.Module) else module
+
+
+def _regions_compiled(module: nn.Module, compile_kwargs: dict[str, Any]) -> nn.Module:
+    if not (has_repeated_blocks(module) or _is_container(module)):
+        return _compiled(module, compile_kwargs)
+    part = _compiled if is_repeated_blocks(module) else _regions_compiled
+    copy = _same_module_again(module)
+    done: dict[int, nn.Module] = {}  # a child that appears under two names stays one child
+    for name, child in module._modules.items():
+        if child is not None:
+            if id(child) not in done:
+                done[id(child)] = part(child, compile_kwargs)
+            copy._modules[name] = done[id(child)]
+    return copy
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether ``module`` only holds others: it is indexed and iterated, never called."""
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _same_module_again(module: nn.Module) -> nn.Module:
+    """A second object over the same parameters, buffers and hooks, with its own table of children."""
+    copy = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    copy.__dict__["_modules"] = dict(module._modules)
+    for name, value in module.__dict__.items():
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            copy.__dict__[name] = types.MethodType(value.__func__, copy)
+    return copy
+
+
+def _compile_in_place(module: nn.Module, compile_kwargs: dict[str, Any]) -> None:
+    if not (has_repeated_blocks(module) or _is_container(module)):
+        module.compile(**compile_kwargs)
+        return
+    for child in module.children():
+        if is_repeated_blocks(module):
+            child.compile(**compile_kwargs)
+        else:
+            _compile_in_place(child, compile_kwargs)
+
+
+def _compiled(module: nn.Module, compile_kwargs: dict[str, Any]) -> nn.Module:
+    compiled = torch.compile(module, **compile_kwargs)
+    assert isinstance(compiled, nn.Module), "torch.compile of a module is a module"
+    return compiled

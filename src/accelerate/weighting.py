@@ -1,0 +1,75 @@
+"""Losses that are sums: gradients of the true mean over ranks, micro-batches and ragged tails.
+
+A mean of means is wrong as soon as micro-batches differ in size. Given the sum and what it is a sum over
+(tokens, samples), the whole window is divided once, by its total weight over all data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, final
+
+import torch
+
+from .collectives import reduce
+from .errors import PreparationError
+from .world import World
+
+Backward = Callable[[torch.Tensor], None]
+
+
+@final
+class WindowWeights:
+    """The weights of the windows that are open, by the models of the window."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._pending: dict[Hashable, Any] = {}
+
+    def __bool__(self) -> bool:
+        """Whether some window has weighted micro-batches behind it."""
+        return bool(self._pending)
+
+    def refuse_unweighted(self, key: Hashable) -> None:
+        """Raises if the window of ``key`` already has weighted micro-batches.
+
+        Raises:
+            PreparationError: ``backward(loss)`` after ``backward(loss, weight=...)`` in one window.
+        """
+        if key in self._pending:
+            raise PreparationError(
+                "backward(loss) without a weight, in a window whose earlier micro-batches had one: the two can't be "
+                "averaged together. Pass weight= in every micro-batch of the window, or in none."
+            )
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        weight: Any,
+        *,
+        key: Hashable,
+        completes_window: bool,
+        backward: Backward,
+        parameters: Callable[[], Iterable[torch.nn.Parameter]],
+    ) -> None:
+        """``backward(loss)`` has run; if it completes the window, gradients are those of the weighted mean."""
+        earlier = self._pending.pop(key, None)
+        total = weight if earlier is None else earlier + weight
+        if not completes_window:
+            self._pending[key] = total
+            backward(loss)
+            return
+        factor = self._factor(total, loss.device)
+        if earlier is None:  # a window of one: scale the loss, and touch no gradient twice
+            backward(loss * factor)
+            return
+        backward(loss)
+        gradients = [parameter.grad for parameter in parameters() if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def _factor(self, total: Any, device: torch.device) -> torch.Tensor:
+        """World size over total weight: the strategy divides by the world size, the true mean by the weight."""
+        weight = torch.as_tensor(total, dtype=torch.float32, device=device).detach()
+        weight = reduce(weight, "sum", world=self._world)
+        return torch.where(weight > 0, self._world.size / weight, torch.zeros_like(weight))
