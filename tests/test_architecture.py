@@ -26,28 +26,22 @@ PACKAGE: Final = SOURCE / "accelerate"
 # -------------------------------------------------------------------------------------------- the plan
 
 FLOORS: Final[dict[str, int]] = {
-    **dict.fromkeys(("errors", "optional", "versions", "nested", "names", "ports"), 0),
-    "settings": 1,
-    **dict.fromkeys(
+    room: floor
+    for floor, rooms in enumerate(
         (
-            "devices", "clusters", "world", "plugins", "mesh",
-            "collectives", "processes", "seeding", "memory", "logging",
-        ),
-        2,
-    ),
-    **dict.fromkeys(
-        (
-            "precision", "data_loader", "checkpointing", "tracking", "device_map", "hooks",
-            "offload", "optimizer", "scheduler", "gradients", "health",
-        ),
-        3,
-    ),
-    "strategies": 4,
-    **dict.fromkeys(
-        ("accelerator", "state", "local_sgd", "inference", "big_modeling", "quantize", "test_utils"), 5
-    ),
-    **dict.fromkeys(("", "utils", "launchers", "parallelism_config", "memory_utils"), 6),
-}  # fmt: skip
+            "errors optional versions nested names ports flag",
+            "settings",
+            "devices clusters world plugins mesh collectives processes seeding logging memory modules progress"
+            " probes",
+            "precision data_loader checkpointing tracking device_map hooks offload optimizer scheduler gradients"
+            " weighting health",
+            "strategies",
+            "accelerator construction uneven state local_sgd inference big_modeling quantize test_utils",
+            "accelerate utils launchers parallelism_config memory_utils",  # accelerate: the front door itself
+        )
+    )
+    for room in rooms.split()
+}
 DOOR: Final = 6
 TOWER: Final = ("launch", "commands")
 
@@ -67,23 +61,28 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "seeding": ("world", "collectives", "devices"),
     "logging": ("world", "processes"),
     "memory": ("devices",),
+    "modules": (),
+    "progress": ("world",),
+    "probes": ("devices",),
     # trades
     "optimizer": ("gradients",),
     "scheduler": ("gradients", "optimizer"),
     "data_loader": ("gradients",),
     "offload": ("hooks", "device_map"),
     # house
-    "accelerator": ("state",),
+    "accelerator": ("state", "construction", "uneven"),
     "local_sgd": ("accelerator", "state"),
     "test_utils": ("accelerator", "state", "local_sgd", "big_modeling", "inference"),
     # doors: importing is what they are for
-    "": ("utils", "launchers", "parallelism_config"),
+    "accelerate": ("utils", "launchers", "parallelism_config"),
     "utils": ("launchers", "parallelism_config"),
     "memory_utils": ("utils",),
 }
 
 # What one strategy may take from another file of strategies/.
-SHARED_STRATEGY_FILES: Final = frozenset({"base", "bundle", "rebind", "compile", "tensor", "context"})
+SHARED_STRATEGY_FILES: Final = frozenset(
+    {"base", "bundle", "rebind", "compile", "tensor", "context", "unwrap"}
+)
 
 # Without torch at import, also through what they import.
 TORCH_FREE: Final = (
@@ -252,13 +251,16 @@ def imports() -> tuple[Import, ...]:
             if start is None:
                 found.append(Import(file, node, node.module or "", False, lazy, typing_only))
                 continue
-            for target in sorted({_deepest(start, alias.name) for alias in node.names}):
+            # __version__ is a literal of the front door, which is imported before any part of it anyway.
+            names = [alias.name for alias in node.names if alias.name != "__version__"]
+            for target in sorted({_deepest(start, name) for name in names}):
                 found.append(Import(file, node, target, True, lazy, typing_only))
     return tuple(found)
 
 
 def room(module: str) -> str:
-    return module.split(".")[0]
+    """`data_loader` for `data_loader.shard`; the front door's room is the package's name."""
+    return module.split(".")[0] or "accelerate"
 
 
 def is_in(file: SourceFile, places: tuple[str, ...]) -> bool:
@@ -306,10 +308,10 @@ def _upward(edge: Import) -> str | None:
         return None if FLOORS[source] == DOOR else f"imports the tower ({edge.target})"
     if target not in FLOORS:
         return None
-    if target == "" or FLOORS[target] == DOOR:
+    if FLOORS[target] == DOOR:
         if FLOORS[source] == DOOR and target in NEIGHBOURS.get(source, ()):
             return None
-        return f"imports the door '{edge.target or 'accelerate'}': import from its home"
+        return f"imports the door '{target}': import from its home"
     if FLOORS[target] > FLOORS[source]:
         return f"(floor {FLOORS[source]}) imports {edge.target} (floor {FLOORS[target]})"
     if FLOORS[target] == FLOORS[source] and target not in NEIGHBOURS.get(source, ()):
@@ -347,8 +349,8 @@ def test_tower_imports_only_torch_free_floors_at_module_level() -> None:
                 )
             continue
         floor = FLOORS.get(target, 0)
-        if target == "" or floor == DOOR:
-            findings.append(edge.file.at(edge.node, f"imports the door '{edge.target or 'accelerate'}'"))
+        if floor == DOOR:
+            findings.append(edge.file.at(edge.node, f"imports the door '{target}'"))
         elif not edge.lazy and not edge.typing_only and floor > 1 and edge.target not in (
             "devices", "clusters", "health.failure",
         ):  # fmt: skip
@@ -641,8 +643,16 @@ def test_hasattr_asks_only_foreign_objects() -> None:
     findings = []
     used: set[tuple[str, str]] = set()
     for file in files():
+        # `hasattr(os, "fork")`: what a foreign module offers on this platform, in this version.
+        foreign = {
+            alias.asname or alias.name
+            for node, _, _ in _import_nodes(file.tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+            if _ours(alias.name) is None
+        }
         for call in calls(file.tree):
-            if dotted(call.func) != "hasattr" or len(call.args) != 2:
+            if dotted(call.func) != "hasattr" or len(call.args) != 2 or dotted(call.args[0]) in foreign:
                 continue
             name = call.args[1].value if isinstance(call.args[1], ast.Constant) else ast.unparse(call.args[1])
             key = (file.name, str(name))

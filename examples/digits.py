@@ -1,0 +1,119 @@
+"""Train a small CNN on real handwritten digits: the loop that `make demo` runs on one and on two processes.
+
+    python examples/digits.py
+    accelerate launch --cpu --num_processes 2 examples/digits.py --batch_size 32
+
+`--batch_size` is per process: 64 on one process and 32 on two take the same steps over the same samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from curves import plot_curves
+from offline_data import digits
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+
+def small_cnn(num_classes: int = 10) -> nn.Module:
+    """A classifier of 1 x 8 x 8 images."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, num_classes),
+    )
+
+
+def train(arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """The history of a run: one entry an epoch, equal on all processes."""
+    accelerator = Accelerator(cpu=arguments.cpu, mixed_precision=arguments.mixed_precision)
+    set_seed(arguments.seed)
+    train_set, held_out_set = digits()
+    # Without the short last batch every step sees a full global batch, whatever the number of processes.
+    train_loader = DataLoader(train_set, batch_size=arguments.batch_size, shuffle=True, drop_last=True)
+    held_out_loader = DataLoader(held_out_set, batch_size=arguments.batch_size)
+    model = small_cnn()
+    optimizer = torch.optim.Adam(model.parameters(), lr=arguments.learning_rate)
+    loss_function = nn.CrossEntropyLoss()
+    model, optimizer, train_loader, held_out_loader = accelerator.prepare(
+        model, optimizer, train_loader, held_out_loader
+    )
+
+    history = []
+    quiet = None if accelerator.is_local_main_process else True  # None: a bar only where there is a terminal
+    for epoch in range(1, arguments.num_epochs + 1):
+        model.train()
+        started = time.perf_counter()
+        losses, num_samples = [], 0
+        for images, labels in tqdm(train_loader, desc=f"epoch {epoch}", leave=False, disable=quiet):
+            optimizer.zero_grad()
+            loss = loss_function(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.detach())
+            num_samples += len(labels) * accelerator.num_processes
+        seconds = time.perf_counter() - started
+
+        model.eval()
+        correct = num_held_out = 0
+        for images, labels in held_out_loader:
+            with torch.no_grad():
+                guesses = model(images).argmax(dim=1)
+            guesses, labels = accelerator.gather_for_metrics((guesses, labels))
+            correct += int((guesses == labels).sum())
+            num_held_out += len(labels)
+        if num_held_out != len(held_out_set):
+            raise RuntimeError(f"{num_held_out} of {len(held_out_set)} held-out samples were counted")
+
+        mean_loss = accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
+        history.append(
+            {
+                "epoch": epoch,
+                "loss": mean_loss,
+                "accuracy": 100 * correct / num_held_out,
+                "samples_per_second": num_samples / seconds,
+            }
+        )
+        accelerator.print(
+            f"epoch {epoch}: loss {mean_loss:.4f}, accuracy {100 * correct / num_held_out:.2f} %, "
+            f"{num_samples / seconds:.0f} samples/s"
+        )
+    if accelerator.is_main_process:
+        if arguments.report:
+            Path(arguments.report).write_text(json.dumps(history, indent=2))
+        if arguments.plot:
+            plot_curves({"digits": history}, arguments.plot, "A small CNN on handwritten digits")
+    accelerator.end_training()
+    return history
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batch_size", type=int, default=64, help="samples a process and step")
+    parser.add_argument("--num_epochs", type=int, default=8)
+    parser.add_argument("--learning_rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--cpu", action="store_true", help="stay on the CPU")
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
+    parser.add_argument("--report", help="write the history to this JSON file")
+    parser.add_argument("--plot", help="write the curves to this PNG file")
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
