@@ -7,7 +7,7 @@ them down; its methods forward to the rooms that do the work.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -121,7 +121,9 @@ class Accelerator:
             }
         )
         run = self.settings.run
-        self.world = join_world(cpu=run.use_cpu, debug=run.debug, **construction.process_group_options(self._handlers.init))
+        self.world = join_world(
+            cpu=run.use_cpu, debug=run.debug, **construction.process_group_options(self._handlers.init)
+        )
         self.state = AcceleratorState._fill(self.settings, self.world, dynamo_plugin=self.dynamo_plugin, **plugins)
         self.precision = choose_precision(
             self.state.mixed_precision,
@@ -497,9 +499,7 @@ class Accelerator:
             slot.current = self.prepare_scheduler(slot.current)
         return bundle.unsort()
 
-    def prepare_model(
-        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Any:
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """``model`` in its precision, on its device, and, unless ``evaluation_mode``, wrapped for training."""
         if id(model) in self._prepared_models:
             return self._prepared_models[id(model)]
@@ -763,7 +763,9 @@ class Accelerator:
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[Any]:
         """A block in which ``buffers`` are cut along the sequence; without context parallelism they stay whole."""
-        logger.warning_once("maybe_context_parallel() has no effect: no ParallelismConfig asks for context parallelism.")
+        logger.warning_once(
+            "maybe_context_parallel() has no effect: no ParallelismConfig asks for context parallelism."
+        )
         return _OPEN
 
     # == collectives =======================================================================================
@@ -814,7 +816,10 @@ class Accelerator:
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """``obj`` is in file ``f``, written by the main process (of each host with ``save_on_each_node``)."""
         checkpointing.save(
-            obj, f, save_on_each_node=self.project_configuration.save_on_each_node, safe_serialization=safe_serialization
+            obj,
+            f,
+            save_on_each_node=self.project_configuration.save_on_each_node,
+            safe_serialization=safe_serialization,
         )
 
     def save_model(
@@ -869,9 +874,7 @@ class Accelerator:
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
     ) -> None:
         """The trackers of ``log_with`` run, and know ``config``."""
-        self.trackers = tracking.init_trackers(
-            self.log_with, project_name, config, init_kwargs or {}, self.logging_dir
-        )
+        self.trackers = tracking.init_trackers(self.log_with, project_name, config, init_kwargs or {}, self.logging_dir)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker called ``name`` (``unwrap``: the service's own object); a blank one off the main process."""

@@ -160,7 +160,9 @@ def dynamo_plugin(plugin: Any, backend: Any) -> TorchDynamoPlugin:
         SettingError: both were given.
     """
     if plugin is not None and backend is not None:
-        raise SettingError("You cannot pass in both `dynamo_plugin` and `dynamo_backend`. Put the backend into the plugin.")
+        raise SettingError(
+            "You cannot pass in both `dynamo_plugin` and `dynamo_backend`. Put the backend into the plugin."
+        )
     if plugin is not None:
         return plugin
     return TorchDynamoPlugin(backend=backend) if backend is not None else TorchDynamoPlugin()

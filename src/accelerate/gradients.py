@@ -120,7 +120,7 @@ class GradientState:
 
     @step.setter
     def step(self, value: int) -> None:
-        self._counts = {key: value for key in self._counts} or {(): value}
+        self._counts = dict.fromkeys(self._counts, value) or {(): value}
 
     def count_of(self, key: Hashable) -> int:
         """Micro-batches of ``key`` begun since the last loader ended."""

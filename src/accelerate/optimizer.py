@@ -112,7 +112,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad()
         else:
             raise ValueError(
-                f"zero_grad(set_to_none={set_to_none}): {type(self.optimizer).__name__}.zero_grad has no such argument. "
+                f"zero_grad(set_to_none={set_to_none}): {type(self.optimizer).__name__} has no such argument. "
                 "Call zero_grad() without it."
             )
 

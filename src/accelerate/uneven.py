@@ -61,7 +61,7 @@ def _override_even_batches(loaders: Sequence[Any], value: bool) -> list[tuple[An
         sampler = loader.batch_sampler if isinstance(loader, DataLoaderShard) else None
         if not isinstance(sampler, BatchSamplerShard):
             logger.warning_once(
-                "join_uneven_inputs(even_batches=...) doesn't apply to iterable or dispatched loaders; they keep theirs."
+                "join_uneven_inputs(even_batches=...) leaves iterable and dispatched loaders as they are."
             )
             continue
         changed.append((sampler, sampler.even_batches))

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -22,6 +22,7 @@ from .compile import compile_model
 from .unwrap import unwrap
 
 
+@final
 @dataclass
 class StrategyOptions:
     """What a strategy needs besides the world: the public option objects, read late (callers change them)."""

@@ -58,9 +58,7 @@ class Bundle:
         self.slots = slots
 
     @classmethod
-    def sort(
-        cls, objects: Sequence[Any], device_placement: Sequence[bool] | None, default_placement: bool
-    ) -> Bundle:
+    def sort(cls, objects: Sequence[Any], device_placement: Sequence[bool] | None, default_placement: bool) -> Bundle:
         """``objects`` with their roles.
 
         Raises:

@@ -1,7 +1,8 @@
 """torch.compile, for a whole model or for its repeated blocks only.
 
-A transformer is one block many times over. Compiling that block once and using it everywhere ("regional compilation")
-starts many times faster than compiling the whole model, for nearly the same speed afterwards.
+A transformer is one block many times over. Compiling that block once and using it everywhere ("regional
+compilation") starts many times faster than compiling the whole model, for nearly the same speed
+afterwards.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.plugins.dynamo import TorchDynamoPlugin
-from accelerate.settings.labels import DynamoBackend
+from ..plugins.dynamo import TorchDynamoPlugin
+from ..settings.labels import DynamoBackend
 
 
-def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-    """``model``, compiled as ``plugin`` asks; the same object when no backend is chosen or it is compiled already."""
-    if plugin.backend == DynamoBackend.NO or is_compiled_module(model) or has_compiled_regions(model):
+def compile_model(model: nn.Module, plugin: TorchDynamoPlugin | None) -> nn.Module:
+    """``model``, compiled as ``plugin`` asks; the same object without a backend, or when compiled already."""
+    if plugin is None or plugin.backend == DynamoBackend.NO or is_compiled_module(model) or has_compiled_regions(model):
         return model
     if plugin.use_regional_compilation:
         return compile_regions(model, **plugin.to_kwargs())
@@ -28,9 +29,9 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """A module of the same class whose repeated blocks are compiled; it shares every tensor with ``module``.
 
-    In a tree without repeated blocks the whole module is compiled. Beside repeated blocks, each other child is
-    compiled as one region. ``module`` itself stays as it was and is kept as ``_orig_mod``; a forward that was patched
-    onto the instance must be patched onto the result instead.
+    In a tree without repeated blocks the whole module is compiled. Beside repeated blocks, each other
+    child is compiled as one region. ``module`` itself stays as it was and is kept as ``_orig_mod``; a
+    forward that was patched onto the instance must be patched onto the result instead.
     """
     if has_compiled_regions(module):
         return module
@@ -47,7 +48,7 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """``module``, its repeated blocks compiled in place, so that sharding still finds the layers by their names."""
+    """``module``, its repeated blocks compiled in place: sharding finds the layers under the same names."""
     _compile_in_place(module, compile_kwargs)
     return module
 

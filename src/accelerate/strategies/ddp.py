@@ -22,6 +22,7 @@ from ..world import World, release_before_leaving, release_ddp
 from .base import Strategy, refuse_device_map
 
 
+@final
 class Replica(DistributedDataParallel):
     """DistributedDataParallel whose other methods are the model's own.
 
@@ -88,8 +89,8 @@ class DataParallel(Strategy):
         for name, parameter in model.named_parameters():
             if type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "DTensor":
                 raise PreparationError(
-                    f"Parameter {name!r} is a DTensor, which replicas can't average. Use FullyShardedDataParallelPlugin "
-                    "or ParallelismConfig for a sharded model."
+                    f"Parameter {name!r} is a DTensor, which replicas can't average. A sharded model needs "
+                    "FullyShardedDataParallelPlugin or ParallelismConfig."
                 )
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -65,4 +65,5 @@ def is_peft_model(model: Any) -> bool:
     peft: Any = sys.modules.get("peft")
     if peft is None:
         return False
-    return isinstance(unwrap(model, keep_torch_compile=False) if isinstance(model, torch.nn.Module) else model, peft.PeftModel)
+    inner = unwrap(model, keep_torch_compile=False) if isinstance(model, torch.nn.Module) else model
+    return isinstance(inner, peft.PeftModel)

@@ -1,0 +1,359 @@
+"""The Accelerator in one process: what prepare returns, what a step does, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.errors import NotBuilt, PreparationError, SettingError
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accelerate.scheduler import AcceleratedScheduler
+
+
+def parts(size: int = 8, batch_size: int = 2) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
+    """A model, its optimizer, its schedule and a loader."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(size, 3), torch.randn(size, 1))
+    return model, optimizer, LambdaLR(optimizer, lambda count: 0.9**count), DataLoader(data, batch_size=batch_size)
+
+
+# -- prepare ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_objects_come_back_in_the_order_given(order: tuple[int, ...]) -> None:
+    objects = parts()
+    prepared = Accelerator(cpu=True).prepare(*(objects[i] for i in order))
+    kinds = (nn.Module, AcceleratedOptimizer, AcceleratedScheduler, DataLoader)
+    assert all(isinstance(obj, kinds[i]) for obj, i in zip(prepared, order, strict=True))
+    by_kind = dict(zip(order, prepared, strict=True))
+    assert by_kind[2].optimizers == [by_kind[1]], "the scheduler follows its own optimizer"
+
+
+def test_a_single_object_comes_back_bare_and_foreign_ones_untouched() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, _, _, loader = parts()
+    assert accelerator.prepare(model) is model
+    assert isinstance(accelerator.prepare(loader), DataLoader)
+    stranger = object()
+    assert accelerator.prepare(stranger, 3, "text") == (stranger, 3, "text")
+
+
+def test_preparing_twice_is_harmless() -> None:
+    accelerator = Accelerator(cpu=True)
+    once = accelerator.prepare(*parts())
+    twice = accelerator.prepare(*once)
+    assert all(first is second for first, second in zip(once, twice, strict=True))
+    assert [len(held) for held in (accelerator._models, accelerator._optimizers, accelerator._dataloaders)] == [1, 1, 1]
+
+
+def test_nothing_to_prepare_and_misfitting_placements_are_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(PreparationError, match="nothing to prepare"):
+        accelerator.prepare()
+    with pytest.raises(ValueError, match="device_placement"):
+        accelerator.prepare(nn.Linear(1, 1), device_placement=[True, False])
+
+
+def test_a_scheduler_built_on_the_prepared_optimizer_finds_it() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _, _ = parts()
+    _, other = accelerator.prepare(model, torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+    optimizer = accelerator.prepare(optimizer)
+    scheduler = accelerator.prepare(LambdaLR(optimizer, lambda count: 0.5))
+    assert scheduler.optimizers == [optimizer] and optimizer is not other
+
+
+# -- a step ----------------------------------------------------------------------------------------------------
+
+
+def train(accelerator: Accelerator | None, micro_batches: int = 1) -> torch.Tensor:
+    """The weights after one epoch, with the Accelerator or with plain torch."""
+    model, optimizer, _, loader = parts()
+    if accelerator is not None:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                optimizer.zero_grad()
+                accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+                optimizer.step()
+        return model.weight.detach()
+    for number, (inputs, targets) in enumerate(loader):
+        (nn.functional.mse_loss(model(inputs), targets) / micro_batches).backward()
+        if (number + 1) % micro_batches == 0 or number + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_one_process_trains_exactly_like_the_plain_loop(steps: int) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    assert torch.equal(train(accelerator), train(None, steps))
+
+
+def test_accumulation_given_as_a_plugin_or_as_a_number_but_not_both() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=3)
+    assert Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 3
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        Accelerator(cpu=True, gradient_accumulation_steps=2, gradient_accumulation_plugin=plugin)
+
+
+def test_weights_divide_a_window_by_its_true_size() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, _, _ = parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    torch.manual_seed(1)
+    inputs, sizes = torch.randn(7, 3), (2, 5)
+    for piece in inputs.split(sizes):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(piece).sum(), weight=len(piece))
+    expected = torch.autograd.grad(model(inputs).mean(), model.weight)[0]
+    assert torch.allclose(model.weight.grad, expected, atol=1e-7)
+
+
+def test_mixing_weighted_and_unweighted_micro_batches_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum(), weight=1)
+    with accelerator.accumulate(model), pytest.raises(PreparationError, match="weight"):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+
+
+def test_clipping_limits_the_norm_and_returns_what_it_was() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(3, 1))
+    accelerator.backward(100 * model(torch.ones(1, 3)).sum())
+    reference = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert accelerator.clip_grad_norm_(iter(model.parameters()), 1.0).item() == pytest.approx(reference.item())
+    assert torch.stack([p.grad.norm() for p in model.parameters()]).norm().item() == pytest.approx(1.0, rel=1e-4)
+    accelerator.clip_grad_value_(model.parameters(), 0.01)
+    assert max(p.grad.abs().max() for p in model.parameters()) <= 0.01
+
+
+def test_clipping_can_refuse_gradients_that_are_not_finite() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.backward(model(torch.full((1, 1), float("inf"))).sum())
+    with pytest.raises(RuntimeError, match="non-finite"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+# -- precision -------------------------------------------------------------------------------------------------
+
+
+class Spy(nn.Module):
+    """Remembers the dtype in which it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.computed: torch.dtype | None = None
+
+    def forward(self, inputs: torch.Tensor, scale: float = 1.0) -> dict[str, torch.Tensor]:
+        """The documented signature stays visible."""
+        outputs = self.linear(inputs) * scale
+        self.computed = outputs.dtype
+        return {"outputs": outputs}
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_mixed_precision_is_real_on_the_cpu_and_outputs_are_fp32(precision: str, dtype: torch.dtype) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    model = accelerator.prepare(Spy())
+    outputs = model(torch.ones(1, 2), scale=2.0)["outputs"]
+    assert model.computed is dtype and outputs.dtype is torch.float32
+    assert (accelerator.scaler is not None) == (precision == "fp16")
+
+
+def test_outputs_stay_in_the_compute_dtype_when_asked() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(output_dtype=None)])
+    assert accelerator.prepare(Spy())(torch.ones(1, 2))["outputs"].dtype is torch.bfloat16
+
+
+def test_autocast_can_be_switched_off_inside() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+        with accelerator.autocast(AutocastKwargs(enabled=False)):
+            pass
+    with accelerator.autocast(AutocastKwargs(enabled=False)):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_an_fp16_overflow_skips_the_step_and_says_so() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    model, optimizer, scheduler, _ = accelerator.prepare(*parts())
+    before = model.weight.detach().clone()
+    accelerator.backward(model(torch.ones(1, 3)).sum() * float("inf"))
+    optimizer.step()
+    scheduler.step()
+    assert accelerator.optimizer_step_was_skipped and torch.equal(model.weight, before)
+    assert scheduler.get_last_lr() == [0.1] and accelerator.scaler.get_scale() == 4.0
+
+
+def test_a_copy_of_a_prepared_model_computes_with_its_own_weights() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(Spy())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert twin(torch.ones(1, 2))["outputs"].abs().sum() == 0 and model(torch.ones(1, 2))["outputs"].abs().sum() > 0
+
+
+def test_unwrapping_gives_the_users_object_and_can_restore_its_forward() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = Spy()
+    prepared = accelerator.prepare(model)
+    assert accelerator.unwrap_model(prepared) is model and "forward" in model.__dict__
+    assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is model and "forward" not in model.__dict__
+    assert pickle.loads(pickle.dumps(model))(torch.ones(1, 2))["outputs"].dtype is torch.float32
+
+
+def test_free_memory_gives_everything_back() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model, optimizer, _, loader = parts()
+    accelerator.prepare(model, optimizer, loader)
+    assert accelerator.free_memory(model, optimizer) == [None, None]
+    assert not accelerator._models and not accelerator._optimizers and "forward" not in model.__dict__
+
+
+def test_a_compiled_model_unwraps_to_the_users() -> None:
+    accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+    model = nn.Linear(2, 2)
+    prepared = accelerator.prepare(model)
+    assert prepared is not model and torch.equal(prepared(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
+
+
+# -- the constructor -------------------------------------------------------------------------------------------
+
+
+def test_main_process_flags_are_values_and_calls() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.is_main_process and accelerator.is_main_process() is True
+    assert accelerator.is_local_main_process() and accelerator.is_last_process()
+    assert str(accelerator.is_main_process) == "True"
+
+
+def test_old_spellings_work_and_say_so_once() -> None:
+    with pytest.warns(FutureWarning, match="old spelling"):
+        accelerator = Accelerator(cpu=True, fp16=True, split_batches=True, even_batches=False, logging_dir="logs")
+    assert accelerator.mixed_precision == "fp16" and accelerator.split_batches and not accelerator.even_batches
+    assert accelerator.logging_dir == "logs"
+    with pytest.raises(TypeError, match="no_such_argument"):
+        Accelerator(no_such_argument=1)
+
+
+def test_project_folders_are_filled_in() -> None:
+    accelerator = Accelerator(cpu=True, project_dir="here")
+    assert accelerator.project_dir == "here" and accelerator.logging_dir == "here"
+    config = ProjectConfiguration(project_dir="there", logging_dir="logs")
+    assert Accelerator(cpu=True, project_dir="here", project_config=config).project_dir == "there"
+
+
+def test_handlers_are_checked() -> None:
+    with pytest.raises(AssertionError, match="kwargs handler"):
+        Accelerator(cpu=True, kwargs_handlers=["scaler"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="one GradScalerKwargs"):
+        Accelerator(cpu=True, kwargs_handlers=[GradScalerKwargs(), GradScalerKwargs()])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mixed_precision": "fp61"}, "fp61"),
+        ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()}, "dynamo"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        ({"gradient_accumulation_steps": "two"}, "gradient_accumulation_steps"),
+    ],
+)
+def test_impossible_values_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Accelerator(cpu=True, **arguments)
+
+
+def test_a_plugin_of_the_wrong_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="fsdp_plugin"):
+        Accelerator(cpu=True, fsdp_plugin="yes please")  # type: ignore[arg-type]
+
+
+def test_a_strategy_that_is_not_built_is_refused_by_name() -> None:
+    with pytest.raises(NotBuilt, match=r"(?i)fsdp|fully"):
+        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+
+
+def test_an_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    accelerator = Accelerator(cpu=True)
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 4)
+
+
+def test_two_accelerators_share_the_world_and_not_the_clock() -> None:
+    first, second = Accelerator(cpu=True, gradient_accumulation_steps=2), Accelerator(gradient_accumulation_steps=3)
+    assert first.world is second.world and first.state.__dict__ == second.state.__dict__
+    assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (2, 3)
+    assert copy.deepcopy(first) is first
+
+
+def test_it_survives_pickling_with_what_it_holds() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*parts()[:2])
+    again = pickle.loads(pickle.dumps(accelerator))
+    assert again.device == accelerator.device and len(again._optimizers) == 1
+
+
+def test_collectives_are_valid_in_one_process() -> None:
+    accelerator = Accelerator(cpu=True)
+    tensor = torch.arange(3)
+    assert torch.equal(accelerator.gather(tensor), tensor)
+    assert torch.equal(accelerator.reduce(tensor), tensor)
+    assert torch.equal(accelerator.pad_across_processes(tensor), tensor)
+    assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"]
+    with accelerator.split_between_processes([1, 2, 3]) as mine:
+        assert mine == [1, 2, 3]
+    accelerator.set_trigger()
+    assert accelerator.check_trigger() and not accelerator.check_trigger()
+
+
+def test_the_profiler_writes_a_trace_per_process(tmp_path: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))) as profiler:
+        torch.ones(2) + 1
+    assert (tmp_path / "profile_0.json").stat().st_size > 0 and profiler.key_averages()
+
+
+def test_loader_settings_reach_the_loader() -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    assert accelerator.split_batches
+    accelerator.even_batches = False
+    assert not accelerator.dataloader_config.even_batches
+
+
+def test_contradicting_old_and_new_precision_is_refused() -> None:
+    with pytest.raises(SettingError, match="contradict"):
+        Accelerator(cpu=True, fp16=True, mixed_precision="bf16")
