@@ -1,0 +1,264 @@
+"""Single objects in single files, the user's own objects in a checkpoint, and the hooks around saving."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import IO, Any, Final, Protocol, final, runtime_checkable
+from uuid import uuid4
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import CheckpointError, CheckpointNotFound, SettingError
+from ..names import CUSTOM_CHECKPOINT_NAME
+from ..world import current_world
+from .agreement import Ranks
+from .codec import (
+    Encoded,
+    decode,
+    encode,
+    envelope,
+    inline,
+    inlined_tensor,
+    open_envelope,
+    read_pickle,
+    write_pickle,
+)
+from .store import SealedFile, flush
+from .tensor_files import open_tensors, write_tensors
+from .weights import clean_state_dict_for_safetensors
+
+_log = logging.getLogger(__name__)
+
+#: State that is larger than this never goes into a JSON file itself.
+INLINE_LIMIT_BYTES: Final = 16 << 20
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be saved and restored: modules, optimizers, schedulers, and anything else with these two."""
+
+    def state_dict(self) -> Any:
+        """Everything that must be restored."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """The state is the one that ``state_dict`` gave."""
+        ...
+
+
+@final
+class Hooks:
+    """Functions that run before saving or loading, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+
+    def add(self, hook: Callable[..., None]) -> RemovableHandle:
+        """``hook`` runs from now on, until ``remove()`` of what is handed back."""
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def __iter__(self) -> Iterator[Callable[..., None]]:
+        return iter(list(self._hooks.values()))
+
+    def __len__(self) -> int:
+        return len(self._hooks)
+
+
+def check_registrable(objects: Iterable[object]) -> None:
+    """Every object can be saved with a checkpoint.
+
+    Raises:
+        SettingError: some lack ``state_dict`` or ``load_state_dict``; the text lists them.
+    """
+    offenders = [
+        f"item {number}: {type(obj).__module__}.{type(obj).__qualname__}"
+        for number, obj in enumerate(objects)
+        if not isinstance(obj, Stateful)
+    ]
+    if offenders:
+        raise SettingError(
+            "register_for_checkpointing takes objects with `state_dict` and `load_state_dict` methods; "
+            f"these have not both: {', '.join(offenders)}. Add the methods, or register the object that has them."
+        )
+
+
+# ------------------------------------------------------------------------------------ states in a folder
+
+Create = Callable[..., Any]
+
+
+def write_state(create: Create, stem: str, value: Any, *, name: str, beside: bool) -> None:
+    """``{stem}.json`` holds ``value``; its tensors lie in it, or in ``{stem}.safetensors`` with ``beside``.
+
+    Raises:
+        EncodingError: part of the value has no form without pickle; the text begins with its path under ``name``.
+    """
+    encoded = encode(value, name)
+    write_encoded(create, stem, encoded, beside=beside or encoded.num_tensor_bytes > INLINE_LIMIT_BYTES)
+
+
+def write_encoded(create: Create, stem: str, encoded: Encoded, *, beside: bool) -> None:
+    """``{stem}.json``, and with ``beside`` ``{stem}.safetensors``, hold an encoded state."""
+    tensor_file = f"{stem}.safetensors"
+    content = envelope(encoded.document, beside=tensor_file) if beside else inline(encoded)
+    if beside:
+        with create(tensor_file) as file:
+            write_tensors(file, encoded.tensors, {"format": "pt"})
+    with create(f"{stem}.json") as file:
+        file.write(json.dumps(content, separators=(",", ":")).encode())
+
+
+def read_state(folder: Path, stem: str) -> Any:
+    """The value in ``{stem}.json``; its tensors are in host memory of their own.
+
+    Raises:
+        CheckpointNotFound: there is no such file.
+        CheckpointError: it isn't one that this version can read.
+    """
+    path = folder / f"{stem}.json"
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointNotFound(f"{path} is missing") from None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: can't be read ({error})") from error
+    content = open_envelope(content, str(path))
+    beside = content.get("tensors_in")
+    if beside is None:
+        return decode(content["state"], lambda key: inlined_tensor(content, key), str(path))
+    if beside != f"{stem}.safetensors":
+        raise CheckpointError(f"{path}: its tensors can't lie in {beside!r}")
+    if not (folder / beside).is_file():
+        raise CheckpointNotFound(f"{folder / beside} is missing")
+    with open_tensors(folder / beside) as tensors:
+        return decode(content["state"], tensors.owned, str(path))
+
+
+@contextmanager
+def created_in(folder: Path, name: str) -> Iterator[SealedFile]:
+    """A file that appears in ``folder`` whole and on disk at the end of the block, or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / f".{name}.{uuid4().hex}"
+    file = SealedFile(beside)
+    try:
+        yield file
+        file.seal()
+        os.replace(beside, folder / name)
+        flush(folder)
+    finally:
+        file.close()
+        beside.unlink(missing_ok=True)
+
+
+# -------------------------------------------------------------------------------------- objects of the user
+
+
+def custom_name(index: int) -> str:
+    """What the files of the registered object at ``index`` are called."""
+    return f"{CUSTOM_CHECKPOINT_NAME}_{index}"
+
+
+def save_custom_state(obj: Any, path: str | PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:
+    """Folder ``path`` holds the state of ``obj`` as its object ``index``, written by the main process.
+
+    Raises:
+        EncodingError: its state can't be written without pickle; the text names where.
+    """
+    if not _is_writer(save_on_each_node):
+        return
+    folder = Path(path)
+    name = f"{type(obj).__qualname__}.state_dict()"
+
+    def create(file_name: str) -> Any:
+        return created_in(folder, file_name)
+
+    write_state(create, custom_name(index), obj.state_dict(), name=name, beside=True)
+
+
+def load_custom_state(obj: Any, path: str | PathLike[str], index: int = 0, *, allow_pickle: bool = False) -> None:
+    """``obj`` has the state that folder ``path`` holds as its object ``index``.
+
+    Old ``.pkl`` files are read through an allow-list of data; ``allow_pickle`` lets them run code.
+
+    Raises:
+        CheckpointNotFound: there is no such state.
+        CheckpointError: it can't be read.
+    """
+    obj.load_state_dict(read_custom_state(Path(path), index, allow_pickle=allow_pickle))
+
+
+def read_custom_state(folder: Path, index: int, *, allow_pickle: bool = False) -> Any:
+    """The saved state of object ``index``, in either format."""
+    stem = custom_name(index)
+    if (folder / f"{stem}.json").is_file():
+        return read_state(folder, stem)
+    if (folder / f"{stem}.pkl").is_file():
+        return read_pickle(folder / f"{stem}.pkl", allow_pickle=allow_pickle)
+    raise CheckpointNotFound(f"{folder} holds no {stem}.json and no {stem}.pkl")
+
+
+# ------------------------------------------------------------------------------------------- single objects
+
+
+def _is_writer(save_on_each_node: bool) -> bool:
+    ranks = Ranks(current_world())
+    return ranks.is_main or (save_on_each_node and ranks.is_local_main)
+
+
+def save(
+    obj: Any,
+    f: str | PathLike[str] | IO[bytes],
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """``f`` holds ``obj``, written by the main process (of each node with ``save_on_each_node``).
+
+    With ``safe_serialization``, ``obj`` is a dict of tensors and the file is safetensors; else it is a
+    ``torch.save`` file, which is a pickle. A file appears whole or not at all.
+    """
+    if not _is_writer(save_on_each_node):
+        return
+    if not isinstance(f, (str, os.PathLike)):
+        _write_object(obj, f, safe_serialization)
+        return
+    path = Path(f)
+    with created_in(path.parent, path.name) as file:
+        _write_object(obj, file, safe_serialization)
+
+
+def _write_object(obj: Any, file: Any, safe_serialization: bool) -> None:
+    if not safe_serialization:
+        write_pickle(obj, file)
+        return
+    if not isinstance(obj, Mapping) or not all(isinstance(value, torch.Tensor) for value in obj.values()):
+        raise CheckpointError(
+            f"safe_serialization=True needs a dict of tensors, this is a {type(obj)}. "
+            "Save with safe_serialization=False, or give a state dict."
+        )
+    write_tensors(file, clean_state_dict_for_safetensors(obj), {"format": "pt"})
+
+
+def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
+    """What :func:`save` wrote; pickles are read through an allow-list unless ``weights_only=False`` is given.
+
+    Raises:
+        CheckpointError: the file is broken, or reading it could run code.
+    """
+    if isinstance(f, (str, os.PathLike)) and str(f).endswith(".safetensors"):
+        with open_tensors(f) as tensors:
+            return {name: _placed(tensors.owned(name), map_location) for name in tensors.keys()}  # noqa: SIM118
+    return read_pickle(f, map_location=map_location, **kwargs)
+
+
+def _placed(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
+    return tensor if map_location is None else tensor.to(map_location)

@@ -1,0 +1,432 @@
+"""One folder that holds one checkpoint: files are staged beside it, and committed all at once or not at all.
+
+A save goes through these states; a crash between any two leaves a checkpoint that loads:
+
+1. ``.X.tmp-<uuid>`` beside ``X`` takes every file; hooks and strategies write there too.
+2. Every file is flushed to disk and measured, and all ranks agree that theirs are.
+3. The manifest is written into the staging folder, last, and flushed: from here the save can only go forward.
+4. A target that doesn't exist appears by one rename. Into one that does, the files move one by one and the
+   manifest last; other people's files stay, files of the checkpoint that was there go. A reader that finds a
+   target without a manifest finishes a move that a crash cut short (:meth:`CheckpointStore.recover`).
+5. All ranks agree that it is done; only now may older checkpoints be pruned.
+
+Where nodes don't share a disk, each node's first rank stages and commits the folder of its node.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+from uuid import uuid4
+
+from ..errors import CheckpointError, CheckpointNotFound
+from ..names import MANIFEST_NAME
+from .agreement import Ranks
+from .manifest import FileRecord, Manifest, measure, problems, read_manifest
+
+if TYPE_CHECKING:
+    from ..world import World
+
+_STAGING: Final = ".{name}.tmp-"
+
+
+@final
+class SealedFile:
+    """A file that is measured while it is written, and flushed to disk when closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by close())
+        self._size = 0
+        self._checksum = 0
+
+    def write(self, data: Any, /) -> int:
+        """All of ``data`` is in the file (not yet on disk)."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            count = self._file.write(rest)
+            self._checksum = zlib.crc32(rest[:count], self._checksum)
+            self._size += count
+            rest = rest[count:]
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Nothing is held back: the file has no buffer."""
+
+    def seal(self) -> FileRecord:
+        """The file is on disk; what it must be from now on."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileRecord(self._size, self._checksum)
+
+    def close(self) -> None:
+        """The file is closed, on disk or not."""
+        self._file.close()
+
+
+@dataclass
+@final
+class Draft:
+    """A checkpoint that is being written: the staging folder, and which of its files this rank writes.
+
+    Attributes:
+        folder: where files go; hooks and strategies may write into it by any means.
+        is_writer: this rank writes the files that all ranks have in common.
+        ranks: the processes that write this checkpoint together.
+    """
+
+    folder: Path
+    is_writer: bool
+    ranks: Ranks
+    is_committer: bool = True
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    pickled: list[str] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def create(self, name: str, *, pickle: bool = False) -> Iterator[SealedFile]:
+        """A new file of the checkpoint, measured and flushed at the end of the block."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = SealedFile(path)
+        try:
+            yield file
+            self.records[name] = file.seal()
+        finally:
+            file.close()
+        if pickle:
+            self.pickled.append(name)
+
+
+@final
+class CheckpointStore:
+    """The folder of one checkpoint.
+
+    Args:
+        folder: where the checkpoint is, or will be.
+        world: who takes part; None is one process by itself.
+        on_each_node: the common files are written once per node instead of once (nodes that share the folder
+            share the files).
+    """
+
+    def __init__(self, folder: str | PathLike[str], world: World | None = None, *, on_each_node: bool = False) -> None:
+        self.folder = Path(os.path.realpath(folder))
+        self.ranks = Ranks(world)
+        self.on_each_node = on_each_node
+        self._moving = False
+
+    # ------------------------------------------------------------------------------------------- writing
+
+    @contextmanager
+    def draft(self, description: Manifest | None = None) -> Iterator[Draft]:
+        """A staging folder for the block; on a clean exit of the block on every rank, the checkpoint.
+
+        ``description`` is the manifest to be, without files. All ranks enter and leave together.
+
+        Raises:
+            CheckpointError: on every rank, when any rank failed; the text names that rank and its reason.
+        """
+        what = f"save {self.folder}"
+        made: list[Path] = []
+        with ExitStack() as held:
+            try:
+                draft = self._stage(made, held)
+                try:
+                    yield draft
+                except Exception as error:  # raised again below, once the other ranks know of it
+                    self.ranks.agree(error, what)
+                    raise
+                self.ranks.agree(None, what)
+                self._commit(draft, description or Manifest({}))
+            except BaseException:
+                if not self._moving:  # else the next reader finishes the move
+                    for staging in made:
+                        shutil.rmtree(staging, ignore_errors=True)
+                raise
+
+    def _stage(self, made: list[Path], held: ExitStack) -> Draft:
+        what = f"save {self.folder}"
+        error: Exception | None = None
+        try:
+            if self.ranks.is_main:
+                made.append(self._make_staging(held))
+        except OSError as problem:
+            error = problem
+        self.ranks.agree(error, what)
+        first = next(path for path in self.ranks.everyone(made[0] if made else None) if path is not None)
+        try:
+            if self.ranks.is_local_main and not first.exists():
+                made.append(self._make_staging(held))  # this node has a disk of its own
+        except OSError as problem:
+            error = problem
+        self.ranks.agree(error, what)
+        folders = [path for path in self.ranks.everyone(made[0] if made else None) if path is not None]
+        visible = [path for path in folders if path.exists()]
+        if not visible:
+            error = FileNotFoundError(f"none of the staging folders is visible on this rank: {folders[0]}")
+        self.ranks.agree(error, what)
+        writes = bool(made) and (self.ranks.is_main or self.on_each_node)
+        return Draft(visible[0], is_writer=writes, ranks=self.ranks, is_committer=bool(made))
+
+    def _make_staging(self, held: ExitStack) -> Path:
+        parent = self.folder.parent
+        if self.folder.exists():
+            if not self.folder.is_dir():
+                raise NotADirectoryError(f"{self.folder} is a file, not a folder")
+            mounted = self.folder.stat().st_dev != parent.stat().st_dev
+            if mounted or not os.access(parent, os.W_OK):
+                parent = self.folder  # files can only be moved within one file system
+        parent.mkdir(parents=True, exist_ok=True)
+        staging = parent / f"{_STAGING.format(name=self.folder.name)}{uuid4().hex}"
+        staging.mkdir()
+        held.callback(os.close, _lock(staging))
+        return staging
+
+    def _commit(self, draft: Draft, description: Manifest) -> None:
+        what = f"commit {self.folder}"
+        told = self.ranks.everyone((draft.folder, draft.records, draft.pickled, draft.details))
+        error: Exception | None = None
+        try:
+            if draft.is_committer:
+                mine = [entry for entry in told if entry[0] == draft.folder]
+                self._write_manifest(draft.folder, mine, description)
+        except (OSError, CheckpointError) as problem:
+            error = problem
+        self.ranks.agree(error, what)
+        try:
+            if draft.is_committer:
+                self._publish(draft.folder)
+        except OSError as problem:
+            error = problem
+        self.ranks.agree(error, what)
+        if draft.is_committer:
+            self._remove_leftovers()
+
+    def _write_manifest(
+        self,
+        staging: Path,
+        told: list[tuple[Path, dict[str, FileRecord], list[str], dict[str, Any]]],
+        description: Manifest,
+    ) -> None:
+        recorded = {name: record for entry in told for name, record in entry[1].items()}
+        pickled = tuple(sorted({name for entry in told for name in entry[2]}))
+        details = {**description.details}
+        for entry in reversed(told):
+            details.update(entry[3])
+        files: dict[str, FileRecord] = {}
+        for name in _file_names(staging):
+            if name == MANIFEST_NAME:
+                raise CheckpointError(f"{name} in a checkpoint folder is this library's own; write another name")
+            record = recorded.get(name)
+            if record is None or (staging / name).stat().st_size != record.size:
+                flush(staging / name)
+                record = measure(staging / name)
+            files[name] = record
+        for folder in {(staging / name).parent for name in files} | {staging}:
+            flush(folder)
+        manifest = replace(
+            description, files=files, pickled=pickled, details=details, world_size=self.ranks.size
+        ).signed()
+        write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
+
+    def _publish(self, staging: Path) -> None:
+        if not self.folder.exists():
+            os.rename(staging, self.folder)
+            flush(self.folder.parent)
+            return
+        self._check_manifest_place()
+        self._move_in(staging)
+
+    def _check_manifest_place(self) -> None:
+        """A file of that name that something else wrote is not ours to replace."""
+        try:
+            read_manifest(self.folder)
+        except CheckpointError as error:
+            if "not written by this library" in str(error):
+                raise FileExistsError(
+                    f"{self.folder / MANIFEST_NAME} exists and {error}; choose another folder"
+                ) from None
+
+    def _move_in(self, staging: Path) -> None:
+        manifest = read_manifest(staging)
+        assert manifest is not None
+        self._moving = True
+        try:
+            before = read_manifest(self.folder)
+        except CheckpointError:
+            before = None  # torn: its files are told apart from other people's by nothing, so they stay
+        (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
+        flush(self.folder)
+        for name in manifest.files:
+            target = self.folder / name
+            if (staging / name).exists():  # else it was moved before a crash
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(staging / name, target)
+        for name in before.files if before else ():
+            if name not in manifest.files:
+                (self.folder / name).unlink(missing_ok=True)
+        for folder in {(self.folder / name).parent for name in manifest.files} | {self.folder}:
+            flush(folder)
+        os.replace(staging / MANIFEST_NAME, self.folder / MANIFEST_NAME)
+        flush(self.folder)
+        self._moving = False
+        shutil.rmtree(staging, ignore_errors=True)
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    def manifest(self) -> Manifest | None:
+        """The manifest of the checkpoint here; None for a folder without one.
+
+        Raises:
+            CheckpointError: it is torn, foreign, or of a newer format.
+        """
+        return read_manifest(self.folder)
+
+    def recover(self) -> bool:
+        """A commit that a crash cut short is finished; True when there was one."""
+        if (self.folder / MANIFEST_NAME).exists():
+            return False
+        complete: list[tuple[str, Path]] = []
+        for staging in self._stagings():
+            try:
+                manifest = read_manifest(staging)
+            except CheckpointError:
+                continue
+            if manifest is not None and not _is_locked(staging) and self._can_finish(staging, manifest):
+                complete.append((manifest.written_at, staging))
+        if not complete:
+            return False
+        self._publish(max(complete)[1])
+        return True
+
+    def _can_finish(self, staging: Path, manifest: Manifest) -> bool:
+        left = [name for name in manifest.files if (staging / name).exists()]
+        moved = [name for name in manifest.files if name not in left]
+        return not problems(staging, manifest.files, contents=False, names=left) and not problems(
+            self.folder, manifest.files, contents=True, names=moved
+        )
+
+    def problem(self, *, contents: bool = True) -> str | None:
+        """Why the checkpoint here must not be loaded; None when it is whole.
+
+        With ``contents``, every byte of it is read, and the ranks of a node share the work: a collective.
+
+        Raises:
+            CheckpointNotFound: there is no folder.
+        """
+        reason: str | None = None
+        try:
+            reason = self._problem_here(contents)
+        except CheckpointError as error:
+            reason = str(error)
+        found = self.ranks.everyone(reason) if contents else [reason]
+        return "; ".join(dict.fromkeys(text for text in found if text)) or None
+
+    def _problem_here(self, contents: bool) -> str | None:
+        manifest = self.manifest()
+        if manifest is None:
+            return f"no {MANIFEST_NAME}: the save never finished, or another program wrote the folder"
+        names = sorted(manifest.files)
+        if contents:  # spread by size, so that no rank of the node reads most of the bytes
+            names.sort(key=lambda name: -manifest.files[name].size)
+            names = names[self.ranks.local_rank :: self.ranks.local_size]
+        return "; ".join(problems(self.folder, manifest.files, contents=contents, names=names)) or None
+
+    def require(self) -> None:
+        """The folder is there (a crash's unfinished commit is finished first).
+
+        Raises:
+            CheckpointNotFound: on every rank, when any rank doesn't see it.
+        """
+        error: Exception | None = None
+        for chosen in (self.ranks.is_main, self.ranks.is_local_main):  # then nodes with disks of their own
+            try:
+                if chosen:
+                    self.recover()
+            except OSError as problem:
+                error = problem
+            self.ranks.agree(error, f"finish the commit of {self.folder}")
+        if not self.folder.is_dir():
+            error = CheckpointNotFound(f"no checkpoint folder at {self.folder}")
+        self.ranks.agree(error, f"load {self.folder}", kind=CheckpointNotFound)
+
+    # ------------------------------------------------------------------------------------------ leftovers
+
+    def _stagings(self) -> list[Path]:
+        prefix = _STAGING.format(name=self.folder.name)
+        return [
+            path
+            for parent in (self.folder.parent, self.folder)
+            if parent.is_dir()
+            for path in sorted(parent.iterdir())
+            if path.name.startswith(prefix) and path.is_dir()
+        ]
+
+    def _remove_leftovers(self) -> None:
+        """What earlier, killed saves of this folder left is gone; failing to remove it harms nothing."""
+        for staging in self._stagings():
+            if not _is_locked(staging):
+                shutil.rmtree(staging, ignore_errors=True)
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor that marks ``folder`` as in use until it is closed, or until this process dies."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # a file system without locks: leftovers there look abandoned at once
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a process that is still alive writes into ``folder``."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _file_names(folder: Path) -> list[str]:
+    names: list[str] = []
+    for parent, _, files in os.walk(folder):
+        names += [(Path(parent) / file).relative_to(folder).as_posix() for file in files]
+    return sorted(names)
+
+
+def flush(path: Path) -> None:
+    """A file's content, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if path.is_file():
+            raise  # some file systems can't flush folders; every one can flush a file
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """``path`` holds ``data``, whole and on disk, or is what it was before."""
+    beside = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    flush(path.parent)

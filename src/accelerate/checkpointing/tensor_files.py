@@ -1,0 +1,131 @@
+"""Safetensors files, written in one pass and read through the page cache.
+
+Written here rather than by the library because a checkpoint's file is checksummed while it is written, its
+tensors leave an accelerator one at a time, and no second copy of the state is ever made. The bytes are the
+format's own: any safetensors reader opens them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any, Final, Protocol, cast
+
+import safetensors
+import torch
+
+from ..errors import CheckpointError
+
+#: How the format spells the dtypes that every reader since safetensors 0.4.3 understands.
+SAFETENSORS_NAMES: Final[dict[torch.dtype, str]] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+}
+_CHUNK_BYTES: Final = 16 << 20
+
+
+class Writable(Protocol):
+    """Something that takes bytes."""
+
+    def write(self, data: Any, /) -> Any:
+        """Take all of ``data``."""
+        ...
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The values of a tensor in row-major order, copied only where they don't lie so in host memory."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(cast(Any, flat.view(torch.uint8).numpy())) if flat.numel() else memoryview(b"")
+
+
+def _header(tensors: Mapping[str, torch.Tensor], names: list[str], metadata: Mapping[str, str] | None) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        dtype = SAFETENSORS_NAMES.get(tensor.dtype)
+        if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized:
+            raise CheckpointError(
+                f"{name}: a {tensor.dtype} tensor of layout {tensor.layout} has no place in a safetensors "
+                "file. Convert it first, or save with safe_serialization=False."
+            )
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_tensors(
+    file: Writable, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """``file`` holds ``tensors`` in the safetensors format.
+
+    Raises:
+        CheckpointError: a tensor has a dtype or a layout that the format doesn't know.
+    """
+    # widest elements first, as the format's own library does: every tensor is then aligned to its element
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    file.write(_header(tensors, names, metadata))
+    for name in names:
+        data = raw_bytes(tensors[name])
+        for start in range(0, len(data), _CHUNK_BYTES):
+            file.write(data[start : start + _CHUNK_BYTES])
+
+
+class TensorFile:
+    """An open safetensors file: names at once, values when asked for."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def keys(self) -> list[str]:
+        """The names of the tensors."""
+        return list(self._handle.keys())
+
+    def metadata(self) -> dict[str, str]:
+        """The text that was written beside the tensors."""
+        return dict(self._handle.metadata() or {})
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        return tuple(self._handle.get_slice(name).get_shape())
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """A tensor whose values may still lie in the file: copy it before the file can change."""
+        return cast(torch.Tensor, self._handle.get_tensor(name))
+
+    def owned(self, name: str) -> torch.Tensor:
+        """A tensor in memory of its own."""
+        return self.mapped(name).clone()
+
+
+@contextmanager
+def open_tensors(path: str | PathLike[str], device: str = "cpu") -> Iterator[TensorFile]:
+    """The safetensors file at ``path``, open for the block.
+
+    Raises:
+        CheckpointError: it isn't a whole safetensors file.
+    """
+    try:
+        handle = safetensors.safe_open(str(path), framework="pt", device=device)
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file ({error})") from error
+    with handle as opened:
+        yield TensorFile(opened)

@@ -1,0 +1,398 @@
+"""Files of model weights, under the names that other programs look for.
+
+``model.safetensors``, or shards ``model-00001-of-0000N.safetensors`` with ``model.safetensors.index.json``; with
+``safe_serialization=False`` ``pytorch_model.bin`` and its like. The second model of a checkpoint adds ``_1``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+from uuid import uuid4
+
+import torch
+
+from ..errors import CheckpointError, CheckpointNotFound
+from ..names import MODEL_NAME, SAFE_MODEL_NAME
+from .agreement import Ranks
+from .codec import read_pickle, write_pickle
+from .store import SealedFile, flush
+from .tensor_files import TensorFile, open_tensors, write_tensors
+
+if TYPE_CHECKING:
+    from ..world import World
+
+_log = logging.getLogger(__name__)
+
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([KMGT])(I?)(B)\s*", re.IGNORECASE)
+_POWERS: Final = {"K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """The number of bytes that ``size`` names: ``"1GB"`` is 10**9, ``"1GiB"`` 2**30, ``"1Gb"`` (bits) 125 * 10**6.
+
+    Raises:
+        CheckpointError: it is no such text (also a ValueError).
+    """
+    if isinstance(size, int):
+        return size
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise SizeError(f"size {size!r}: expected a number of bytes, or text with a unit such as '5GB' or '300MiB'")
+    number, power, binary, unit = float(match[1]), _POWERS[match[2].upper()], match[3], match[4]
+    if binary:
+        return int(number * 2 ** (10 * power))
+    num_bytes = int(number * 10 ** (3 * power))
+    return num_bytes // 8 if unit == "b" else num_bytes
+
+
+class SizeError(CheckpointError, ValueError):
+    """A size that can't be understood."""
+
+
+# ----------------------------------------------------------------------------------------------- state dicts
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """What two names of one and the same tensor share; None where there is nothing to share."""
+    if not tensor.numel() or tensor.is_meta or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def shared_names(state_dict: Mapping[str, Any]) -> dict[str, str]:
+    """Names whose tensor has an earlier name, with that name."""
+    first: dict[tuple[Any, ...], str] = {}
+    later: dict[str, str] = {}
+    for name, value in state_dict.items():
+        identity = _identity(value) if isinstance(value, torch.Tensor) else None
+        if identity is not None and first.setdefault(identity, name) != name:
+            later[name] = first[identity]
+    return later
+
+
+@cache  # once per run for the same names
+def _tell_removed(names: tuple[str, ...]) -> None:
+    _log.warning(
+        "Tensors with two names are saved once: left out %s. Loading into a model that ties them restores both. "
+        "Silence this with logging.getLogger('accelerate.checkpointing').setLevel('ERROR').",
+        ", ".join(names),
+    )
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """``state_dict`` with one name per tensor, each contiguous; the argument is unchanged."""
+    removed = shared_names(state_dict)
+    if removed:
+        _tell_removed(tuple(removed))
+    return {
+        name: value.contiguous() if isinstance(value, torch.Tensor) else value
+        for name, value in state_dict.items()
+        if name not in removed
+    }
+
+
+def _check_writable(state_dict: Mapping[str, Any]) -> None:
+    meta = [name for name, value in state_dict.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if meta:
+        raise CheckpointError(
+            f"can't save weights without values: {', '.join(meta[:5])}{' ...' if len(meta) > 5 else ''} "
+            f"({len(meta)} on the meta device). Load or initialise the model first."
+        )
+
+
+# ------------------------------------------------------------------------------------------------- the files
+
+
+@dataclass(frozen=True)
+@final
+class WeightNames:
+    """What the weight files of one model are called."""
+
+    stem: str
+    extension: str
+
+    @classmethod
+    def of(cls, index: int, *, safe: bool) -> WeightNames:
+        """The names for the model at ``index`` of a checkpoint."""
+        suffix = f"_{index}" if index else ""
+        return cls(SAFE_MODEL_NAME + suffix, "safetensors") if safe else cls(MODEL_NAME + suffix, "bin")
+
+    @property
+    def whole(self) -> str:
+        """The file that holds everything."""
+        return f"{self.stem}.{self.extension}"
+
+    @property
+    def index(self) -> str:
+        """The file that says which shard holds what."""
+        return f"{self.whole}.index.json"
+
+    def shard(self, number: int, count: int) -> str:
+        """Shard ``number`` of ``count``, from 1."""
+        return f"{self.stem}-{number:05d}-of-{count:05d}.{self.extension}"
+
+    def owns(self, name: str) -> bool:
+        """True for every file that a model saved under these names could have."""
+        shard = re.fullmatch(rf"{re.escape(self.stem)}-\d{{5}}-of-\d{{5}}\.{re.escape(self.extension)}", name)
+        return name in (self.whole, self.index) or shard is not None
+
+
+def _split(state_dict: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[list[str]]:
+    """Names in order, cut so that no shard passes the limit unless a single tensor does."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    counted = shared_names(state_dict)
+    for name, tensor in state_dict.items():
+        size = 0 if name in counted else tensor.numel() * tensor.element_size()
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+Create = Callable[..., AbstractContextManager[SealedFile]]
+
+
+def write_weights(
+    create: Create,
+    state_dict: Mapping[str, Any],
+    *,
+    index: int = 0,
+    safe_serialization: bool = True,
+    max_shard_size: int | str | None = None,
+) -> None:
+    """The weights lie in new files under the documented names; ``create(name, pickle=)`` opens each.
+
+    Raises:
+        CheckpointError: a tensor has no values, or no place in the format.
+    """
+    _check_writable(state_dict)
+    names = WeightNames.of(index, safe=safe_serialization)
+    if safe_serialization:
+        dropped = shared_names(state_dict)
+        foreign = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
+        if foreign:
+            raise CheckpointError(
+                f"{foreign[0]} is a {type(state_dict[foreign[0]])}: safetensors files hold tensors only. "
+                "Save with safe_serialization=False, or keep it out of the model's state dict."
+            )
+        state_dict = {name: value for name, value in state_dict.items() if name not in dropped}
+    if max_shard_size is None:
+        shards = [list(state_dict)]
+    else:
+        shards = _split(state_dict, convert_file_size_to_int(max_shard_size))
+    files = {
+        names.whole if len(shards) == 1 else names.shard(number, len(shards)): shard
+        for number, shard in enumerate(shards, start=1)
+    }
+    for name, keys in files.items():
+        part = {key: state_dict[key] for key in keys}
+        with create(name, pickle=not safe_serialization) as file:
+            if safe_serialization:
+                write_tensors(file, part, {"format": "pt"})
+            else:
+                write_pickle(part, file)
+    if len(shards) > 1:
+        _write_index(create, names, files, state_dict)
+
+
+def _write_index(
+    create: Create, names: WeightNames, files: Mapping[str, list[str]], state_dict: Mapping[str, torch.Tensor]
+) -> None:
+    shared = shared_names(state_dict)
+    sizes = [t.numel() * t.element_size() for name, t in state_dict.items() if name not in shared]
+    weight_map = {key: name for name, keys in files.items() for key in keys}
+    content = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+    with create(names.index) as file:
+        file.write((json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+
+
+def save_model(
+    state_dict: Mapping[str, Any],
+    save_directory: str | PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+    *,
+    world: World | None = None,
+    on_each_node: bool = False,
+) -> None:
+    """``save_directory`` holds exactly these weights (other files in it stay), on every rank's return.
+
+    Raises:
+        CheckpointError: on every rank, when the main process couldn't write; also for meta parameters.
+    """
+    ranks = Ranks(world)
+    error: Exception | None = None
+    try:
+        if ranks.is_main or (on_each_node and ranks.is_local_main):
+            if safe_serialization:
+                removed = shared_names(state_dict)
+                if removed:
+                    _tell_removed(tuple(removed))
+            _replace_weights(state_dict, Path(save_directory), max_shard_size, safe_serialization)
+    except Exception as problem:  # raised again on every rank by agree()
+        error = problem
+    ranks.agree(error, f"save the model to {save_directory}")
+
+
+def _replace_weights(
+    state_dict: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe_serialization: bool
+) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file: weights are saved into a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / f".tmp-{uuid4().hex}"
+    staging.mkdir()
+    try:
+        written: list[str] = []
+
+        @contextmanager
+        def create(name: str, *, pickle: bool = False) -> Iterator[SealedFile]:
+            file = SealedFile(staging / name)
+            try:
+                yield file
+                file.seal()
+            finally:
+                file.close()
+            written.append(name)
+
+        write_weights(create, state_dict, safe_serialization=safe_serialization, max_shard_size=max_shard_size)
+        for name in stale_weights(folder, 0, written):
+            (folder / name).unlink()
+        for name in written:  # the index, which makes shards findable, was written last and moves last
+            os.replace(staging / name, folder / name)
+        flush(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def stale_weights(folder: Path, index: int, written: list[str]) -> list[str]:
+    """Weight files of the model at ``index`` in ``folder`` that aren't among the ones just written."""
+    owners = [WeightNames.of(index, safe=safe) for safe in (True, False)]
+    return [
+        path.name
+        for path in sorted(folder.iterdir())
+        if path.name not in written and any(owner.owns(path.name) for owner in owners)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------- loading
+
+
+@final
+class WeightFiles:
+    """The weights of one model as they lie on disk: names at once, values when asked for."""
+
+    def __init__(self, files: dict[str, Path], tensors: Callable[[str], Any], keys: list[str]) -> None:
+        self.files = files
+        self._tensors = tensors
+        self.keys = keys
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every tensor by name; those of safetensors files are mapped, so copy them before the files change."""
+        return {key: self._tensors(key) for key in self.keys}
+
+
+@contextmanager
+def open_weights(
+    folder: str | PathLike[str],
+    index: int = 0,
+    *,
+    map_location: Any = "cpu",
+    **pickle_options: Any,
+) -> Iterator[WeightFiles]:
+    """The weights of the model at ``index`` in ``folder`` (or in that one file), open for the block.
+
+    Safetensors are preferred to pickles, a whole file to shards.
+
+    Raises:
+        CheckpointNotFound: no weight files are there.
+        CheckpointError: they are torn, or reading them could run code.
+    """
+    found = _find(Path(folder), index)
+    with ExitStack() as stack:
+        where: dict[str, Callable[[str], Any]] = {}
+        for path in found:
+            if path.suffix == ".safetensors":
+                opened: TensorFile = stack.enter_context(open_tensors(path))
+                where.update(dict.fromkeys(opened.keys(), opened.mapped))
+            else:
+                state: dict[str, Any] = read_pickle(path, map_location=map_location, **pickle_options)
+                where.update(dict.fromkeys(state, state.__getitem__))
+        files = {path.name: path for path in found}
+        yield WeightFiles(files, lambda key: where[key](key), list(where))
+
+
+def _find(folder: Path, index: int) -> list[Path]:
+    if folder.is_file():
+        return _shards(folder) if folder.name.endswith(".index.json") else [folder]
+    tried: list[str] = []
+    for safe in (True, False):
+        names = WeightNames.of(index, safe=safe)
+        if (folder / names.whole).is_file():
+            return [folder / names.whole]
+        if (folder / names.index).is_file():
+            return _shards(folder / names.index)
+        tried += [names.whole, names.index]
+    raise CheckpointNotFound(f"no weights in {folder}: looked for {', '.join(tried)}")
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index}: not an index of weights ({type(error).__name__}: {error})") from error
+    shards = sorted({index.parent / name for name in names.values()})
+    missing = [path.name for path in shards if not path.is_file()]
+    if missing:
+        raise CheckpointError(f"{index}: shards are missing: {', '.join(missing)}")
+    return shards
+
+
+def load_weights(
+    model: torch.nn.Module,
+    folder: str | PathLike[str],
+    index: int = 0,
+    *,
+    strict: bool = True,
+    map_location: Any = "cpu",
+    load_kwargs: Mapping[str, Any] | None = None,
+    **load_state_dict_options: Any,
+) -> Any:
+    """``model`` has the weights in ``folder``; what ``load_state_dict`` says about keys is handed back.
+
+    A name that was left out because it shares its tensor with another is filled where the model ties them too.
+
+    Raises:
+        CheckpointError: the files can't be read, or, with ``strict``, don't fit the model.
+    """
+    with open_weights(folder, index, map_location=map_location, **(load_kwargs or {})) as weights:
+        state = weights.state_dict()
+        if load_state_dict_options.get("assign"):
+            state = {name: value.clone() for name, value in state.items()}
+        for name, first in _ties(model).items():
+            for missing, known in ((name, first), (first, name)):
+                if missing not in state and known in state:
+                    state[missing] = state[known]
+        try:
+            return model.load_state_dict(state, strict=strict, **load_state_dict_options)
+        except RuntimeError as error:
+            files = ", ".join(weights.files)
+            raise CheckpointError(f"{files} in {folder} doesn't fit the model: {error}") from error
+
+
+def _ties(model: torch.nn.Module) -> dict[str, str]:
+    return shared_names(model.state_dict(keep_vars=True))
