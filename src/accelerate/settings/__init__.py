@@ -1,1 +1,1 @@
-"""What the user asked for: typed options, each declared once, read from arguments, flags, file and environment."""
+"""What the user asked for: options, each declared once, from arguments, flags, file and environment."""

@@ -1,4 +1,4 @@
-"""Options of data parallel training: DDP, process group, gradient scaler, autocast, accumulation, profiler."""
+"""Options of DDP, process group, gradient scaler, autocast, accumulation, profiler."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ class DdpOptions(OptionGroup, title="DDP"):
     check_reduction: bool = option(False, "Check that reductions finish before the next forward pass.")
     gradient_as_bucket_view: bool = option(False, "Let gradients share memory with the buckets.")
     static_graph: bool = option(False, "The graph is the same in every step.")
-    comm_hook: Any = option(
-        "no", "How gradients are compressed.", kind="str", choices=DDPCommunicationHookType
-    )
+    comm_hook: Any = option("no", "How gradients are compressed.", kind="str", choices=DDPCommunicationHookType)
     comm_wrapper: Any = option(
         "no", "The precision of what the compression sends.", kind="str", choices=("no", "fp16", "bf16")
     )

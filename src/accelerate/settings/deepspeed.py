@@ -78,7 +78,7 @@ class DeepSpeedOptions(
         None,
         "Stage 3: shard parameters while the model is built. Default: on for stage 3.",
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        question="Do you want to enable `deepspeed.zero.Init` when using ZeRO Stage-3 for constructing massive models?",
+        question="Do you want to build models in shards from the start (`deepspeed.zero.Init`)?",
     )
     zero3_save_16bit_model: bool = option(
         False,

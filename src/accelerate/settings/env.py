@@ -1,7 +1,7 @@
 """The only file that touches `os.environ` for settings: read, decode, encode, publish.
 
-The documented variable names are the wire format between the launcher and its workers, and other libraries read and
-write them in-process; there is no second channel.
+The documented variable names are the wire format between the launcher and its workers, and other libraries
+read and write them in-process; there is no second channel.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -31,7 +32,7 @@ def read(name: str, default: str | None = None) -> str | None:
 
 
 def flag(name: str, default: bool = False) -> bool:
-    """The variable as a boolean; `default` when it is unset or empty. Raises SettingError on any other text."""
+    """The variable as a boolean; `default` when it is unset or empty. Raises SettingError on other text."""
     text = os.environ.get(name, "")
     return default if text.strip() == "" else _truth_of(name, text)
 
@@ -65,7 +66,7 @@ def patched(**values: object) -> Generator[None]:
 
 
 def decode(cls: type[OptionGroup], environ: Mapping[str, str]) -> dict[str, Any]:
-    """The options of the group that the environment gives, by field name. Raises SettingError on a value that can't be."""
+    """The options that the environment gives, by field name. Raises SettingError on a bad value."""
     return {name: value for name, (value, _) in decode_with_sources(cls, environ).items()}
 
 
@@ -80,32 +81,26 @@ def decode_with_sources(cls: type[OptionGroup], environ: Mapping[str, str]) -> d
 
 
 def _decode_option(option: OptionInfo, environ: Mapping[str, str]) -> tuple[Any, Source] | None:
-    if len(option.env) > 1:  # one variable per element
-        present = [name for name in option.env if environ.get(name, "").strip()]
-        if not present:
-            return None
-        texts = [environ.get(name, "").strip() or "false" for name in option.env]
-        source = Source("environment", ", ".join(present))
-        return option.read(",".join(texts), source), source
-    for name in option.env:
-        source = Source("environment", name)
-        value = option.read(environ.get(name), source)
-        if value is not None:
-            return value, source
-    return None
+    present = [name for name in option.env if environ.get(name, "").strip()]
+    if not present:
+        return None
+    source = Source("environment", ", ".join(present))
+    if len(option.env) == 1:
+        value = option.read(environ[present[0]], source)
+    else:  # one variable per element
+        value = option.read(",".join(environ.get(name, "").strip() or "false" for name in option.env), source)
+    return None if value is None else (value, source)
 
 
 def encode(options: OptionGroup) -> dict[str, str]:
-    """The variables that carry the group; `decode` turns them back into it. Python objects can't travel and are left out."""
+    """The variables that carry the group; `decode` turns them back into it. Python objects are left out."""
     variables: dict[str, str] = {}
     for option in options_of(type(options)):
         value = getattr(options, option.name, None)
         if value is None or not option.env or (option.quiet and value == option.default):
             continue
         if len(option.env) > 1:
-            variables.update(
-                zip(option.env, (_show(part) for part in cast("Iterable[object]", value)), strict=True)
-            )
+            variables.update(zip(option.env, (_show(part) for part in cast("Iterable[object]", value)), strict=True))
             continue
         text = option.write(value)
         if text is not None and text != "":
@@ -144,9 +139,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
         try:
             number = int(text)
         except ValueError:
-            raise SettingError(
-                f"Environment variable {name} is {text!r}, but it has to be a whole number."
-            ) from None
+            raise SettingError(f"Environment variable {name} is {text!r}, but it has to be a whole number.") from None
         if number >= 0:
             return number
     return default
@@ -163,7 +156,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """`KEY=value\\n` lines for an environment file; entries that such a file can't carry are left out with a warning."""
+    """`KEY=value\\n` lines for an environment file, less what such a file can't carry (warned about)."""
     lines: list[str] = []
     for name, value in current_env.items():
         if name and value and not any(character in f"{name}{value}" for character in ";\n<> "):
@@ -224,7 +217,7 @@ def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         async def purged_coroutine(*args: Any, **kwargs: Any) -> Any:
             with _purged():
-                return await function(*args, **kwargs)
+                return await cast("Any", function(*args, **kwargs))
 
         return purged_coroutine
     if inspect.isgeneratorfunction(function):
@@ -245,7 +238,7 @@ def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _purging_class(cls: type[Any]) -> type[Any]:
-    """The same class with every test method purging; tests that subclasses add purge too."""
+    """The class with every test method purging; tests that subclasses add purge too."""
     for name, value in list(vars(cls).items()):
         if name.startswith("test") and callable(value):
             setattr(cls, name, _purging(value))
@@ -269,7 +262,8 @@ def _truth_of(name: str, text: str) -> bool:
         return truth(text)
     except ValueError:
         raise SettingError(
-            f"Environment variable {name} is {text!r}, but it is a switch. Say true or false (also yes/no, on/off, 1/0)."
+            f"Environment variable {name} is {text!r}, but it is a switch. "
+            "Say true or false (also yes/no, on/off, 1/0)."
         ) from None
 
 
@@ -278,10 +272,9 @@ def _show(value: object) -> str:
 
 
 def _warn_left_out(name: str, value: str) -> None:
-    import warnings
-
     warnings.warn(
-        f"{name}={value!r} is left out of the environment file: it is empty or holds one of `; newline < > space`, which "
-        "such a file can't carry. Set it on every machine by other means if the run needs it.",
+        f"{name}={value!r} is left out of the environment file: it is empty or holds one of `; newline < > "
+        "space`, "
+        "which such a file can't carry. Set it on every machine by other means if the run needs it.",
         stacklevel=3,
     )

@@ -85,9 +85,7 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
 
 
 @dataclass
-class MsampOptions(
-    OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"
-):
+class MsampOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
     """fp8 by MS-AMP."""
 
     opt_level: str = option(

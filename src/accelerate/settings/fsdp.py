@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.settings.option import OptionGroup, option
+from accelerate.settings.option import FALSE_WORDS, TRUE_WORDS, OptionGroup, option
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 BACKWARD_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
@@ -29,7 +29,7 @@ def _numbered(choices: tuple[str, ...]) -> dict[str, str]:
 
 @dataclass
 class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config", key="fsdp_", flag="fsdp_"):
-    """How parameters, gradients and optimizer state are sharded. None where the default depends on the version."""
+    """How parameters, gradients and optimizer state are sharded; None where it depends on the version."""
 
     fsdp_version: int = option(
         1,
@@ -49,12 +49,12 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
     )
     reshard_after_forward: Any = option(
         None,
-        "Version 2: free the gathered parameters after the forward pass (true saves memory, false saves traffic). "
+        "Version 2: free gathered parameters after the forward pass (true saves memory, false traffic). "
         "Version 1: a sharding strategy.",
         kind="str",
         choices=("true", "false", *SHARDING_STRATEGIES),
-        aliases={"1": "true", "0": "false", "yes": "true", "no": "false", "on": "true", "off": "false"},
-        launch_default="true",
+        aliases={**dict.fromkeys(TRUE_WORDS, True), **dict.fromkeys(FALSE_WORDS, False)},
+        launch_default=True,
         question="Do you want to enable resharding after forward?",
     )
     backward_prefetch: Any = option(
@@ -62,12 +62,11 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         "Version 1: when the next parameters are gathered in the backward pass.",
         kind="str",
         choices=BACKWARD_PREFETCHES,
+        key_aliases=("fsdp_backward_prefetch_policy",),
         aliases=_numbered(BACKWARD_PREFETCHES),
         question="What should be your FSDP's backward prefetch policy?",
     )
-    mixed_precision_policy: Any = option(
-        None, "The precisions of parameters, reductions and outputs.", kind="object"
-    )
+    mixed_precision_policy: Any = option(None, "The precisions of parameters, reductions and outputs.", kind="object")
     auto_wrap_policy: Any = option(
         None,
         "How the model is cut into units: by layer class, by size, or not at all.",
@@ -117,7 +116,7 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         False,
         "Version 1: start from rank 0's parameters and buffers.",
         launch_default=True,
-        question="Do you want each individually wrapped FSDP unit to broadcast module parameters from rank 0 at the start?",
+        question="Should each FSDP unit start from the parameters of rank 0?",
     )
     forward_prefetch: bool | None = option(
         False,

@@ -1,4 +1,4 @@
-"""Labels that callers see: names of strategies, precisions, services. Nothing inside the package branches on them."""
+"""Labels that callers see: strategies, precisions, services. Nothing inside branches on them."""
 
 from __future__ import annotations
 

@@ -28,9 +28,7 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
         choices=DISTRIBUTED_TYPES,
         question="Which type of machine are you using?",
     )
-    multi_gpu: bool = option(
-        False, "Start one process per GPU (or another accelerator).", key=None, switch=True
-    )
+    multi_gpu: bool = option(False, "Start one process per GPU (or another accelerator).", key=None, switch=True)
     use_tpu: bool = option(False, "Start one process per TPU core.", key=None, flag="--tpu", switch=True)
     num_processes: int | None = option(
         None,
@@ -80,11 +78,9 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
     main_training_function: str = option(
         "main",
         "The function of the script that trains (TPU and notebooks).",
-        question="What is the name of the function in your script that should be launched in all parallel scripts?",
+        question="What is the name of the function in your script that every process should run?",
     )
-    max_restarts: int = option(
-        0, "How many times a failed group of processes is started again.", key=None, minimum=0
-    )
+    max_restarts: int = option(0, "How many times a failed group of processes is started again.", key=None, minimum=0)
     monitor_interval: float = option(0.1, "Seconds between two looks at the processes.", key=None, minimum=0)
     role: str = option("default", "The name of the group of processes in logs.", key=None)
     tee: str = option(
@@ -104,9 +100,7 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
         flag_aliases=("-m",),
         switch=True,
     )
-    no_python: bool = option(
-        False, "Run the script as it is, without `python` in front.", key=None, switch=True
-    )
+    no_python: bool = option(False, "Run the script as it is, without `python` in front.", key=None, switch=True)
     quiet: bool = option(
         False,
         "Show nothing of the launcher's own traceback on failure.",
@@ -125,6 +119,4 @@ class MpiOptions(OptionGroup, title="MPI", section="mpirun_config", key="", flag
         "The file that lists the hosts; given, CPU processes are started through mpirun.",
         question="What is the location of the hostfile for mpirun?",
     )
-    mpirun_ccl: str | None = option(
-        None, "Worker threads of oneCCL (old files; accepted, not used).", flag=None
-    )
+    mpirun_ccl: str | None = option(None, "Worker threads of oneCCL (old files; accepted, not used).", flag=None)

@@ -38,9 +38,7 @@ class MegatronOptions(
     eod_mask_loss: bool = option(False, "Leave end-of-document tokens out of the loss.")
     no_save_optim: bool = option(False, "Leave optimizer state out when saving.")
     optimizer_cpu_offload: bool = option(False, "Keep optimizer state in CPU memory.")
-    use_precision_aware_optimizer: bool = option(
-        False, "Let the optimizer keep its state in other precisions."
-    )
+    use_precision_aware_optimizer: bool = option(False, "Let the optimizer keep its state in other precisions.")
     decoder_last_pipeline_num_layers: int | None = option(
         None, "The number of layers in the last pipeline stage.", unset=("none",), minimum=0
     )
@@ -49,9 +47,7 @@ class MegatronOptions(
         "What is computed again in the backward pass: full layers, or selected parts.",
         choices=("full", "selective"),
     )
-    recompute_method: str = option(
-        "uniform", "How the layers to recompute are chosen.", choices=("uniform", "block")
-    )
+    recompute_method: str = option("uniform", "How the layers to recompute are chosen.", choices=("uniform", "block"))
     recompute_num_layers: int = option(1, "The number of layers per recomputed chunk.", minimum=1)
     attention_backend: bool = option(True, "Use the fused attention backend.")
     expert_model_parallel_size: int = option(1, "Expert parallel degree.", minimum=1)
@@ -84,11 +80,9 @@ class MegatronOptions(
     use_distributed_optimizer: bool = option(
         False,
         "Shard optimizer state over the data parallel ranks.",
-        question="Do you want to use distributed optimizer which shards optimizer state and gradients across data parallel ranks?",
+        question="Do you want to shard optimizer state and gradients over the data parallel ranks?",
     )
-    pipeline_model_parallel_split_rank: int | None = _only_python(
-        None, "The rank where encoder and decoder part."
-    )
+    pipeline_model_parallel_split_rank: int | None = _only_python(None, "The rank where encoder and decoder part.")
     num_layers_per_virtual_pipeline_stage: int | None = _only_python(
         None, "The number of layers per virtual pipeline stage."
     )
@@ -103,13 +97,9 @@ class MegatronOptions(
     lr_decay_samples: int | None = _only_python(None, "The samples over which the learning rate falls.")
     lr_warmup_iters: int | None = _only_python(None, "The iterations over which the learning rate rises.")
     lr_warmup_samples: int | None = _only_python(None, "The samples over which the learning rate rises.")
-    lr_warmup_fraction: float | None = _only_python(
-        None, "The part of the decay over which the learning rate rises."
-    )
+    lr_warmup_fraction: float | None = _only_python(None, "The part of the decay over which the learning rate rises.")
     min_lr: float = _only_python(0, "The lowest learning rate.")
-    consumed_samples: Any = _only_python(
-        None, "Samples seen before, per data loader: train, evaluation, test."
-    )
+    consumed_samples: Any = _only_python(None, "Samples seen before, per data loader: train, evaluation, test.")
     no_wd_decay_cond: Any = _only_python(None, "Tells which parameters have no weight decay.")
     scale_lr_cond: Any = _only_python(None, "Tells which parameters have a scaled learning rate.")
     lr_mult: float = _only_python(1.0, "The scale of those learning rates.")

@@ -1,17 +1,17 @@
 """One declaration per option: everything else about it is derived.
 
     @dataclass
-    class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config", key="fsdp_", flag="fsdp_"):
-        cpu_offload: bool = option(False, "Keep parameters in CPU memory between uses.", stem="offload_params")
+    class FsdpOptions(OptionGroup, env="FSDP_", section="fsdp_config", key="fsdp_", flag="fsdp_"):
+        cpu_offload: bool = option(False, "Keep parameters in CPU memory.", stem="offload_params")
 
-gives the environment variable `FSDP_OFFLOAD_PARAMS`, the YAML key `fsdp_config.fsdp_offload_params`, the flags
-`--fsdp_offload_params` and `--fsdp-offload-params`, the help text, the parser and the writer. `options_of(FsdpOptions)`
-lists them as `OptionInfo` rows.
+gives the environment variable `FSDP_OFFLOAD_PARAMS`, the YAML key `fsdp_config.fsdp_offload_params`, the
+flags `--fsdp_offload_params` and `--fsdp-offload-params`, the help text, the parser and the writer.
+`options_of(FsdpOptions)` lists them as `OptionInfo` rows.
 
-The annotation says what kind of value an option holds (`bool`, `int`, `float`, `str`, `list[str]`, `dict[str, ...]`);
-`kind=` says it where the annotation cannot. An option that can come from the environment is None in the constructor
-until somebody gives a value, so that "not given" and "given the default" stay different things; once the object is
-built it holds its value.
+The annotation says what kind of value an option holds (`bool`, `int`, `float`, `str`, `list[str]`,
+`dict[str, ...]`); `kind=` says it where the annotation cannot. An option that can come from the environment
+is None in the constructor until somebody gives a value, so that "not given" and "given the default" stay
+different things; once the object is built it holds its value.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class OptionInfo:
     key_aliases: tuple[str, ...]
     flag: str | None  # "--fsdp_offload_params"; None: not a launch flag
     flag_aliases: tuple[str, ...]
+    off_flag: str | None  # the flag that says false
     choices: tuple[str, ...] | None
     aliases: Mapping[str, Any]  # other accepted spellings -> value
     unset: tuple[str, ...]  # words that mean "not given"
@@ -132,7 +133,7 @@ class OptionInfo:
         return " or ".join([words, *(word for word in self.aliases if self.aliases[word] == word)])
 
     def read(self, raw: object, source: Source = DEFAULT) -> Any:
-        """The value that `raw` (text from outside, or a Python or YAML value) stands for; None when it says "not given".
+        """The value that `raw` (text, or a Python or YAML value) stands for; None when it says "not given".
 
         Raises SettingError, naming the value, its source and what is legal.
         """
@@ -154,15 +155,16 @@ class OptionInfo:
             raise self.refusal(raw, source) from None
         if self.choices is not None:
             value = self._choice(raw, value, source)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if (
-                self.minimum is not None
-                and value < self.minimum
-                or self.maximum is not None
-                and value > self.maximum
-            ):
-                raise self.refusal(raw, source)
+        self._check_range(raw, value, source)
         return value
+
+    def _check_range(self, raw: object, value: Any, source: Source) -> None:
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return
+        too_small = self.minimum is not None and value < self.minimum
+        too_large = self.maximum is not None and value > self.maximum
+        if too_small or too_large:
+            raise self.refusal(raw, source)
 
     def _choice(self, raw: object, value: Any, source: Source) -> Any:
         """The choice that is meant, in its canonical spelling."""
@@ -209,8 +211,7 @@ class OptionInfo:
             return repr(value)
         if self.kind in ("list", "switches") and isinstance(value, (list, tuple)):
             return ",".join(
-                str(item).lower() if isinstance(item, bool) else str(item)
-                for item in cast("Iterable[Any]", value)
+                str(item).lower() if isinstance(item, bool) else str(item) for item in cast("Iterable[Any]", value)
             )
         if self.kind in ("mapping", "document") and isinstance(value, dict):
             return json.dumps(value)
@@ -236,12 +237,13 @@ def option(
     factory: Callable[[], Any] | None = None,
     kind: Kind | None = None,
     stem: str | None = None,
-    env: str | tuple[str, ...] | None | EllipsisType = ...,
-    section: str | None | EllipsisType = ...,
-    key: str | None | EllipsisType = ...,
+    env: str | tuple[str, ...] | EllipsisType | None = ...,
+    section: str | EllipsisType | None = ...,
+    key: str | EllipsisType | None = ...,
     key_aliases: tuple[str, ...] = (),
-    flag: str | None | EllipsisType = ...,
+    flag: str | EllipsisType | None = ...,
     flag_aliases: tuple[str, ...] = (),
+    off_flag: str | None = None,
     choices: Iterable[object] | None = None,
     aliases: Mapping[str, Any] | None = None,
     unset: tuple[str, ...] = (),
@@ -256,8 +258,8 @@ def option(
 ) -> Any:
     """A dataclass field that knows its environment name, file key, flag, question and help.
 
-    What is left out is derived from the field's name (or `stem`) and the prefixes of its group; None says that there is
-    none. `flag`, `key` and `env` given here are whole names, without the group's prefix.
+    What is left out is derived from the field's name (or `stem`) and the prefixes of its group; None says that
+    there is none. `flag`, `key` and `env` given here are whole names, without the group's prefix.
     """
     spec = {
         "default": default,
@@ -271,6 +273,7 @@ def option(
         "key_aliases": key_aliases,
         "flag": flag,
         "flag_aliases": flag_aliases,
+        "off_flag": off_flag,
         "choices": None if choices is None else tuple(_text(choice) for choice in choices),
         "aliases": dict(aliases or {}),
         "unset": unset,
@@ -288,7 +291,7 @@ def option(
 
 @dataclass
 class OptionGroup:
-    """A dataclass of options. Class keywords (`title, help, env, section, key, flag`) are the prefixes they share."""
+    """A dataclass of options; the class keywords (`title, env, section, key, flag`) are what they share."""
 
     option_group: ClassVar[GroupInfo] = GroupInfo()
     own_options: ClassVar[dict[str, OptionInfo]] = {}
@@ -384,7 +387,7 @@ def _resolve(name: str, annotation: str, spec: Mapping[str, Any], group: GroupIn
     if flag is ...:
         flag = f"--{group.flag}{stem}" if group.flag is not None and outside else None
     names = ("help", "choices", "aliases", "unset", "minimum", "maximum", "launch_default", "question")
-    more = ("switch", "repeat", "secret", "quiet", "key_aliases", "flag_aliases")
+    more = ("switch", "repeat", "secret", "quiet", "key_aliases", "flag_aliases", "off_flag")
     return OptionInfo(
         name=name,
         group=group.title,

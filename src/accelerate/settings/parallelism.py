@@ -99,6 +99,6 @@ class SequenceParallelOptions(
     sp_seq_length_is_variable: bool = option(True, "Sequence lengths differ between batches.")
     sp_attn_implementation: str | None = option(
         None,
-        "The attention of the model: sdpa, flash_attention_2, flash_attention_3, or a flash attention kernel of the hub.",
+        "The model's attention: sdpa, flash_attention_2, flash_attention_3, or a flash kernel of the hub.",
         launch_default="sdpa",
     )

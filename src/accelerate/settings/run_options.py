@@ -1,4 +1,4 @@
-"""What a run is: precision, device, accumulation, paradigm, and the switches that only the environment has."""
+"""What a run is: precision, device, accumulation, paradigm; and switches that only the environment has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RunOptions(OptionGroup, title="Resources", env="ACCELERATE_", key="", flag
 
     mixed_precision: str = option(
         "no",
-        "The precision of forward passes: no, fp16, bf16 or fp8. fp16 and bf16 run in autocast, with fp32 weights.",
+        "The precision of forward passes. fp16 and bf16 run in autocast, with fp32 weights.",
         choices=PRECISIONS,
         question="Do you wish to use mixed precision?",
     )
@@ -30,10 +30,10 @@ class RunOptions(OptionGroup, title="Resources", env="ACCELERATE_", key="", flag
     )
     debug: bool = option(
         False,
-        "Check the shapes that the ranks bring to every collective operation, and report differences instead of hanging.",
+        "Check the shapes that ranks bring to a collective operation, and report differences instead of hanging.",
         env="ACCELERATE_DEBUG_MODE",
         switch=True,
-        question="Should the shapes of collective operations be checked while running (slower, helps against hangs)?",
+        question="Should collective operations be checked while running? It is slower, and helps against hangs.",
     )
     gradient_accumulation_steps: int = option(
         1,
@@ -48,11 +48,11 @@ class RunOptions(OptionGroup, title="Resources", env="ACCELERATE_", key="", flag
     )
     downcast_bf16: bool = option(
         False,
-        "On TPU with bf16, turn both float and double tensors into bfloat16 (otherwise double stays float32).",
+        "On TPU with bf16: float becomes bfloat16 and double becomes float32.",
         env="ACCELERATE_DOWNCAST_BF16",
         switch=True,
         quiet=True,
-        question="Should torch.float be cast as bfloat16 and torch.double remain float32 on TPUs?",
+        question="Should `torch.float` be cast as `bfloat16` and `torch.double` remain `float32` on TPUs?",
     )
     torch_device: str | None = option(
         None, "The device to use, as torch spells it, such as cuda:1.", key=None, flag=None
@@ -104,9 +104,7 @@ class SwitchOptions(OptionGroup, title="Switches", env="ACCELERATE_"):
     init_include_buffers: bool = option(
         False, "Put buffers on the meta device too in `init_empty_weights`.", quiet=True
     )
-    bypass_device_map: bool = option(
-        False, "Allow a model with a device map in a distributed run.", quiet=True
-    )
+    bypass_device_map: bool = option(False, "Allow a model with a device map in a distributed run.", quiet=True)
     allow_cp_standalone: bool = option(False, "Allow context parallelism without FSDP2.", quiet=True)
     debug_rdv_file: str | None = option(None, "The file through which `debug_launcher` processes meet.")
     fork_launched: bool = option(

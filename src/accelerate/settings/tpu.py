@@ -14,13 +14,12 @@ class TpuOptions(OptionGroup, title="TPU", key="", flag=""):
     tpu_name: str | None = option(
         None, "The name of the TPU.", flag=None, question="What is the name of your cloud TPU?"
     )
-    tpu_zone: str | None = option(
-        None, "The zone of the TPU.", flag=None, question="What zone is your cloud TPU in?"
-    )
+    tpu_zone: str | None = option(None, "The zone of the TPU.", flag=None, question="What zone is your cloud TPU in?")
     tpu_use_cluster: bool = option(
         False,
         "Start on every machine of a TPU pod.",
         flag="--tpu_cluster",
+        off_flag="--no_tpu_cluster",
         switch=True,
         question="Are you using a TPU cluster?",
     )

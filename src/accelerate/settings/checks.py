@@ -1,0 +1,325 @@
+"""All that values can contradict each other about; each refusal names values, sources and a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from accelerate.errors import SettingError
+from accelerate.settings.fsdp import FsdpOptions
+from accelerate.settings.option import nearest
+from accelerate.settings.parallelism import ATTENTION_KINDS
+from accelerate.settings.tree import Settings
+
+RENDEZVOUS: Final = ("static", "c10d", "etcd", "etcd-v2")
+
+
+def check(settings: Settings) -> None:
+    """The settings hold together. Raises SettingError."""
+    for one in _CHECKS:
+        one(settings)
+
+
+def check_launchable(settings: Settings) -> None:
+    """The settings are complete enough to start processes. Raises SettingError."""
+    launch = settings.launch
+    by_list = settings.mpi.mpirun_hostfile or (
+        settings.deepspeed_launch and settings.deepspeed_launch.deepspeed_hostfile
+    )
+    if launch.num_machines > 1 and not by_list and settings.sagemaker is None and not settings.tpu.tpu_use_cluster:
+        for name in ("main_process_ip", "main_process_port"):
+            if getattr(launch, name) is None:
+                raise SettingError(
+                    f"{settings.quote('launch.num_machines')} needs `{name}`: the machines meet at the "
+                    "address and "
+                    f"port of machine 0. Give `--{name}`, or set `{name}` in the configuration file."
+                )
+    if settings.tpu.tpu_use_cluster and (settings.tpu.tpu_name is None or settings.tpu.tpu_zone is None):
+        raise SettingError(
+            f"{settings.quote('tpu.tpu_use_cluster')} needs `tpu_name` and `tpu_zone`: set them in the "
+            "configuration file."
+        )
+    if settings.sagemaker is not None:
+        _check_sagemaker(settings)
+
+
+def check_world(settings: Settings, world_size: int) -> None:
+    """The degrees of parallelism multiply to the number of processes. Raises SettingError."""
+    parallelism = settings.parallelism
+    if parallelism is None or (settings.deepspeed is not None and parallelism.sp_size > 1):
+        return
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    total = 1
+    for name in names:
+        total *= getattr(parallelism, name)
+    if total not in (1, world_size):
+        product = " x ".join(f"{name}={getattr(parallelism, name)}" for name in names)
+        raise SettingError(
+            f"The degrees of parallelism multiply to {total} ({product}), but there are {world_size} "
+            "processes. "
+            f"Start {total} processes, or change a degree so that the product is {world_size}."
+        )
+
+
+def _check_hardware(settings: Settings) -> None:
+    """At most one answer to the question what the processes run on."""
+    asked = [
+        address
+        for address in ("run.use_cpu", "launch.multi_gpu", "launch.use_tpu")
+        if settings.was_given(address) and _value(settings, address)
+    ]
+    asked = [address for address in asked if settings.source_of(address).kind in ("flag", "argument")] or asked
+    if len(asked) > 1:
+        quoted = " and ".join(settings.quote(address) for address in asked)
+        raise SettingError(f"{quoted} exclude each other. Keep one of `--cpu`, `--multi_gpu` and `--tpu`.")
+    if not asked or settings.source_of(asked[0]).kind != "flag":
+        return
+    for engine in ("use_deepspeed", "use_fsdp", "use_megatron_lm"):
+        # FSDP runs on CPU processes too; everything else brings its own devices.
+        together = asked[0] == "run.use_cpu" and engine == "use_fsdp"
+        if settings.source_of(f"paradigm.{engine}").kind == "flag" and not together:
+            raise SettingError(
+                f"{settings.quote(asked[0])} and {settings.quote(f'paradigm.{engine}')} exclude each other: "
+                "the engine "
+                f"chooses its devices itself. Leave `{settings.source_of(asked[0]).where}` out."
+            )
+
+
+def _check_processes(settings: Settings) -> None:
+    launch = settings.launch
+    processes, machines = launch.num_processes, launch.num_machines
+    if launch.machine_rank >= machines:
+        raise SettingError(
+            f"{settings.quote('launch.machine_rank')} does not exist with "
+            f"{settings.quote('launch.num_machines')}: "
+            f"ranks of machines go from 0 to {machines - 1}."
+        )
+    if processes is None:
+        return
+    if processes % machines != 0 and settings.was_given("launch.num_processes"):
+        raise SettingError(
+            f"{settings.quote('launch.num_processes')} is the total over all machines, and cannot be split "
+            "evenly over "
+            f"{settings.quote('launch.num_machines')}. Give a multiple of {machines}."
+        )
+    is_alone = launch.distributed_type == "NO" and settings.source_of("launch.distributed_type").kind == "file"
+    if is_alone and processes > 1 and settings.source_of("launch.num_processes").kind == "file":
+        raise SettingError(
+            f"{settings.quote('launch.num_processes')} and {settings.quote('launch.distributed_type')} "
+            "contradict each other. Set `distributed_type` to MULTI_CPU, MULTI_GPU or the like, "
+            "or `num_processes` to 1."
+        )
+    if launch.multi_gpu and processes < 2:
+        raise SettingError(
+            f"{settings.quote('launch.multi_gpu')} needs at least 2 processes, but there is "
+            f"{settings.quote('launch.num_processes')}. Give `--num_processes 2` or more, or leave "
+            "`--multi_gpu` out."
+        )
+
+
+def _check_devices(settings: Settings) -> None:
+    launch = settings.launch
+    if launch.gpu_ids is None or launch.gpu_ids.strip().lower() == "all":
+        return
+    quoted = settings.quote("launch.gpu_ids")
+    ids = [part.strip() for part in launch.gpu_ids.split(",")]
+    if not all(ids) or any(" " in part or (part[0] in "-+" or "." in part) for part in ids):
+        raise SettingError(f"{quoted} is not a list of devices. Give ids separated by commas, such as 0,1; or all.")
+    if len(set(ids)) < len(ids):
+        raise SettingError(f"{quoted} names a device twice. Name each device once.")
+    if launch.num_machines != 1 or settings.run.use_cpu:
+        return
+    if launch.multi_gpu and len(ids) < 2:
+        raise SettingError(
+            f"{quoted} is fewer than the 2 devices that {settings.quote('launch.multi_gpu')} needs. "
+            "Name more devices, or leave `--multi_gpu` out."
+        )
+    if launch.multi_gpu and launch.num_processes is not None and launch.num_processes > len(ids):
+        raise SettingError(
+            f"{settings.quote('launch.num_processes')} is more than the {len(ids)} devices of {quoted}. "
+            "Each process needs a device of its own."
+        )
+
+
+def _check_launcher(settings: Settings) -> None:
+    launch = settings.launch
+    if launch.module and launch.no_python:
+        raise SettingError(
+            f"{settings.quote('launch.module')} and {settings.quote('launch.no_python')} exclude each other: "
+            "a module is run by python. Keep one of them."
+        )
+    near = nearest(launch.rdzv_backend, RENDEZVOUS)
+    if launch.rdzv_backend not in RENDEZVOUS and near is not None:
+        raise SettingError(
+            f"{settings.quote('launch.rdzv_backend')} is not a rendezvous backend that torch has. "
+            f"Did you mean {near!r}? It has {', '.join(RENDEZVOUS)}."
+        )
+    for pair in filter(None, launch.rdzv_conf.split(",")):
+        if "=" not in pair:
+            raise SettingError(f"{settings.quote('launch.rdzv_conf')} holds {pair!r}. Give key1=value1,key2=value2.")
+    for pair in settings.tpu.tpu_env or ():
+        if "=" not in pair:
+            raise SettingError(f"{settings.quote('tpu.tpu_env')} holds {pair!r}. Give NAME=value.")
+    is_cluster = launch.num_machines > 1 and launch.main_process_port == 0
+    if is_cluster:
+        raise SettingError(
+            f"{settings.quote('launch.main_process_port')} chooses a free port, but "
+            f"{settings.quote('launch.num_machines')} have to know the same one. Give a fixed port, such as "
+            "29500."
+        )
+
+
+def _check_fsdp(settings: Settings) -> None:
+    fsdp = settings.fsdp
+    if fsdp is None or settings.source_of("fsdp.fsdp_version").kind == "argument":
+        return  # an object that the caller built has been checked by its class
+    version = settings.quote("fsdp.fsdp_version")
+    if fsdp.fsdp_version == 2:
+        _check_fsdp2(settings, fsdp, version)
+    elif fsdp.activation_checkpointing_offload:
+        raise SettingError(
+            f"{settings.quote('fsdp.activation_checkpointing_offload')} needs version 2, but there is "
+            f"{version}. "
+            "Give `--fsdp_version 2`."
+        )
+    if fsdp.activation_checkpointing_offload and not fsdp.activation_checkpointing:
+        raise SettingError(
+            f"{settings.quote('fsdp.activation_checkpointing_offload')} needs "
+            "`fsdp_activation_checkpointing`: it says "
+            "where checkpointed inputs are kept. Turn both on."
+        )
+    classes = fsdp.transformer_cls_names_to_wrap
+    by_class = fsdp.auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+    if classes and settings.was_given("fsdp.auto_wrap_policy") and not by_class:
+        raise SettingError(
+            f"{settings.quote('fsdp.transformer_cls_names_to_wrap')} has no effect with "
+            f"{settings.quote('fsdp.auto_wrap_policy')}. Set the policy to TRANSFORMER_BASED_WRAP, or leave "
+            "the classes out."
+        )
+
+
+def _check_fsdp2(settings: Settings, fsdp: FsdpOptions, version: str) -> None:
+    if fsdp.forward_prefetch:
+        raise SettingError(
+            f"{settings.quote('fsdp.forward_prefetch')} does not exist in {version}. Leave it out, or use version 1."
+        )
+    if fsdp.state_dict_type == "LOCAL_STATE_DICT":
+        raise SettingError(
+            f"{settings.quote('fsdp.state_dict_type')} does not exist in {version}. "
+            "Give FULL_STATE_DICT or SHARDED_STATE_DICT."
+        )
+    if fsdp.reshard_after_forward is not None and not isinstance(fsdp.reshard_after_forward, bool):
+        meant = "true" if fsdp.reshard_after_forward in ("FULL_SHARD", "HYBRID_SHARD") else "false"
+        raise SettingError(
+            f"{settings.quote('fsdp.reshard_after_forward')} is a word of version 1, but there is {version}. "
+            f"Give true or false; {fsdp.reshard_after_forward} is {meant}."
+        )
+
+
+def _check_deepspeed(settings: Settings) -> None:
+    deepspeed = settings.deepspeed
+    if deepspeed is None or settings.source_of("deepspeed.zero_stage").kind == "argument":
+        return
+    for part in ("optimizer", "param"):
+        device, path = f"deepspeed.offload_{part}_device", f"offload_{part}_nvme_path"
+        if _value(settings, device) == "nvme" and getattr(deepspeed, path) in (None, "none"):
+            raise SettingError(f"{settings.quote(device)} needs `{path}`: give the folder on the NVMe disk.")
+    launch = settings.deepspeed_launch
+    if launch is not None and launch.deepspeed_inclusion_filter and launch.deepspeed_exclusion_filter:
+        raise SettingError(
+            f"{settings.quote('deepspeed_launch.deepspeed_inclusion_filter')} and "
+            f"{settings.quote('deepspeed_launch.deepspeed_exclusion_filter')} exclude each other. Keep one "
+            "of them."
+        )
+
+
+def _check_parallelism(settings: Settings) -> None:
+    parallelism = settings.parallelism
+    if parallelism is None:
+        return
+    if settings.megatron is not None:
+        raise SettingError(
+            f"{settings.quote('paradigm.use_parallelism_config')} and "
+            f"{settings.quote('paradigm.use_megatron_lm')} "
+            "exclude each other: Megatron-LM has its own degrees (`megatron_lm_tp_degree`, ...)."
+        )
+    if parallelism.cp_size > 1 and parallelism.sp_size > 1:
+        raise SettingError(
+            f"{settings.quote('parallelism.cp_size')} and {settings.quote('parallelism.sp_size')} both split "
+            "the "
+            "sequence. Set one of them to 1."
+        )
+    splits = "parallelism.tp_size" if parallelism.tp_size > 1 else "parallelism.cp_size"
+    if _value(settings, splits) > 1 and parallelism.dp_replicate_size > 1 and parallelism.dp_shard_size == 1:
+        raise SettingError(
+            f"{settings.quote(splits)} cannot be combined with "
+            f"{settings.quote('parallelism.dp_replicate_size')} while "
+            "`dp_shard_size` is 1. Use dp_shard_size instead of dp_replicate_size, or both."
+        )
+    from_launcher = settings.source_of("paradigm.use_parallelism_config").kind in ("flag", "file")
+    if from_launcher:
+        _check_parallelism_engine(settings)
+        if settings.launch.num_processes is not None:
+            check_world(settings, settings.launch.num_processes)
+    _check_sequence(settings)
+
+
+def _check_parallelism_engine(settings: Settings) -> None:
+    """Launched parallelism needs an engine that knows about meshes."""
+    asked = settings.quote("paradigm.use_parallelism_config")
+    if settings.deepspeed is not None:
+        return
+    if settings.fsdp is None:
+        raise SettingError(f"{asked} needs FSDP version 2. Give `--use_fsdp --fsdp_version 2`.")
+    if settings.fsdp.fsdp_version != 2:
+        raise SettingError(
+            f"{asked} needs FSDP version 2, but there is {settings.quote('fsdp.fsdp_version')}. Give "
+            "`--fsdp_version 2`."
+        )
+
+
+def _check_sequence(settings: Settings) -> None:
+    parallelism, sequence = settings.parallelism, settings.sequence
+    if parallelism is None or sequence is None or parallelism.sp_size == 1:
+        return
+    if not sequence.sp_seq_length_is_variable and sequence.sp_seq_length is None:
+        raise SettingError(
+            f"{settings.quote('sequence.sp_seq_length_is_variable')} needs `sp_seq_length`: give the length, "
+            "or let it "
+            "be variable."
+        )
+    attention = sequence.sp_attn_implementation
+    if attention is not None and attention not in ATTENTION_KINDS and "/" not in attention:
+        raise SettingError(
+            f"{settings.quote('sequence.sp_attn_implementation')} does not work with sequence parallelism. "
+            f"Give {', '.join(ATTENTION_KINDS)}, or a flash attention kernel of the hub."
+        )
+
+
+def _check_sagemaker(settings: Settings) -> None:
+    sagemaker = settings.sagemaker
+    assert sagemaker is not None
+    for name in ("iam_role_name", "ec2_instance_type"):
+        if getattr(sagemaker, name) is None:
+            raise SettingError(f"A SageMaker job needs `{name}`: set it in the configuration file.")
+    for name in ("module", "no_python"):
+        if getattr(settings.launch, name):
+            raise SettingError(
+                f"{settings.quote(f'launch.{name}')} does not work with SageMaker, which runs a .py file. Leave it out."
+            )
+
+
+def _value(settings: Settings, address: str) -> Any:
+    group, _, name = address.partition(".")
+    return getattr(getattr(settings, group), name)
+
+
+_CHECKS: Final[tuple[Callable[[Settings], None], ...]] = (
+    _check_hardware,
+    _check_processes,
+    _check_devices,
+    _check_launcher,
+    _check_fsdp,
+    _check_deepspeed,
+    _check_parallelism,
+)

@@ -1,0 +1,411 @@
+"""From what was given to Settings: argument > flag > file > environment > default, then checked."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, cast
+
+from accelerate.errors import NotBuilt, SettingError
+from accelerate.settings import env
+from accelerate.settings.checks import check, check_launchable, check_world
+from accelerate.settings.fp8 import AoOptions, MsampOptions, TeOptions
+from accelerate.settings.fsdp import ONLY_VERSION_1
+from accelerate.settings.option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
+from accelerate.settings.tree import CONDITIONS, GROUPS, Layer, Settings, launch_flags
+
+__all__ = [
+    "BUILT",
+    "Settings",
+    "Source",
+    "check",
+    "check_launchable",
+    "check_world",
+    "collect",
+    "launch_flags",
+    "refuse_unbuilt",
+]
+
+#: What this version can do at runtime; everything else is refused by name.
+BUILT: Final = ("single", "ddp")
+
+#: Constructor arguments -> options.
+ARGUMENTS: Final = {
+    "mixed_precision": "run.mixed_precision",
+    "cpu": "run.use_cpu",
+    "gradient_accumulation_steps": "run.gradient_accumulation_steps",
+    "dynamo_backend": "compile.backend",
+    "project_dir": "project.project_dir",
+    "logging_dir": "project.logging_dir",
+    "split_batches": "data.split_batches",
+    "dispatch_batches": "data.dispatch_batches",
+    "even_batches": "data.even_batches",
+    "use_seedable_sampler": "data.use_seedable_sampler",
+}
+#: An argument that has its constructor default counts as not given (None always does).
+CONSTRUCTOR_DEFAULTS: Final[dict[str, object]] = {"cpu": False, "gradient_accumulation_steps": 1}
+#: Constructor arguments that are whole groups.
+OBJECTS: Final = {
+    "fsdp_plugin": "fsdp",
+    "deepspeed_plugin": "deepspeed",
+    "deepspeed_plugins": "deepspeed",
+    "megatron_lm_plugin": "megatron",
+    "dynamo_plugin": "compile",
+    "parallelism_config": "parallelism",
+    "dataloader_config": "data",
+    "project_config": "project",
+    "gradient_accumulation_plugin": "accumulation",
+}
+_PARADIGMS: Final = ("use_deepspeed", "use_fsdp", "use_megatron_lm")
+_ENGINE_LABELS: Final = (
+    ("DEEPSPEED", "use_deepspeed"),
+    ("FSDP", "use_fsdp"),
+    ("MEGATRON_LM", "use_megatron_lm"),
+)
+_ENGINE_OF_TYPE: Final = {
+    "DEEPSPEED": "paradigm.use_deepspeed",
+    "FSDP": "paradigm.use_fsdp",
+    "MEGATRON_LM": "paradigm.use_megatron_lm",
+    "MULTI_CPU": "run.use_cpu",
+    "XLA": "launch.use_tpu",
+    "TPU": "launch.use_tpu",
+}
+
+
+def collect(
+    arguments: Mapping[str, object],
+    environment: Mapping[str, str] | None = None,
+    *,
+    flags: Mapping[str, object] | None = None,
+    file: Layer | None = None,
+) -> Settings:
+    """The settings of a run: of each option the strongest value, checked against all others.
+
+    `arguments` are those of the Accelerator, `flags` those of `accelerate launch` by argparse name, `file` what
+    `settings.file.read` gave; `environment` is the process's own unless given. With flags or a file the
+    settings are those of a launch, which has some defaults of its own. Raises SettingError.
+    """
+    environ = env.snapshot() if environment is None else environment
+    given = _objects(arguments)
+    layers = [
+        _argument_layer(arguments, given),
+        _flag_layer(flags or {}),
+        _file_layer(file or {}, flags or {}),
+    ]
+    launching = flags is not None or file is not None
+    settings = Settings()
+    settings.sources.clear()
+    layers.append(_environment_layer(environ, [name for name in GROUPS if name not in CONDITIONS]))
+    _choose_paradigm(layers)
+    for name in GROUPS:
+        if name in CONDITIONS:
+            if not _is_on(name, settings, given):
+                continue
+            layers[-1] = {**layers[-1], **_environment_layer(environ, [name])}
+        _set_group(settings, name, given.get(name), layers, launching)
+    settings.foreign = dict((file or {}).get("foreign", ({}, DEFAULT))[0])
+    _settle(settings, given, launching)
+    _refuse_idle_flags(settings, layers)
+    _check_arguments(arguments, settings)
+    check(settings)
+    return settings
+
+
+# The four layers
+
+
+def _objects(arguments: Mapping[str, object]) -> dict[str, tuple[OptionGroup, str]]:
+    """The whole groups among the arguments, by group, with the argument's name."""
+    found: dict[str, tuple[OptionGroup, str]] = {}
+    for argument, group in OBJECTS.items():
+        value = arguments.get(argument)
+        if isinstance(value, Mapping):  # several DeepSpeed plugins by name: the first is the active one
+            value = next(iter(cast("Mapping[str, object]", value).values()), None)
+        if value is None:
+            continue
+        if not isinstance(value, GROUPS[group]):
+            raise TypeError(
+                f"`{argument}` has to be an object of the plugin class for "
+                f"{GROUPS[group].option_group.title}, "
+                f"not {type(value).__name__}: {value!r}"
+            )
+        found[group] = (value, argument)
+    return found
+
+
+def _argument_layer(arguments: Mapping[str, object], given: Mapping[str, tuple[OptionGroup, str]]) -> Layer:
+    layer: dict[str, tuple[Any, Source]] = {}
+    for argument, address in ARGUMENTS.items():
+        value = arguments.get(argument)
+        if value is None or (argument in CONSTRUCTOR_DEFAULTS and value == CONSTRUCTOR_DEFAULTS[argument]):
+            continue
+        source = Source("argument", argument)
+        layer[address] = (_info(address).read(value, source), source)
+    if arguments.get("fp16"):
+        layer.setdefault("run.mixed_precision", ("fp16", Source("argument", "fp16")))
+    for group, (_, argument) in given.items():
+        condition = CONDITIONS.get(group, "")
+        if condition.startswith("paradigm."):
+            layer[condition] = (True, Source("argument", argument))
+    plugin = given.get("accumulation")
+    if plugin is not None and getattr(plugin[0], "num_steps", None) is not None:
+        steps = cast("Any", plugin[0]).num_steps
+        layer.setdefault("run.gradient_accumulation_steps", (steps, Source("argument", plugin[1])))
+    return layer
+
+
+def _flag_layer(flags: Mapping[str, object]) -> Layer:
+    layer: dict[str, tuple[Any, Source]] = {}
+    for group, cls in GROUPS.items():
+        for option in options_of(cls):
+            if option.dest is None:
+                continue
+            raw = flags.get(option.dest, flags.get(option.name) if option.off_flag else None)
+            if raw is None or (option.switch and raw is False and option.off_flag is None):
+                continue
+            source = Source("flag", option.flag or "")
+            value = option.read(raw, source)
+            if value is not None:
+                layer[f"{group}.{option.name}"] = (value, source)
+    if flags.get("fp16"):
+        layer.setdefault("run.mixed_precision", ("fp16", Source("flag", "--fp16")))
+    return layer
+
+
+def _file_layer(file: Layer, flags: Mapping[str, object]) -> Layer:
+    """The file's values, with what its distributed_type stands for, unless flags choose other hardware."""
+    layer = dict(file)
+    kind, source = layer.get("launch.distributed_type", (None, DEFAULT))
+    if kind is None or flags.get("multi_gpu") or flags.get("tpu"):
+        return layer
+    address = _ENGINE_OF_TYPE.get(kind)
+    if address is None and kind.startswith("MULTI_"):
+        address = "launch.multi_gpu"
+    if address is not None and not (address == "launch.multi_gpu" and flags.get("cpu")):
+        layer.setdefault(address, (True, source))
+    has_parallelism = [source for name, (_, source) in layer.items() if name.startswith("parallelism.")]
+    if has_parallelism:
+        layer.setdefault("paradigm.use_parallelism_config", (True, has_parallelism[0]))
+    return layer
+
+
+def _environment_layer(environ: Mapping[str, str], groups: Iterable[str]) -> Layer:
+    return {
+        f"{group}.{name}": found
+        for group in groups
+        for name, found in env.decode_with_sources(GROUPS[group], environ).items()
+    }
+
+
+def _choose_paradigm(layers: list[Layer]) -> None:
+    """Only the strongest layer that names an engine is heard about engines."""
+    chosen: str | None = None
+    for position, layer in enumerate(layers):
+        named = [name for name in _PARADIGMS if layer.get(f"paradigm.{name}", (False,))[0]]
+        if len(named) > 1 and chosen is None:
+            spelled = " and ".join(f"`{name}` ({layer[f'paradigm.{name}'][1]})" for name in named)
+            raise SettingError(f"{spelled} exclude each other: one run has one engine. Keep one of them.")
+        if chosen is not None:
+            layers[position] = {
+                address: value
+                for address, value in layer.items()
+                if address.removeprefix("paradigm.") not in _PARADIGMS
+            }
+        elif named:
+            chosen = named[0]
+
+
+# Groups
+
+
+def _is_on(name: str, settings: Settings, given: Mapping[str, object]) -> bool:
+    if name in given:
+        return True
+    if name == "fp8":
+        return settings.run.mixed_precision == "fp8"
+    if name == "sagemaker":
+        return settings.paradigm.use_sagemaker or settings.launch.compute_environment == "AMAZON_SAGEMAKER"
+    group, _, option = CONDITIONS[name].partition(".")
+    return bool(getattr(getattr(settings, group), option))
+
+
+def _set_group(
+    settings: Settings,
+    name: str,
+    given: tuple[OptionGroup, str] | None,
+    layers: list[Layer],
+    launching: bool,
+) -> None:
+    """The group is there, each option with its strongest value; an object that was given stays that object."""
+    cls = GROUPS[name]
+    if given is not None:
+        setattr(settings, name, given[0])
+        for option in options_of(cls):
+            settings.sources[f"{name}.{option.name}"] = Source("argument", given[1])
+        return
+    values: dict[str, Any] = {}
+    for option in options_of(cls):
+        address = f"{name}.{option.name}"
+        found = next((layer[address] for layer in layers if address in layer), None)
+        if found is not None:
+            values[option.name], settings.sources[address] = found
+        elif launching and option.launch_default is not ...:
+            values[option.name] = option.launch_default
+    setattr(settings, name, cls(**values))
+
+
+def _settle(settings: Settings, given: Mapping[str, tuple[OptionGroup, str]], launching: bool) -> None:
+    """What follows from several values together."""
+    if launching:
+        _settle_type(settings)
+    fsdp = settings.fsdp
+    if fsdp is not None and "fsdp" not in given and launching:
+        # The launcher's own defaults are for version 1; they say nothing about version 2, and the reverse.
+        idle = tuple(ONLY_VERSION_1) if fsdp.fsdp_version == 2 else ("reshard_after_forward",)
+        for name in idle:
+            if not settings.was_given(f"fsdp.{name}"):
+                setattr(fsdp, name, option_of(GROUPS["fsdp"], name).default)
+    if fsdp is not None and fsdp.fsdp_version == 1 and isinstance(fsdp.reshard_after_forward, bool):
+        _say_in_version_1(settings)
+    if "accumulation" not in given:
+        settings.accumulation.num_steps = settings.run.gradient_accumulation_steps
+    if settings.parallelism is not None:
+        _fill_handlers(settings)
+
+
+def _settle_type(settings: Settings) -> None:
+    """The launch has the distributed_type that its engine and hardware say."""
+    launch, kind = settings.launch, settings.launch.distributed_type
+    chosen = next((label for label, name in _ENGINE_LABELS if getattr(settings.paradigm, name)), None)
+    if chosen is not None:
+        address = f"paradigm.{dict(_ENGINE_LABELS)[chosen]}"
+    elif launch.use_tpu:
+        chosen, address = "XLA", "launch.use_tpu"
+    elif launch.multi_gpu:
+        is_named = kind is not None and kind.startswith("MULTI_") and kind != "MULTI_CPU"
+        chosen, address = kind if is_named else "MULTI_GPU", "launch.multi_gpu"
+    elif settings.run.use_cpu and (kind == "MULTI_CPU" or (launch.num_processes or 1) > 1):
+        chosen, address = "MULTI_CPU", "run.use_cpu"
+    else:
+        chosen, address = ("NO" if settings.run.use_cpu else kind), "launch.distributed_type"
+    if chosen != kind:
+        launch.distributed_type = chosen
+        settings.sources["launch.distributed_type"] = settings.source_of(address)
+    if chosen == "NO" and launch.num_processes is None:
+        launch.num_processes = 1
+
+
+def _say_in_version_1(settings: Settings) -> None:
+    """A boolean reshard_after_forward under version 1 is the sharding strategy that means the same."""
+    fsdp = settings.fsdp
+    assert fsdp is not None
+    if settings.source_of("fsdp.reshard_after_forward").kind == "argument":
+        return  # the plugin class itself has refused or accepted it
+    meant = "FULL_SHARD" if fsdp.reshard_after_forward else "SHARD_GRAD_OP"
+    if settings.was_given("fsdp.sharding_strategy") and fsdp.sharding_strategy != meant:
+        fsdp.reshard_after_forward = None  # the strategy is version 1's own word, and more precise
+        return
+    fsdp.sharding_strategy = meant
+    settings.sources["fsdp.sharding_strategy"] = settings.source_of("fsdp.reshard_after_forward")
+    fsdp.reshard_after_forward = None
+
+
+def _fill_handlers(settings: Settings) -> None:
+    """The handlers of a ParallelismConfig are the groups that say more about each kind of parallelism."""
+    assert settings.parallelism is not None
+    for group, handler in (("tensor", "tp_handler"), ("context", "cp_handler"), ("sequence", "sp_handler")):
+        given = getattr(settings.parallelism, handler)
+        if given is not None:
+            setattr(settings, group, given)
+
+
+def _refuse_idle_flags(settings: Settings, layers: list[Layer]) -> None:
+    """A flag of an engine that is not used is a mistake; a leftover section of a file is worth a word."""
+    _, flags, file, _ = layers
+    for address, (_, source) in flags.items():
+        group = address.partition(".")[0]
+        shared = any(
+            other != group and getattr(settings, other) is not None and _has_flag(other, source.where)
+            for other in GROUPS
+        )
+        if getattr(settings, group) is None and not shared and group != "sagemaker":
+            raise SettingError(
+                f"`{source.where}` was given, but {GROUPS[group].option_group.title} is not used, so that it "
+                "would "
+                f"have no effect. {_how_to_turn_on(group)}, or leave `{source.where}` out."
+            )
+    idle = {
+        address.partition(".")[0]: source
+        for address, (_, source) in reversed(list(file.items()))
+        if address.partition(".")[0] in GROUPS and getattr(settings, address.partition(".")[0]) is None
+    }
+    for group, source in idle.items():
+        if group != "deepspeed_launch":
+            warnings.warn(
+                f"{source.where}: the options of {GROUPS[group].option_group.title} are not used. "
+                f"{_how_to_turn_on(group)}, or remove them to silence this warning."
+            )
+
+
+def _has_flag(group: str, flag: str) -> bool:
+    return any(option.flag == flag for option in options_of(GROUPS[group]))
+
+
+def _how_to_turn_on(group: str) -> str:
+    if group == "fp8":
+        return "Give `--mixed_precision fp8`"
+    if group == "sagemaker":
+        return "Set `compute_environment: AMAZON_SAGEMAKER`"
+    return f"Give `--{CONDITIONS[group].partition('.')[2]}`"
+
+
+def _check_arguments(arguments: Mapping[str, object], settings: Settings) -> None:
+    """Arguments that exclude each other."""
+    for one, other in (("dynamo_backend", "dynamo_plugin"), ("deepspeed_plugin", "deepspeed_plugins")):
+        if arguments.get(one) is not None and arguments.get(other) is not None:
+            raise SettingError(f"`{one}` and `{other}` say the same thing twice. Give one of them.")
+    steps = arguments.get("gradient_accumulation_steps", 1)
+    if arguments.get("gradient_accumulation_plugin") is not None and steps not in (None, 1):
+        raise SettingError(
+            f"`gradient_accumulation_steps={steps!r}` and `gradient_accumulation_plugin` say the same thing "
+            "twice. "
+            "Give one of them; the plugin has `num_steps`."
+        )
+    sharded = settings.fsdp is not None or settings.deepspeed is not None
+    for handler in cast("Iterable[object]", arguments.get("kwargs_handlers") or ()):
+        is_fp8 = isinstance(handler, (AoOptions, TeOptions, MsampOptions))
+        if is_fp8 and settings.run.mixed_precision != "fp8" and not sharded:
+            raise SettingError(
+                f"A {type(handler).__name__} was given, but the precision is "
+                f"{settings.quote('run.mixed_precision')}. "
+                "Give `mixed_precision='fp8'`, or leave the handler out."
+            )
+
+
+def _info(address: str) -> OptionInfo:
+    group, _, name = address.partition(".")
+    return option_of(GROUPS[group], name)
+
+
+# What is not there yet
+
+
+def refuse_unbuilt(settings: Settings) -> None:
+    """Nothing was asked for that this version cannot do. Raises NotBuilt, naming the setting and its source."""
+    parallelism = settings.parallelism
+    asked = {
+        "fsdp": "paradigm.use_fsdp" if settings.fsdp is not None else None,
+        "deepspeed": "paradigm.use_deepspeed" if settings.deepspeed is not None else None,
+        "megatron": "paradigm.use_megatron_lm" if settings.megatron is not None else None,
+        "parallelism": "paradigm.use_parallelism_config" if parallelism is not None else None,
+        "fp8": "run.mixed_precision" if settings.run.mixed_precision == "fp8" else None,
+        "xla": "launch.use_tpu" if settings.launch.use_tpu else None,
+        "sagemaker": "paradigm.use_sagemaker" if settings.paradigm.use_sagemaker else None,
+    }
+    for strategy, address in asked.items():
+        if address is not None and strategy not in BUILT:
+            raise NotBuilt(
+                f"{settings.quote(address)} asks for {strategy}, which this version does not have yet. "
+                "It has: one device, and data parallel (DDP) on any number of processes. Leave the setting "
+                "out."
+            )

@@ -1,0 +1,165 @@
+"""The Settings tree: every group of options, with where each value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from accelerate.settings.compile import DynamoOptions
+from accelerate.settings.data import DataLoaderOptions
+from accelerate.settings.ddp import AccumulationOptions
+from accelerate.settings.deepspeed import DeepSpeedLaunchOptions, DeepSpeedOptions
+from accelerate.settings.env import encode
+from accelerate.settings.fp8 import Fp8Options
+from accelerate.settings.fsdp import FsdpOptions
+from accelerate.settings.launch_options import LaunchOptions, MpiOptions
+from accelerate.settings.megatron import MegatronOptions
+from accelerate.settings.option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
+from accelerate.settings.parallelism import (
+    ContextParallelOptions,
+    ParallelismOptions,
+    SequenceParallelOptions,
+    TensorParallelOptions,
+)
+from accelerate.settings.project import ProjectOptions
+from accelerate.settings.run_options import ParadigmOptions, RunOptions, SwitchOptions
+from accelerate.settings.sagemaker import SageMakerOptions
+from accelerate.settings.tpu import TpuOptions
+
+#: A value with its source, by "group.option".
+Layer = Mapping[str, tuple[Any, Source]]
+
+#: The groups by their attribute of Settings, in the order of help, files and exported variables.
+GROUPS: Final[dict[str, type[OptionGroup]]] = {
+    "run": RunOptions,
+    "paradigm": ParadigmOptions,
+    "switches": SwitchOptions,
+    "launch": LaunchOptions,
+    "mpi": MpiOptions,
+    "compile": DynamoOptions,
+    "data": DataLoaderOptions,
+    "project": ProjectOptions,
+    "accumulation": AccumulationOptions,
+    "fsdp": FsdpOptions,
+    "deepspeed": DeepSpeedOptions,
+    "deepspeed_launch": DeepSpeedLaunchOptions,
+    "megatron": MegatronOptions,
+    "parallelism": ParallelismOptions,
+    "tensor": TensorParallelOptions,
+    "context": ContextParallelOptions,
+    "sequence": SequenceParallelOptions,
+    "fp8": Fp8Options,
+    "tpu": TpuOptions,
+    "sagemaker": SageMakerOptions,
+}
+
+#: What turns a group on; the others are always there.
+CONDITIONS: Final = {
+    "fsdp": "paradigm.use_fsdp",
+    "deepspeed": "paradigm.use_deepspeed",
+    "deepspeed_launch": "paradigm.use_deepspeed",
+    "megatron": "paradigm.use_megatron_lm",
+    "parallelism": "paradigm.use_parallelism_config",
+    "tensor": "paradigm.use_parallelism_config",
+    "context": "paradigm.use_parallelism_config",
+    "sequence": "paradigm.use_parallelism_config",
+    "fp8": "run.mixed_precision",
+    "sagemaker": "launch.compute_environment",
+}
+
+#: Groups that only the launcher needs.
+_NOT_EXPORTED: Final = ("launch", "mpi", "data", "project", "accumulation", "tensor")
+
+
+@dataclass
+class Settings:
+    """What the user asked for, complete and without contradictions; groups that are not in use are None."""
+
+    run: RunOptions = field(default_factory=RunOptions)
+    paradigm: ParadigmOptions = field(default_factory=ParadigmOptions)
+    switches: SwitchOptions = field(default_factory=SwitchOptions)
+    launch: LaunchOptions = field(default_factory=LaunchOptions)
+    mpi: MpiOptions = field(default_factory=MpiOptions)
+    compile: DynamoOptions = field(default_factory=DynamoOptions)
+    data: DataLoaderOptions = field(default_factory=DataLoaderOptions)
+    project: ProjectOptions = field(default_factory=ProjectOptions)
+    accumulation: AccumulationOptions = field(default_factory=AccumulationOptions)
+    tpu: TpuOptions = field(default_factory=TpuOptions)
+    fsdp: FsdpOptions | None = None
+    deepspeed: DeepSpeedOptions | None = None
+    deepspeed_launch: DeepSpeedLaunchOptions | None = None
+    megatron: MegatronOptions | None = None
+    parallelism: ParallelismOptions | None = None
+    tensor: TensorParallelOptions | None = None
+    context: ContextParallelOptions | None = None
+    sequence: SequenceParallelOptions | None = None
+    fp8: Fp8Options | None = None
+    sagemaker: SageMakerOptions | None = None
+    #: Keys of a DeepSpeed section that are not ours, kept as they were.
+    foreign: dict[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    sources: dict[str, Source] = field(default_factory=dict[str, Source], repr=False, compare=False)
+
+    def groups(self) -> Iterator[tuple[str, OptionGroup]]:
+        """The groups in use, by attribute."""
+        for name in GROUPS:
+            options = getattr(self, name)
+            if options is not None:
+                yield name, options
+
+    def source_of(self, name: str) -> Source:
+        """Where the value of "fsdp.cpu_offload" came from; a bare name means the first group that has it."""
+        return self.sources.get(self.address_of(name), DEFAULT)
+
+    def address_of(self, name: str) -> str:
+        """The option's full name, "group.option"; KeyError when there is none."""
+        if "." in name:
+            group, _, bare = name.partition(".")
+            option_of(GROUPS[group], bare)
+            return name
+        for group, cls in GROUPS.items():
+            if any(option.name == name for option in options_of(cls)):
+                return f"{group}.{name}"
+        raise KeyError(name)
+
+    def was_given(self, name: str) -> bool:
+        """Somebody gave the value; it is not a default."""
+        return self.source_of(name).kind != "default"
+
+    def quote(self, name: str) -> str:
+        """The option as an error message shows it: spelling, value, source."""
+        group, _, bare = self.address_of(name).partition(".")
+        option, source = option_of(GROUPS[group], bare), self.source_of(name)
+        options = getattr(self, group)
+        value = option.default if options is None else getattr(options, bare)
+        shown = "***" if option.secret else option.write(value) or repr(value)
+        return f"`{option.spelling(source)}: {shown}` ({source})"
+
+    def explain(self) -> list[tuple[str, str, Any, Source]]:
+        """Every value in use as (group, option, value, source); secrets are masked."""
+        rows: list[tuple[str, str, Any, Source]] = []
+        for group, options in self.groups():
+            for option in options_of(GROUPS[group]):
+                value = getattr(options, option.name)
+                masked = "***" if option.secret and value is not None else value
+                rows.append((group, option.name, masked, self.source_of(f"{group}.{option.name}")))
+        return rows
+
+    def environment(self) -> dict[str, str]:
+        """The variables that hand these settings to a worker; collecting from them gives the same settings."""
+        variables: dict[str, str] = {}
+        for group, options in self.groups():
+            if group in _NOT_EXPORTED:
+                continue
+            variables.update(encode(options))
+        return variables
+
+
+def launch_flags() -> tuple[OptionInfo, ...]:
+    """Every option with a launch flag, each flag once, in the order of the help."""
+    found: dict[str, OptionInfo] = {}
+    for cls in GROUPS.values():
+        for option in options_of(cls):
+            if option.flag is not None:
+                found.setdefault(option.flag, option)
+    return tuple(found.values())
