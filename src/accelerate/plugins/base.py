@@ -1,0 +1,40 @@
+"""What every public option class can do: show itself as a dictionary, and as the changed arguments."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..settings.env import clear_environment
+from ..settings.option import OptionGroup, Source, option_of
+
+
+@dataclass
+class KwargsHandler:
+    """The base of option classes whose fields are keyword arguments of something in torch."""
+
+    #: Fields that are ours: the callee in torch does not know them.
+    own_fields: ClassVar[frozenset[str]] = frozenset()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments by name, as copies: changing them does not change the handler."""
+        return {name: copy.deepcopy(value) for name, value in vars(self).items() if name not in self.own_fields}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments that differ from those of a handler made with nothing given and nothing set."""
+        with clear_environment():
+            plain = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if plain.get(name) != value}
+
+
+def settle(options: OptionGroup, *names: str) -> None:
+    """The named fields hold legal values in their canonical spelling.
+
+    Raises:
+        SettingError: a value is none of those that the option takes.
+    """
+    for name in names:
+        given = getattr(options, name)
+        source = Source("argument", f"{type(options).__name__}({name}={given!r})")
+        setattr(options, name, option_of(type(options), name).read(given, source))

@@ -1,0 +1,115 @@
+"""Gradient compression for DDP: what one rank sends instead of the full-precision bucket.
+
+torch ships these hooks too; ours exist where torch's fail: its bf16 hook refuses every backend but NCCL
+and XCCL, and its batched PowerSGD hands a 2-D matrix to a routine that takes 3-D ones. The layer-wise
+PowerSGD is torch's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket  # torch documents it as torch.distributed.GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+#: A DDP communication hook: (state, bucket) -> a future of the averaged gradients.
+Hook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]
+
+
+def average_hook(group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The bucket is averaged over the group, in the precision it is in."""
+    return _average(_group_or_world(group), bucket.buffer())
+
+
+def sent_as(dtype: torch.dtype, hook: Hook) -> Hook:
+    """``hook`` works on the bucket in ``dtype``; the gradients come back in the precision they had."""
+
+    def compressed(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        original = bucket.buffer()
+        bucket.set_buffer(original.to(dtype))
+
+        def decompress(sent: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            original.copy_(sent.value())
+            return original
+
+        return hook(state, bucket).then(decompress)
+
+    return compressed
+
+
+def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The whole bucket, seen as one square matrix, is averaged as a product of two thin ones.
+
+    Cheaper and coarser than the layer-wise form. The error of this step is added to the next one (error
+    feedback) and the last factor is where the next power iteration starts (warm start), both by
+    ``state``'s switches.
+    """
+    group = _group_or_world(state.process_group)
+    buffer = bucket.buffer()
+    if state.iter < state.start_powerSGD_iter:  # pyright: ignore[reportAttributeAccessIssue]
+        state.maybe_increase_iter(bucket)
+        return _average(group, buffer)
+
+    index, length = bucket.index(), buffer.numel()
+    side = math.ceil(math.sqrt(length))
+    rank = min(side, state.matrix_approximation_rank)
+    matrix = buffer.new_zeros(side * side)
+    matrix[:length].copy_(buffer)
+    if state.use_error_feedback and index in state.error_dict:
+        matrix.add_(state.error_dict[index])
+    matrix = matrix.view(side, side)
+
+    if state.warm_start and index in state.q_memory_dict:
+        start = state.q_memory_dict[index]
+    else:
+        # Every rank must start from the same factor, and the user's random stream must not move.
+        generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
+        start = torch.randn(side, rank, generator=generator).to(matrix)
+    left = matrix @ _orthonormal(start)
+
+    def right_factor(summed: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        # Only the column space matters, so the sum serves as well as the mean.
+        left.copy_(_orthonormal(summed.value()[0]))
+        right = matrix.t() @ left
+        return _sum(right.div_(group.size()), group).wait()[0]
+
+    def decompress(averaged: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        right = averaged.value()
+        approximation = left @ right.t()
+        if state.use_error_feedback:
+            state.error_dict[index] = (matrix - approximation).flatten()
+        if state.warm_start:
+            state.q_memory_dict[index] = right
+        buffer.copy_(approximation.flatten()[:length])
+        state.maybe_increase_iter(bucket)
+        return buffer
+
+    return _sum(left, group).then(right_factor).then(decompress)
+
+
+def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """An orthonormal basis of the columns of ``matrix``, in its dtype."""
+    # The factorisation exists for single and double precision only.
+    wide = matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()
+    return torch.linalg.qr(wide).Q.to(matrix.dtype)
+
+
+def _average(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    # Dividing before the sum keeps half-precision sums from overflowing.
+    return _sum(tensor.div_(group.size()), group).then(lambda reduced: reduced.value()[0])
+
+
+def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[list[torch.Tensor]]:
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None, "an asynchronous operation is handed back as work"
+    return work.get_future()
+
+
+def _group_or_world(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    chosen = group if group is not None else dist.group.WORLD
+    assert chosen is not None, "DDP exists, so a process group does"
+    return chosen

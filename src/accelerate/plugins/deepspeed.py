@@ -1,0 +1,332 @@
+"""DeepSpeed's configuration, completed by what the user asked for. Works without DeepSpeed installed."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from torch import nn
+
+from ..errors import NotBuilt, SettingError
+from ..optional import require
+from ..settings import env
+from ..settings.deepspeed import DeepSpeedOptions
+from .base import settle
+from .deepspeed_config import HfDeepSpeedConfig as HfDeepSpeedConfig
+from .fsdp import get_module_class_from_name
+
+#: Fields of the plugin, and the entries of DeepSpeed's document that say the same.
+_ENTRIES: Final = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+_CHECKED: Final = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "msamp_opt_level",
+)
+
+
+@dataclass
+class DeepSpeedPlugin(DeepSpeedOptions):
+    """A DeepSpeed configuration: given whole, or built from the options here.
+
+    ``deepspeed_config`` is the document DeepSpeed gets. Entries that say ``"auto"`` are filled in from the
+    options, and later from the objects that are prepared; where the document says something itself, the
+    options follow it.
+    """
+
+    def __post_init__(self) -> None:
+        env.fill_unset(self)
+        settle(self, *_CHECKED)
+        if self.enable_msamp is None:
+            self.enable_msamp = (env.read("ACCELERATE_FP8_BACKEND") or "").upper() == "MSAMP"
+        self.dschf: Any = None
+        if self.hf_ds_config is None:
+            self.hf_ds_config = HfDeepSpeedConfig(self._document_of_options())
+        else:
+            self._read_document()
+        self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
+        self.deepspeed_config["steps_per_print"] = math.inf  # progress is the training script's to report
+        if self.zero3_init_flag is None:
+            self.zero3_init_flag = self.hf_ds_config.is_zero3()
+        if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
+            warnings.warn("zero3_init_flag is only applicable for ZeRO stage 3: it is set to False.", stacklevel=3)
+            self.zero3_init_flag = False
+        self._set_selected(False)
+        if self.enable_msamp:
+            self._enable_msamp()
+
+    def _document_of_options(self) -> dict[str, Any]:
+        def offload(device: str, path: str | None) -> dict[str, Any]:
+            return {"device": device, "nvme_path": path if device == "nvme" else None}
+
+        return {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "zero_optimization": {
+                "stage": self.zero_stage,
+                "offload_optimizer": offload(self.offload_optimizer_device, self.offload_optimizer_nvme_path),
+                "offload_param": offload(self.offload_param_device, self.offload_param_nvme_path),
+                "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
+            },
+            "gradient_clipping": self.gradient_clipping,
+        }
+
+    def _read_document(self) -> None:
+        """The given document is complete, and the options say what it says."""
+        given = self.hf_ds_config
+        # A library's own config object, made from the same document, is used as it is.
+        if isinstance(given, (str, os.PathLike, Mapping)):
+            self.hf_ds_config = HfDeepSpeedConfig(cast("str | Mapping[str, Any]", given))
+        document = self.hf_ds_config.config
+        document.setdefault("gradient_accumulation_steps", 1)
+        if "zero_optimization" not in document:
+            raise SettingError("Please specify the ZeRO optimization config in the DeepSpeed config.")
+        self._deepspeed_config_checks()
+        self.deepspeed_config = document
+        options = {entry: getattr(self, name) for name, entry in _ENTRIES.items() if getattr(self, name) is not None}
+        for entry in options:
+            self.fill_match(entry, must_match=False, **options)
+        self.hf_ds_config.set_stage_and_offload()
+        for name, entry in _ENTRIES.items():
+            value = self.hf_ds_config.get_value(entry)
+            if value is not None and value != "auto":
+                setattr(self, name, value)
+
+    def _deepspeed_config_checks(self) -> None:
+        """No entry of the document is also given by the configuration file of the launcher."""
+        fields = env.read("ACCELERATE_CONFIG_DS_FIELDS", "") or ""
+        also_given = [name for name in fields.split(",") if name and self._says(_ENTRIES.get(name, name))]
+        if also_given:
+            raise SettingError(
+                f"{', '.join(also_given)}: given in the DeepSpeed config and in the accelerate config as "
+                "well. Keep "
+                "them in the DeepSpeed config only, or write them as 'auto' there."
+            )
+
+    def _says(self, entry: str) -> bool:
+        value = self.hf_ds_config.get_value(entry)
+        return value is not None and value != "auto"
+
+    def _enable_msamp(self) -> None:
+        if self.hf_ds_config.is_zero3():
+            raise NotBuilt("MS-AMP is not supported for ZeRO stage 3: use stage 0, 1 or 2.")
+        self.deepspeed_config.setdefault("msamp", {"enabled": True, "opt_level": self.msamp_opt_level})
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """An ``"auto"`` entry has its value from ``kwargs``; one that disagrees is added to ``mismatches``."""
+        node, name = self.hf_ds_config.find_config_node(ds_key_long)
+        if node is None:
+            return
+        value = node.get(name)
+        if value == "auto":
+            if ds_key_long not in kwargs:
+                raise SettingError(
+                    f"`{ds_key_long}` not found in kwargs. Please specify `{ds_key_long}` without `auto` "
+                    "(set to "
+                    "correct value) in the DeepSpeed config file or pass it in kwargs."
+                )
+            node[name] = kwargs[ds_key_long]
+        elif must_match and value is not None and ds_key_long in kwargs and value != kwargs[ds_key_long]:
+            if mismatches is not None:
+                mismatches.append(f"- ds {ds_key_long}={value} vs arg {ds_key_long}={kwargs[ds_key_long]}")
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the entry is left to be filled in."""
+        return self.hf_ds_config.get_value(ds_key_long) == "auto"
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The entry's value, or ``default`` when there is no such entry."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Every ``"auto"`` entry below ``prefix`` has its value from ``kwargs``.
+
+        Raises:
+            SettingError: an entry says something else than ``kwargs``, or is ``"auto"`` and has no value
+            there.
+        """
+        mismatches = [] if mismatches is None else mismatches
+        for name, value in list((self.deepspeed_config if config is None else config).items()):
+            if isinstance(value, dict):
+                below = cast("dict[str, Any]", value)
+                self.deepspeed_config_process(f"{prefix}{name}.", mismatches, below, must_match, **kwargs)
+            else:
+                self.fill_match(prefix + name, mismatches, must_match=must_match, **kwargs)
+        if mismatches and not prefix:
+            raise SettingError(
+                "Please correct the following DeepSpeed config values that mismatch kwargs values:\n"
+                + "\n".join(mismatches)
+                + "\nThe easiest method is to set these DeepSpeed config values to 'auto'."
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """The document's ``fp16`` and ``bf16`` say what ``mixed_precision`` says, where they said nothing.
+
+        Raises:
+            SettingError: the document enables the other one.
+        """
+        document = self.deepspeed_config
+        half = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}.get(mixed_precision)
+        if half is not None:
+            other = "bf16" if half == "fp16" else "fp16"
+            if str(document.get(other, {}).get("enabled", False)).lower() == "true":
+                raise SettingError(
+                    f"`--mixed_precision` arg cannot be set to `{mixed_precision}` when `{other}` is set "
+                    "in the "
+                    "DeepSpeed config file."
+                )
+        if half is not None and half not in document:
+            document[half] = {"enabled": True, "auto_cast": True} if half == "fp16" else {"enabled": True}
+        for name in ("fp16", "bf16"):
+            document.setdefault(name, {"enabled": False})
+        enabled: dict[str, Any] = {f"{name}.enabled": half == name for name in ("fp16", "bf16")}
+        for entry in enabled:
+            self.fill_match(entry, must_match=False, **enabled)
+
+    def set_deepspeed_weakref(self) -> None:
+        """transformers knows the document, so that it shards models while it builds them (stage 3)."""
+        document = copy.deepcopy(self.deepspeed_config)
+        for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+            if document.get(name, "auto") == "auto":
+                document[name] = 1
+        if document.get("train_batch_size") == "auto":
+            del document["train_batch_size"]
+        library = require("transformers.integrations", purpose="`zero3_init_flag`")
+        # It keeps only a weak reference: ours keeps the object alive.
+        self.dschf = library.HfDeepSpeedConfig(document)
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether parameters are sharded while a model is built."""
+        return bool(self.zero3_init_flag)
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Generator[None]:
+        """Inside the block, sharding while a model is built is on or off as ``enable`` says."""
+        before = self.is_zero3_init_enabled()
+        if before == enable:
+            yield
+            return
+        self._switch_zero3_init(enable)
+        try:
+            yield
+        finally:
+            self._switch_zero3_init(before)
+
+    def _switch_zero3_init(self, enable: bool) -> None:
+        self.zero3_init_flag = enable
+        self.dschf = None
+        if enable:
+            self.set_deepspeed_weakref()
+
+    def set_moe_leaf_modules(self, model: nn.Module) -> None:
+        """DeepSpeed gathers each layer of the named mixture-of-experts classes as one piece."""
+        names = self.transformer_moe_cls_names
+        if names is None:
+            return
+        library = require("deepspeed.utils", "deepspeed", purpose="transformer_moe_cls_names", at_least="0.14.0")
+        classes: list[type[nn.Module]] = []
+        for name in (part.strip() for part in names.split(",") if part.strip()):
+            found = get_module_class_from_name(model, name)
+            if found is None:
+                raise SettingError(f"Could not find a transformer layer class called '{name}' to wrap in the model.")
+            classes.append(found)
+        library.set_z3_leaf_modules(model, classes)
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """This plugin is the active one of several; only the state may say so."""
+        if not _from_accelerator_state:
+            raise SettingError(
+                "A DeepSpeedPlugin is made active by `AcceleratorState().select_deepspeed_plugin(name)`."
+            )
+        self._set_selected(True)
+
+    def _unselect(self) -> None:
+        self._set_selected(False)
+
+    def _set_selected(self, value: bool) -> None:
+        self._selected = value
+
+    @property
+    def selected(self) -> bool:
+        """Whether this is the active one of several plugins."""
+        return self._selected
+
+    @selected.setter
+    def selected(self, value: bool) -> None:
+        raise NotImplementedError(
+            "'selected' can only be set through 'AcceleratorState().select_deepspeed_plugin(name)'."
+        )
+
+
+class DummyOptim:
+    """Stands for the optimizer that DeepSpeed makes from its own configuration."""
+
+    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler:
+    """Stands for the scheduler that DeepSpeed makes from its own configuration."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
+
+def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
+    """The plugin in use: the only one, or the selected one of several.
+
+    Raises:
+        SettingError: ``state`` belongs to a run without DeepSpeed.
+    """
+    plugins = getattr(state, "deepspeed_plugins", None)
+    if plugins is None:
+        raise SettingError(
+            "Couldn't retrieve the active `DeepSpeedPlugin` as none were enabled. Pass one (or a "
+            "dictionary of them) to "
+            "the Accelerator as `deepspeed_plugin`."
+        )
+    if isinstance(plugins, dict):
+        named = cast("dict[str, DeepSpeedPlugin]", plugins)
+        return next(plugin for plugin in named.values() if plugin.selected)
+    return cast("DeepSpeedPlugin", plugins)

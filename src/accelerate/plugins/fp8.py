@@ -1,0 +1,74 @@
+"""Recipes for fp8 arithmetic, one class per library that does it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from ..optional import is_installed, require
+from ..settings.env import fill_unset
+from ..settings.fp8 import AoOptions, MsampOptions, TeOptions
+from ..settings.option import option
+from .base import KwargsHandler, settle
+
+
+@dataclass
+class AORecipeKwargs(AoOptions, KwargsHandler):
+    """How torchao converts linear layers: a ``Float8LinearConfig``, or the two switches one is made from.
+
+    ``module_filter_func(module, name)`` says which linear layers are converted; by default all but the
+    first and last.
+
+    Raises:
+        MissingDependency: torchao is absent or older than 0.6.1.
+    """
+
+    def __post_init__(self) -> None:
+        float8 = require("torchao.float8", "fp8", purpose="AORecipeKwargs", at_least="0.6.1")
+        fill_unset(self)
+        if self.config is None:
+            self.config = float8.Float8LinearConfig(
+                pad_inner_dim=self.pad_inner_dim,
+                enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather,
+            )
+
+
+@dataclass
+class TERecipeKwargs(TeOptions, KwargsHandler):
+    """How TransformerEngine scales fp8 tensors."""
+
+    def __post_init__(self) -> None:
+        fill_unset(self)
+        settle(self, "fp8_format", "amax_compute_algo", "override_linear_precision")
+
+
+@dataclass
+class MSAMPRecipeKwargs(MsampOptions, KwargsHandler):
+    """How far MS-AMP goes: ``O1`` keeps weight gradients in fp8, ``O2`` optimizer states too."""
+
+    def __post_init__(self) -> None:
+        fill_unset(self)
+        settle(self, "opt_level")
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """Deprecated: the recipes of TransformerEngine and MS-AMP in one; ``backend`` picks between them."""
+
+    backend: str = option(
+        None,
+        "The library that does fp8 arithmetic; by default MS-AMP where it is installed, else TransformerEngine.",
+        env="ACCELERATE_FP8_BACKEND",
+        choices=("TE", "MSAMP"),
+    )
+
+    def __post_init__(self) -> None:
+        warnings.warn(
+            "FP8RecipeKwargs is deprecated and will be removed in 2.0: use TERecipeKwargs or MSAMPRecipeKwargs.",
+            FutureWarning,
+            stacklevel=3,
+        )
+        TERecipeKwargs.__post_init__(self)
+        settle(self, "opt_level", "backend")
+        if self.backend is None:
+            self.backend = "MSAMP" if is_installed("msamp") else "TE"

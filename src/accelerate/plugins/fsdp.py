@@ -1,0 +1,354 @@
+"""How a model is sharded by FSDP, version 1 or 2."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from ..errors import MissingDependency, SettingError
+from ..settings import env
+from ..settings.fsdp import FsdpOptions
+from ..settings.option import Source, option_of
+from ..versions import is_torch_version
+from .base import settle
+
+_DTYPES: Final = {
+    "fp8": torch.bfloat16,  # what is not computed in fp8 is kept in bf16
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+_POLICY_KEYS: Final = {
+    1: ("param_dtype", "reduce_dtype", "buffer_dtype"),
+    2: ("param_dtype", "reduce_dtype", "output_dtype"),
+}
+#: What version 1 called the same choice.
+_RESHARDS: Final = {
+    ShardingStrategy.FULL_SHARD: True,
+    ShardingStrategy.HYBRID_SHARD: True,
+    ShardingStrategy.SHARD_GRAD_OP: False,
+    ShardingStrategy._HYBRID_SHARD_ZERO2: False,
+}
+
+
+@dataclass
+class FullyShardedDataParallelPlugin(FsdpOptions):
+    """What is sharded, in which units and precision, and how it is saved.
+
+    After construction names have become torch's objects, those that the chosen version takes; what belongs
+    to the other version is None.
+    """
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        env.fill_unset(self)
+        settle(self, "fsdp_version", "cpu_ram_efficient_loading", "activation_checkpointing")
+        self._settle_sharding(given)
+        self._settle_version_1_options(given)
+        self._settle_wrapping()
+        self.set_cpu_offload()
+        self.validate_cpu_offload()
+        self.set_state_dict_type(self.state_dict_type)
+        if self.mixed_precision_policy is not None:
+            self.set_mixed_precision(self.mixed_precision_policy, override=True)
+        self._check_activation_checkpointing()
+        if self.ignored_modules is not None and self._is_version_2 and not is_torch_version(">=", "2.7.0"):
+            raise MissingDependency(
+                f"`ignored_modules` with FSDP2 needs torch>=2.7, but {torch.__version__} is installed."
+            )
+        if "cpu_ram_efficient_loading" in given:
+            # Libraries that load the weights ask the environment whether they should do so on every rank.
+            env.publish({"FSDP_CPU_RAM_EFFICIENT_LOADING": self.cpu_ram_efficient_loading})
+
+    @property
+    def _is_version_2(self) -> bool:
+        return self.fsdp_version == 2
+
+    def _settle_sharding(self, given: Mapping[str, Any]) -> None:
+        """``reshard_after_forward`` (version 2) or ``sharding_strategy`` (version 1) has its final form."""
+        if "sharding_strategy" in given:
+            warnings.warn(
+                "FullyShardedDataParallelPlugin(sharding_strategy=...) is deprecated: use reshard_after_forward.",
+                FutureWarning,
+                stacklevel=4,
+            )
+        self.sharding_strategy = _member(self, "sharding_strategy", _STRATEGIES)
+        reshard = given.get("reshard_after_forward", self.reshard_after_forward)
+        if self._is_version_2:
+            self.reshard_after_forward = self._reshard_of_version_2(reshard, "sharding_strategy" in given)
+            self.sharding_strategy = None
+            return
+        if isinstance(reshard, bool):
+            raise SettingError(
+                f"reshard_after_forward={reshard!r} is for FSDP2. With FSDP1 give a sharding strategy "
+                f"({', '.join(_STRATEGIES)}), or set fsdp_version=2."
+            )
+        if reshard in ("true", "false"):  # what the launcher exports for both versions
+            reshard = None if self.sharding_strategy else {"true": "FULL_SHARD", "false": "SHARD_GRAD_OP"}[reshard]
+        self.reshard_after_forward = reshard
+        self.reshard_after_forward = _member(self, "reshard_after_forward", _STRATEGIES)
+        self.sharding_strategy = self.sharding_strategy or self.reshard_after_forward or ShardingStrategy.FULL_SHARD
+
+    def _reshard_of_version_2(self, reshard: Any, strategy_given: bool) -> bool:
+        if reshard is None:
+            if not strategy_given:
+                return True
+            if self.sharding_strategy in _RESHARDS:
+                return _RESHARDS[self.sharding_strategy]
+            raise SettingError(
+                f"sharding_strategy={self.sharding_strategy.name} has no equal in FSDP2: use DDP, or set "
+                "reshard_after_forward to True (saves memory) or False (saves traffic)."
+            )
+        if isinstance(reshard, bool):
+            return reshard
+        if reshard in ("true", "false"):
+            return reshard == "true"
+        raise SettingError(
+            f"reshard_after_forward={reshard!r} is for FSDP1. With FSDP2 give True (saves memory) or False "
+            "(saves "
+            "traffic)."
+        )
+
+    def _settle_version_1_options(self, given: Mapping[str, Any]) -> None:
+        """The options that only version 1 has are torch's values there, and None in version 2."""
+        self.backward_prefetch = _member(self, "backward_prefetch", _PREFETCHES)
+        if self._is_version_2:
+            if given.get("forward_prefetch"):
+                raise SettingError(
+                    "forward_prefetch=True: FSDP2 has no such option. Leave it out, or use fsdp_version=1."
+                )
+            names = ("backward_prefetch", "use_orig_params", "sync_module_states")
+            dropped = [name for name in names if given.get(name)]
+            if dropped:
+                warnings.warn(f"FSDP2 has no {', '.join(dropped)}: left out.", stacklevel=4)
+            for name in (*names, "forward_prefetch"):
+                setattr(self, name, None)
+            return
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            if "sync_module_states" in given:
+                warnings.warn(
+                    "cpu_ram_efficient_loading needs rank 0's weights to be sent to the others: "
+                    "sync_module_states is "
+                    "set to True.",
+                    stacklevel=4,
+                )
+            self.sync_module_states = True
+        if self.sync_module_states and self.param_init_fn is None:
+            self.param_init_fn = _allocate
+
+    def _settle_wrapping(self) -> None:
+        """``auto_wrap_policy`` is a function or None, and what it needs to know is there."""
+        names = cast("list[str] | str | None", self.transformer_cls_names_to_wrap)
+        if isinstance(names, str):
+            self.transformer_cls_names_to_wrap = [name.strip() for name in names.split(",") if name.strip()]
+        if not callable(self.auto_wrap_policy):
+            settle(self, "auto_wrap_policy", "min_num_params")
+            self.auto_wrap_policy = _WRAP_POLICIES[self.auto_wrap_policy or "NO_WRAP"]
+        if self.auto_wrap_policy is size_based_auto_wrap_policy and self.min_num_params is None:
+            self.min_num_params = 0
+
+    def _check_activation_checkpointing(self) -> None:
+        if not self.activation_checkpointing_offload:
+            return
+        if not self._is_version_2:
+            raise SettingError("`activation_checkpointing_offload=True` requires `fsdp_version=2`.")
+        if not self.activation_checkpointing:
+            raise SettingError("`activation_checkpointing_offload=True` requires `activation_checkpointing=True`.")
+
+    def set_state_dict_type(self, state_dict_type: str | int | StateDictType | None = None) -> None:
+        """State is saved whole or sharded, as ``state_dict_type`` says; by default sharded in version 2 only."""
+        if state_dict_type is not None:
+            self.state_dict_type = state_dict_type
+        if self.state_dict_type is None:
+            self.state_dict_type = "SHARDED_STATE_DICT" if self._is_version_2 else "FULL_STATE_DICT"
+        self.state_dict_type = _member(self, "state_dict_type", _STATE_DICT_TYPES)
+        if self.state_dict_type is StateDictType.LOCAL_STATE_DICT and self._is_version_2:
+            raise SettingError(
+                "FSDP2 has no LOCAL_STATE_DICT: set state_dict_type to SHARDED_STATE_DICT or FULL_STATE_DICT."
+            )
+        if self.state_dict_type is StateDictType.FULL_STATE_DICT:
+            if self.state_dict_config is None:
+                self.state_dict_config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+            if self.optim_state_dict_config is None:
+                self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        elif self.state_dict_type is StateDictType.SHARDED_STATE_DICT:
+            if self.state_dict_config is None:
+                self.state_dict_config = ShardedStateDictConfig(offload_to_cpu=True)
+            if self.optim_state_dict_config is None:
+                self.optim_state_dict_config = ShardedOptimStateDictConfig(offload_to_cpu=True)
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """``auto_wrap_policy`` knows the layer classes of ``model``, or how large a unit is.
+
+        Raises:
+            SettingError: ``model`` has no layer of a class that is to be wrapped.
+        """
+        if self.auto_wrap_policy is transformer_auto_wrap_policy:
+            names = self.transformer_cls_names_to_wrap
+            if names is None:
+                names = list(getattr(model, "_no_split_modules", None) or [])
+            classes = {name: get_module_class_from_name(model, name) for name in names}
+            missing = [name for name, found in classes.items() if found is None]
+            if missing:
+                raise SettingError(
+                    f"Could not find the transformer layer class {', '.join(missing)} in the model. "
+                    "Set transformer_cls_names_to_wrap to classes of its layers."
+                )
+            self.auto_wrap_policy = functools.partial(
+                transformer_auto_wrap_policy,
+                transformer_layer_cls={found for found in classes.values() if found is not None},
+            )
+        elif self.auto_wrap_policy is size_based_auto_wrap_policy:
+            self.auto_wrap_policy = (
+                functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params)
+                if self.min_num_params
+                else None
+            )
+
+    def set_mixed_precision(
+        self,
+        mixed_precision: str | torch.dtype | Mapping[str, Any] | MixedPrecision | MixedPrecisionPolicy,
+        buffer_autocast: bool = False,
+        override: bool = False,
+    ) -> None:
+        """The policy says ``mixed_precision``; one that is there already stays, unless ``override``."""
+        if self.mixed_precision_policy is not None and not override:
+            return
+        policy: Any = mixed_precision
+        keys = _POLICY_KEYS[self.fsdp_version]
+        if isinstance(policy, (str, torch.dtype)):
+            dtype = _dtype(policy)
+            policy = {key: dtype for key in keys}
+            if buffer_autocast and "buffer_dtype" in policy:
+                policy["buffer_dtype"] = torch.float32
+        if isinstance(policy, Mapping):
+            entries = cast("Mapping[str, Any]", policy)
+            unknown = [key for key in entries if key not in keys]
+            if unknown:
+                raise SettingError(
+                    f"Invalid mixed precision policy: {dict(entries)}. FSDP{self.fsdp_version} takes the "
+                    "keys "
+                    f"{', '.join(keys)}."
+                )
+            wanted: Any = MixedPrecisionPolicy if self._is_version_2 else MixedPrecision
+            policy = wanted(**{key: dtype and _dtype(dtype) for key, dtype in entries.items()})
+        self.mixed_precision_policy = policy
+        self.validate_mixed_precision_policy()
+
+    def validate_mixed_precision_policy(self) -> None:
+        """``mixed_precision_policy`` is of the class that the chosen version takes."""
+        wanted = MixedPrecisionPolicy if self._is_version_2 else MixedPrecision
+        if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, wanted):
+            raise SettingError(
+                f"`mixed_precision_policy` must be an instance of `{_path(wanted)}` in "
+                f"FSDP{self.fsdp_version}, "
+                f"got {self.mixed_precision_policy!r}."
+            )
+
+    def set_cpu_offload(self) -> None:
+        """``cpu_offload`` is torch's object for it, when it was a switch."""
+        offload = self.cpu_offload
+        if isinstance(offload, str):
+            offload = option_of(type(self), "cpu_offload").read(offload, Source("argument", "cpu_offload"))
+        if not isinstance(offload, bool):
+            return
+        if not self._is_version_2:
+            self.cpu_offload = CPUOffload(offload_params=offload)
+        elif offload:
+            # Pinned memory speeds up copies to a device; without one torch refuses to pin.
+            self.cpu_offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+        else:
+            self.cpu_offload = OffloadPolicy()
+
+    def validate_cpu_offload(self) -> None:
+        """``cpu_offload`` is of the class that the chosen version takes."""
+        wanted = OffloadPolicy if self._is_version_2 else CPUOffload
+        if not isinstance(self.cpu_offload, wanted):
+            raise SettingError(
+                f"`cpu_offload` must be an instance of `{_path(wanted)}` in FSDP{self.fsdp_version}, "
+                f"got {self.cpu_offload!r}."
+            )
+
+    @staticmethod
+    def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+        """The class called ``name`` among ``module`` and its parts."""
+        return get_module_class_from_name(module, name)
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """The class called ``name`` among ``module`` and its parts; None when there is none."""
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+
+
+_STRATEGIES: Final[dict[str, Any]] = {
+    "FULL_SHARD": ShardingStrategy.FULL_SHARD,
+    "SHARD_GRAD_OP": ShardingStrategy.SHARD_GRAD_OP,
+    "NO_SHARD": ShardingStrategy.NO_SHARD,
+    "HYBRID_SHARD": ShardingStrategy.HYBRID_SHARD,
+    "HYBRID_SHARD_ZERO2": ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+_PREFETCHES: Final[dict[str, Any]] = {
+    "BACKWARD_PRE": BackwardPrefetch.BACKWARD_PRE,
+    "BACKWARD_POST": BackwardPrefetch.BACKWARD_POST,
+    "NO_PREFETCH": None,
+}
+_STATE_DICT_TYPES: Final[dict[str, Any]] = {member.name: member for member in StateDictType}
+_WRAP_POLICIES: Final[dict[str, Callable[..., Any] | None]] = {
+    "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,
+    "SIZE_BASED_WRAP": size_based_auto_wrap_policy,
+    "NO_WRAP": None,
+}
+
+
+def _member(plugin: FullyShardedDataParallelPlugin, name: str, members: Mapping[str, Any]) -> Any:
+    """torch's member for what the field holds: a name in any case, its number, or the member itself."""
+    given = getattr(plugin, name)
+    if given is None or given in members.values():
+        return given
+    shown = given
+    if str(given).isdigit() and 1 <= int(given) <= len(members):
+        given = list(members)[int(given) - 1]
+    if str(given).upper() not in members:
+        raise SettingError(
+            f"FullyShardedDataParallelPlugin({name}={shown!r}): give one of {', '.join(members)}, or its number from 1."
+        )
+    return members[str(given).upper()]
+
+
+def _dtype(given: str | torch.dtype) -> torch.dtype:
+    if isinstance(given, torch.dtype) and given in _DTYPES.values():
+        return given
+    if given not in _DTYPES:
+        raise SettingError(f"Invalid mixed precision: {given}. Must be one of {list(_DTYPES)}.")
+    return _DTYPES[cast("str", given)]
+
+
+def _path(cls: type) -> str:
+    return f"torch.distributed.fsdp.{cls.__name__}"
+
+
+def _allocate(module: nn.Module) -> None:
+    """The parameters of ``module`` have memory, with no values yet: rank 0 sends them."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    module.to_empty(device=device, recurse=False)

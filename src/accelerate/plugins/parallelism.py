@@ -1,0 +1,315 @@
+"""Along which axes a model and its data are split over processes, and the mesh that follows."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import SettingError
+from ..settings import env
+from ..settings.parallelism import (
+    ContextParallelOptions,
+    ParallelismOptions,
+    SequenceParallelOptions,
+    TensorParallelOptions,
+)
+from .base import settle
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: The axes, outermost first: ranks that differ in a later axis are neighbours.
+MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+
+_ATTENTIONS_WITHOUT_SEQUENCE_PARALLELISM = ("eager", "flex_attention")
+
+
+class _Accelerated(Protocol):
+    """What the last check reads from an Accelerator."""
+
+    @property
+    def num_processes(self) -> int: ...
+    @property
+    def is_fsdp2(self) -> bool: ...
+    @property
+    def state(self) -> object: ...
+
+
+@dataclass
+class TorchTensorParallelConfig(TensorParallelOptions):
+    """How tensor parallelism through torch behaves."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.enable_async_tp:
+            warnings.warn(
+                "TorchTensorParallelConfig(enable_async_tp=True): asynchronous tensor parallelism is not "
+                "supported "
+                "yet, the option is ignored.",
+                stacklevel=3,
+            )
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """Deprecated spelling of ``ParallelismConfig(tp_size=...)``."""
+
+    tp_size: int = 1
+    torch_device_mesh: DeviceMesh | None = None
+
+
+@dataclass
+class TorchContextParallelConfig(ContextParallelOptions):
+    """How context parallelism through torch exchanges keys and values: ``allgather`` or ``alltoall``."""
+
+    def __post_init__(self) -> None:
+        env.fill_unset(self)
+        settle(self, "cp_comm_strategy")
+
+
+@dataclass
+class DeepSpeedSequenceParallelConfig(SequenceParallelOptions):
+    """How sequence parallelism through DeepSpeed (Ulysses) cuts sequences and which attention it calls."""
+
+    def __post_init__(self) -> None:
+        env.fill_unset(self)
+        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
+            raise SettingError(
+                "DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False): sequences of one length "
+                "need that "
+                "length: pass `sp_seq_length` or set PARALLELISM_CONFIG_SP_SEQ_LENGTH."
+            )
+        if self.sp_attn_implementation in _ATTENTIONS_WITHOUT_SEQUENCE_PARALLELISM:
+            raise SettingError(
+                f"Invalid sp_attn_implementation: {self.sp_attn_implementation}. 'eager' and "
+                "'flex_attention' need the "
+                "whole sequence on one rank: choose 'sdpa', 'flash_attention_2' or 'flash_attention_3'."
+            )
+
+
+_HANDLERS = {
+    "tp": TorchTensorParallelConfig,
+    "cp": TorchContextParallelConfig,
+    "sp": DeepSpeedSequenceParallelConfig,
+}
+
+
+@dataclass(repr=False)
+class ParallelismConfig(ParallelismOptions):
+    """The size of every axis of parallelism; their product is the number of processes.
+
+    ``dp_replicate`` copies the model, ``dp_shard`` shards it (FSDP), ``tp`` splits its matrices, ``cp``
+    and ``sp`` split its sequences (ring or all-gather attention; Ulysses).
+    """
+
+    def __post_init__(self) -> None:
+        env.fill_unset(self)
+        self.device_mesh: DeviceMesh | None = None
+        self._check_sizes()
+        settle(self, "cp_backend", "sp_backend")
+        for axis, kind in _HANDLERS.items():
+            self._settle_handler(axis, kind)
+
+    def _check_sizes(self) -> None:
+        for axis in MESH_ORDER:
+            size = getattr(self, f"{axis}_size")
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise SettingError(
+                    f"{axis}_size must be a whole number of at least 1, but got {size!r} ({self.equation()})."
+                )
+        if self.cp_size > 1 and self.sp_size > 1:
+            raise SettingError(
+                "Context parallelism (CP) and sequence parallelism (SP) both split the sequence and are "
+                "mutually "
+                f"exclusive: set cp_size=1 or sp_size=1 ({self.equation()})."
+            )
+        if (self.tp_size > 1 or self.cp_size > 1) and self.dp_replicate_size > 1 and self.dp_shard_size == 1:
+            raise SettingError(
+                "Tensor/context parallelism (tp_size or cp_size > 1) cannot be combined with pure "
+                "replication "
+                "(dp_replicate_size > 1, dp_shard_size == 1). Set dp_replicate_size=1 for FSDP + TP/CP, or "
+                f"dp_shard_size > 1 for HSDP + TP/CP ({self.equation()})."
+            )
+
+    def _settle_handler(self, axis: str, kind: type[Any]) -> None:
+        handler, size = getattr(self, f"{axis}_handler"), getattr(self, f"{axis}_size")
+        if handler is not None and not isinstance(handler, kind):
+            raise SettingError(
+                f"ParallelismConfig({axis}_handler=...) requires a {kind.__name__}, but got a {type(handler).__name__}."
+            )
+        if handler is not None and size == 1:
+            warnings.warn(
+                f"ParallelismConfig: {axis}_handler is set but {axis}_size is 1, so it has no effect.",
+                stacklevel=4,
+            )
+        # Ulysses keeps None: DeepSpeed has defaults of its own.
+        if handler is None and size > 1 and axis != "sp":
+            setattr(self, f"{axis}_handler", kind())
+
+    def __repr__(self) -> str:
+        lines = ",\n\t".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        return f"{type(self).__name__}(\n\t{lines},\n\ttotal_size={self.total_size})"
+
+    def to_json(self) -> str:
+        """The configuration as JSON text."""
+        return json.dumps({field.name: _plain(getattr(self, field.name)) for field in fields(self)})
+
+    def equation(self) -> str:
+        """All sizes and their product, as every refusal shows them."""
+        sizes = [getattr(self, f"{axis}_size") for axis in MESH_ORDER]
+        factors = " * ".join(f"{axis}_size {size}" for axis, size in zip(MESH_ORDER, sizes, strict=True))
+        return f"{factors} = {math.prod(sizes)}" if all(isinstance(size, int) for size in sizes) else factors
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, f"{axis}_size") for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+
+    def _set_size(self, parallelism: str, size: int) -> None:
+        if parallelism not in self._sizes:
+            raise SettingError(f"Parallelism must be one of {list(self._sizes)}, but got {parallelism!r}.")
+        setattr(self, f"{parallelism}_size", size)
+
+    def _active(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if self._sizes[axis] > 1]
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The axes that split the data and not the model's work on a sample."""
+        return self._active("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The axes whose ranks work on the same samples."""
+        return self._active("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The axes over which FSDP shards parameters."""
+        return self._active("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The axes over which a loss is averaged."""
+        return self._active("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The axes of the mesh that FSDP is given; the last is the flattened one it shards over."""
+        return [*self._active("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """Every axis of more than one process."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    @property
+    def total_size(self) -> int:
+        """The number of processes that this configuration fits."""
+        return math.prod(self._sizes.values())
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """How many processes work on one sample together."""
+        return self.tp_size * self.cp_size * self.sp_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many different slices of the data there are."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether the model is replicated."""
+        return self.dp_replicate_size > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether the model is sharded over the data-parallel ranks."""
+        return self.dp_shard_size > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether matrices are split over ranks."""
+        return self.tp_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are split with context parallelism."""
+        return self.cp_size > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequences are split with sequence parallelism."""
+        return self.sp_size > 1
+
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Names and sizes of the active axes, outermost first."""
+        names = tuple(self._active(*MESH_ORDER))
+        return names, tuple(self._sizes[name] for name in names)
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """The mesh over all processes, and the flattened axes ``dp``, ``dp_shard_cp`` and ``dp_cp`` where they exist.
+
+        None when no axis is active, and with DeepSpeed's sequence parallelism, which makes its own groups.
+        """
+        names, sizes = self._get_mesh()
+        if not names or (self.sp_enabled and self.sp_backend == "deepspeed"):
+            return None
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        flattened = {
+            "dp": self.dp_dim_names,
+            "dp_shard_cp": self.dp_shard_cp_dim_names,
+            "dp_cp": self.dp_cp_dim_names,
+        }
+        for name, axes in flattened.items():
+            if axes:
+                mesh[tuple(axes)]._flatten(name)
+        self.device_mesh = mesh
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """The mesh that was built, or one built now for ``device_type``."""
+        if self.device_mesh is None:
+            if device_type is None:
+                raise SettingError("You need to pass a device_type, e.g. 'cpu', to build the device mesh.")
+            return self.build_device_mesh(device_type)
+        if device_type is not None and self.device_mesh.device_type != device_type:
+            raise SettingError(
+                f"The device mesh was built for device_type {self.device_mesh.device_type!r}, not {device_type!r}."
+            )
+        return self.device_mesh
+
+    def _validate_accelerator(self, accelerator: _Accelerated) -> None:
+        """The sizes fit the processes of ``accelerator`` and the strategy that it uses."""
+        processes = accelerator.num_processes
+        if self.total_size == 1 and processes > 1:
+            # Nothing was asked for: plain replication.
+            self._set_size("dp_replicate", processes)
+        if self.total_size != processes and not (self.sp_enabled and self.sp_backend == "deepspeed"):
+            raise SettingError(
+                f"ParallelismConfig total_size ({self.total_size}) does not match num_processes "
+                f"({processes}): "
+                f"{self.equation()}. Change a size, or start {self.total_size} processes."
+            )
+        fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+        if fsdp is not None and fsdp.fsdp_version != 2 and self.total_size > 1:
+            raise SettingError(
+                f"ParallelismConfig needs FSDP2, but the FSDP plugin has fsdp_version={fsdp.fsdp_version}: set it to 2."
+            )
+        if accelerator.is_fsdp2 and self.total_size > 1 and not self.dp_shard_cp_dim_names:
+            raise SettingError(
+                "FSDP is enabled but dp_shard_size and cp_size are both 1, so there is no axis to shard "
+                "over: "
+                f"{self.equation()}. Give FSDP some of the ranks (dp_shard_size > 1), or launch without FSDP."
+            )
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return value
