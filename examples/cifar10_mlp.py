@@ -55,9 +55,7 @@ def load(accelerator: Accelerator, folder: str, download: bool) -> tuple[str, Da
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", default="data/cifar10", help="folder of the CIFAR-10 files")
     parser.add_argument("--download", action="store_true", help="fetch CIFAR-10 into --data_dir")
     parser.add_argument("--batch_size", type=int, default=10, help="samples a process and step")

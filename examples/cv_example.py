@@ -81,9 +81,7 @@ def pets(folder: str, image_size: int) -> tuple[nn.Module, list[nn.Parameter], D
 
     normalise = transforms.Normalize(model.default_cfg["mean"], model.default_cfg["std"])
     cropped = transforms.RandomResizedCrop(image_size, scale=(0.5, 1.0))
-    for_training = transforms.Compose(
-        [cropped, transforms.RandomHorizontalFlip(), transforms.ToTensor(), normalise]
-    )
+    for_training = transforms.Compose([cropped, transforms.RandomHorizontalFlip(), transforms.ToTensor(), normalise])
     resized = transforms.Resize((image_size, image_size))
     for_evaluation = transforms.Compose([resized, transforms.ToTensor(), normalise])
     num_train = int(0.8 * len(files))
@@ -97,12 +95,8 @@ def pets(folder: str, image_size: int) -> tuple[nn.Module, list[nn.Parameter], D
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data_dir", help="folder of images named label_number.jpg; digits are used without it"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_dir", help="folder of images named label_number.jpg; digits are used without it")
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
     parser.add_argument("--cpu", action="store_true", help="stay on the CPU")
     parser.add_argument("--batch_size", type=int, default=64, help="samples a process and step")

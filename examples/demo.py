@@ -43,9 +43,7 @@ def run(num_processes: int, num_epochs: int, report: Path) -> tuple[list[dict[st
 def compare(one: list[dict[str, float]], two: list[dict[str, float]]) -> bool:
     """Prints both histories side by side; true where evaluation is equal and the losses agree."""
     print(f"\n{'':8}{'loss':^30}{'held-out accuracy':^24}{'samples/s':^18}")
-    print(
-        f"{'epoch':8}{'1 process':>13}{'2 processes':>15}{'1 process':>12}{'2 processes':>13}{'1':>9}{'2':>9}"
-    )
+    print(f"{'epoch':8}{'1 process':>13}{'2 processes':>15}{'1 process':>12}{'2 processes':>13}{'1':>9}{'2':>9}")
     for left, right in zip(one, two, strict=True):
         print(
             f"{left['epoch']:<8}{left['loss']:13.6f}{right['loss']:15.6f}"
@@ -60,9 +58,7 @@ def compare(one: list[dict[str, float]], two: list[dict[str, float]]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("demo_output"))
     parser.add_argument("--num_epochs", type=int, default=8)
     arguments = parser.parse_args()

@@ -101,9 +101,7 @@ def train(arguments: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch_size", type=int, default=64, help="samples a process and step")
     parser.add_argument("--num_epochs", type=int, default=8)
     parser.add_argument("--learning_rate", type=float, default=2e-3)

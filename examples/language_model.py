@@ -39,9 +39,7 @@ class ByteModel(nn.Module):
             batch_first=True,
             norm_first=True,
         )
-        self.layers = nn.TransformerEncoder(
-            layer, num_layers, norm=nn.LayerNorm(width), enable_nested_tensor=False
-        )
+        self.layers = nn.TransformerEncoder(layer, num_layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
         self.output = nn.Linear(width, NUM_BYTES, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.output.weight = self.embedding.weight
@@ -54,9 +52,7 @@ class ByteModel(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch_size", type=int, default=16, help="windows a process and step")
     parser.add_argument("--num_epochs", type=int, default=3)
     parser.add_argument("--windows_per_epoch", type=int, default=2048)
@@ -79,25 +75,19 @@ def main() -> None:
     train_set, held_out_set = python_source(
         arguments.length, arguments.windows_per_epoch, arguments.windows_per_epoch // 8
     )
-    accelerator.print(
-        f"data: {len(train_set.bytes):,} bytes of Python source, {len(held_out_set.bytes):,} held out"
-    )
+    accelerator.print(f"data: {len(train_set.bytes):,} bytes of Python source, {len(held_out_set.bytes):,} held out")
     train_loader = DataLoader(train_set, batch_size=arguments.batch_size, shuffle=True)
     held_out_loader = DataLoader(held_out_set, batch_size=arguments.batch_size)
     model = ByteModel(arguments.width, arguments.num_layers, arguments.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, arguments.num_epochs * len(train_loader)
-    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.num_epochs * len(train_loader))
     model, optimizer, train_loader, held_out_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, held_out_loader, scheduler
     )
 
     def next_byte_losses(windows: torch.Tensor) -> torch.Tensor:
         scores = model(windows[:, :-1])
-        return nn.functional.cross_entropy(scores.transpose(1, 2), windows[:, 1:], reduction="none").mean(
-            dim=1
-        )
+        return nn.functional.cross_entropy(scores.transpose(1, 2), windows[:, 1:], reduction="none").mean(dim=1)
 
     history = []
     quiet = None if accelerator.is_local_main_process else True
@@ -134,7 +124,8 @@ def main() -> None:
             }
         )
         accelerator.print(
-            f"epoch {epoch}: loss {mean_loss:.4f}, held-out perplexity {math.exp(held_out_loss):.2f} per byte, "
+            f"epoch {epoch}: loss {mean_loss:.4f}, "
+            f"held-out perplexity {math.exp(held_out_loss):.2f} per byte, "
             f"{num_samples / seconds:.0f} samples/s"
         )
     if arguments.plot and accelerator.is_main_process:

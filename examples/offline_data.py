@@ -1,4 +1,4 @@
-"""Real data that is there without a network: handwritten digits, Python's own documentation, Python's own source."""
+"""Real data that is there without a network: handwritten digits, Python's own documentation and source."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ def standard_library_files(limit: int | None = None) -> list[Path]:
     found = [
         path
         for path in sorted(root.rglob("*.py"))
-        if not skipped.intersection(path.relative_to(root).parts)
-        and 2_000 < path.stat().st_size < FILE_LIMIT_BYTES
+        if not skipped.intersection(path.relative_to(root).parts) and 2_000 < path.stat().st_size < FILE_LIMIT_BYTES
     ]
     return found[:limit]
 
@@ -60,39 +59,52 @@ def standard_library_files(limit: int | None = None) -> list[Path]:
 # ------------------------------------------------------------------------------------------- sentence pairs
 
 _WORD = re.compile(r"[a-z]+|[0-9]+")
+# Parts of the standard library that say much about themselves, in every version of Python.
+PAGES = ("asyncio", "email", "logging", "turtle", "unittest")
+WORDS_PER_PASSAGE = 40
 
 
-def _passages(source: str, min_words: int = 8, max_words: int = 40) -> list[str]:
-    """The paragraphs of prose in the documentation strings of one module."""
-    passages: list[str] = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-            for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
-                text = " ".join(paragraph.split())
-                if (
-                    text[:1].isupper()
-                    and text.endswith(".")
-                    and min_words <= len(_WORD.findall(text.lower()))
-                ):
-                    passages.append(" ".join(text.split()[:max_words]))
-    return list(dict.fromkeys(passages))
+def _paragraphs(source: str) -> list[str]:
+    """The paragraphs of prose in the documentation strings of one file."""
+    return [
+        " ".join(paragraph.split())
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or "")
+        if paragraph.strip()[:1].isupper() and len(paragraph.split()) >= 8
+    ]
+
+
+def _passages(page: str) -> list[str]:
+    """What one part of the library says about itself, cut into pieces of a few sentences."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted((root / page).rglob("*.py")) if (root / page).is_dir() else [root / f"{page}.py"]
+    paragraphs = dict.fromkeys(
+        paragraph for file in files for paragraph in _paragraphs(file.read_text(encoding="utf-8"))
+    )
+    passages, words = [], []
+    for paragraph in paragraphs:
+        words += paragraph.split()
+        if len(words) >= WORDS_PER_PASSAGE:
+            passages.append(" ".join(words[: 2 * WORDS_PER_PASSAGE]))
+            words = []
+    return passages
 
 
 def sentence_pairs(
     num_train: int = 6_000, num_held_out: int = 600
 ) -> tuple[list[tuple[str, str, int]], list[tuple[str, str, int]]]:
-    """Pairs of English passages with label 1 if both document the same Python module, else 0; half of each.
+    """Pairs of English passages, with label 1 if both document the same part of Python, else 0; half of each.
 
     Training and held-out pairs share no passage.
     """
     shuffle = random.Random(0)
-    pages: list[tuple[list[str], list[str]]] = []
-    for path in standard_library_files():
-        passages = _passages(path.read_text(encoding="utf-8", errors="ignore"))
-        if len(passages) >= 8:
-            shuffle.shuffle(passages)
-            cut = max(2, len(passages) // 5)
-            pages.append((passages[cut:], passages[:cut]))
+    pages = []
+    for page in PAGES:
+        passages = _passages(page)
+        shuffle.shuffle(passages)
+        cut = len(passages) // 5
+        pages.append((passages[cut:], passages[:cut]))
 
     def pairs(part: int, count: int) -> list[tuple[str, str, int]]:
         drawn: list[tuple[str, str, int]] = []
@@ -107,11 +119,11 @@ def sentence_pairs(
 
 
 class PairTokens(Dataset[dict[str, torch.Tensor]]):
-    """Pairs as a BERT-shaped model reads them: [CLS] first [SEP] second [SEP], with segment and padding masks."""
+    """Pairs as a BERT-shaped model reads them: [CLS] first [SEP] second [SEP], with segments and a mask."""
 
     PAD, CLS, SEP, UNKNOWN = range(4)
 
-    def __init__(self, pairs: list[tuple[str, str, int]], vocabulary: dict[str, int], max_length: int = 64):
+    def __init__(self, pairs: list[tuple[str, str, int]], vocabulary: dict[str, int], max_length: int = 128):
         self.labels = [label for _, _, label in pairs]
         self.rows = [self._encode(first, second, vocabulary, max_length) for first, second, _ in pairs]
 
@@ -144,9 +156,7 @@ class PairTokens(Dataset[dict[str, torch.Tensor]]):
 
 def vocabulary_of(pairs: list[tuple[str, str, int]], size: int = 4_000) -> dict[str, int]:
     """The most frequent words of the pairs, numbered after the four special tokens."""
-    counts = Counter(
-        word for first, second, _ in pairs for word in _WORD.findall(f"{first} {second}".lower())
-    )
+    counts = Counter(word for first, second, _ in pairs for word in _WORD.findall(f"{first} {second}".lower()))
     return {word: number for number, (word, _) in enumerate(counts.most_common(size - 4), start=4)}
 
 

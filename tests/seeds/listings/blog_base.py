@@ -1,0 +1,28 @@
+# The blog post's starting listing. Corrected: one name for the optimizer; a small Transformer that gets its target too.
+import torch
+import torch.nn.functional as F
+from datasets import load_dataset
+
+device = 'cpu'
+
+model = torch.nn.Transformer(8, 2, 1, 1, 16).to(device)
+optimizer = torch.optim.Adam(model.parameters())
+
+dataset = load_dataset('my_dataset')
+data = torch.utils.data.DataLoader(dataset, shuffle=True)
+
+
+model.train()
+for epoch in range(10):
+    for source, targets in data:
+        source = source.to(device)
+        targets = targets.to(device)
+
+        optimizer.zero_grad()
+
+        output = model(source, source)
+        loss = F.cross_entropy(output, targets)
+
+        loss.backward()
+
+        optimizer.step()

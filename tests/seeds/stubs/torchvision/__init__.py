@@ -1,0 +1,1 @@
+"""Stands in for torchvision: a small dataset of CIFAR's shape whose classes can be told apart."""
