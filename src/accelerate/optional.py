@@ -1,15 +1,15 @@
 """Which optional packages exist here: one cached table, one question per package, one way to require them.
 
-A package counts as installed when it can be found *and* its metadata can be found: a folder that happens to have its
-name doesn't count. No probe imports the package, unless its docstring says so.
+A package counts as installed when it can be found *and* its metadata can be found: a folder that happens to
+have its name doesn't count. No probe imports the package, unless its docstring says so.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Final, ParamSpec, TypeVar
 
@@ -42,24 +42,25 @@ TORCHAO_FLOOR: Final = "0.6.1"
 
 @functools.cache
 def installed_version(module: str) -> str | None:
-    """The version of the package that brings ``module``, or None when it isn't installed. Cached for the process."""
-    import importlib.metadata
+    """The version of the package that brings ``module``, or None when it isn't installed."""
+    # Here, so that a program that asks nothing does not pay for it.
+    from importlib import metadata
 
     try:
-        if importlib.util.find_spec(module) is None:
+        if find_spec(module) is None:
             return None
     except (ImportError, ValueError):  # a broken parent package, or a stub without a spec in sys.modules
         return None
     for distribution in _DISTRIBUTIONS.get(module, (module,)):
         try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
             continue
     return None
 
 
 def is_installed(module: str, *, at_least: str | None = None, below: str | None = None) -> bool:
-    """Whether ``module`` is installed, in a version of at least ``at_least`` and below ``below`` where given."""
+    """Whether ``module`` is installed, from version ``at_least`` on and below ``below`` where given."""
     from packaging.version import InvalidVersion, Version
 
     version = installed_version(module)
@@ -120,12 +121,12 @@ def _required_by(
 
 def deepspeed_required(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """``func``, refusing with a clear error where ``deepspeed`` isn't installed."""
-    return _required_by(func, is_deepspeed_available, "deepspeed")
+    return _required_by(func, lambda: is_deepspeed_available(), "deepspeed")
 
 
 def torchao_required(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """``func``, refusing with a clear error where ``torchao`` isn't installed."""
-    return _required_by(func, is_torchao_available, "torchao")
+    return _required_by(func, lambda: is_torchao_available(), "torchao")
 
 
 # One question per package, under its documented name.

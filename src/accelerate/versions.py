@@ -23,7 +23,7 @@ BETA_SP_AVAILABLE_DEEPSPEED_VERSION: Final = "0.18.2"
 
 OLDEST_GOOD_LINUX_KERNEL: Final = "5.5.0"
 
-_COMPARISONS: Final[dict[str, Callable[[object, object], bool]]] = {
+_COMPARISONS: Final[dict[str, Callable[[Version, Version], bool]]] = {
     ">": operator.gt,
     ">=": operator.ge,
     "==": operator.eq,
@@ -34,7 +34,7 @@ _COMPARISONS: Final[dict[str, Callable[[object, object], bool]]] = {
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Whether an installed library (by name), or a given version, stands in ``operation`` to ``requirement_version``.
+    """Whether a version, or that of an installed library, stands in ``operation`` to the required one.
 
     The local part of a version (``+cpu``, ``+cu126``) doesn't take part: ``2.6.0+cpu`` equals ``2.6.0``.
 

@@ -7,6 +7,7 @@ from .base import GeneralTracker, on_main_process
 from .choose import (
     LOGGER_TYPE_TO_CLASS,
     filter_trackers,
+    find_tracker,
     get_available_trackers,
     init_trackers,
     register_tracker_class,
@@ -35,6 +36,7 @@ __all__ = [
     "TrackioTracker",
     "WandBTracker",
     "filter_trackers",
+    "find_tracker",
     "get_available_trackers",
     "init_trackers",
     "on_main_process",

@@ -20,7 +20,7 @@ def writes_here(*, main_process_only: bool = True) -> bool:
 
 
 def on_main_process(function: Method) -> Method:
-    """The tracker method, doing nothing off the main process while the tracker's ``main_process_only`` holds."""
+    """The tracker method, doing nothing off the main process where the tracker is ``main_process_only``."""
 
     @functools.wraps(function)
     def guarded(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
@@ -40,11 +40,11 @@ class GeneralTracker:
     - ``requires_logging_directory`` (`bool`): whether it can't do without a ``logging_dir``.
     - ``tracker`` (property): the service's own object, for what this interface doesn't cover.
 
-    and overrides the four methods. Its constructor remembers arguments only; the service is contacted in ``start``.
-    Methods that must run on the main process only carry :func:`on_main_process`.
+    and overrides the four methods. Its constructor remembers arguments only; the service is contacted in
+    ``start``. Methods that must run on the main process only carry :func:`on_main_process`.
 
-    ``_blank=True`` makes a tracker that accepts everything and does nothing; ``get_tracker`` returns one off the main
-    process.
+    ``_blank=True`` makes a tracker that accepts everything and does nothing; ``get_tracker`` returns one
+    off the main process.
     """
 
     name: ClassVar[str]
@@ -74,4 +74,3 @@ class GeneralTracker:
 
     def finish(self) -> None:
         """Everything logged has left this process, and the run is closed."""
-

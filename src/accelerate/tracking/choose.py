@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, cast
 
 from .. import optional
 from ..errors import SettingError
@@ -48,7 +48,7 @@ def get_available_trackers() -> list[LoggerType | str]:
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """``log_with`` takes ``tracker_class`` by its ``name`` from now on; one of the same name is replaced, with a warning.
+    """``log_with`` takes ``tracker_class`` by its ``name`` from now on; replacing one warns.
 
     Raises:
         SettingError: the class isn't a `GeneralTracker`, or has no ``name``.
@@ -113,20 +113,25 @@ def init_trackers(
 ) -> list[GeneralTracker]:
     """The trackers of a run, started, with ``config`` stored; the JSONL log of the run comes last.
 
-    ``trackers`` is what `filter_trackers` returned; ``init_kwargs`` holds the constructor's arguments by tracker name.
-    The JSONL log is there whenever ``logging_dir`` is; ``init_kwargs={"jsonl": {"enabled": False}}`` leaves it out.
+    Off the main process there are none.
+
+    ``trackers`` is what `filter_trackers` returned; ``init_kwargs`` holds the constructor's arguments by
+    tracker name. The JSONL log is there whenever ``logging_dir`` is; ``init_kwargs={"jsonl": {"enabled":
+    False}}`` leaves it out.
     """
+    if not writes_here():
+        return []
     init_kwargs = init_kwargs or {}
     started: list[GeneralTracker] = []
     for each in trackers:
         if isinstance(each, GeneralTracker):
             started.append(each)
             continue
-        tracker_class = LOGGER_TYPE_TO_CLASS[str(each)]
-        arguments = (project_name,)
-        if tracker_class.requires_logging_directory:
+        tracker_class: Callable[..., GeneralTracker] = LOGGER_TYPE_TO_CLASS[str(each)]
+        arguments: tuple[Any, ...] = (project_name,)
+        if LOGGER_TYPE_TO_CLASS[str(each)].requires_logging_directory:
             arguments = (project_name, logging_dir)
-        started.append(tracker_class(*arguments, **init_kwargs.get(str(each), {})))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        started.append(tracker_class(*arguments, **init_kwargs.get(str(each), {})))
     if logging_dir is not None and init_kwargs.get(JSONLTracker.name, {}).get("enabled", True):
         started.append(JSONLTracker(project_name, os.fspath(logging_dir)))
     for tracker in started:
@@ -136,17 +141,37 @@ def init_trackers(
     return started
 
 
+def find_tracker(trackers: Iterable[GeneralTracker], name: str, unwrap: bool = False) -> Any:
+    """The tracker with that ``name``; with ``unwrap``, the service's own object.
+
+    Off the main process it is a blank one, on which every call does nothing.
+
+    Raises:
+        SettingError: on the main process, none has that name.
+    """
+    by_name = {tracker.name: tracker for tracker in trackers}
+    found = by_name.get(str(name))
+    if found is not None:
+        return cast(Any, found).tracker if unwrap else found
+    if not writes_here():
+        return GeneralTracker(_blank=True)
+    raise SettingError(
+        f"No tracker {name!r} is running. Running: {', '.join(by_name) or 'none'}. Ask for it with "
+        f"`Accelerator(log_with={name!r})` and call `init_trackers` first."
+    )
+
+
 def _known(name: object) -> str:
     if not isinstance(name, str) or str(name) not in LOGGER_TYPE_TO_CLASS:
         raise SettingError(
-            f"The tracker {name!r} in `log_with` is unknown. Use {', '.join(['all', *LOGGER_TYPE_TO_CLASS])}, a "
-            "GeneralTracker object, or register a class with `accelerate.tracking.register_tracker_class`."
+            f"The tracker {name!r} in `log_with` is unknown. Use {', '.join(['all', *LOGGER_TYPE_TO_CLASS])}, "
+            "a GeneralTracker object, or register a class with `accelerate.tracking.register_tracker_class`."
         )
     return str(name)
 
 
 def _is_available(name: str) -> bool:
-    """Whether the service behind a name can be imported; a class that somebody registered needs none of ours."""
+    """Whether the service behind a name is installed; a registered class answers for itself."""
     if name not in _SERVICES:
         return True
     return getattr(optional, f"is_{name}_available")()

@@ -18,8 +18,8 @@ _SERIES: Final = ("eval", "test", "train")
 class ClearMLTracker(GeneralTracker):
     """Values go to the ClearML task that is running already, else to one made with ``kwargs``.
 
-    A task that was running already isn't closed. ``CLEARML_PROJECT`` and ``CLEARML_TASK`` name the project and task
-    where ``kwargs`` don't.
+    A task that was running already isn't closed. ``CLEARML_PROJECT`` and ``CLEARML_TASK`` name the project
+    and task where ``kwargs`` don't.
     """
 
     name = "clearml"
@@ -88,7 +88,7 @@ class ClearMLTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """The table, given as ``dataframe`` or as ``columns`` and ``data``, is logged under ``table_name``."""
+        """The table, a ``dataframe`` or ``columns`` and ``data``, is logged under ``table_name``."""
         if dataframe is None and data is None:
             raise SettingError("`log_table` got no table: give `data` (with `columns`), or `dataframe`.")
         table = dataframe

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class DVCLiveTracker(GeneralTracker):
-    """Values go to ``live``, else to a ``dvclive.Live`` made with ``kwargs``; each ``log`` is one step of it."""
+    """Values go to ``live``, else to a ``dvclive.Live`` made with ``kwargs``; each ``log`` is a step."""
 
     name = "dvclive"
     requires_logging_directory = False

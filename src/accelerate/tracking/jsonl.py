@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, final
 
 from .base import GeneralTracker, on_main_process
 
 
+@final
 class JSONLTracker(GeneralTracker):
     """Every value of the run stands in ``{logging_dir}/{run_name}.jsonl``, also after a crash.
 

@@ -79,14 +79,12 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """``values`` are the run's parameters; one whose text is longer than MLflow takes is left out, and logged."""
+        """``values`` are the run's parameters; one that is too long for MLflow is left out, and named."""
         longest: int = self._mlflow.utils.validation.MAX_PARAM_VAL_LENGTH
         kept: list[tuple[str, Any]] = []
         for key, value in values.items():
             if len(str(value)) > longest:
-                logger.warning(
-                    "MLflow takes parameters of at most %d characters; %r is left out.", longest, key
-                )
+                logger.warning("MLflow takes parameters of at most %d characters; %r is left out.", longest, key)
             else:
                 kept.append((key, value))
         for first in range(0, len(kept), PARAMETERS_PER_REQUEST):
@@ -101,9 +99,7 @@ class MLflowTracker(GeneralTracker):
                 metrics[key] = value
             elif key not in self._metrics_refused:
                 self._metrics_refused.add(key)
-                logger.warning(
-                    "MLflow metrics are numbers; %r is a %s and is left out.", key, type(value).__name__
-                )
+                logger.warning("MLflow metrics are numbers; %r is a %s and is left out.", key, type(value).__name__)
         self._mlflow.log_metrics(metrics, step=step, **kwargs)
 
     @on_main_process
@@ -132,7 +128,9 @@ def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
     try:
         parsed = json.loads(tags)
     except json.JSONDecodeError as error:
-        raise SettingError(f"The MLflow tags {tags!r} (argument `tags`, or MLFLOW_TAGS) aren't JSON: {error}") from error
+        raise SettingError(
+            f"The MLflow tags {tags!r} (argument `tags`, or MLFLOW_TAGS) aren't JSON: {error}"
+        ) from error
     if not isinstance(parsed, dict):
         raise SettingError(f"The MLflow tags {tags!r} (argument `tags`, or MLFLOW_TAGS) aren't a JSON object.")
     return parsed

@@ -39,7 +39,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """``values`` (int, float, str, bool or tensor each) stand in the HPARAMS tab, and in ``hparams.yml``."""
+        """``values`` (int, float, str, bool or tensor) stand in the HPARAMS tab and in ``hparams.yml``."""
         import torch
         import yaml
 
@@ -64,7 +64,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Each value, a batch of images, is logged under its key; ``kwargs`` go to ``SummaryWriter.add_images``."""
+        """Each value, a batch of images, is logged under its key; ``kwargs`` go to ``add_images``."""
         for key, images in values.items():
             self.writer.add_images(key, images, global_step=step, **kwargs)
 

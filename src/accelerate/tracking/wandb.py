@@ -55,7 +55,7 @@ class WandBTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """The table, given as ``columns`` and ``data`` or as ``dataframe``, is logged under ``table_name``."""
+        """The table, a ``dataframe`` or ``columns`` and ``data``, is logged under ``table_name``."""
         table = self._wandb.Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step=step, **kwargs)
 

@@ -1,0 +1,90 @@
+"""Loggers that know which process they are in: a line once, on every rank, or on each rank in turn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any, final
+
+from .errors import WorldError
+from .processes import in_order
+from .settings import env
+from .world import current_world
+
+if TYPE_CHECKING:
+    from .world import World
+
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+# What `warning_once` has said: the logger's name and the arguments, as text.
+_said: set[tuple[str, str]] = set()
+
+
+@final
+class MultiProcessAdapter(_Adapter):
+    """A logger whose lines begin with ``[RANK n]`` and, by default, come from the main process only.
+
+    Every logging call takes two more keywords:
+
+    - ``main_process_only=True``: False logs on every process.
+    - ``in_order=False``: True logs on every process, one after the other. Every process must make the call
+      then.
+    """
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """``msg`` is logged where this process's rank and the two keywords say so.
+
+        Raises:
+            WorldError: neither a ``PartialState`` nor an ``Accelerator`` exists yet.
+        """
+        world = current_world()
+        if world is None:
+            raise WorldError(
+                "A logger of `accelerate.logging` was used before it is known which process this is. Make an "
+                "`Accelerator()` or a `PartialState()` first, or use Python's `logging.getLogger` up to then."
+            )
+        main_process_only = kwargs.pop("main_process_only", True)
+        ordered = kwargs.pop("in_order", False)
+        # The caller's file and line: one frame up from here (frames inside `logging` are not counted).
+        kwargs.setdefault("stacklevel", 2)
+        if ordered:
+            # The level is asked inside: ranks may have different levels, and all of them must take their
+            # turn.
+            kwargs["stacklevel"] += 1
+            self._log_in_turn(world, level, msg, args, kwargs)
+        elif (world.is_main or not main_process_only) and self.isEnabledFor(level):
+            message, options = self.process(msg, kwargs)
+            self.logger.log(level, message, *args, **options)
+
+    def _log_in_turn(
+        self, world: World, level: int, msg: object, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> None:
+        with in_order(world):
+            if self.isEnabledFor(level):
+                message, options = self.process(msg, kwargs)
+                self.logger.log(level, message, *args, **options)
+
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
+        """The message with the rank before it."""
+        world = current_world()
+        return (str(msg) if world is None else f"[RANK {world.rank}] {msg}"), kwargs
+
+    def warning_once(self, *args: object, **kwargs: Any) -> None:
+        """The warning is logged at the first call with these arguments in this process, and never again."""
+        key = (self.logger.name, repr((args, sorted(kwargs.items()))))
+        if key in _said:
+            return
+        _said.add(key)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 2) + 1
+        self.log(logging.WARNING, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """The logger ``name``, aware of processes, at ``log_level`` (else ``ACCELERATE_LOG_LEVEL``)."""
+    level = log_level if log_level is not None else env.read("ACCELERATE_LOG_LEVEL")
+    logger = logging.getLogger(name)
+    if level:
+        logger.setLevel(level.upper())
+    return MultiProcessAdapter(logger, {})

@@ -1,0 +1,20 @@
+"""Old address of `accelerate.utils.memory`."""
+
+from __future__ import annotations
+
+import warnings
+
+from .memory import (
+    clear_device_cache,
+    find_executable_batch_size,
+    release_memory,
+    should_reduce_batch_size,
+)
+
+__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
+
+warnings.warn(
+    "`accelerate.memory_utils` is an old address; import `find_executable_batch_size` from `accelerate`, "
+    "and the rest from `accelerate.utils.memory`.",
+    FutureWarning,
+)

@@ -1,0 +1,69 @@
+"""Walking through trees: modules from the leaves up, attributes by dotted name, nested dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any, Literal, overload
+
+import torch
+
+
+def recursive_getattr(obj: object, attr: str) -> Any:
+    """The attribute with the dotted name ``attr``: ``recursive_getattr(model, "encoder.layer.0")``."""
+    return reduce(getattr, attr.split("."), obj)
+
+
+@overload
+def get_module_children_bottom_up(
+    model: torch.nn.Module, return_fqns: Literal[False] = False
+) -> list[torch.nn.Module]: ...
+@overload
+def get_module_children_bottom_up(
+    model: torch.nn.Module, return_fqns: Literal[True]
+) -> list[tuple[str, torch.nn.Module]]: ...
+def get_module_children_bottom_up(
+    model: torch.nn.Module, return_fqns: bool = False
+) -> list[torch.nn.Module] | list[tuple[str, torch.nn.Module]]:
+    """Every module of the model, children always before their parent, the model itself last.
+
+    With ``return_fqns``, each comes with its dotted name (the model's is empty).
+    """
+    named = list(_children_first(model, ""))
+    return named if return_fqns else [module for _name, module in named]
+
+
+def _children_first(module: torch.nn.Module, name: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _children_first(child, f"{name}.{child_name}" if name else child_name)
+    yield name, module
+
+
+def model_has_dtensor(model: torch.nn.Module) -> bool:
+    """Whether some parameter of the model is a distributed tensor."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """``destination``, which now holds ``source`` too; where both hold a dict, these are merged."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def get_pretty_name(obj: object) -> str:
+    """A name to show for an object: its own qualified name, else its class's, else its text."""
+    if getattr(obj, "__qualname__", None) is None and getattr(obj, "__name__", None) is None:
+        obj = getattr(obj, "__class__", obj)
+    for attribute in ("__qualname__", "__name__"):
+        name = getattr(obj, attribute, None)
+        if name is not None:
+            return str(name)
+    return str(obj)

@@ -1,0 +1,1 @@
+"""Scripts that check this installation under ``accelerate launch``; a failed check raises."""

@@ -1,0 +1,1 @@
+"""Scripts that check whole training runs: metrics, checkpoints, reached accuracy."""

@@ -1,0 +1,108 @@
+"""Checks the collectives: run it under ``accelerate launch``, on any number of processes."""
+
+from __future__ import annotations
+
+import torch
+
+from accelerate.collectives import (
+    broadcast,
+    copy_tensor_to_devices,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
+from accelerate.nested import concatenate
+from accelerate.state import PartialState
+
+
+def create_tensor(state: PartialState) -> torch.Tensor:
+    """``num_processes`` numbers, different on every rank: 1, 2, ... over all ranks."""
+    first = state.process_index * state.num_processes
+    return (torch.arange(state.num_processes) + 1.0 + first).to(state.device)
+
+
+def test_gather(state: PartialState) -> None:
+    """Everything of every rank, in order."""
+    gathered = gather(create_tensor(state))
+    assert gathered.tolist() == list(range(1, state.num_processes**2 + 1)), gathered
+
+
+def test_gather_object(state: PartialState) -> None:
+    """Objects of every rank, in order."""
+    gathered = gather_object([state.process_index])
+    assert gathered == list(range(state.num_processes)), gathered
+
+
+def test_gather_non_contiguous(state: PartialState) -> None:
+    """A tensor with gaps between its elements is gathered too."""
+    tensor = torch.arange(12).view(4, 3).t().to(state.device)
+    assert not tensor.is_contiguous()
+    assert gather(tensor).shape == (3 * state.num_processes, 4)
+
+
+def test_broadcast(state: PartialState) -> None:
+    """The first rank's tensor, on every rank."""
+    received = broadcast(create_tensor(state))
+    assert received.tolist() == list(range(1, state.num_processes + 1)), received
+
+
+def test_pad_across_processes(state: PartialState) -> None:
+    """Tensors of different lengths end with zeros up to the longest."""
+    length = state.num_processes + (1 if state.is_main_process else 0)
+    padded = pad_across_processes(torch.arange(length, device=state.device))
+    assert padded.shape == (state.num_processes + 1,), padded.shape
+    if state.num_processes > 1 and not state.is_main_process:
+        assert padded.tolist() == [*range(state.num_processes), 0], padded
+
+
+def test_reduce_sum(state: PartialState) -> None:
+    """The element-wise sum over ranks."""
+    _check_reduce(state, "sum", 1)
+
+
+def test_reduce_mean(state: PartialState) -> None:
+    """The element-wise mean over ranks."""
+    _check_reduce(state, "mean", state.num_processes)
+
+
+def _check_reduce(state: PartialState, reduction: str, divisor: int) -> None:
+    count = state.num_processes
+    reduced = reduce(create_tensor(state), reduction)
+    expected = torch.arange(1.0, count**2 + 1).view(count, count).sum(0) / divisor
+    assert torch.allclose(reduced.cpu(), expected), (reduced, expected)
+
+
+def test_copy_tensor_to_devices(state: PartialState) -> None:
+    """The first rank's tensor, on every rank's device."""
+    tensor = torch.tensor([1, 2, 3], device=state.device) if state.is_main_process else None
+    assert copy_tensor_to_devices(tensor).tolist() == [1, 2, 3]
+
+
+def test_concatenate(state: PartialState) -> None:
+    """Containers are joined leaf by leaf."""
+    part = {"x": create_tensor(state)}
+    assert concatenate([part, part])["x"].shape == (2 * state.num_processes,)
+
+
+def main() -> None:
+    """Every check has passed."""
+    state = PartialState()
+    for check in (
+        test_gather,
+        test_gather_object,
+        test_gather_non_contiguous,
+        test_broadcast,
+        test_pad_across_processes,
+        test_reduce_sum,
+        test_reduce_mean,
+        test_copy_tensor_to_devices,
+        test_concatenate,
+    ):
+        state.print(f"{check.__name__.removeprefix('test_').replace('_', ' ')}: {check.__doc__}")
+        check(state)
+    state.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

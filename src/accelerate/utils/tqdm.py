@@ -1,0 +1,7 @@
+"""Old address: the progress bar."""
+
+from __future__ import annotations
+
+from ..progress import tqdm
+
+__all__ = ["tqdm"]
