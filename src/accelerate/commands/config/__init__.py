@@ -1,0 +1,96 @@
+"""``accelerate config`` and its subcommands: ask, default, update, show."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import AccelerateError
+from ...settings import file
+from ..parser import Parser, spellings
+from . import config_args
+from .ask import Asker
+from .config_args import default_config_file, load_config_from_file
+from .default import default_command_parser
+from .questions import Questionnaire
+from .show import show_command_parser
+from .update import update_command_parser
+
+__all__ = [
+    "config_args",
+    "config_command_parser",
+    "default_command_parser",
+    "default_config_file",
+    "load_config_from_file",
+    "main",
+    "update_command_parser",
+]
+
+_SUBCOMMANDS: Final[dict[str, Callable[[], argparse.ArgumentParser]]] = {
+    "default": default_command_parser,
+    "update": update_command_parser,
+    "show": show_command_parser,
+}
+_EPILOG: Final = """\
+subcommands:
+  default   write a configuration from what this machine has, without questions
+  update    rewrite a configuration in today's spelling
+  show      print a configuration and what a launch makes of it
+"""
+
+
+def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """A parser of ``accelerate config``."""
+    description = "Answer a few questions about this machine; `accelerate launch` then needs no flags."
+    options: dict[str, Any] = {
+        "description": description,
+        "epilog": _EPILOG,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
+    if subparsers is not None:
+        parser = subparsers.add_parser("config", **options)
+    else:
+        parser = Parser(prog="accelerate config", **options)
+    parser.add_argument(*spellings("--config_file"), default=None, dest="config_file", help="The file to write.")
+    parser.add_argument("--advanced", action="store_true", help="Ask everything.")
+    parser.set_defaults(func=config_command)
+    return parser
+
+
+def config_command(args: argparse.Namespace) -> None:
+    """The questions have been asked, the file written, and it and the command to run have been shown."""
+    path = Path(file.default_config_file() if args.config_file is None else args.config_file).expanduser()
+    asker = Asker()
+    file.save(Questionnaire(asker, advanced=args.advanced).run(), path)
+    asker.say(f"\nThe configuration is at {path}:\n\n{path.read_text().rstrip()}\n")
+    named = "" if args.config_file is None else f" --config_file {path}"
+    asker.say(f"Run a script with it:\n\n  accelerate launch{named} script.py")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of ``accelerate config``."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in _SUBCOMMANDS:
+        parser = _SUBCOMMANDS[words[0]]()
+        words = words[1:]
+    else:
+        parser = config_command_parser()
+    try:
+        args = parser.parse_args(words)
+        args.func(args)
+    except KeyboardInterrupt:
+        print("\nNothing was written.", file=sys.stderr)
+        return 130
+    except (AccelerateError, FileNotFoundError) as error:
+        from ..launch import complain
+
+        return complain("accelerate config", error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

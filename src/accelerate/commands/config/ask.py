@@ -1,0 +1,283 @@
+"""Questions to a person: menus with arrow keys in a terminal, lines of text everywhere else, the same answers
+in both.
+
+A choice is given by its number, its label, its value or a word that only it contains. Every question shows
+its default and, where there is one, a line of why. An answer that makes no sense is explained and asked
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, TextIO, TypeVar, final
+
+from ...errors import SettingError
+from ...settings import env
+
+Value = TypeVar("Value")
+
+_UP: Final = ("\x1b[A", "\x1bOA")
+_DOWN: Final = ("\x1b[B", "\x1bOB")
+_HOME: Final = "\x1b[H"
+_END: Final = "\x1b[F"
+_ERASE_BELOW: Final = "\x1b[J"
+_DIM: Final = "\x1b[2m"
+_BOLD: Final = "\x1b[1m"
+_PLAIN: Final = "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class Choice(Generic[Value]):
+    """One entry of a menu: the value it stands for and how it is shown."""
+
+    value: Value
+    label: str
+
+
+class InputEnded(SettingError):
+    """The answers on the standard input ended before the questions did."""
+
+
+def match(text: str, choices: Sequence[Choice[Value]]) -> Value | None:
+    """The value of the choice that ``text`` names, or None when it names none or several."""
+    word = text.strip().lower()
+    if word.isdigit() and int(word) < len(choices) and word not in {str(choice.value) for choice in choices}:
+        return choices[int(word)].value
+    exact = [choice.value for choice in choices if word in (choice.label.lower(), str(choice.value).lower())]
+    if len(exact) == 1:
+        return exact[0]
+    found = [
+        choice.value
+        for choice in choices
+        if len(word) > 1 and (word in choice.label.lower() or word in str(choice.value).lower())
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+@final
+class Asker:
+    """Asks on ``output`` and reads the answers from ``input``."""
+
+    def __init__(self, input: TextIO | None = None, output: TextIO | None = None) -> None:
+        self._input = input if input is not None else sys.stdin
+        self._output = output if output is not None else sys.stdout
+        self.num_asked = 0
+        self._menus = (
+            self._input.isatty() and self._output.isatty() and env.read("TERM", "dumb") != "dumb" and _has_termios()
+        )
+
+    # kinds of questions
+
+    def choose(
+        self,
+        question: str,
+        choices: Sequence[Choice[Value]],
+        default: Value,
+        *,
+        why: str = "",
+        brief: bool = False,
+    ) -> Value:
+        """The value of the choice that was made. ``brief`` shows the values instead of numbered labels."""
+        self._why(why)
+        place = next((index for index, choice in enumerate(choices) if choice.value == default), 0)
+        if self._menus:
+            self.num_asked += 1
+            return self._menu(question, choices, place)
+        if brief:
+            shown = "/".join(choice.label.upper() if i == place else choice.label for i, choice in enumerate(choices))
+            prompt = f"{question} [{shown}]: "
+        else:
+            shown = ", ".join(f"[{index}] {choice.label}" for index, choice in enumerate(choices))
+            prompt = f"{question} ({shown}) [{place}]: "
+        legal = ", ".join(f"{index} ({choice.label})" for index, choice in enumerate(choices))
+
+        def read(text: str) -> Value:
+            value = match(text, choices)
+            if value is None:
+                raise ValueError(f"{text!r} is none of them. Answer with a number or a name: {legal}.")
+            return value
+
+        return self._line(prompt, read, default)
+
+    def yes(self, question: str, default: bool = False, *, why: str = "") -> bool:
+        """Whether the answer was yes."""
+        self._why(why)
+
+        def read(text: str) -> bool:
+            word = text.lower()
+            if word in ("yes", "y", "true", "1"):
+                return True
+            if word in ("no", "n", "false", "0"):
+                return False
+            raise ValueError(f"{text!r} is neither: answer yes or no.")
+
+        return self._line(f"{question} [{'YES/no' if default else 'yes/NO'}]: ", read, default)
+
+    def ask(
+        self,
+        question: str,
+        read: Callable[[str], Value],
+        default: Value,
+        *,
+        shown: str | None = None,
+        why: str = "",
+    ) -> Value:
+        """What ``read`` makes of the answer; it raises ValueError, with a reason, for one that makes no
+        sense.
+        """
+        self._why(why)
+        text = shown if shown is not None else ("" if default is None else str(default))
+        return self._line(f"{question} [{text}]: " if text else f"{question}: ", read, default)
+
+    def whole_number(self, question: str, default: int, *, at_least: int = 0, why: str = "") -> int:
+        """A whole number of at least ``at_least``."""
+
+        def read(text: str) -> int:
+            try:
+                number = int(text)
+            except ValueError:
+                number = at_least - 1
+            if number < at_least:
+                raise ValueError(f"{text!r} won't do: give a whole number of at least {at_least}.")
+            return number
+
+        return self.ask(question, read, default, why=why)
+
+    def text(self, question: str, default: str = "", *, required: bool = False, why: str = "") -> str:
+        """The answer as it was typed."""
+
+        def read(text: str) -> str:
+            return text
+
+        while True:
+            answer = self.ask(question, read, default, why=why)
+            if answer or not required:
+                return answer
+            self.say("An answer is needed here.")
+
+    def say(self, text: str) -> None:
+        """The person sees a line."""
+        self._output.write(f"{text}\n")
+        self._output.flush()
+
+    # one line
+
+    def _why(self, why: str) -> None:
+        if why:
+            self.say(f"{_DIM}{why}{_PLAIN}" if self._menus else f"  ({why})")
+
+    def _line(self, prompt: str, read: Callable[[str], Value], default: Value) -> Value:
+        self.num_asked += 1
+        while True:
+            self._output.write(prompt)
+            self._output.flush()
+            line = self._input.readline()
+            if not line:
+                self._output.write("\n")
+                raise InputEnded(
+                    f"The input ended before this question was answered: {prompt.strip()}\n"
+                    "Give one answer a line; an empty line takes the default."
+                )
+            answer = line.strip()
+            if not self._input.isatty():
+                self.say(answer)  # a transcript that can be read: nobody saw it being typed
+            if not answer:
+                return default
+            try:
+                return read(answer)
+            except ValueError as reason:
+                self.say(str(reason))
+
+    # menus
+
+    def _menu(self, question: str, choices: Sequence[Choice[Value]], place: int) -> Value:
+        """Arrow keys, digits or the first letters; Enter takes the marked line."""
+        self._output.write(f"{question}\n")
+        typed, note = "", f"{_DIM}arrows or a number, then Enter{_PLAIN}"
+        with _keys(self._input) as read_key:
+            while True:
+                self._draw(choices, place, typed, note)
+                key = read_key()
+                if key in ("\r", "\n"):
+                    value = match(typed, choices) if typed else choices[place].value
+                    if value is not None:
+                        break
+                    typed, note = "", f"{typed!r} is none of them"
+                elif key in ("\x7f", "\b"):
+                    typed = typed[:-1]
+                elif key in _UP or key in _DOWN or key in (_HOME, _END):
+                    typed, place = "", _moved(place, key, len(choices))
+                elif key in ("\x03", ""):
+                    raise KeyboardInterrupt
+                elif key.isprintable():
+                    typed += key
+                    place = _jump(typed, choices, place)
+                self._output.write(f"\x1b[{len(choices) + 1}A\r{_ERASE_BELOW}")
+        chosen = next(choice.label for choice in choices if choice.value == value)
+        self._output.write(f"\x1b[{len(choices) + 2}A\r{_ERASE_BELOW}{question} {_BOLD}{chosen}{_PLAIN}\n")
+        self._output.flush()
+        return value
+
+    def _draw(self, choices: Sequence[Choice[Value]], place: int, typed: str, note: str) -> None:
+        lines = [
+            f"{_BOLD}> [{index}] {choice.label}{_PLAIN}" if index == place else f"  [{index}] {choice.label}"
+            for index, choice in enumerate(choices)
+        ]
+        lines.append(f"  {typed}" if typed else f"  {note}")
+        self._output.write("\r\n".join(lines) + "\r\n")
+        self._output.flush()
+
+
+def _moved(place: int, key: str, count: int) -> int:
+    if key == _HOME:
+        return 0
+    if key == _END:
+        return count - 1
+    return (place + (1 if key in _DOWN else -1)) % count
+
+
+def _jump(typed: str, choices: Sequence[Choice[Value]], place: int) -> int:
+    """The line that the typed text marks: a number's, or the first that begins with it."""
+    value = match(typed, choices)
+    for index, choice in enumerate(choices):
+        if value is not None and choice.value == value:
+            return index
+    for index, choice in enumerate(choices):
+        if choice.label.lower().startswith(typed.lower()):
+            return index
+    return place
+
+
+def _has_termios() -> bool:
+    try:
+        import termios  # noqa: F401  (absent on Windows: lines of text there)
+    except ImportError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _keys(stream: TextIO) -> Iterator[Callable[[], str]]:
+    """A function that returns one key at a time; the terminal is as before afterwards."""
+    import termios
+    import tty
+
+    descriptor = stream.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def read_key() -> str:
+        key = os.read(descriptor, 1).decode(errors="replace")
+        if key == "\x1b":
+            key += os.read(descriptor, 2).decode(errors="replace")
+        return key
+
+    try:
+        tty.setcbreak(descriptor, termios.TCSADRAIN)
+        yield read_key
+    finally:
+        # TCSADRAIN keeps what was typed ahead for the next question
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

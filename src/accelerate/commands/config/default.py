@@ -1,0 +1,76 @@
+"""``accelerate config default``: a configuration file from what this machine has, without questions."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from ...devices import CPU, present
+from ...errors import SettingError
+from ...settings import file
+from ...settings.option import Source
+from ...settings.run import collect
+from ...settings.tree import Settings
+from ..parser import Parser, spellings
+
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+
+
+def detected(mixed_precision: str) -> Settings:
+    """Settings for this machine."""
+    kind, count = present()
+    num_devices = 0 if kind is CPU else count
+    source = Source("file", "this machine")
+    values: dict[str, Any] = {
+        "launch.distributed_type": kind.label if num_devices > 1 else "NO",
+        "run.mixed_precision": mixed_precision,
+        "launch.num_processes": max(1, num_devices),
+        "run.use_cpu": num_devices == 0,
+    }
+    return collect({}, {}, file={name: (value, source) for name, value in values.items()})
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | Literal[False]:
+    """The path of the configuration file that was written for this machine; False where there was one
+    already.
+
+    Raises:
+        ValueError: the precision is unknown.
+    """
+    precision = mixed_precision.lower()
+    if precision not in PRECISIONS:
+        raise SettingError(
+            f"write_basic_config(mixed_precision={mixed_precision!r}): give one of {', '.join(PRECISIONS)}."
+        )
+    path = Path(file.default_config_file() if save_location is None else save_location).expanduser()
+    if path.exists():
+        print(f"There is a configuration at {path} already. Remove it first, or run `accelerate config` to replace it.")
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file.save(detected(precision), path)
+    return path
+
+
+def default_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """A parser of ``accelerate config default``."""
+    description = "Write a configuration file from what this machine has."
+    if subparsers is not None:
+        parser = subparsers.add_parser("default", description=description, allow_abbrev=False)
+    else:
+        parser = Parser(prog="accelerate config default", description=description)
+    parser.add_argument(*spellings("--config_file"), default=None, dest="config_file", help="The file to write.")
+    parser.add_argument(
+        *spellings("--mixed_precision"), default="no", choices=PRECISIONS, help="The precision (default: no)."
+    )
+    parser.set_defaults(func=default_config_command)
+    return parser
+
+
+def default_config_command(args: argparse.Namespace) -> None:
+    """The file is there, and its path has been printed."""
+    path = write_basic_config(args.mixed_precision, args.config_file)
+    if path is False:
+        sys.exit(1)
+    print(f"The configuration is at {path}")

@@ -1,0 +1,376 @@
+"""The questionnaire: a few questions on the common path, more where an answer calls for them, all with
+``--advanced``.
+
+What comes back is the content of the configuration file. Texts, choices and defaults of single options come
+from their declarations in ``settings/``; only the order and the conditions are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+from ...devices import CPU, KINDS, present
+from ...settings.compile import DynamoOptions
+from ...settings.deepspeed import DeepSpeedLaunchOptions, DeepSpeedOptions
+from ...settings.fp8 import Fp8Options
+from ...settings.fsdp import FsdpOptions
+from ...settings.launch_options import LaunchOptions, MpiOptions
+from ...settings.megatron import MegatronOptions
+from ...settings.option import OptionGroup, Source, option_of
+from ...settings.parallelism import ContextParallelOptions, ParallelismOptions
+from ...settings.run import collect
+from ...settings.run_options import RunOptions
+from ...settings.sagemaker import SageMakerOptions
+from ...settings.tpu import TpuOptions
+from ...settings.tree import GROUPS, Settings
+from .ask import Asker, Choice
+
+Answers = dict[str, Any]
+
+_NAMES: Final = {cls: name for name, cls in GROUPS.items()}
+_SOURCE: Final = Source("file", "the questionnaire")
+
+PLACES: Final = (
+    Choice("LOCAL_MACHINE", "This machine"),
+    Choice("AMAZON_SAGEMAKER", "AWS (Amazon SageMaker)"),
+)
+PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
+
+
+def machine_types() -> tuple[Choice[str], ...]:
+    """None, CPUs, GPUs and TPUs first, then the other devices in the order of the device table."""
+    first = [
+        Choice("NO", "No distributed training"),
+        Choice("MULTI_CPU", "multi-CPU"),
+        Choice("MULTI_GPU", "multi-GPU"),
+        Choice("XLA", "TPU"),
+    ]
+    known = {choice.value for choice in first}
+    others = {kind.label: kind.name for kind in KINDS if kind.label.startswith("MULTI_") and kind.label not in known}
+    return (*first, *(Choice(label, f"multi-{name.upper()}") for label, name in others.items()))
+
+
+@final
+@dataclass
+class Questionnaire:
+    """One dialogue. ``answers`` holds a value for each "group.option" that was asked."""
+
+    asker: Asker
+    advanced: bool = False
+    answers: Answers = field(default_factory=dict)
+    num_machines: int = 1
+
+    def run(self) -> Settings:
+        """What the answers say, checked."""
+        place = self.asker.choose(
+            "In which compute environment are you running?",
+            PLACES,
+            "LOCAL_MACHINE",
+            why="where the training will run",
+        )
+        self._put(LaunchOptions, "compute_environment", place)
+        if place == "AMAZON_SAGEMAKER":
+            self._sagemaker()
+        else:
+            self._machine()
+        return collect({}, {}, file=self.answers)
+
+    # this machine
+
+    def _machine(self) -> None:
+        kind, num_devices = present()
+        if kind is CPU:
+            num_devices = 0
+        label = kind.label if num_devices > 1 else "NO"
+        found = f"{num_devices} {kind.name} device(s)" if num_devices else "no accelerator"
+        choices = machine_types()
+        chosen = self.asker.choose(
+            "Which type of machine are you using?",
+            choices,
+            label if any(choice.value == label for choice in choices) else "NO",
+            why=f"this machine has {found}",
+        )
+        self._put(LaunchOptions, "distributed_type", chosen)
+        if chosen not in ("NO", "XLA"):
+            self._machines()
+        if chosen == "NO":
+            self._one(RunOptions, "use_cpu", default=num_devices == 0)
+        elif chosen == "MULTI_CPU":
+            self._put(RunOptions, "use_cpu", True)
+            self._mpi()
+        self._compile()
+        is_accelerated = chosen not in ("NO", "MULTI_CPU", "XLA")
+        if is_accelerated:
+            self._paradigm(chosen)
+        self._processes(chosen, num_devices)
+        if self.advanced:
+            if chosen != "XLA":
+                self._one(LaunchOptions, "gpu_ids", default="all")
+            if chosen in ("NO", "MULTI_GPU"):
+                self._one(RunOptions, "cpu_affinity")
+        if chosen == "XLA":
+            self._tpu()
+        self._precision()
+
+    def _machines(self) -> None:
+        number = self.asker.whole_number(
+            f"{option_of(LaunchOptions, 'num_machines').question}",
+            1,
+            at_least=1,
+            why="machines that train together over the network",
+        )
+        self._put(LaunchOptions, "num_machines", number)
+        self.num_machines = number
+        if number > 1:
+            rank = option_of(LaunchOptions, "machine_rank")
+
+            def read_rank(text: str) -> int:
+                if not text.isdigit() or int(text) >= number:
+                    raise ValueError(f"{text!r} won't do: machines are counted from 0 to {number - 1}.")
+                return int(text)
+
+            machine_rank = self.asker.ask(f"{rank.question}", read_rank, 0, why=rank.help)
+            self._put(LaunchOptions, "machine_rank", machine_rank)
+            self._one(LaunchOptions, "main_process_ip", required=True)
+            self._one(LaunchOptions, "main_process_port", default=29500)
+            if not self._one(LaunchOptions, "same_network", default=True):
+                self._one(LaunchOptions, "rdzv_backend")
+        if number > 1 or self.advanced:
+            self._one(RunOptions, "debug")
+
+    def _mpi(self) -> None:
+        if self.advanced and self.asker.yes("Do you want accelerate to launch mpirun?"):
+            self._one(MpiOptions, "mpirun_hostfile", default="~/hostfile")
+
+    def _compile(self) -> None:
+        if not self.advanced or not self.asker.yes("Do you wish to optimize your script with torch dynamo?"):
+            return
+        self._one(DynamoOptions, "backend", default="INDUCTOR")
+        if self.asker.yes("Do you want to customize the defaults sent to torch.compile?"):
+            self._several(DynamoOptions, ("mode", "fullgraph", "dynamic", "use_regional_compilation"))
+
+    def _paradigm(self, chosen: str) -> None:
+        if self.asker.yes("Do you want to use DeepSpeed?", why="an engine that shards and offloads; a package"):
+            self._put(LaunchOptions, "distributed_type", "DEEPSPEED")
+            self._deepspeed()
+            return
+        why = "torch's own sharding of models that one device can't hold"
+        if self.asker.yes("Do you want to use FullyShardedDataParallel?", why=why):
+            self._put(LaunchOptions, "distributed_type", "FSDP")
+            self._fsdp()
+            return
+        if self.advanced and chosen == "MULTI_GPU" and self.asker.yes("Do you want to use Megatron-LM?"):
+            self._put(LaunchOptions, "distributed_type", "MEGATRON_LM")
+            self._megatron()
+
+    def _processes(self, chosen: str, num_devices: int) -> None:
+        machines = self.num_machines
+        if chosen == "NO":
+            self._put(LaunchOptions, "num_processes", 1)
+            return
+        name = {"MULTI_CPU": "CPU(s)", "XLA": "TPU cores"}.get(chosen, f"{chosen.removeprefix('MULTI_')}(s)")
+        sharded = self.answers["launch.distributed_type"][0] != chosen
+        fewest = machines if machines > 1 or chosen == "XLA" or sharded else 2
+        default = max(fewest, num_devices * machines, 8 if chosen == "XLA" else 1)
+        over = f" over the {machines} machines" if machines > 1 else ""
+        number = self.asker.whole_number(
+            f"How many {name} should be used for distributed training?",
+            default,
+            at_least=fewest,
+            why=f"one process is started for each{over}",
+        )
+        self._put(LaunchOptions, "num_processes", number)
+
+    def _precision(self) -> None:
+        precision = self.asker.choose(
+            "Do you wish to use FP16 or BF16 (mixed precision)?",
+            [Choice(value, value) for value in PRECISIONS],
+            "no",
+            why="half the memory of activations and faster arithmetic; weights stay fp32",
+            brief=True,
+        )
+        self._put(RunOptions, "mixed_precision", precision)
+        if precision == "fp8":
+            self._fp8()
+
+    # engines
+
+    def _deepspeed(self) -> None:
+        by_file = self.asker.yes("Do you want to specify a json file to a DeepSpeed config?")
+        if by_file:
+            self._one(DeepSpeedOptions, "hf_ds_config", required=True)
+        else:
+            stage = int(self._one(DeepSpeedOptions, "zero_stage", default=2))
+            if stage >= 2:
+                for what in ("optimizer", "param"):
+                    if self._one(DeepSpeedOptions, f"offload_{what}_device") == "nvme":
+                        self._one(DeepSpeedOptions, f"offload_{what}_nvme_path", default="/nvme")
+            self._one(DeepSpeedOptions, "gradient_accumulation_steps", default=1)
+            if self.asker.yes("Do you want to use gradient clipping?"):
+                self._one(DeepSpeedOptions, "gradient_clipping", default=1.0)
+            if stage == 3:
+                self._one(DeepSpeedOptions, "zero3_save_16bit_model")
+        self._one(DeepSpeedOptions, "zero3_init_flag", default=False)
+        if self.asker.yes("Do you want to enable Mixture-of-Experts training (MoE)?"):
+            self._one(DeepSpeedOptions, "transformer_moe_cls_names", required=True)
+        if self.num_machines > 1:
+            launcher = self._one(DeepSpeedLaunchOptions, "deepspeed_multinode_launcher", default="pdsh")
+            if launcher != "standard":
+                self._one(DeepSpeedLaunchOptions, "deepspeed_hostfile", required=True)
+                for which in ("exclusion", "inclusion"):
+                    if self.asker.yes(f"Do you want to specify {which} filter string?"):
+                        self._one(DeepSpeedLaunchOptions, f"deepspeed_{which}_filter", required=True)
+
+    def _fsdp(self) -> None:
+        version = int(self._one(FsdpOptions, "fsdp_version", default=2))
+        if version == 1:
+            self._one(FsdpOptions, "sharding_strategy", default="FULL_SHARD")
+        else:
+            reshard = option_of(FsdpOptions, "reshard_after_forward")
+            answer = self.asker.yes(f"{reshard.question}", True, why=reshard.help)
+            self._put(FsdpOptions, "reshard_after_forward", answer)
+        self._one(FsdpOptions, "cpu_offload")
+        policy = self._one(FsdpOptions, "auto_wrap_policy", default="TRANSFORMER_BASED_WRAP")
+        if policy == "TRANSFORMER_BASED_WRAP":
+            question = "Do you want to use the model's `_no_split_modules` to wrap?"
+            if not self.asker.yes(question, True, why="only transformers' models name such layers"):
+                self._one(FsdpOptions, "transformer_cls_names_to_wrap", required=True)
+        elif policy == "SIZE_BASED_WRAP":
+            self._one(FsdpOptions, "min_num_params", default=100_000_000)
+        if version == 1:
+            self._one(FsdpOptions, "backward_prefetch", default="BACKWARD_PRE")
+        self._one(
+            FsdpOptions,
+            "state_dict_type",
+            default="SHARDED_STATE_DICT" if version == 2 else "FULL_STATE_DICT",
+        )
+        if version == 1:
+            self._one(FsdpOptions, "forward_prefetch", default=False)
+            self._one(FsdpOptions, "use_orig_params", default=True)
+        if self._one(FsdpOptions, "cpu_ram_efficient_loading", default=True) and version == 1:
+            self._put(FsdpOptions, "sync_module_states", True)
+        elif version == 1:
+            self._one(FsdpOptions, "sync_module_states", default=True)
+        self._one(FsdpOptions, "activation_checkpointing")
+        if version == 2 and self.advanced and self.asker.yes("Do you want to use the parallelism config?"):
+            self._several(ParallelismOptions, ("dp_replicate_size", "dp_shard_size", "tp_size"))
+            if int(self._one(ParallelismOptions, "cp_size")) > 1:
+                self._one(ContextParallelOptions, "cp_comm_strategy")
+
+    def _megatron(self) -> None:
+        degrees = self._several(MegatronOptions, ("tp_degree",))
+        if degrees["tp_degree"] > 1:
+            self._one(MegatronOptions, "sequence_parallelism", default=True)
+        if int(self._one(MegatronOptions, "pp_degree")) > 1:
+            self._one(MegatronOptions, "num_micro_batches")
+        for name, default in (
+            ("recompute_activations", True),
+            ("use_distributed_optimizer", True),
+            ("gradient_clipping", 1.0),
+        ):
+            self._one(MegatronOptions, name, default=default)
+
+    def _fp8(self) -> None:
+        backend = self._one(Fp8Options, "backend", default="AO", choices=("AO", "TE", "MSAMP"))
+        names: Mapping[str, tuple[str, ...]] = {
+            "AO": ("enable_fsdp_float8_all_gather", "pad_inner_dim"),
+            "MSAMP": ("opt_level",),
+            "TE": (
+                "use_autocast_during_eval",
+                "margin",
+                "interval",
+                "fp8_format",
+                "amax_history_len",
+                "amax_compute_algo",
+            ),
+        }
+        self._several(Fp8Options, names[backend])
+        if backend == "TE" and self.asker.yes("Do you want to compute some matrix products in higher precision?"):
+            products = ("fprop", "dgrad", "wgrad")
+            higher = tuple(self.asker.yes(f"Should {product} be?") for product in products)
+            self._put(Fp8Options, "override_linear_precision", higher)
+
+    # elsewhere
+
+    def _tpu(self) -> None:
+        self._one(LaunchOptions, "main_training_function", default="main")
+        if self.advanced and self._one(TpuOptions, "tpu_use_cluster"):
+            self._one(TpuOptions, "tpu_name", required=True)
+            self._one(TpuOptions, "tpu_zone", required=True)
+            self._one(TpuOptions, "tpu_use_sudo")
+            if self.asker.yes("Do you have code you wish to run on startup in each pod?"):
+                if self.asker.yes("Is this code located in a bash script?"):
+                    self._one(TpuOptions, "command_file", required=True)
+                else:
+                    self._put(TpuOptions, "commands", self._list("What command should be run? (empty: no more)"))
+        if self.advanced:
+            self._one(RunOptions, "downcast_bf16")
+
+    def _list(self, question: str) -> list[str]:
+        found: list[str] = []
+        while answer := self.asker.text(question):
+            found.append(answer)
+        return found
+
+    def _sagemaker(self) -> None:
+        self._one(SageMakerOptions, "profile", default="default")
+        self._one(SageMakerOptions, "region", default="us-east-1")
+        self._one(SageMakerOptions, "iam_role_name", default="accelerate_sagemaker_execution_role")
+        for name, question in (
+            ("image_uri", "Do you want to use a custom Docker image?"),
+            ("sagemaker_inputs_file", "Do you want to provide SageMaker input channels with data locations?"),
+            ("sagemaker_metrics_file", "Do you want to enable SageMaker metrics?"),
+        ):
+            if self.asker.yes(question):
+                self._one(SageMakerOptions, name, required=True)
+        mode = self._one(SageMakerOptions, "distributed_type", choices=("NO", "DATA_PARALLEL"))
+        self._compile()
+        parallel = mode == "DATA_PARALLEL"
+        self._one(SageMakerOptions, "ec2_instance_type", default="ml.p3.16xlarge" if parallel else "ml.p3.2xlarge")
+        self._one(RunOptions, "debug")
+        if parallel:
+            self._one(SageMakerOptions, "num_machines", default=1)
+        self._precision()
+
+    # one option
+
+    def _several(self, group: type[OptionGroup], names: Iterable[str]) -> Answers:
+        return {name: self._one(group, name) for name in names}
+
+    def _one(
+        self,
+        group: type[OptionGroup],
+        name: str,
+        *,
+        default: Any = None,
+        required: bool = False,
+        choices: tuple[str, ...] | None = None,
+    ) -> Any:
+        """The answer to an option's own question, by the kind of value that it holds; kept for the file."""
+        option = option_of(group, name)
+        if default is None:
+            default = option.launched
+        question = f"{option.question or option.help}"
+        legal = choices or option.choices
+        value: Any
+        if option.kind == "bool":
+            value = self.asker.yes(question, bool(default), why=option.help)
+        elif legal is not None:
+            rows = [Choice(choice, choice) for choice in legal]
+            value = self.asker.choose(question, rows, str(default), why=option.help)
+            value = option.read(value)
+        elif required:
+            value = option.read(self.asker.text(question, required=True))
+        else:
+            value = self.asker.ask(
+                question, lambda text: option.read(text, Source("argument", name)), default, why=option.help
+            )
+        self._put(group, name, value)
+        return value
+
+    def _put(self, group: type[OptionGroup], name: str, value: Any) -> None:
+        """The settings will hold the value."""
+        if value is not None:
+            self.answers[f"{_NAMES[group]}.{name}"] = (value, _SOURCE)

@@ -1,0 +1,115 @@
+"""``accelerate env``: what a person who helps has to know."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import AccelerateError
+from ..optional import installed_version
+from ..settings import env, file
+from .parser import Parser, spellings
+
+_LIBRARIES = ("transformers", "deepspeed", "torchao", "transformer_engine", "bitsandbytes", "torch_xla", "megatron")
+_VARIABLES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "TORCH_", "CUDA_VISIBLE")
+_CLUSTER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+
+
+def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """A parser of ``accelerate env``."""
+    description = "Print versions, devices and the configuration."
+    if subparsers is not None:
+        parser = subparsers.add_parser("env", description=description, allow_abbrev=False)
+    else:
+        parser = Parser(prog="accelerate env", description=description)
+    parser.add_argument(*spellings("--config_file"), default=None, dest="config_file", help="The file to show.")
+    parser.set_defaults(func=env_command)
+    return parser
+
+
+def _memory() -> str:
+    try:
+        text = Path("/proc/meminfo").read_text()
+        kibibytes = int(next(line.split()[1] for line in text.splitlines() if line.startswith("MemTotal")))
+    except (OSError, StopIteration, ValueError):
+        return "unknown"
+    return f"{kibibytes / 2**20:.1f} GiB"
+
+
+def facts() -> dict[str, str]:
+    """Everything worth knowing, in the order in which it is shown."""
+    import numpy
+    import torch
+
+    import accelerate
+
+    from ..devices import present
+
+    kind, num_devices = present()
+    found: dict[str, str] = {
+        "accelerate": accelerate.__version__,
+        "Platform": platform.platform(),
+        "`accelerate` command": shutil.which("accelerate") or "not on the PATH",
+        "Package": str(Path(accelerate.__file__).parent),
+        "Python": f"{platform.python_version()} ({sys.executable})",
+        "NumPy": numpy.__version__,
+        "PyTorch": torch.__version__,
+        "Communication backends": ", ".join(
+            name
+            for name, check in (
+                ("gloo", torch.distributed.is_gloo_available),
+                ("nccl", torch.distributed.is_nccl_available),
+                ("mpi", torch.distributed.is_mpi_available),
+            )
+            if check()
+        ),
+        "Accelerator": f"{num_devices} x {kind.name}" if num_devices else "none (CPU)",
+        "Memory": _memory(),
+        "CPU": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads for torch",
+    }
+    found.update({name: version for name in _LIBRARIES if (version := installed_version(name)) is not None})
+    return found
+
+
+def env_command(args: argparse.Namespace) -> dict[str, str]:
+    """The facts, which have been printed as a block to be copied."""
+    found = facts()
+    print("\nCopy the lines below into your report.\n")
+    for name, value in found.items():
+        print(f"- {name}: {value}")
+    path = Path(file.default_config_file() if args.config_file is None else args.config_file).expanduser()
+    if path.is_file():
+        print(f"- Configuration ({path}):")
+        print("\n".join(f"\t{line}" for line in path.read_text().rstrip().splitlines()))
+    else:
+        print(f"- Configuration: none at {path}")
+    variables = {
+        name: value
+        for name, value in sorted(env.snapshot().items())
+        if (name.startswith(_VARIABLES) or name in _CLUSTER) and "KEY" not in name and "TOKEN" not in name
+    }
+    print("- Environment:" if variables else "- Environment: nothing of ours is set")
+    for name, value in variables.items():
+        print(f"\t{name}={value}")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of ``accelerate env``."""
+    args = env_command_parser().parse_args(None if arguments is None else list(arguments))
+    try:
+        env_command(args)
+    except (AccelerateError, FileNotFoundError) as error:
+        from .launch import complain
+
+        return complain("accelerate env", error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

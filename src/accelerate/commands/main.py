@@ -1,0 +1,61 @@
+"""The command ``accelerate``: finds the subcommand by name and imports only that one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+#: name -> (module, one line of help), in the order of the help.
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "config": ("config", "Answer a few questions about this machine and write the configuration file."),
+    "launch": ("launch", "Start a program on one process or many, here or on a cluster."),
+    "test": ("test", "Check that the configuration works, with a small training run."),
+    "env": ("env", "Print versions, devices and the configuration, to be pasted into a report."),
+    "estimate-memory": ("estimate", "Say how much memory a model needs."),
+    "merge-weights": ("merge", "Merge the sharded weights of a checkpoint into one file."),
+    "to-fsdp2": ("to_fsdp2", "Convert a configuration file from FSDP version 1 to version 2."),
+    "tpu-config": ("tpu", "Run set-up commands on every machine of a TPU pod."),
+}
+
+
+def usage() -> str:
+    """The help of the command itself."""
+    lines = ["Usage: accelerate COMMAND [options]", ""]
+    lines += [f"  {name:<18}{help}" for name, (_, help) in COMMANDS.items()]
+    lines += [
+        "",
+        "accelerate COMMAND --help shows the options of one command; accelerate --version the version.",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of the subcommand; 1, after the help, without one."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        print(usage())
+        return 1
+    name, *rest = words
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        from accelerate import __version__
+
+        print(f"accelerate {__version__}")
+        return 0
+    if name not in COMMANDS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(COMMANDS)}."
+        print(f"accelerate: there is no command {name!r}.{hint}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"accelerate.commands.{COMMANDS[name][0]}")
+    return module.main(rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

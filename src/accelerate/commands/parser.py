@@ -1,0 +1,262 @@
+"""The launcher's command line: flags made from the option declarations, help in two lengths, a script that is
+found exactly, and everything after it left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NoReturn
+
+from ..errors import SettingError
+from ..settings.option import OptionInfo, Source, nearest
+
+#: What the short help shows, in this order; everything else is in ``--help-all``.
+COMMON: Final = (
+    "--config_file",
+    "--num_processes",
+    "--num_machines",
+    "--mixed_precision",
+    "--cpu",
+    "--multi_gpu",
+    "--tpu",
+    "--gpu_ids",
+    "--machine_rank",
+    "--main_process_ip",
+    "--main_process_port",
+    "--max_restarts",
+    "--use_deepspeed",
+    "--use_fsdp",
+    "--use_megatron_lm",
+    "--num_cpu_threads_per_process",
+    "--dynamo_backend",
+    "--log_dir",
+    "--tee",
+    "--module",
+    "--debug",
+    "--explain",
+    "--dry-run",
+    "--help-all",
+)
+_COLUMN: Final = 34
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints fit in five lines and name the option that was probably meant."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """The program ends with code 2."""
+        marker = "unrecognized arguments: "
+        if message.startswith(marker):
+            unknown = message.removeprefix(marker).split()[0]
+            message = self.unknown_option(unknown)
+        elif message.startswith("argument ") and ": `" in message:  # ours name the option themselves
+            message = message.partition(": ")[2]
+        self.exit(2, f"{self.prog}: {message}\n")
+
+    def unknown_option(self, text: str) -> str:
+        """What is said about an option that doesn't exist."""
+        name = text.split("=", 1)[0]
+        near = nearest(name.replace("-", "_"), [option for option in self._option_string_actions if len(option) > 2])
+        hint = f" Did you mean {near}?" if near else f" `{self.prog} --help` lists the options."
+        return f"there is no option {name}.{hint}"
+
+
+class LaunchParser(Parser):
+    """Options, then the program, then the program's own arguments: exactly as they were given."""
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """The options before the program are parsed; what follows the program isn't looked at."""
+        import sys
+
+        words = list(sys.argv[1:] if args is None else args)
+        place = self._program_place(words)
+        parsed, unknown = super().parse_known_args(words[:place], namespace)
+        if unknown:
+            self.error(self.unknown_option(unknown[0]))
+        rest = words[place:]
+        if rest[:1] == ["--"]:
+            rest = rest[1:]
+        if not rest:
+            self.error("there is no script to launch. Usage: accelerate launch [options] script.py [its arguments]")
+        parsed.training_script, parsed.training_script_args = rest[0], rest[1:]
+        return parsed, []
+
+    def _program_place(self, words: Sequence[str]) -> int:
+        """The index of the first word that is neither an option nor an option's value."""
+        index = 0
+        while index < len(words):
+            word = words[index]
+            if word == "--" or not word.startswith("-") or word == "-":
+                return index
+            name, has_value = word.split("=", 1)[0], "=" in word
+            action = self._option_string_actions.get(name)
+            if action is None and not word.startswith("--"):  # -q, -t3
+                action, has_value = self._option_string_actions.get(word[:2]), len(word) > 2
+            if action is None:
+                self.error(self.unknown_option(word))
+            index += 1 if action.nargs == 0 or has_value else 2
+        return len(words)
+
+
+class _Help(argparse.Action):
+    """Prints one of the two help texts."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, show: Callable[[], str], **kwargs: Any) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, **kwargs)
+        self._show = show
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(self._show())
+        parser.exit()
+
+
+def reader_of(option: OptionInfo) -> Callable[[str], object]:
+    """What argparse calls with an option's text."""
+
+    def read(text: str) -> object:
+        try:
+            return option.read(text, Source("flag", option.flag or ""))
+        except SettingError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def spellings(*names: str) -> tuple[str, ...]:
+    """Each name with ``_`` and with ``-``."""
+    found: list[str] = []
+    for name in names:
+        for spelling in (name, name[:2] + name[2:].replace("_", "-"), name[:2] + name[2:].replace("-", "_")):
+            if spelling not in found:
+                found.append(spelling)
+    return tuple(found)
+
+
+def add_option(parser: argparse.ArgumentParser, option: OptionInfo) -> None:
+    """The parser knows the option under all its spellings; None stands for "not given"."""
+    assert option.dest is not None
+    if option.switch:
+        parser.add_argument(*option.flags, dest=option.dest, action="store_const", const=True, default=None)
+        if option.off_flag is not None:
+            off = spellings(option.off_flag)
+            parser.add_argument(*off, dest=option.dest, action="store_const", const=False, default=None)
+    elif option.repeat:
+        parser.add_argument(*option.flags, dest=option.dest, action="append", default=None)
+    else:
+        parser.add_argument(*option.flags, dest=option.dest, type=reader_of(option), default=None)
+
+
+def build_launch_parser(
+    options: Iterable[OptionInfo], *, prog: str = "accelerate launch", make: type[LaunchParser] = LaunchParser
+) -> LaunchParser:
+    """A parser for these options and for what only the command itself has."""
+    rows = list(options)
+    parser = make(prog=prog, add_help=False)
+    parser.add_argument(
+        "-h", "--help", action=_Help, dest="help", show=lambda: short_help(rows), help=argparse.SUPPRESS
+    )
+    parser.add_argument(*spellings("--help-all"), action=_Help, dest="help_all", show=lambda: full_help(rows))
+    for name, _, _ in OWN:
+        if name == "--config_file":
+            parser.add_argument(*spellings(name), dest="config_file", default=None)
+        elif name not in ("--help-all", "--fp16"):
+            parser.add_argument(
+                *spellings(name),
+                dest=name[2:].replace("-", "_"),
+                action="store_const",
+                const=True,
+                default=False,
+            )
+    for option in rows:
+        add_option(parser, option)
+    parser.add_argument("--fp16", dest="fp16", action="store_const", const=True, default=None)
+    return parser
+
+
+#: Options of the command itself: (flag, value shown, help).
+OWN: Final = (
+    (
+        "--config_file",
+        "FILE",
+        "The configuration to use; without it, the one that `accelerate config` wrote.",
+    ),
+    ("--explain", "", "Print every value and where it came from, and start nothing."),
+    ("--dry-run", "", "Print the commands, environments and rendezvous, and start nothing."),
+    ("--help-all", "", "Show every option."),
+    ("--fp16", "", "Old spelling of --mixed_precision fp16."),
+)
+
+_USAGE: Final = """\
+Usage: accelerate launch [options] script.py [arguments of the script]
+       accelerate launch [options] -m module [arguments of the module]
+
+Starts a program on one process or many. What isn't given comes from the configuration file, then from the
+environment. Every option can be spelled with _ or with -.
+"""
+
+
+def _lines(flag: str, value: str, help: str, width: int) -> list[str]:
+    head = f"  {flag} {value}".rstrip()
+    body = textwrap.wrap(help, max(30, width - _COLUMN))
+    if len(head) >= _COLUMN - 1:
+        return [head, *(" " * _COLUMN + line for line in body)]
+    first, *others = body or [""]
+    return [f"{head:<{_COLUMN}}{first}", *(" " * _COLUMN + line for line in others)]
+
+
+def _value(option: OptionInfo) -> str:
+    if option.switch:
+        return ""
+    if option.choices is not None and len(option.choices) <= 4:
+        return "{" + ",".join(option.choices) + "}"
+    words = {"int": "N", "float": "X", "bool": "{true,false}", "list": "A,B", "document": "FILE"}
+    return words.get(option.kind, "TEXT")
+
+
+def _described(option: OptionInfo) -> tuple[str, str, str]:
+    short = next((flag for flag in option.flags if not flag.startswith("--")), "")
+    name = f"{option.flag}, {short}" if short else str(option.flag)
+    default = "" if option.switch or option.launched in (None, "") else f" [{option.write(option.launched)}]"
+    return name, _value(option), f"{option.help}{default}"
+
+
+def _width() -> int:
+    return min(110, max(70, shutil.get_terminal_size((100, 24)).columns))
+
+
+def short_help(options: Sequence[OptionInfo]) -> str:
+    """The options that most runs need."""
+    rows = {str(option.flag): _described(option) for option in options}
+    rows.update({flag: (flag, value, help) for flag, value, help in OWN})
+    width = _width()
+    lines = [_USAGE]
+    for flag in COMMON:
+        if flag in rows:
+            lines += _lines(*rows[flag], width)
+    lines.append(f"\n{len(options) + len(OWN) - len(COMMON)} more options: accelerate launch --help-all")
+    return "\n".join(lines)
+
+
+def full_help(options: Sequence[OptionInfo]) -> str:
+    """Every option, by group."""
+    width = _width()
+    lines = [_USAGE, "This command"]
+    for row in OWN:
+        lines += _lines(*row, width)
+    groups: dict[str, list[OptionInfo]] = {}
+    for option in options:
+        groups.setdefault(option.group, []).append(option)
+    for title, members in groups.items():
+        lines += ["", title]
+        for option in members:
+            lines += _lines(*_described(option), width)
+    return "\n".join(lines)

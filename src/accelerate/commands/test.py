@@ -1,0 +1,66 @@
+"""``accelerate test``: the packaged sanity script, launched with this configuration."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .parser import Parser, spellings
+
+
+def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """A parser of ``accelerate test``."""
+    description = "Check with a small training run that the configuration works. Flags of the launcher may follow."
+    if subparsers is not None:
+        parser = subparsers.add_parser("test", description=description, allow_abbrev=False)
+    else:
+        parser = Parser(prog="accelerate test", description=description)
+    parser.add_argument(*spellings("--config_file"), default=None, dest="config_file", help="The file to test.")
+    parser.set_defaults(func=test_command)
+    return parser
+
+
+def script() -> Path:
+    """The packaged sanity script."""
+    return Path(__file__).resolve().parent.parent / "test_utils" / "scripts" / "test_script.py"
+
+
+def test_command(args: argparse.Namespace, flags: Sequence[str] = ()) -> int:
+    """The exit code of the sanity script; its success has been announced."""
+    from ..launch.simple import OneProcess
+    from .launch import launch_command_parser, plan_launch
+
+    words = [*flags, str(script())]
+    if args.config_file is not None:
+        words = ["--config_file", args.config_file, *words]
+    settings, engine, plan = plan_launch(launch_command_parser().parse_args(words))
+    print(f"Running: accelerate launch {' '.join(words)}", flush=True)
+    code = engine.run(plan)
+    if code == 0:
+        how = "one process" if isinstance(engine, OneProcess) else f"{max(1, plan.num_processes)} processes"
+        print(f"Test is a success! ({how}, mixed_precision={settings.run.mixed_precision})")
+    return code
+
+
+# pytest collects functions by this name where the module is imported into a test.
+test_command.__test__ = False  # pyright: ignore[reportFunctionMemberAccess]
+test_command_parser.__test__ = False  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of ``accelerate test``."""
+    from ..errors import AccelerateError
+    from .launch import complain
+
+    args, flags = test_command_parser().parse_known_args(None if arguments is None else list(arguments))
+    try:
+        return test_command(args, flags)
+    except (AccelerateError, FileNotFoundError) as error:
+        return complain("accelerate test", error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

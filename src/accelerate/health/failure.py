@@ -1,0 +1,338 @@
+"""Why a run died: what each process left behind, which failure came first, and one screen that says so.
+
+A launcher sees three things of a process: what it wrote to stderr, how it ended, and how much memory it used.
+From these this module makes a :class:`Failure`; :func:`first_cause` orders them; :func:`report` is the
+screen. No torch, no processes: everything here is a function of values, except :class:`MemoryWatch`, which
+reads counters of the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+TRACEBACK_START = "Traceback (most recent call last):"
+
+_FRAME = re.compile(r'^\s*(?:\|\s*)?File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
+_MARKERS = re.compile(r"^\s*[~^\s]+$")
+#: Files that are nobody's own code: installed packages and the interpreter's library.
+_FOREIGN = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen|\\lib\\", re.IGNORECASE)
+#: How a process words it that another one went away: a consequence, never a first cause.
+_LOST_PEER = re.compile(
+    r"connection (?:was )?(?:closed|reset|aborted|refused)|broken pipe|remote process exited|"
+    r"socket (?:closed|timeout)|recvvalue failed|failed to recv|heartbeat|monitoredbarrier",
+    re.IGNORECASE,
+)
+_SHOWN_FRAMES = 3
+_SHOWN_MESSAGE_LINES = 3
+_LINE_WIDTH = 160
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a traceback: where, and the source text where it was printed."""
+
+    file: str
+    line: int
+    function: str = ""
+    source: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the user's code, not a library's."""
+        return _FOREIGN.search(self.file) is None
+
+
+@dataclass(frozen=True)
+class Traceback:
+    """The last traceback that a process printed."""
+
+    frames: tuple[Frame, ...]
+    message: str
+
+    @property
+    def exception(self) -> str:
+        """The first line of the message: the exception's type and its text."""
+        return self.message.partition("\n")[0]
+
+    @property
+    def shown_frames(self) -> tuple[Frame, ...]:
+        """The frames worth a line on the screen: the innermost of the user's own, or the innermost of all."""
+        own = tuple(frame for frame in self.frames if frame.is_own)
+        return (own or self.frames)[-_SHOWN_FRAMES:]
+
+
+def parse_traceback(text: str) -> Traceback | None:
+    """The last complete traceback in ``text``, or None where there is none."""
+    start = text.rfind(TRACEBACK_START)
+    if start < 0:
+        return None
+    frames: list[Frame] = []
+    message: list[str] = []
+    for line in text[start + len(TRACEBACK_START) :].splitlines()[1:]:
+        match = _FRAME.match(line)
+        if match and not message:
+            frames.append(Frame(match["file"], int(match["line"]), match["function"] or ""))
+        elif line[:1].isspace() and not message:
+            if frames and not frames[-1].source and line.strip() and not _MARKERS.match(line):
+                last = frames[-1]
+                frames[-1] = Frame(last.file, last.line, last.function, line.strip())
+        elif line.strip() or message:
+            message.append(line.rstrip())
+    if not message:
+        return None
+    return Traceback(tuple(frames), "\n".join(message).rstrip())
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended, when it didn't end well."""
+
+    rank: int
+    host: str
+    pid: int
+    #: What ``wait`` said: a positive exit code, or minus the number of the signal.
+    returncode: int
+    #: Seconds after the start at which the failure was first seen: its traceback, else its end.
+    seconds: float
+    traceback: Traceback | None = None
+    #: The last lines of stderr, shown where there is no traceback.
+    last_lines: tuple[str, ...] = ()
+    peak_memory_mib: float | None = None
+    #: What the kernel's counters say about memory, for a rank that was killed.
+    memory: str = ""
+    #: The launcher itself sent the signal, because another rank had failed or because it was told to stop.
+    stopped: bool = False
+    log: Path | None = None
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether this only reports that another process went away."""
+        return self.traceback is not None and _LOST_PEER.search(self.traceback.message) is not None
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that a shell would give: 128 + the signal for a process that a signal ended."""
+        return self.returncode if self.returncode >= 0 else 128 - self.returncode
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 77`` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure | None:
+    """The failure that the others follow from: not stopped by us, not a lost connection, the earliest."""
+    if not failures:
+        return None
+    return min(
+        failures,
+        key=lambda failure: (
+            failure.stopped and failure.traceback is None,
+            failure.is_consequence,
+            failure.seconds,
+            failure.rank,
+        ),
+    )
+
+
+def _shorten(line: str) -> str:
+    return line if len(line) <= _LINE_WIDTH else line[: _LINE_WIDTH - 3] + "..."
+
+
+def _how(failure: Failure) -> str:
+    if failure.returncode < 0:
+        name = signal_name(-failure.returncode)
+        verb = "was stopped by the launcher with" if failure.stopped else "was killed by"
+        peak = f"; its peak memory was {failure.peak_memory_mib:.0f} MiB" if failure.peak_memory_mib else ""
+        return f"{verb} {name}{peak}"
+    return f"{'raised and ' if failure.traceback else ''}exited with code {failure.returncode}"
+
+
+def _where(failure: Failure) -> list[str]:
+    """The source lines or the last words of a failure."""
+    if failure.traceback is None:
+        return [f"  {_shorten(line)}" for line in failure.last_lines[-4:]]
+    lines: list[str] = []
+    for frame in failure.traceback.shown_frames:
+        function = f", in {frame.function}" if frame.function else ""
+        lines.append(_shorten(f"  {frame.file}:{frame.line}{function}"))
+        if frame.source:
+            lines.append(_shorten(f"    {frame.source}"))
+    message = failure.traceback.message.splitlines()
+    lines += [_shorten(line) for line in message[:_SHOWN_MESSAGE_LINES]]
+    return lines
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > 8 else ''}"
+
+
+def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
+    """One line for each way in which the other ranks ended."""
+    groups: dict[str, list[int]] = {}
+    for failure in failures:
+        if failure is first:
+            continue
+        if failure.traceback is not None:
+            how = f"then failed: {failure.traceback.exception}"
+        elif failure.stopped:
+            how = f"stopped by the launcher with {signal_name(-failure.returncode)}"
+        else:
+            how = f"then {_how(failure).replace('was ', '', 1)}"
+        groups.setdefault(how, []).append(failure.rank)
+    ordered = sorted(groups.items(), key=lambda group: group[1][0])
+    return [_shorten(f"{_numbers(ranks).capitalize()} {how}") for how, ranks in ordered[:2]]
+
+
+def report(failures: Sequence[Failure], num_processes: int) -> str:
+    """At most 14 lines, the first of which names the rank that failed first and the last of which is the way
+    on.
+    """
+    first = first_cause(failures)
+    if first is None:
+        return ""
+    head = (
+        f"First cause: rank {first.rank} of {num_processes} (host {first.host}, pid {first.pid}) "
+        f"{_how(first)} "
+        f"after {first.seconds:.1f} s."
+    )
+    lines = [head, *_where(first)]
+    if first.memory:
+        lines.append(_shorten(first.memory))
+    lines += _others(failures, first)
+    if first.log is not None:
+        lines.append(f"Its whole output: {first.log}")
+    else:
+        lines.append("Its whole output is above; for one file a rank: accelerate launch --log_dir DIRECTORY ...")
+    return "\n".join(lines)
+
+
+def _counter(path: Path, key: str) -> int | None:
+    try:
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == key:
+                return int(value)
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def _own_groups() -> dict[str, str]:
+    """The control groups of this process: controller list -> path ("" is the unified hierarchy)."""
+    groups: dict[str, str] = {}
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return groups
+    for line in lines:
+        parts = line.split(":", 2)
+        if len(parts) == 3:
+            groups[parts[1]] = parts[2]
+    return groups
+
+
+@dataclass
+class MemoryWatch:
+    """The kernel's counts of out-of-memory kills, read when it is made, to be compared later."""
+
+    root: Path = Path("/sys/fs/cgroup")
+    machine: Path = Path("/proc/vmstat")
+    groups: dict[str, str] = field(default_factory=_own_groups)
+    before: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.before = self._counts()
+
+    def _files(self) -> dict[str, Path]:
+        unified, memory = self.groups.get("", "/").lstrip("/"), self.groups.get("memory", "/").lstrip("/")
+        return {
+            "this control group": self.root / unified / "memory.events",
+            "the container": self.root / "memory.events",
+            "this memory group": self.root / "memory" / memory / "memory.oom_control",
+            "this machine": self.machine,
+        }
+
+    def _counts(self) -> dict[str, int]:
+        counted = {name: _counter(path, "oom_kill") for name, path in self._files().items()}
+        return {name: count for name, count in counted.items() if count is not None}
+
+    def limit_mib(self) -> float | None:
+        """The memory limit of this process's control group, where it has one."""
+        unified, memory = self.groups.get("", "/").lstrip("/"), self.groups.get("memory", "/").lstrip("/")
+        for path in (
+            self.root / unified / "memory.max",
+            self.root / "memory" / memory / "memory.limit_in_bytes",
+        ):
+            try:
+                limit = int(path.read_text())
+            except (OSError, ValueError):  # no such file, or the word "max"
+                continue
+            if limit < 2**60:  # the old hierarchy writes "no limit" as a huge number
+                return limit / 2**20
+        return None
+
+    def evidence(self) -> str:
+        """One sentence: did the kernel kill for memory since this watch was made?"""
+        limit = self.limit_mib()
+        bound = f" The memory limit is {limit:.0f} MiB." if limit is not None else ""
+        now = self._counts()
+        for name, count in now.items():
+            kills = count - self.before.get(name, count)
+            if kills > 0:
+                return f"Out of memory: the kernel killed {kills} process(es) in {name} during this run.{bound}"
+        if not now:
+            return f"The kernel's count of out-of-memory kills can't be read here.{bound}"
+        return f"The kernel counted no out-of-memory kill during this run: something else sent SIGKILL.{bound}"
+
+
+_ERROR_FILES = ("ACCELERATE_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")
+
+
+def record_uncaught(read: Callable[[str], str | None]) -> None:
+    """From now on an exception that ends this process is also written where its launcher looks for it.
+
+    ``read`` reads environment variables. Nothing changes where no launcher has asked for such a file. The
+    form is the one that torch's elastic agent reads.
+    """
+    path = next((path for name in _ERROR_FILES if (path := read(name))), None)
+    if path is None or getattr(sys.excepthook, "records_failures", False):
+        return
+    before = sys.excepthook
+
+    def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        write_error_file(Path(path), error)
+        before(kind, error, trace)
+
+    record.records_failures = True  # pyright: ignore[reportFunctionMemberAccess]
+    sys.excepthook = record
+
+
+def write_error_file(path: Path, error: BaseException) -> None:
+    """The file holds the exception, its traceback and its time; an older one is kept."""
+    now = time.time()
+    details = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(error)),
+            "timestamp": str(int(now)),
+            "seconds": now,
+        },
+    }
+    # an older file is kept, and a full disk must not hide the exception itself
+    with contextlib.suppress(OSError), path.open("x") as file:
+        json.dump({"message": details}, file)

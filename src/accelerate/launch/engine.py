@@ -1,0 +1,146 @@
+"""What every way of starting processes has in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import SettingError
+from ..ports import DEFAULT_PORT
+from .plan import LaunchPlan, Logs, Program, parse_tee
+
+if TYPE_CHECKING:
+    from ..settings.tree import Settings
+    from .host import Host
+
+
+class PortInUse(SettingError, ConnectionError):
+    """Something listens already where the processes were to meet."""
+
+
+class LaunchEngine(ABC):
+    """One way of starting processes: a pure plan, and the only code that spawns."""
+
+    #: The name in plans and messages.
+    name: str
+
+    @abstractmethod
+    def suits(self, settings: Settings, host: Host) -> bool:
+        """Whether this is the engine for what the user asked for."""
+
+    @abstractmethod
+    def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
+        """What :meth:`run` would do; nothing is started, nothing outside the arguments is looked at."""
+
+    @abstractmethod
+    def run(self, plan: LaunchPlan) -> int:
+        """The exit code, when every process has ended."""
+
+
+def is_cpu_run(settings: Settings) -> bool:
+    """Whether the user asked for the CPU."""
+    return settings.run.use_cpu or settings.launch.distributed_type == "MULTI_CPU"
+
+
+def count_processes(settings: Settings, host: Host) -> int:
+    """The number of processes over all machines: as asked, else one a device.
+
+    Raises:
+        SettingError: the number can't be spread over the machines, or the devices don't suffice.
+    """
+    launch = settings.launch
+    asked = launch.num_processes
+    if asked is None:
+        per_host = 1 if is_cpu_run(settings) else max(1, len(device_ids(settings)) or host.num_devices)
+        asked = per_host * launch.num_machines
+    if asked % launch.num_machines:
+        source = settings.source_of("launch.num_processes")
+        raise SettingError(
+            f"num_processes={asked} ({source}) can't be spread evenly over "
+            f"num_machines={launch.num_machines}. "
+            "num_processes is the total over all machines: give a multiple of num_machines."
+        )
+    _check_devices(settings, host, asked // launch.num_machines)
+    return asked
+
+
+def _check_devices(settings: Settings, host: Host, per_host: int) -> None:
+    if is_cpu_run(settings) or host.num_devices == 0:
+        return
+    ids = device_ids(settings)
+    available = len(ids) if ids else host.num_devices
+    if per_host > available:
+        where = f"gpu_ids={settings.launch.gpu_ids} names" if ids else f"host {host.name} has"
+        source = settings.source_of("launch.num_processes")
+        raise SettingError(
+            f"{per_host} processes on this machine ({source}) need {per_host} devices, but {where} "
+            f"{available}. "
+            f"Lower num_processes, or run on the CPU with --cpu."
+        )
+
+
+def device_ids(settings: Settings) -> tuple[str, ...]:
+    """The devices that were named; () for all."""
+    text = settings.launch.gpu_ids
+    if text is None or text.strip().lower() in ("", "all"):
+        return ()
+    return tuple(part.strip() for part in str(text).split(",") if part.strip())
+
+
+def base_environment(settings: Settings, host: Host, per_host: int) -> dict[str, str]:
+    """What every worker is told about the run, by the documented names."""
+    environment = settings.environment()
+    cpu = is_cpu_run(settings)
+    environment["ACCELERATE_USE_CPU"] = "true" if cpu else "false"
+    threads = settings.launch.num_cpu_threads_per_process
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    elif "OMP_NUM_THREADS" not in host.environment:
+        environment["OMP_NUM_THREADS"] = str(max(1, host.num_cores // per_host) if cpu else 1)
+    if cpu:
+        # Read by Intel's OpenMP only. Pinning threads is right for one process; several would share their
+        # cores.
+        environment.update({"KMP_BLOCKTIME": "1"} if "KMP_BLOCKTIME" not in host.environment else {})
+        if per_host == 1 and "KMP_AFFINITY" not in host.environment:
+            environment["KMP_AFFINITY"] = "granularity=fine,compact,1,0"
+    ids = device_ids(settings)
+    if ids and host.visible_devices:
+        environment[host.visible_devices] = ",".join(ids)
+    return environment
+
+
+def rendezvous_port(settings: Settings, host: Host) -> tuple[int, tuple[str, ...]]:
+    """(the port at which the processes of one host meet, what to tell the user about it).
+
+    Raises:
+        PortInUse: the user named a port on the command line, and something listens there.
+    """
+    port = settings.launch.main_process_port
+    if port == 0:
+        return host.free_port, ()
+    wanted = DEFAULT_PORT if port is None else port
+    if not host.is_busy(wanted):
+        return wanted, ()
+    source = settings.source_of("launch.main_process_port")
+    if source.kind in ("flag", "argument"):
+        raise PortInUse(
+            f"Port {wanted} ({source}) is in use on this host, maybe by another run. "
+            "Give another one with --main_process_port, or 0 for any free port."
+        )
+    return host.free_port, (f"port {wanted} is in use on this host; the processes meet at {host.free_port} instead",)
+
+
+def logs_of(settings: Settings) -> Logs:
+    """Where the outputs go, by ``--log_dir``, ``--tee`` and ``--role``."""
+    launch = settings.launch
+    directory = Path(launch.log_dir) if launch.log_dir else None
+    return Logs(directory, {} if launch.tee == "0" else parse_tee(launch.tee), launch.role)
+
+
+def device_notes(settings: Settings, host: Host, num_processes: int) -> tuple[str, ...]:
+    """What was found out about the devices that the user may not expect."""
+    asked = settings.launch.multi_gpu or str(settings.launch.distributed_type or "").startswith("MULTI_")
+    if asked and not is_cpu_run(settings) and host.num_devices == 0:
+        return (f"no accelerator was found on {host.name}: the {num_processes} process(es) run on the CPU",)
+    return ()

@@ -1,0 +1,76 @@
+"""What a launch needs to know of the machine it starts on, read once into a value."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..ports import DEFAULT_PORT, get_free_port, is_port_in_use
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine: a plan is a function of the settings, the program and this."""
+
+    name: str = "localhost"
+    #: The device kind that training would use here, and how many of them there are; ``cpu`` counts as none.
+    kind: str = "cpu"
+    num_devices: int = 0
+    #: The variable that says which of the devices a process sees.
+    visible_devices: str | None = None
+    num_cores: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    #: Ports below the plan's wish that something listens on already.
+    busy_ports: frozenset[int] = frozenset()
+    #: A port that was free when this was read.
+    free_port: int = 0
+
+    def is_busy(self, port: int) -> bool:
+        """Whether something listens on the port."""
+        return port in self.busy_ports
+
+
+def num_physical_cores() -> int:
+    """The cores that this process may run on; two hyper-threads of one core count once."""
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:  # not on this system
+        return os.cpu_count() or 1
+    cores: set[tuple[str, str]] = set()
+    for cpu in allowed:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            package = (topology / "physical_package_id").read_text().strip()
+            cores.add((package, (topology / "core_id").read_text().strip()))
+        except OSError:  # not told here: every CPU counts as a core
+            cores.add(("", str(cpu)))
+    return max(1, len(cores))
+
+
+@functools.cache
+def _devices() -> tuple[str, int, str | None]:
+    from ..devices import CPU, present
+
+    kind, count = present()
+    return (kind.name, 0 if kind is CPU else count, kind.visible_devices or None)
+
+
+def this_host(environment: Mapping[str, str], *, cpu: bool, port: int | None) -> Host:
+    """This machine as it is now. ``cpu`` says that devices don't matter: they aren't looked for then."""
+    kind, num_devices, visible_devices = ("cpu", 0, None) if cpu else _devices()
+    wanted = DEFAULT_PORT if port is None else port
+    busy = frozenset({wanted}) if wanted and is_port_in_use(wanted) else frozenset[int]()
+    return Host(
+        name=socket.gethostname(),
+        kind=kind,
+        num_devices=num_devices,
+        visible_devices=visible_devices,
+        num_cores=num_physical_cores(),
+        environment=environment,
+        busy_ports=busy,
+        free_port=get_free_port(),
+    )

@@ -1,0 +1,352 @@
+"""Processes made from a running interpreter: a notebook, a test. What the function returns on each rank comes
+back.
+
+The ranks are forked where that is safe, so that the function may be anything at all. Where an accelerator is
+already initialised it isn't (a driver doesn't survive a fork): fresh interpreters are started then, and the
+function travels to them by value (cloudpickle), closures and the notebook's own definitions included.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import LaunchError, SettingError, WorldError
+from ..health.failure import report
+from ..optional import is_installed, require
+from ..ports import get_free_port, is_port_in_use
+from .plan import LaunchPlan
+from .supervise import Starter, Supervisor, die_with_parent, start_command
+
+PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
+
+
+def plan_ranks(
+    num_processes: int, *, cpu: bool, mixed_precision: str, port: int, extra: Mapping[str, str] | None = None
+) -> LaunchPlan:
+    """The plan of ``num_processes`` ranks of this host, made from this interpreter."""
+    environment = {
+        "ACCELERATE_MIXED_PRECISION": mixed_precision,
+        "ACCELERATE_USE_CPU": "true" if cpu else "false",
+        "FORK_LAUNCHED": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        **(extra or {}),
+    }
+    ranks = tuple({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes))
+    return LaunchPlan(
+        engine="inprocess",
+        argv=(sys.executable, "-m", "accelerate.launch.worker"),
+        environment=environment,
+        ranks=ranks,
+        rendezvous=f"127.0.0.1:{port}",
+    )
+
+
+def run_ranks(function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan, *, fork: bool) -> list[Any]:
+    """What ``function(*args)`` returned on each rank, in rank order.
+
+    Raises:
+        LaunchError: a rank failed; the text is the report of the first cause.
+    """
+    from ..settings import env
+
+    with tempfile.TemporaryDirectory(prefix="accelerate_ranks_") as folder:
+        home = Path(folder)
+        if fork:
+            start = _start_fork(function, args, home)
+        else:
+            (home / "function").write_bytes(_by_value((function, tuple(args))))
+            start = start_command(_with_arguments(plan, home))
+        base = {**env.snapshot(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        if "OMP_NUM_THREADS" not in base:
+            base["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(plan.ranks)))
+        supervisor = Supervisor(plan, start, base, show_out=_shown_on("stdout"), show_err=_shown_on("stderr"))
+        code = supervisor.run()
+        if code != 0:
+            raise LaunchError(report(supervisor.failures, plan.num_processes) or f"The run ended with code {code}.")
+        return [read_result(home, rank) for rank in range(len(plan.ranks))]
+
+
+def _with_arguments(plan: LaunchPlan, home: Path) -> LaunchPlan:
+    from dataclasses import replace
+
+    return replace(plan, argv=(*plan.argv, str(home)))
+
+
+def _shown_on(name: str) -> Callable[[bytes], None] | None:
+    """Shows bytes through ``sys.stdout`` or ``sys.stderr`` where that isn't the process's own output (a
+    notebook).
+    """
+    stream = getattr(sys, name)
+    try:
+        if stream.fileno() in (1, 2) and not is_notebook():
+            return None
+    except (OSError, ValueError, AttributeError):  # an object that only looks like a file
+        pass
+
+    def show(data: bytes) -> None:
+        stream.write(data.decode("utf-8", errors="replace"))
+        stream.flush()
+
+    return show
+
+
+def is_notebook() -> bool:
+    """Whether this interpreter is the kernel of a notebook."""
+    return "ipykernel" in sys.modules
+
+
+def write_result(home: Path, rank: int, result: object) -> None:
+    """The parent can read what this rank returned."""
+    (home / f"result_{rank}").write_bytes(_by_value(result))
+
+
+def read_result(home: Path, rank: int) -> Any:
+    """What the rank returned; a child of ours wrote it, into a folder that only this user can open."""
+    return pickle.loads((home / f"result_{rank}").read_bytes())
+
+
+def read_function(home: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function and its arguments, in a process that was started for them."""
+    return pickle.loads((home / "function").read_bytes())
+
+
+def _by_value(value: object) -> bytes:
+    """``value`` as bytes, with what ``__main__`` defines packed along."""
+    if is_installed("cloudpickle"):
+        return require("cloudpickle").dumps(value)
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LaunchError(
+            f"A value can't travel between the processes ({error}). With cloudpickle closures and classes "
+            "of the "
+            'notebook can: pip install "accelerate[notebook]".'
+        ) from error
+
+
+def _start_fork(function: Callable[..., Any], args: Sequence[Any], home: Path) -> Starter:
+    """Starts a rank as a copy of this process that calls the function and ends."""
+    tie_to_parent = die_with_parent()
+
+    def start(local_rank: int, environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            os.setsid()
+            tie_to_parent()
+            _take_place(environment, stdout, stderr)
+            code = call_and_report(function, args, home, int(environment["RANK"]))
+        except BaseException:  # nothing of the parent's stack may run in the child
+            traceback.print_exc()
+        finally:
+            _flush()
+            os._exit(code)
+
+    return start
+
+
+def _take_place(environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> None:
+    """The forked child has the rank's environment, outputs, signals and threads."""
+    import io
+    import signal
+
+    from ..settings import env
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    env.publish(environment)
+    for target, name, source in ((1, "stdout", stdout), (2, "stderr", stderr)):
+        if source is not None:
+            os.dup2(source, target)
+            setattr(sys, name, io.TextIOWrapper(os.fdopen(target, "wb", closefd=False), line_buffering=True))
+    if "torch" in sys.modules:
+        # The threads of the parent's pool don't exist here; a parallel region would wait for them for ever.
+        sys.modules["torch"].set_num_threads(1)
+
+
+def call_and_report(function: Callable[..., Any], args: Sequence[Any], home: Path, rank: int) -> int:
+    """0 once the result is where the parent looks for it; 1 after the traceback has been printed."""
+    try:
+        result = function(*args)
+        write_result(home, rank, result)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # reported to the parent, which raises
+        traceback.print_exc()
+        return 1
+    finally:
+        _leave()
+    return 0
+
+
+def _leave() -> None:
+    world = sys.modules.get("accelerate.world")
+    if world is not None:
+        world.leave_world()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+
+
+def accelerator_is_initialized() -> bool:
+    """Whether this process has touched an accelerator, so that it must not be forked."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    for name in ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu"):
+        module = getattr(torch, name, None)
+        check = getattr(module, "is_initialized", None)
+        if check is not None and check():
+            return True
+    return False
+
+
+def refuse_existing_state() -> None:
+    """Returns when no world has been joined here yet.
+
+    Raises:
+        ValueError: an Accelerator (or PartialState) was made in this process before the launch.
+    """
+    world = sys.modules.get("accelerate.world")
+    if world is not None and world.current_world() is not None:
+        raise WorldError(
+            "An Accelerator was already created in this process, so it can't start ranks. Create it inside "
+            "the "
+            "function that is launched, and restart the notebook's kernel if it was created in a cell."
+        )
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> Any:
+    """The list of what ``function(*args)`` returned on each rank of this host; with one process, its result.
+
+    Raises:
+        ValueError: ``num_processes`` is missing, or the precision is unknown.
+        LaunchError: a rank failed; the text names the first cause.
+    """
+    if mixed_precision.lower() not in PRECISIONS:
+        raise SettingError(
+            f"notebook_launcher(mixed_precision={mixed_precision!r}) is unknown: give one of {', '.join(PRECISIONS)}."
+        )
+    if num_processes is None:
+        raise SettingError("notebook_launcher needs num_processes: the number of processes to start, such as 2.")
+    if num_processes < 1:
+        raise SettingError(f"notebook_launcher(num_processes={num_processes}): give at least 1.")
+    refuse_existing_state()
+    if num_processes == 1 and num_nodes == 1:
+        return _call_here(function, args, mixed_precision)
+    if num_nodes > 1 or max_restarts > 0 or rdzv_backend != "static":
+        from .torchrun import elastic_call
+
+        return elastic_call(
+            function,
+            args,
+            num_processes=num_processes,
+            mixed_precision=mixed_precision,
+            endpoint=rdzv_endpoint or f"{master_addr}:{use_port}",
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            backend=rdzv_backend,
+            configuration=rdzv_conf or {},
+            run_id=rdzv_id,
+            max_restarts=max_restarts,
+            monitor_interval=monitor_interval,
+            log_line_prefix_template=log_line_prefix_template,
+        )
+    from ..devices import CPU, present
+    from ..settings import env
+
+    found, _ = present()
+    cpu = env.flag("ACCELERATE_USE_CPU") or found is CPU
+    port = _port(use_port)
+    plan = plan_ranks(num_processes, cpu=cpu, mixed_precision=mixed_precision.lower(), port=port)
+    kind = "CPU processes" if cpu else f"{found.name} devices"
+    print(f"Launching training on {num_processes} {kind}.")
+    return run_ranks(function, args, plan, fork=fork_is_safe())
+
+
+def fork_is_safe() -> bool:
+    """Whether a copy of this process can go on: no accelerator touched, called from the main thread."""
+    return (
+        hasattr(os, "fork")
+        and not accelerator_is_initialized()
+        and threading.current_thread() is threading.main_thread()
+    )
+
+
+def _port(use_port: str | int) -> int:
+    """The asked port, or a free one where it is 0 or the documented default is taken."""
+    port = int(use_port)
+    if port == 0 or (port == 29500 and is_port_in_use(port)):
+        return get_free_port()
+    if is_port_in_use(port):
+        raise SettingError(
+            f"notebook_launcher(use_port={port}): something on this host already listens there. "
+            "Give another port, or 0 for any free one."
+        )
+    return port
+
+
+def _call_here(function: Callable[..., Any], args: Sequence[Any], mixed_precision: str) -> Any:
+    from ..devices import present
+    from ..settings import env
+
+    name = present()[0].name
+    print(f"Launching training on {'the CPU' if name == 'cpu' else f'one {name} device'}.")
+    with env.patched(ACCELERATE_MIXED_PRECISION=mixed_precision.lower()):
+        return function(*args)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
+    """What ``function(*args)`` returned on each of ``num_processes`` CPU ranks joined by gloo on the
+    loopback.
+    """
+    refuse_existing_state()
+    plan = plan_ranks(num_processes, cpu=True, mixed_precision="no", port=get_free_port())
+    return run_ranks(function, args, plan, fork=fork_is_safe())
+
+
+def test_launch() -> None:
+    """The ranks of a trial launch have met (with ``ACCELERATE_DEBUG_MODE``, before a notebook's real launch)."""
+    from ..world import join_world
+
+    join_world()
+
+
+test_launch.__test__ = False  # pyright: ignore[reportFunctionMemberAccess]  (not a test)

@@ -1,0 +1,134 @@
+"""What a launch is going to do, as a value: printed, compared and tested without starting anything."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Flag
+from pathlib import Path
+from typing import Literal
+
+from ..errors import SettingError
+
+
+class Stream(Flag):
+    """Which of a process's two outputs."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    BOTH = 3
+
+
+@dataclass(frozen=True)
+class Program:
+    """The user's program: a script, a module (``-m``) or any command (``--no_python``), and its arguments."""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    kind: Literal["script", "module", "command"] = "script"
+
+    def argv(self, python: str | None = None) -> tuple[str, ...]:
+        """The command line that runs the program; the arguments are the caller's own objects, never
+        re-quoted.
+        """
+        interpreter = python or sys.executable
+        if self.kind == "command":
+            return (self.target, *self.arguments)
+        if self.kind == "module":
+            return (interpreter, "-m", self.target, *self.arguments)
+        return (interpreter, self.target, *self.arguments)
+
+
+@dataclass(frozen=True)
+class Logs:
+    """Where the outputs of the ranks go besides the terminal."""
+
+    #: One folder a rank is made here: ``<directory>/<rank>/stdout.log`` and ``stderr.log``.
+    directory: Path | None = None
+    #: Outputs shown with a ``[role rank]:`` prefix, by local rank; the key None stands for every other rank.
+    tee: Mapping[int | None, Stream] = field(default_factory=dict)
+    role: str = "default"
+
+    def teed(self, local_rank: int) -> Stream:
+        """Which outputs of this rank carry a prefix."""
+        return self.tee.get(local_rank, self.tee.get(None, Stream.NONE))
+
+    def file(self, rank: int, name: str) -> Path | None:
+        """The log file of one rank, or None without ``--log_dir``."""
+        return None if self.directory is None else self.directory / str(rank) / f"{name}.log"
+
+
+def parse_tee(text: str) -> dict[int | None, Stream]:
+    """``--tee`` as a table: ``"3"`` is every rank's both outputs, ``"0:1,1:2"`` names ranks.
+
+    Raises:
+        SettingError: the text is neither.
+    """
+    try:
+        if ":" not in text:
+            return {None: Stream(int(text))}
+        pairs = (pair.split(":") for pair in text.split(","))
+        return {int(rank): Stream(int(stream)) for rank, stream in pairs}
+    except ValueError:
+        raise SettingError(
+            f"--tee {text} isn't understood: give 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), "
+            "or RANK:NUMBER pairs such as 0:3,1:2."
+        ) from None
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Everything that a launch engine needs to run, and all that ``--dry-run`` prints."""
+
+    engine: str
+    argv: tuple[str, ...]
+    #: Set for every process, on top of the environment that the launcher itself runs in.
+    environment: Mapping[str, str]
+    #: Set for one process of this host each; empty where another program (torchrun, mpirun) makes the ranks.
+    ranks: tuple[Mapping[str, str], ...] = ()
+    rendezvous: str = ""
+    cwd: Path = field(default_factory=Path.cwd)
+    logs: Logs = field(default_factory=Logs)
+    #: What the engine hands to the program that makes the ranks, by the name that program gives it.
+    engine_options: Mapping[str, object] = field(default_factory=dict)
+    #: What was decided for the user; printed once before the start.
+    notes: tuple[str, ...] = ()
+
+    def with_notes(self, *notes: str) -> LaunchPlan:
+        """The same plan, with further notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+    def environments(self, base: Mapping[str, str]) -> Iterator[dict[str, str]]:
+        """The whole environment of each process of this host."""
+        for own in self.ranks or ({},):
+            yield {**base, **self.environment, **own}
+
+    @property
+    def num_processes(self) -> int:
+        """Over all hosts."""
+        return int(self.environment.get("WORLD_SIZE", max(1, len(self.ranks))))
+
+    def show(self) -> str:
+        """The plan as a person reads it."""
+        lines = [
+            f"engine       {self.engine}",
+            f"command      {shlex.join(self.argv)}",
+            f"directory    {self.cwd}",
+        ]
+        if self.rendezvous:
+            lines.append(f"rendezvous   {self.rendezvous}")
+        if self.logs.directory is not None:
+            lines.append(f"logs         {self.logs.directory}/<rank>/{{stdout,stderr}}.log")
+        if self.engine_options:
+            lines.append("options")
+            lines += [f"  {name} = {value}" for name, value in self.engine_options.items()]
+        lines.append("environment of every process")
+        lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
+        for own in self.ranks:
+            values = " ".join(f"{name}={shlex.quote(value)}" for name, value in own.items())
+            lines.append(f"process      {values}")
+        lines += [f"note         {note}" for note in self.notes]
+        return "\n".join(lines)

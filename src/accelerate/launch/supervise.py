@@ -1,0 +1,433 @@
+"""N processes of one host, watched: none is left behind, and the first cause of a failure is printed last.
+
+Torch-free. Every rank leads a session (so a process group) of its own; on Linux the kernel kills it when this
+process dies, and everywhere a guardian process kills its whole group. SIGINT, SIGTERM and SIGHUP reach every
+rank, which then has a grace period. When one rank fails, the others are stopped. When a later room of the
+house has something to say about a running job (a hang, a preemption), :meth:`Supervisor.run`'s loop is the
+place where it reports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Final, Protocol, final
+
+from ..errors import LaunchError
+from ..health.failure import Failure, MemoryWatch, parse_traceback, report, signal_name
+from .plan import LaunchPlan, Stream
+from .streams import OutputStream, write_all
+
+#: A rank that was told to stop by the user or the scheduler may save its work for this long.
+STOP_GRACE_SECONDS: Final = 30.0
+#: A rank that is stopped because another one failed has less to save.
+FAILURE_GRACE_SECONDS: Final = 10.0
+#: After the first failure the others may say their own last words before they are stopped.
+LAST_WORDS_SECONDS: Final = 0.3
+_POLL_SECONDS: Final = 0.05
+_FORWARDED: Final = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def die_with_parent() -> Callable[[], None]:
+    """A function for a new process to call: the kernel kills it when its parent dies (Linux; elsewhere a
+    no-op).
+    """
+    if not sys.platform.startswith("linux"):
+        return lambda: None
+    import ctypes
+
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    parent = os.getpid()
+
+    def arrange() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    return arrange
+
+
+class Starter(Protocol):
+    """Starts one rank and returns its process id; the child leads its own session."""
+
+    def __call__(
+        self, local_rank: int, environment: Mapping[str, str], stdout: int | None, stderr: int | None
+    ) -> int: ...
+
+
+def start_command(plan: LaunchPlan) -> Starter:
+    """Starts the plan's command as a new program."""
+    tie_to_parent = die_with_parent()
+
+    def start(local_rank: int, environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> int:
+        try:
+            process = subprocess.Popen(
+                plan.argv,
+                env=dict(environment),
+                cwd=plan.cwd,
+                stdin=None if local_rank == 0 else subprocess.DEVNULL,  # one terminal has one reader
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+                preexec_fn=tie_to_parent,
+            )
+        except OSError as error:
+            raise LaunchError(f"{plan.argv[0]} can't be started: {error}") from error
+        process.returncode = 0  # the supervisor waits for it, with wait4; Popen shall not
+        return process.pid
+
+    return start
+
+
+@final
+class Guardian:
+    """The process that outlives this one by just long enough to kill what it would leave behind."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("guardian.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # somebody killed it; the kernel's own tie remains
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+
+    def guard(self, pid: int) -> None:
+        """The process group of ``pid`` dies with this process."""
+        self._tell(f"+{pid}\n")
+
+    def release(self, pid: int) -> None:
+        """The process group of ``pid`` is no longer ours to kill."""
+        self._tell(f"-{pid}\n")
+
+    def close(self) -> None:
+        """Whatever is still guarded has been killed."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+
+@dataclass
+class _Rank:
+    """One process while it lives, and what is left of it afterwards."""
+
+    rank: int
+    pid: int
+    streams: list[OutputStream]
+    log: Path | None
+    returncode: int | None = None
+    ended_at: float = 0.0
+    peak_memory_mib: float = 0.0
+    #: When this process was first told to stop, by us.
+    stopped_at: float | None = None
+    pidfd: int | None = None
+    failure: Failure | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.returncode is None
+
+    def send(self, number: int) -> None:
+        """The rank itself receives the signal; what it started learns of it from the rank."""
+        if self.is_running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill_group(self) -> None:
+        """Neither the rank nor anything in its process group is alive."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+@dataclass
+class _Stop:
+    """That the ranks have been told to stop: by which signal, and until when they may take their time."""
+
+    deadline: float
+    #: The signal that this process received; None when a rank failed.
+    received: int | None = None
+    sent: bool = False
+
+
+@final
+@dataclass
+class Supervisor:
+    """Runs the ranks of a plan on this host."""
+
+    plan: LaunchPlan
+    start: Starter
+    environment: Mapping[str, str]
+    show_out: Callable[[bytes], None] | None = None
+    show_err: Callable[[bytes], None] | None = None
+    stop_grace_seconds: float = STOP_GRACE_SECONDS
+    failure_grace_seconds: float = FAILURE_GRACE_SECONDS
+    failures: list[Failure] = field(default_factory=list)
+    _ranks: list[_Rank] = field(default_factory=list)
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _stop: _Stop | None = None
+    _started_at: float = 0.0
+
+    # the run
+
+    def run(self) -> int:
+        """The exit code of the whole run, when no process of it is left."""
+        memory = MemoryWatch()
+        guardian = Guardian()
+        try:
+            with self._signals() as signals:
+                self._selector.register(signals, selectors.EVENT_READ, None)
+                self._start_all(guardian)
+                while any(rank.is_running for rank in self._ranks):
+                    self._wait(signals)
+                    self._reap(guardian, memory)
+                    self._progress_of_stop()
+                self._finish(memory)
+        finally:
+            for rank in self._ranks:
+                if rank.is_running or self._stop is not None:
+                    rank.kill_group()
+                if rank.is_running:
+                    os.waitpid(rank.pid, 0)
+            guardian.close()
+            self._close()
+        return self._exit_code()
+
+    def _start_all(self, guardian: Guardian) -> None:
+        self._started_at = time.monotonic()
+        for local_rank, environment in enumerate(self.plan.environments(self.environment)):
+            number = int(environment.get("RANK", local_rank))
+            with contextlib.ExitStack() as child_side:
+                streams, stdout, stderr = self._streams(local_rank, number, child_side)
+                pid = self.start(local_rank, environment, stdout, stderr)
+            guardian.guard(pid)
+            rank = _Rank(number, pid, streams, self.plan.logs.file(number, "stderr"))
+            self._ranks.append(rank)
+            for stream in streams:
+                self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
+            if hasattr(os, "pidfd_open"):
+                with contextlib.suppress(OSError):  # not on this kernel: polling does it
+                    rank.pidfd = os.pidfd_open(pid)
+                    self._selector.register(rank.pidfd, selectors.EVENT_READ, rank)
+
+    def _streams(
+        self, local_rank: int, rank: int, child_side: contextlib.ExitStack
+    ) -> tuple[list[OutputStream], int | None, int | None]:
+        """The outputs that are read here, and the descriptors that the child gets in their place."""
+        logs, teed = self.plan.logs, self.plan.logs.teed(local_rank)
+        prefix = f"[{logs.role}{rank}]:"
+        streams: list[OutputStream] = []
+        stdout: int | None = None
+        if logs.directory is not None or Stream.OUT in teed or self.show_out is not None:
+            ours, stdout = open_channel(1)
+            child_side.callback(os.close, stdout)
+            shown = prefix if Stream.OUT in teed else ""
+            show = self.show_out or (lambda data: write_all(1, data))
+            streams.append(OutputStream(ours, show, prefix=shown, log=logs.file(rank, "stdout")))
+        ours, stderr = open_channel(2)
+        child_side.callback(os.close, stderr)
+        shown = prefix if Stream.ERR in teed else ""
+        show = self.show_err or (lambda data: write_all(2, data))
+        streams.append(OutputStream(ours, show, prefix=shown, log=logs.file(rank, "stderr")))
+        return streams, stdout, stderr
+
+    def _wait(self, signals: int) -> None:
+        """Until something happens, at most until the next deadline."""
+        timeout: float | None = None
+        if any(rank.is_running and rank.pidfd is None for rank in self._ranks):
+            timeout = _POLL_SECONDS
+        if self._stop is not None:
+            left = max(0.0, self._stop.deadline - time.monotonic())
+            timeout = left if timeout is None else min(left, timeout)
+            timeout = min(timeout, LAST_WORDS_SECONDS)
+        for key, _ in self._selector.select(timeout):
+            if key.fd == signals:
+                for number in os.read(signals, 64):
+                    self._receive(number)
+            elif isinstance(key.data, OutputStream) and not key.data.read():
+                self._selector.unregister(key.fd)
+
+    def _reap(self, guardian: Guardian, memory: MemoryWatch) -> None:
+        """Every rank that has ended is known, the killed before those that followed them."""
+        ended: list[_Rank] = []
+        for rank in self._ranks:
+            if not rank.is_running:
+                continue
+            pid, status, usage = os.wait4(rank.pid, os.WNOHANG)
+            if pid == 0:
+                continue
+            rank.returncode = os.waitstatus_to_exitcode(status)
+            rank.ended_at = time.monotonic()
+            rank.peak_memory_mib = usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
+            if rank.pidfd is not None:
+                self._selector.unregister(rank.pidfd)
+                os.close(rank.pidfd)
+            ended.append(rank)
+        for rank in ended:
+            if rank.returncode != 0 and self._stop is None:
+                grace = LAST_WORDS_SECONDS
+                self._stop = _Stop(time.monotonic() + grace)
+            if rank.returncode != 0:
+                rank.kill_group()
+            guardian.release(rank.pid)
+
+    # stopping
+
+    def _receive(self, number: int) -> None:
+        """A signal from outside goes on to every rank; the second one kills."""
+        now = time.monotonic()
+        if self._stop is not None and self._stop.received is not None:
+            self._stop.deadline = now
+            return
+        self._stop = _Stop(now + self.stop_grace_seconds, received=number, sent=True)
+        self._say(
+            f"accelerate launch: received {signal_name(number)}, passed on to {self._count_running()} "
+            "process(es); "
+            f"they have {self.stop_grace_seconds:.0f} s to finish. Send it again to kill them now."
+        )
+        self._tell_running(number)
+
+    def _progress_of_stop(self) -> None:
+        if self._stop is None or time.monotonic() < self._stop.deadline:
+            return
+        if not self._stop.sent:
+            self._stop = _Stop(time.monotonic() + self.failure_grace_seconds, self._stop.received, sent=True)
+            self._tell_running(signal.SIGTERM)
+            return
+        for rank in self._ranks:
+            if rank.is_running:
+                rank.stopped_at = rank.stopped_at or time.monotonic()
+                rank.kill_group()
+        self._stop.deadline = time.monotonic() + 1.0
+
+    def _tell_running(self, number: int) -> None:
+        for rank in self._ranks:
+            if rank.is_running:
+                rank.stopped_at = rank.stopped_at or time.monotonic()
+                rank.send(number)
+
+    def _count_running(self) -> int:
+        return sum(rank.is_running for rank in self._ranks)
+
+    # the end
+
+    def _finish(self, memory: MemoryWatch) -> None:
+        """All last words are shown, and the failures are known and reported."""
+        for rank in self._ranks:
+            for stream in rank.streams:
+                stream.drain()
+        self.failures = [failure for rank in self._ranks if (failure := self._failure_of(rank, memory)) is not None]
+        if self._stop is not None and self._stop.received is not None:
+            return
+        if self.failures:
+            self._say(report(self.failures, self.plan.num_processes))
+
+    def _failure_of(self, rank: _Rank, memory: MemoryWatch) -> Failure | None:
+        if not rank.returncode:
+            return None
+        errors = rank.streams[-1]
+        traceback = parse_traceback(errors.text()) if rank.returncode > 0 or errors.traceback_at else None
+        seen_at = rank.ended_at
+        if traceback is not None and errors.traceback_at is not None:
+            seen_at = min(seen_at, errors.traceback_at)
+        stopped = rank.stopped_at is not None and rank.stopped_at <= seen_at
+        killed = rank.returncode == -signal.SIGKILL and not stopped
+        return Failure(
+            rank=rank.rank,
+            host=socket.gethostname(),
+            pid=rank.pid,
+            returncode=rank.returncode,
+            seconds=seen_at - self._started_at,
+            traceback=traceback,
+            last_lines=tuple(line for line in errors.text().splitlines()[-8:] if line.strip()),
+            peak_memory_mib=rank.peak_memory_mib if killed else None,
+            memory=memory.evidence() if killed else "",
+            stopped=stopped,
+            log=rank.log,
+        )
+
+    def _exit_code(self) -> int:
+        """The first cause's; after a signal from outside, what the ranks made of it."""
+        from ..health.failure import first_cause
+
+        first = first_cause(self.failures)
+        return 0 if first is None else first.exit_code
+
+    def _say(self, text: str) -> None:
+        data = f"{text}\n".encode()
+        if self.show_err is not None:
+            self.show_err(data)
+        else:
+            write_all(2, data)
+
+    def _close(self) -> None:
+        self._selector.close()
+        for rank in self._ranks:
+            for stream in rank.streams:
+                stream.close()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[int]:
+        """A descriptor on which the numbers of the signals arrive that this process receives meanwhile."""
+        read_end, write_end = os.pipe()
+
+        def note(number: int, _frame: FrameType | None) -> None:
+            os.write(write_end, bytes([number]))
+
+        before: dict[int, signal.Handlers | Callable[..., object] | int | None] = {}
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python forbids it
+            for number in _FORWARDED:
+                before[number] = signal.signal(number, note)
+        try:
+            yield read_end
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(read_end)
+            os.close(write_end)
+
+
+def open_channel(like: int) -> tuple[int, int]:
+    """(our end, the child's end) of a new channel: a terminal where descriptor ``like`` is one, else a pipe.
+
+    A progress bar that asks whether it writes to a terminal gets the same answer as without a launcher.
+    """
+    if not os.isatty(like):
+        ours, theirs = os.pipe()
+    else:
+        import fcntl
+        import pty
+        import termios
+        import tty
+
+        ours, theirs = pty.openpty()
+        tty.setraw(theirs)
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(like, termios.TIOCGWINSZ, bytes(8)))
+    os.set_blocking(ours, False)
+    return ours, theirs
+
+
+def supervise(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[int, Sequence[Failure]]:
+    """(exit code, failures) of the plan's command, run once for each of its ranks."""
+    supervisor = Supervisor(plan, start_command(plan), environment)
+    return supervisor.run(), supervisor.failures

@@ -1,0 +1,228 @@
+"""Through torch's elastic agent: several hosts, restarts, an explicit rendezvous.
+
+torch is imported where the agent runs, never for planning.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from ..errors import LaunchError, SettingError
+from ..health.failure import Failure, parse_traceback, report
+from ..ports import DEFAULT_PORT
+from .engine import LaunchEngine, PortInUse, base_environment, count_processes, device_notes
+from .plan import LaunchPlan, Program
+
+if TYPE_CHECKING:
+    from ..settings.tree import Settings
+    from .host import Host
+
+
+@final
+class Torchrun(LaunchEngine):
+    """One agent a host; the agents find each other at the rendezvous."""
+
+    name = "torchrun"
+
+    def suits(self, settings: Settings, host: Host) -> bool:
+        """Several hosts, restarts, or a rendezvous other than the static one."""
+        launch = settings.launch
+        return (
+            launch.num_machines > 1
+            or launch.max_restarts > 0
+            or launch.rdzv_backend != "static"
+            or bool(launch.rdzv_conf)
+        )
+
+    def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
+        """The options of ``torchrun`` on this host."""
+        launch = settings.launch
+        per_host = count_processes(settings, host) // launch.num_machines
+        options, rendezvous, notes = _meeting(settings, host)
+        options = {
+            "nproc-per-node": str(per_host),
+            "nnodes": str(launch.num_machines),
+            **options,
+            "max-restarts": str(launch.max_restarts),
+            "monitor-interval": str(launch.monitor_interval),
+            "role": launch.role,
+            "tee": launch.tee,
+        }
+        if launch.log_dir is not None:
+            options["log-dir"] = launch.log_dir
+            options["redirects"] = "0" if launch.tee != "0" else "3"
+        if launch.rdzv_conf:
+            options["rdzv-conf"] = launch.rdzv_conf
+        switches = {"module": ["--module"], "command": ["--no-python"], "script": []}[program.kind]
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        argv = (
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *words,
+            *switches,
+            program.target,
+            *program.arguments,
+        )
+        return LaunchPlan(
+            engine=f"{self.name}: {per_host} processes on each of {launch.num_machines} machine(s)",
+            argv=argv,
+            environment=base_environment(settings, host, per_host),
+            rendezvous=rendezvous,
+            engine_options=options,
+            notes=(*notes, *device_notes(settings, host, per_host)),
+        )
+
+    def run(self, plan: LaunchPlan) -> int:
+        """The exit code of the agent on this host: the first cause's where it knows one."""
+        from ..settings import env
+
+        with env.patched(**plan.environment):
+            return _run_agent(plan.argv[3:])
+
+
+def _meeting(settings: Settings, host: Host) -> tuple[dict[str, str], str, tuple[str, ...]]:
+    """(torchrun's rendezvous options, how the plan shows them, notes)."""
+    launch = settings.launch
+    several = launch.num_machines > 1
+    if several and launch.main_process_ip is None:
+        raise SettingError(
+            f"num_machines={launch.num_machines} ({settings.source_of('launch.num_machines')}) needs the "
+            "address of "
+            "machine 0: give --main_process_ip (and --main_process_port, default 29500) on every machine."
+        )
+    if launch.machine_rank >= launch.num_machines:
+        raise SettingError(
+            f"machine_rank={launch.machine_rank} ({settings.source_of('launch.machine_rank')}) is not below "
+            f"num_machines={launch.num_machines}. Machines are counted from 0."
+        )
+    address = launch.main_process_ip or "127.0.0.1"
+    port = DEFAULT_PORT if launch.main_process_port is None else launch.main_process_port
+    notes: tuple[str, ...] = ()
+    if several and port == 0:
+        raise SettingError(
+            "main_process_port=0 chooses a free port, which the other machines couldn't know. Name one port, "
+            "the same on every machine."
+        )
+    if (not several or launch.machine_rank == 0) and (port == 0 or host.is_busy(port)):
+        if several:
+            raise PortInUse(
+                f"Port {port} is in use on {host.name}, where machine 0 has to listen. Choose another "
+                "--main_process_port, the same on every machine."
+            )
+        notes = (f"port {port} is in use on this host; the processes meet at {host.free_port} instead",) if port else ()
+        port = host.free_port
+    if launch.rdzv_backend == "static":
+        options = {
+            "node-rank": str(launch.machine_rank),
+            "master-addr": address,
+            "master-port": str(port),
+        }
+        return options, f"{address}:{port} (static), machine {launch.machine_rank}", notes
+    options = {
+        "rdzv-backend": launch.rdzv_backend,
+        "rdzv-endpoint": f"{address}:{port}",
+        "rdzv-id": f"accelerate_{port}",
+    }
+    return options, f"{address}:{port} ({launch.rdzv_backend})", notes
+
+
+def _run_agent(arguments: Sequence[str]) -> int:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        run.run(run.parse_args(list(arguments)))
+    except ChildFailedError as error:
+        failures = failures_of(error.failures)
+        print(report(failures, len(failures)), file=sys.stderr)
+        return failures[0].exit_code if failures else 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def failures_of(found: Mapping[int, Any]) -> list[Failure]:
+    """torch's records of failed ranks as ours, the earliest first."""
+    failures: list[Failure] = []
+    earliest = min((moment(failure) for failure in found.values()), default=0.0)
+    for rank, failure in found.items():
+        details = failure.error_file_data.get("message", {})
+        text = details.get("extraInfo", {}).get("py_callstack", "") if isinstance(details, dict) else ""
+        failures.append(
+            Failure(
+                rank=rank,
+                host=socket.gethostname(),
+                pid=failure.pid,
+                returncode=failure.exitcode,
+                seconds=moment(failure) - earliest,
+                traceback=parse_traceback(text),
+                stopped=failure.exitcode == -15,
+                log=Path(failure.error_file) if failure.error_file != "<N/A>" else None,
+            )
+        )
+    return sorted(failures, key=lambda failure: (failure.stopped, failure.is_consequence, failure.seconds))
+
+
+def moment(failure: Any) -> float:
+    """When the rank failed, as exactly as its error file says."""
+    details = failure.error_file_data.get("message", {})
+    extra = details.get("extraInfo", {}) if isinstance(details, dict) else {}
+    return float(extra.get("seconds", failure.timestamp))
+
+
+def elastic_call(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    num_processes: int,
+    mixed_precision: str,
+    endpoint: str,
+    num_nodes: int,
+    node_rank: int,
+    backend: str,
+    configuration: Mapping[str, Any],
+    run_id: str,
+    max_restarts: int,
+    monitor_interval: float,
+    log_line_prefix_template: str | None,
+) -> list[Any]:
+    """What ``function(*args)`` returned on each rank of this host, run by torch's agent.
+
+    Raises:
+        LaunchError: a rank failed for good; the text is the report of the first cause.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from ..settings import env
+    from .inprocess import fork_is_safe
+
+    settings = {**configuration}
+    if backend == "static":
+        settings["rank"] = node_rank
+    config = LaunchConfig(
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=num_processes,
+        run_id=run_id,
+        rdzv_endpoint=endpoint,
+        rdzv_backend=backend,
+        rdzv_configs=settings,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        start_method="fork" if fork_is_safe() else "spawn",
+        log_line_prefix_template=log_line_prefix_template,
+    )
+    with env.patched(ACCELERATE_MIXED_PRECISION=mixed_precision, FORK_LAUNCHED="1"):
+        try:
+            results = elastic_launch(config, function)(*args)
+        except ChildFailedError as error:
+            failures = failures_of(error.failures)
+            raise LaunchError(report(failures, num_processes * num_nodes)) from error
+    return [results[rank] for rank in sorted(results)]

@@ -1,0 +1,20 @@
+"""The program of a rank that was started for a function: ``python -m accelerate.launch.worker FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """The exit code of the rank: 0 once its result lies in the folder."""
+    from ..settings import env
+    from .inprocess import call_and_report, read_function
+
+    home = Path(sys.argv[1])
+    function, args = read_function(home)
+    return call_and_report(function, args, home, int(env.read("RANK", "0") or 0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
