@@ -23,9 +23,7 @@ def check(settings: Settings) -> None:
 def check_launchable(settings: Settings) -> None:
     """The settings are complete enough to start processes. Raises SettingError."""
     launch = settings.launch
-    by_list = settings.mpi.mpirun_hostfile or (
-        settings.deepspeed_launch and settings.deepspeed_launch.deepspeed_hostfile
-    )
+    by_list = settings.mpi.mpirun_hostfile or settings.deepspeed_launch.deepspeed_hostfile
     if launch.num_machines > 1 and not by_list and settings.sagemaker is None and not settings.tpu.tpu_use_cluster:
         for name in ("main_process_ip", "main_process_port"):
             if getattr(launch, name) is None:
@@ -225,7 +223,7 @@ def _check_deepspeed(settings: Settings) -> None:
         if _value(settings, device) == "nvme" and getattr(deepspeed, path) in (None, "none"):
             raise SettingError(f"{settings.quote(device)} needs `{path}`: give the folder on the NVMe disk.")
     launch = settings.deepspeed_launch
-    if launch is not None and launch.deepspeed_inclusion_filter and launch.deepspeed_exclusion_filter:
+    if launch.deepspeed_inclusion_filter and launch.deepspeed_exclusion_filter:
         raise SettingError(
             f"{settings.quote('deepspeed_launch.deepspeed_inclusion_filter')} and "
             f"{settings.quote('deepspeed_launch.deepspeed_exclusion_filter')} exclude each other. Keep one "

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.settings.labels import DynamoBackend
 from accelerate.settings.option import OptionGroup, option
 
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+TORCH_DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass
@@ -31,7 +31,7 @@ class DynamoOptions(
     mode: str = option(
         "default",
         "What the compiler optimizes for.",
-        choices=COMPILE_MODES,
+        choices=TORCH_DYNAMO_MODES,
         question="Which mode do you want to use?",
     )
     fullgraph: bool = option(

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.settings.option import OptionGroup, option
 
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
-MULTINODE_LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
+DEEPSPEED_MULTINODE_LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
 
 
 @dataclass
@@ -128,7 +128,7 @@ class DeepSpeedLaunchOptions(OptionGroup, title="DeepSpeed", section="deepspeed_
     deepspeed_multinode_launcher: str | None = option(
         None,
         "How DeepSpeed reaches the other machines; pdsh when it is not given.",
-        choices=MULTINODE_LAUNCHERS,
+        choices=DEEPSPEED_MULTINODE_LAUNCHERS,
         question="Which Type of launcher do you want to use?",
     )
     config_fields: list[str] | None = option(

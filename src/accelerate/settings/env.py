@@ -85,10 +85,10 @@ def _decode_option(option: OptionInfo, environ: Mapping[str, str]) -> tuple[Any,
     if not present:
         return None
     source = Source("environment", ", ".join(present))
-    if len(option.env) == 1:
-        value = option.read(environ[present[0]], source)
-    else:  # one variable per element
-        value = option.read(",".join(environ.get(name, "").strip() or "false" for name in option.env), source)
+    text = environ[present[0]]
+    if len(option.env) > 1:  # one variable per element
+        text = ",".join(environ.get(name, "").strip() or "false" for name in option.env)
+    value = option.read(text, source)
     return None if value is None else (value, source)
 
 
@@ -97,15 +97,14 @@ def encode(options: OptionGroup) -> dict[str, str]:
     variables: dict[str, str] = {}
     for option in options_of(type(options)):
         value = getattr(options, option.name, None)
-        if value is None or not option.env or (option.quiet and value == option.default):
+        if value is None or (option.quiet and value == option.default):
             continue
-        if len(option.env) > 1:
+        name, *others = option.env or ("",)
+        if others:
             variables.update(zip(option.env, (_show(part) for part in cast("Iterable[object]", value)), strict=True))
-            continue
-        text = option.write(value)
-        if text is not None and text != "":
-            variables[option.env[0]] = text
-    return variables
+        elif name:
+            variables[name] = option.write(value) or ""
+    return {name: text for name, text in variables.items() if text != ""}
 
 
 def fill_unset(options: OptionGroup, environ: Mapping[str, str] | None = None) -> None:
@@ -217,7 +216,7 @@ def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         async def purged_coroutine(*args: Any, **kwargs: Any) -> Any:
             with _purged():
-                return await cast("Any", function(*args, **kwargs))
+                return await function(*args, **kwargs)
 
         return purged_coroutine
     if inspect.isgeneratorfunction(function):
@@ -225,7 +224,8 @@ def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def purged_generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
             with _purged():
-                return (yield from function(*args, **kwargs))
+                steps: Generator[Any, Any, Any] = function(*args, **kwargs)
+                return (yield from steps)
 
         return purged_generator
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from accelerate.settings.option import FALSE_WORDS, TRUE_WORDS, OptionGroup, option
 
-SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-BACKWARD_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-AUTO_WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-STATE_DICT_TYPES = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
+FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
+FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 
 #: Options that version 2 has no use for, with what takes their place.
 ONLY_VERSION_1 = {
@@ -22,7 +23,7 @@ ONLY_VERSION_1 = {
 }
 
 
-def _numbered(choices: tuple[str, ...]) -> dict[str, str]:
+def _numbered(choices: list[str]) -> dict[str, str]:
     """Old files and variables give the position (from 1) instead of the name."""
     return {str(position): choice for position, choice in enumerate(choices, start=1)}
 
@@ -42,8 +43,8 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         None,
         "Version 1: what is sharded. Version 2 has fsdp_reshard_after_forward instead.",
         kind="str",
-        choices=SHARDING_STRATEGIES,
-        aliases=_numbered(SHARDING_STRATEGIES),
+        choices=FSDP_SHARDING_STRATEGY,
+        aliases=_numbered(FSDP_SHARDING_STRATEGY),
         launch_default="FULL_SHARD",
         question="What should be your sharding strategy?",
     )
@@ -52,7 +53,7 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         "Version 2: free gathered parameters after the forward pass (true saves memory, false traffic). "
         "Version 1: a sharding strategy.",
         kind="str",
-        choices=("true", "false", *SHARDING_STRATEGIES),
+        choices=("true", "false", *FSDP_SHARDING_STRATEGY),
         aliases={**dict.fromkeys(TRUE_WORDS, True), **dict.fromkeys(FALSE_WORDS, False)},
         launch_default=True,
         question="Do you want to enable resharding after forward?",
@@ -61,9 +62,9 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         None,
         "Version 1: when the next parameters are gathered in the backward pass.",
         kind="str",
-        choices=BACKWARD_PREFETCHES,
+        choices=FSDP_BACKWARD_PREFETCH,
         key_aliases=("fsdp_backward_prefetch_policy",),
-        aliases=_numbered(BACKWARD_PREFETCHES),
+        aliases=_numbered(FSDP_BACKWARD_PREFETCH),
         question="What should be your FSDP's backward prefetch policy?",
     )
     mixed_precision_policy: Any = option(None, "The precisions of parameters, reductions and outputs.", kind="object")
@@ -71,7 +72,7 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         None,
         "How the model is cut into units: by layer class, by size, or not at all.",
         kind="str",
-        choices=AUTO_WRAP_POLICIES,
+        choices=FSDP_AUTO_WRAP_POLICY,
         question="What should be your auto wrap policy?",
     )
     cpu_offload: Any = option(
@@ -92,8 +93,8 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         None,
         "The form of saved state: whole, or in shards.",
         kind="str",
-        choices=STATE_DICT_TYPES,
-        aliases=_numbered(STATE_DICT_TYPES),
+        choices=FSDP_STATE_DICT_TYPE,
+        aliases=_numbered(FSDP_STATE_DICT_TYPE),
         question="What should be your FSDP's state dict type?",
     )
     state_dict_config: Any = option(None, "How model state is gathered for saving.", kind="object")

@@ -351,10 +351,10 @@ def option_of(cls: type[OptionGroup], name: str) -> OptionInfo:
     raise KeyError(name)
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
+def nearest(word: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The candidate that somebody who typed `word` most likely meant."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
-    found = get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Final, cast
 
 from accelerate.errors import NotBuilt, SettingError
 from accelerate.settings import env
 from accelerate.settings.checks import check, check_launchable, check_world
+from accelerate.settings.document import FOREIGN, read_layer
 from accelerate.settings.fp8 import AoOptions, MsampOptions, TeOptions
 from accelerate.settings.fsdp import ONLY_VERSION_1
 from accelerate.settings.option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
-from accelerate.settings.tree import CONDITIONS, GROUPS, Layer, Settings, launch_flags
+from accelerate.settings.tree import CONDITIONS, GROUPS, Layer, Settings, encode_settings, launch_options_of
 
 __all__ = [
     "BUILT",
@@ -22,7 +24,8 @@ __all__ = [
     "check_launchable",
     "check_world",
     "collect",
-    "launch_flags",
+    "encode_settings",
+    "launch_options_of",
     "refuse_unbuilt",
 ]
 
@@ -33,6 +36,7 @@ BUILT: Final = ("single", "ddp")
 ARGUMENTS: Final = {
     "mixed_precision": "run.mixed_precision",
     "cpu": "run.use_cpu",
+    "use_cpu": "run.use_cpu",
     "gradient_accumulation_steps": "run.gradient_accumulation_steps",
     "dynamo_backend": "compile.backend",
     "project_dir": "project.project_dir",
@@ -43,7 +47,7 @@ ARGUMENTS: Final = {
     "use_seedable_sampler": "data.use_seedable_sampler",
 }
 #: An argument that has its constructor default counts as not given (None always does).
-CONSTRUCTOR_DEFAULTS: Final[dict[str, object]] = {"cpu": False, "gradient_accumulation_steps": 1}
+CONSTRUCTOR_DEFAULTS: Final[dict[str, object]] = {"cpu": False, "use_cpu": False, "gradient_accumulation_steps": 1}
 #: Constructor arguments that are whole groups.
 OBJECTS: Final = {
     "fsdp_plugin": "fsdp",
@@ -77,15 +81,17 @@ def collect(
     environment: Mapping[str, str] | None = None,
     *,
     flags: Mapping[str, object] | None = None,
-    file: Layer | None = None,
+    file: Layer | str | Path | None = None,
 ) -> Settings:
     """The settings of a run: of each option the strongest value, checked against all others.
 
-    `arguments` are those of the Accelerator, `flags` those of `accelerate launch` by argparse name, `file` what
-    `settings.file.read` gave; `environment` is the process's own unless given. With flags or a file the
-    settings are those of a launch, which has some defaults of its own. Raises SettingError.
+    `arguments` are those of the Accelerator, `flags` those of `accelerate launch` by argparse name, `file` is a
+    configuration file; `environment` is the process's own unless given. With flags or a file the settings are
+    those of a launch, which has some defaults of its own. Raises SettingError.
     """
     environ = env.snapshot() if environment is None else environment
+    if isinstance(file, (str, Path)):
+        file = read_layer(file)
     given = _objects(arguments)
     layers = [
         _argument_layer(arguments, given),
@@ -103,7 +109,7 @@ def collect(
                 continue
             layers[-1] = {**layers[-1], **_environment_layer(environ, [name])}
         _set_group(settings, name, given.get(name), layers, launching)
-    settings.foreign = dict((file or {}).get("foreign", ({}, DEFAULT))[0])
+    settings.foreign = dict((file or {}).get(FOREIGN, ({}, DEFAULT))[0])
     _settle(settings, given, launching)
     _refuse_idle_flags(settings, layers)
     _check_arguments(arguments, settings)
@@ -325,26 +331,27 @@ def _refuse_idle_flags(settings: Settings, layers: list[Layer]) -> None:
     for address, (_, source) in flags.items():
         group = address.partition(".")[0]
         shared = any(
-            other != group and getattr(settings, other) is not None and _has_flag(other, source.where)
-            for other in GROUPS
+            other != group and _is_used(other, settings) and _has_flag(other, source.where) for other in GROUPS
         )
-        if getattr(settings, group) is None and not shared and group != "sagemaker":
+        if not _is_used(group, settings) and not shared and group != "sagemaker":
             raise SettingError(
                 f"`{source.where}` was given, but {GROUPS[group].option_group.title} is not used, so that it "
                 "would "
                 f"have no effect. {_how_to_turn_on(group)}, or leave `{source.where}` out."
             )
-    idle = {
-        address.partition(".")[0]: source
-        for address, (_, source) in reversed(list(file.items()))
-        if address.partition(".")[0] in GROUPS and getattr(settings, address.partition(".")[0]) is None
-    }
+    idle = {address.partition(".")[0]: source for address, (_, source) in reversed(list(file.items()))}
     for group, source in idle.items():
-        if group != "deepspeed_launch":
+        if group in GROUPS and not _is_used(group, settings):
             warnings.warn(
                 f"{source.where}: the options of {GROUPS[group].option_group.title} are not used. "
                 f"{_how_to_turn_on(group)}, or remove them to silence this warning."
             )
+
+
+def _is_used(group: str, settings: Settings) -> bool:
+    if group == "deepspeed_launch":
+        group = "deepspeed"
+    return getattr(settings, group) is not None
 
 
 def _has_flag(group: str, flag: str) -> bool:
@@ -356,7 +363,7 @@ def _how_to_turn_on(group: str) -> str:
         return "Give `--mixed_precision fp8`"
     if group == "sagemaker":
         return "Set `compute_environment: AMAZON_SAGEMAKER`"
-    return f"Give `--{CONDITIONS[group].partition('.')[2]}`"
+    return f"Give `--{CONDITIONS[group.removesuffix('_launch')].partition('.')[2]}`"
 
 
 def _check_arguments(arguments: Mapping[str, object], settings: Settings) -> None:

@@ -58,7 +58,6 @@ GROUPS: Final[dict[str, type[OptionGroup]]] = {
 CONDITIONS: Final = {
     "fsdp": "paradigm.use_fsdp",
     "deepspeed": "paradigm.use_deepspeed",
-    "deepspeed_launch": "paradigm.use_deepspeed",
     "megatron": "paradigm.use_megatron_lm",
     "parallelism": "paradigm.use_parallelism_config",
     "tensor": "paradigm.use_parallelism_config",
@@ -85,10 +84,10 @@ class Settings:
     data: DataLoaderOptions = field(default_factory=DataLoaderOptions)
     project: ProjectOptions = field(default_factory=ProjectOptions)
     accumulation: AccumulationOptions = field(default_factory=AccumulationOptions)
+    deepspeed_launch: DeepSpeedLaunchOptions = field(default_factory=DeepSpeedLaunchOptions)
     tpu: TpuOptions = field(default_factory=TpuOptions)
     fsdp: FsdpOptions | None = None
     deepspeed: DeepSpeedOptions | None = None
-    deepspeed_launch: DeepSpeedLaunchOptions | None = None
     megatron: MegatronOptions | None = None
     parallelism: ParallelismOptions | None = None
     tensor: TensorParallelOptions | None = None
@@ -135,9 +134,16 @@ class Settings:
         shown = "***" if option.secret else option.write(value) or repr(value)
         return f"`{option.spelling(source)}: {shown}` ({source})"
 
-    def explain(self) -> list[tuple[str, str, Any, Source]]:
-        """Every value in use as (group, option, value, source); secrets are masked."""
-        rows: list[tuple[str, str, Any, Source]] = []
+    def value_of(self, option: OptionInfo) -> Any:
+        """The value of an option of whichever group has it; its default where that group is not in use."""
+        for group, options in self.groups():
+            if option in options_of(GROUPS[group]):
+                return getattr(options, option.name)
+        return option.default
+
+    def explain(self) -> Explanation:
+        """Every value in use as (group, option, value, source); secrets are masked. Printed, it is a table."""
+        rows = Explanation()
         for group, options in self.groups():
             for option in options_of(GROUPS[group]):
                 value = getattr(options, option.name)
@@ -145,17 +151,27 @@ class Settings:
                 rows.append((group, option.name, masked, self.source_of(f"{group}.{option.name}")))
         return rows
 
-    def environment(self) -> dict[str, str]:
-        """The variables that hand these settings to a worker; collecting from them gives the same settings."""
-        variables: dict[str, str] = {}
-        for group, options in self.groups():
-            if group in _NOT_EXPORTED:
-                continue
+
+class Explanation(list[tuple[str, str, Any, Source]]):
+    """Rows of (group, option, value, source)."""
+
+    def __str__(self) -> str:
+        lines = [(f"{group}.{name}", str(value), str(source)) for group, name, value, source in self]
+        first, second = (max((len(line[column]) for line in lines), default=0) for column in (0, 1))
+        second = min(second, 40)
+        return "\n".join(f"{name:<{first}}  {value:<{second}}  {source}".rstrip() for name, value, source in lines)
+
+
+def encode_settings(settings: Settings) -> dict[str, str]:
+    """The variables that hand the settings to a worker; collecting from them gives the same settings."""
+    variables: dict[str, str] = {}
+    for group, options in settings.groups():
+        if group not in _NOT_EXPORTED:
             variables.update(encode(options))
-        return variables
+    return variables
 
 
-def launch_flags() -> tuple[OptionInfo, ...]:
+def launch_options_of() -> tuple[OptionInfo, ...]:
     """Every option with a launch flag, each flag once, in the order of the help."""
     found: dict[str, OptionInfo] = {}
     for cls in GROUPS.values():

@@ -1,0 +1,255 @@
+"""The text of a configuration file -> values of options, each with its line. Files of every age are read."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from accelerate.errors import SettingError
+from accelerate.settings.option import OptionInfo, Source, nearest, options_of, truth
+from accelerate.settings.tree import GROUPS, Layer
+
+#: Keys of older versions that have no meaning any more.
+FORGOTTEN_KEYS: Final = ("use_mps_device", "use_xpu", "ipex_config", "use_ipex")
+#: Sections whose unknown keys are kept and passed over, because another program knows them.
+TOLERANT_SECTIONS: Final = ("deepspeed_config",)
+#: Where a layer keeps those keys.
+FOREIGN: Final = "foreign"
+
+
+class ConfigFileNotFound(SettingError, FileNotFoundError):
+    """No configuration file lies where one was named."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of a file, with its value (for a section: its entries) and its place, "path:line"."""
+
+    key: str
+    value: Any
+    place: str
+
+
+def read_layer(path: str | Path) -> Layer:
+    """What a configuration file gives, each value with its line. Raises SettingError with file and line."""
+    return layer_of(read_entries(path), str(path))
+
+
+def layer_of_mapping(document: Mapping[str, Any], where: str) -> Layer:
+    """What the content of a configuration file gives, when it isn't in a file (yet)."""
+    return layer_of(_mapping_entries(document, lambda _: where), where)
+
+
+def layer_of(entries: list[Entry], where: str) -> Layer:
+    """What the keys of one file give, by "group.option"."""
+    is_sagemaker = any(entry.key == "compute_environment" and entry.value == "AMAZON_SAGEMAKER" for entry in entries)
+    return _Reader(where, is_sagemaker).layer(entries)
+
+
+def read_entries(path: str | Path) -> list[Entry]:
+    """The keys of a configuration file, in order."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigFileNotFound(
+            f"There is no configuration file {path}. Create one with `accelerate config --config_file {path}`, "
+            "or name one that exists."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"The configuration file {path} can't be read: {error}") from error
+    return _entries(path, text)
+
+
+def options_with_groups() -> Iterator[tuple[str, OptionInfo]]:
+    """Every option of every group, with the group's name."""
+    for group, cls in GROUPS.items():
+        for option in options_of(cls):
+            yield group, option
+
+
+def bare(value: Any) -> Any:
+    """The value without the places of its keys."""
+    if isinstance(value, list):
+        items = cast("list[Any]", value)
+        if items and all(isinstance(item, Entry) for item in items):
+            return {item.key: bare(item.value) for item in items}
+        return [bare(item) for item in items]
+    return value
+
+
+# Keys to options
+
+
+class _Reader:
+    """Turns the entries of one file into values of options."""
+
+    def __init__(self, where: str, is_sagemaker: bool) -> None:
+        self.where = where
+        self.known: dict[str | None, dict[str, tuple[str, OptionInfo]]] = {None: {}}
+        # In the file of a SageMaker job, keys that both kinds of file have are the job's.
+        rows = sorted(options_with_groups(), key=lambda row: row[0] != "sagemaker")
+        for group, option in rows:
+            if option.key is None or (group == "sagemaker" and not is_sagemaker):
+                continue
+            section = self.known.setdefault(option.section, {})
+            for spelling in _spellings(group, option):
+                section.setdefault(spelling, (group, option))
+        self.known[None].setdefault("dynamo_backend", self.known["dynamo_config"]["dynamo_backend"])
+
+    def layer(self, entries: Iterable[Entry]) -> Layer:
+        """Every value of the file, by "group.option"."""
+        values: dict[str, tuple[Any, Source]] = {}
+        foreign: dict[str, Any] = {}
+        deepspeed: list[str] = []
+        for entry in entries:
+            if entry.key == "fp16":
+                self._read_fp16(entry, values)
+            elif entry.key in self.known:
+                for inner in _section(entry):
+                    if not self._take(inner, entry.key, values):
+                        foreign[inner.key] = bare(inner.value)
+                    elif entry.key == "deepspeed_config":
+                        deepspeed.append(inner.key)
+            elif entry.key not in FORGOTTEN_KEYS:
+                self._take(entry, None, values)
+        if foreign:
+            values[FOREIGN] = (foreign, Source("file", self.where))
+        if deepspeed:
+            values["deepspeed_launch.config_fields"] = (deepspeed, Source("file", self.where))
+        return values
+
+    def _take(self, entry: Entry, section: str | None, values: dict[str, tuple[Any, Source]]) -> bool:
+        """The entry's value stands in `values`; False when the key is another program's."""
+        found = self.known[section].get(entry.key)
+        if found is None:
+            if section in TOLERANT_SECTIONS:
+                self._warn_of_near_miss(entry, section)
+                return False
+            raise self._unknown(entry, section)
+        group, option = found
+        source = Source("file", entry.place)
+        value = option.read(bare(entry.value), source)
+        if value is not None and not (isinstance(value, (list, dict)) and not value):
+            values[f"{group}.{option.name}"] = (value, source)
+        return True
+
+    def _read_fp16(self, entry: Entry, values: dict[str, tuple[Any, Source]]) -> None:
+        """`fp16: true` is how old files ask for mixed precision."""
+        try:
+            wanted = truth(entry.value)
+        except ValueError:
+            raise SettingError(f"{entry.place}: `fp16` has to be true or false, not {bare(entry.value)!r}.") from None
+        values.setdefault("run.mixed_precision", ("fp16" if wanted else "no", Source("file", entry.place)))
+
+    def _warn_of_near_miss(self, entry: Entry, section: str) -> None:
+        near = nearest(entry.key, self.known[section], cutoff=0.85)
+        if near is not None:
+            warnings.warn(
+                f"{entry.place}: `{section}.{entry.key}` is passed over, because this program does not know it. "
+                f"If `{near}` is meant, correct it; otherwise remove it to silence this warning."
+            )
+
+    def _unknown(self, entry: Entry, section: str | None) -> SettingError:
+        names = list(self.known[section])
+        if section is None:
+            names += [name for name in self.known if name is not None]
+        near = nearest(entry.key, names)
+        place = f" in `{section}`" if section else ""
+        message = f"{entry.place}: unknown key `{entry.key}`{place}."
+        owners = (name for name, keys in self.known.items() if name and name != section and entry.key in keys)
+        elsewhere = next(owners, None)
+        if elsewhere is not None:
+            message += f" It belongs into the section `{elsewhere}`."
+        elif near is not None:
+            message += f" Did you mean `{near}`?"
+        legal = ", ".join(sorted({option.key for _, option in self.known[section].values() if option.key}))
+        return SettingError(f"{message} Correct or remove it. Known keys{place or ' at the top level'}: {legal}.")
+
+
+def _spellings(group: str, option: OptionInfo) -> list[str]:
+    """The key, its older spellings, and each without and with the prefix of its section."""
+    assert option.key is not None
+    keys = [option.key, *option.key_aliases]
+    prefix = "fp8_" if option.section == "fp8_config" else GROUPS[group].option_group.key
+    if prefix:
+        keys += [key.removeprefix(prefix) for key in keys] + [prefix + key.removeprefix(prefix) for key in keys]
+    return keys
+
+
+def _section(entry: Entry) -> list[Entry]:
+    value: Any = entry.value
+    if value is None:
+        return []
+    inner = cast("list[Any]", value) if isinstance(value, list) else [value]
+    if all(isinstance(one, Entry) for one in inner):
+        return inner
+    raise SettingError(
+        f"{entry.place}: `{entry.key}` has to be a section of keys and values, not {bare(cast('object', value))!r}."
+    )
+
+
+# Text to entries
+
+
+def _entries(path: Path, text: str) -> list[Entry]:
+    """The keys of the file in order. Raises SettingError when it isn't a file of keys and values."""
+    if text.lstrip().startswith("{"):
+        try:
+            document = cast("dict[str, Any]", json.loads(text))
+        except json.JSONDecodeError as error:
+            if path.suffix == ".json":
+                raise SettingError(f"{path}:{error.lineno}: this is not JSON: {error.msg}.") from error
+        else:
+            lines = text.splitlines()
+            return _mapping_entries(document, lambda key: f"{path}:{_line_of(key, lines)}")
+    return _yaml_entries(path, text)
+
+
+def _mapping_entries(document: Mapping[str, Any], place: Callable[[str], str]) -> list[Entry]:
+    entries: list[Entry] = []
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            value = _mapping_entries(cast("Mapping[str, Any]", value), place) or None
+        entries.append(Entry(str(key), value, place(str(key))))
+    return entries
+
+
+def _line_of(key: str, lines: list[str]) -> int:
+    """The first line that holds the key of a JSON document."""
+    quoted = json.dumps(key)
+    return next((number for number, line in enumerate(lines, start=1) if quoted in line), 1)
+
+
+def _yaml_entries(path: Path, text: str) -> list[Entry]:
+    import yaml
+
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return []
+        if not isinstance(root, yaml.MappingNode):
+            raise SettingError(f"{path}:1: a configuration file holds keys and values, not {root.value!r}.")
+        return _node_entries(path, loader, root)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark is not None else ""
+        raise SettingError(f"{path}{line}: this is not YAML: {getattr(error, 'problem', error)}.") from error
+
+
+def _node_entries(path: Path, loader: Any, node: Any) -> list[Entry]:
+    entries: dict[str, Entry] = {}
+    for key_node, value_node in node.value:
+        key, place = str(loader.construct_object(key_node)), f"{path}:{key_node.start_mark.line + 1}"
+        if key in entries:
+            raise SettingError(f"{place}: `{key}` stands here a second time (the first is {entries[key].place}).")
+        if value_node.id == "mapping":
+            entries[key] = Entry(key, _node_entries(path, loader, value_node) or None, place)
+        else:
+            entries[key] = Entry(key, loader.construct_object(value_node, deep=True), place)
+    return list(entries.values())
