@@ -1,0 +1,406 @@
+"""One row per kind of device: what it is called, how it is counted, seeded, measured and synchronised.
+
+A row is strings only, so this file needs no torch; torch and a vendor's extension are imported when a row is asked to
+do something. Adding a vendor is adding a row to `KINDS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import glob
+import importlib
+import importlib.util
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+
+from .settings.env import flag, read
+
+if TYPE_CHECKING:
+    import torch
+
+PROBE_TIMEOUT_SECONDS: Final = 20
+_ALWAYS: Final = "always"
+_NEVER: Final = "never"
+
+
+@final
+@dataclass(frozen=True)
+class DeviceKind:
+    """One kind of device, as strings. An empty string means: this kind has no such thing.
+
+    A call is the name of a function of `module`, or `package.module:function` where it lives elsewhere.
+    """
+
+    name: str  # torch's word for the device type
+    label: str  # the DistributedType that callers see when several processes share the work
+    module: str  # where torch keeps its functions
+    extension: str = ""  # the package whose import teaches torch this device
+    backend: str = ""  # what processes on it talk through
+    visible_devices: str = ""  # the variable that narrows which ones a process sees
+    builds: str = ""  # the names in torch/version.py of which a torch with this device sets one
+    runtime: str = ""  # the module that knows rank and size by itself, without a process group
+    binds_group: bool = False  # the process group can be bound to the device when it is made
+    driver_builds: str = ""  # the builds whose devices the driver's files and command count
+    driver_files: str = ""  # a glob with one entry per device that the driver offers
+    driver_command: str = ""  # prints one line per device
+
+    available: str = "is_available"
+    count: str = "device_count"
+    select: str = "set_device"
+    wait: str = "synchronize"
+    clear: str = "empty_cache"
+    seed_call: str = "manual_seed_all"
+    rng_read: str = "get_rng_state_all"
+    rng_write: str = "set_rng_state_all"
+    rng_is_list: bool = True  # one state per device, not one for all
+    memory_used: str = "memory_allocated"
+    memory_peak: str = "max_memory_allocated"
+    memory_peak_reset: str = "reset_peak_memory_stats"
+    memory_left: str = "mem_get_info"
+    bf16: str = "is_bf16_supported"  # a call, or always, or never
+    fp16: str = _ALWAYS
+
+    # ------------------------------------------------------------------------------ asked in-process
+
+    def _function(self, call: str) -> Any:
+        """The function behind a call of this row, or None where the installed torch has none."""
+        if not call:
+            return None
+        where, colon, name = call.rpartition(":")
+        try:
+            if self.extension:
+                importlib.import_module(self.extension)
+            importlib.import_module("torch")
+            found: Any = importlib.import_module(where) if colon else _resolve(self.module)
+        except (ImportError, AttributeError):
+            return None
+        return getattr(found, name, None)
+
+    def _ask(self, call: str, *arguments: Any, otherwise: Any = None) -> Any:
+        function = self._function(call)
+        return otherwise if function is None else function(*arguments)
+
+    def is_available(self) -> bool:
+        """Whether this process can use a device of this kind (imports torch)."""
+        if self.extension and importlib.util.find_spec(self.extension.partition(".")[0]) is None:
+            return False
+        return not self._is_switched_off() and bool(self._ask(self.available, otherwise=False))
+
+    def device_count(self) -> int:
+        """How many devices of this kind this process sees (imports torch)."""
+        return int(self._ask(self.count, otherwise=1)) if self.is_available() else 0
+
+    def device(self, index: int | None = None) -> torch.device:
+        """The torch device with that index; kinds of which a process only ever sees one ignore the index."""
+        import torch
+
+        if not self.select or index is None:
+            return torch.device(self.name)
+        return torch.device(self.name, index)
+
+    def set_device(self, device: torch.device) -> None:
+        """New tensors of this kind land on `device`."""
+        self._ask(self.select, device)
+
+    def synchronize(self) -> None:
+        """Everything queued on the current device has happened."""
+        self._ask(self.wait)
+
+    def empty_cache(self) -> None:
+        """Memory that torch keeps for reuse is handed back to the driver."""
+        self._ask(self.clear)
+
+    def manual_seed(self, seed: int) -> None:
+        """Every device of this kind that the process sees draws from `seed`."""
+        self._ask(self.seed_call, seed)
+
+    def rng_states(self) -> list[Any]:
+        """The generator states of the devices of this kind; empty where it has none of its own."""
+        states = self._ask(self.rng_read)
+        if states is None:
+            return []
+        return list(states) if self.rng_is_list else [states]
+
+    def set_rng_states(self, states: list[Any]) -> None:
+        """The generators continue from `states`, as `rng_states` gave them."""
+        self._ask(self.rng_write, states if self.rng_is_list else states[0])
+
+    def memory_allocated(self, device: torch.device | int | None = None) -> int:
+        """Bytes held by tensors; 0 where the kind can't tell."""
+        return int(self._measure(self.memory_used, device))
+
+    def max_memory_allocated(self, device: torch.device | int | None = None) -> int:
+        """The most bytes that tensors held since the last reset; 0 where the kind can't tell."""
+        return int(self._measure(self.memory_peak, device))
+
+    def reset_peak_memory(self, device: torch.device | int | None = None) -> None:
+        """`max_memory_allocated` counts from here."""
+        self._measure(self.memory_peak_reset, device)
+
+    def free_memory(self, device: torch.device | int | None = None) -> int | None:
+        """Bytes that a new tensor could take, or None where the kind can't tell."""
+        found = self._measure(self.memory_left, device)
+        return int(found[0]) if isinstance(found, tuple) else None
+
+    def total_memory(self, device: torch.device | int | None = None) -> int | None:
+        """Bytes of the device, or None where the kind can't tell."""
+        found = self._measure(self.memory_left, device)
+        return int(found[1]) if isinstance(found, tuple) else int(found) or None
+
+    def _measure(self, call: str, device: torch.device | int | None) -> Any:
+        arguments = () if device is None or not self.select else (device,)
+        result = self._ask(call, *arguments, otherwise=0)
+        return 0 if result is None else result
+
+    def supports_bf16(self) -> bool:
+        """Whether the device computes in bfloat16."""
+        return self._supports(self.bf16)
+
+    def supports_fp16(self) -> bool:
+        """Whether the device computes in float16."""
+        return self._supports(self.fp16)
+
+    def _supports(self, answer: str) -> bool:
+        return answer == _ALWAYS or (answer != _NEVER and bool(self._ask(answer, otherwise=False)))
+
+    def rng_state_of_default(self) -> Any:
+        """The generator state of the current device, or None where the kind has none of its own."""
+        states = self.rng_states()
+        if not states:
+            return None
+        if not self.rng_is_list:
+            return states[0]
+        return states[int(self._ask("current_device", otherwise=0))]
+
+    def _is_switched_off(self) -> bool:
+        return self.name == "xla" and not flag("USE_TORCH_XLA", True)
+
+    # ----------------------------------------------------------------------------- asked without torch
+
+    def count_without_torch(self, environment: Mapping[str, str] | None = None) -> int | None:
+        """How many devices a process started in `environment` would see, or None where only torch can tell."""
+        if self.name == "cpu":
+            return 1
+        if self.name == "mps":
+            return int(sys.platform == "darwin" and platform.machine() == "arm64")
+        if self._is_switched_off() or (self.extension and not _is_importable(self.extension)):
+            return 0
+        if self.builds and not _torch_is_built_for(self.builds):
+            return 0
+        if self.driver_builds and not _torch_is_built_for(self.driver_builds):
+            return None
+        driver = self._count_by_driver()
+        if driver is None:
+            return None
+        return min(driver, _num_visible(read_from(environment, self.visible_devices), driver))
+
+    def _count_by_driver(self) -> int | None:
+        if self.driver_files:
+            found = len(glob.glob(self.driver_files))
+            if found or not self.driver_command:
+                return found
+        return _num_lines(self.driver_command) if self.driver_command else None
+
+
+KINDS: Final[tuple[DeviceKind, ...]] = (
+    DeviceKind(
+        "xla", "XLA", "torch_xla", extension="torch_xla", backend="xla", runtime="torch_xla.runtime",
+        available="torch_xla.core.xla_model:get_xla_supported_devices",
+        count="torch_xla.runtime:local_device_count", select="", wait="torch_xla.core.xla_model:wait_device_ops",
+        clear="", seed_call="torch_xla.core.xla_model:set_rng_state",
+        rng_read="torch_xla.core.xla_model:get_rng_state", rng_write="torch_xla.core.xla_model:set_rng_state",
+        rng_is_list=False, memory_used="", memory_peak="", memory_peak_reset="", memory_left="", bf16=_ALWAYS,
+    ),
+    DeviceKind(
+        "mps", "NO", "torch.mps", available="torch.backends.mps:is_available", select="",
+        seed_call="manual_seed", rng_read="get_rng_state", rng_write="set_rng_state", rng_is_list=False,
+        memory_used="current_allocated_memory", memory_peak="", memory_peak_reset="",
+        memory_left="recommended_max_memory", bf16="accelerate.devices:is_macos_14",
+    ),
+    DeviceKind(
+        "mlu", "MULTI_MLU", "torch.mlu", extension="torch_mlu", backend="cncl",
+        visible_devices="MLU_VISIBLE_DEVICES", driver_files="/dev/cambricon_dev[0-9]*",
+    ),
+    DeviceKind(
+        "sdaa", "MULTI_SDAA", "torch.sdaa", extension="torch_sdaa", backend="tccl",
+        visible_devices="SDAA_VISIBLE_DEVICES",
+    ),
+    DeviceKind(
+        "musa", "MULTI_MUSA", "torch.musa", extension="torch_musa", backend="mccl",
+        visible_devices="MUSA_VISIBLE_DEVICES",
+    ),
+    DeviceKind(
+        "npu", "MULTI_NPU", "torch.npu", extension="torch_npu", backend="hccl",
+        visible_devices="ASCEND_RT_VISIBLE_DEVICES", driver_files="/dev/davinci[0-9]*",
+    ),
+    DeviceKind(
+        "hpu", "MULTI_HPU", "torch.hpu", extension="habana_frameworks.torch", backend="hccl",
+        visible_devices="HABANA_VISIBLE_MODULES", clear="", seed_call="torch.hpu.random:manual_seed_all",
+        rng_read="torch.hpu.random:get_rng_state_all", rng_write="torch.hpu.random:set_rng_state_all", bf16=_ALWAYS,
+    ),
+    DeviceKind(
+        "cuda", "MULTI_GPU", "torch.cuda", backend="nccl", visible_devices="CUDA_VISIBLE_DEVICES",
+        builds="cuda hip", binds_group=True, driver_builds="cuda", driver_files="/proc/driver/nvidia/gpus/*", driver_command="nvidia-smi -L",
+    ),
+    DeviceKind(
+        "xpu", "MULTI_XPU", "torch.xpu", backend="xccl", visible_devices="ZE_AFFINITY_MASK", builds="xpu",
+    ),
+    DeviceKind(
+        "neuron", "MULTI_NEURON", "torch.neuron", extension="torch_neuronx", backend="neuron",
+        visible_devices="NEURON_RT_VISIBLE_CORES", bf16=_ALWAYS, fp16=_NEVER,
+    ),
+    DeviceKind(
+        "cpu", "MULTI_CPU", "torch.cpu", backend="gloo", select="", clear="", seed_call="", rng_read="",
+        rng_write="", memory_used="", memory_peak="", memory_peak_reset="", memory_left="", bf16=_ALWAYS,
+    ),
+)  # fmt: skip
+
+CPU: Final = KINDS[-1]
+
+
+def kind_of(device: str | torch.device) -> DeviceKind:
+    """The row of a device or of a device type (`"cuda"`, `"cuda:1"`). Raises ValueError for a word that is no row."""
+    name = str(device).partition(":")[0]
+    for kind in KINDS:
+        if kind.name == name:
+            return kind
+    raise ValueError(
+        f"{device!r} is no device that is known here. Known are: {', '.join(kind.name for kind in KINDS)}."
+    )
+
+
+def available_kind(*, cpu: bool = False) -> DeviceKind:
+    """The first row, in the documented order, of which this process can use a device (imports torch)."""
+    if cpu:
+        return CPU
+    return next(kind for kind in KINDS if kind is CPU or kind.is_available())
+
+
+def count_devices(kind: DeviceKind | str | None = None, environment: Mapping[str, str] | None = None) -> int:
+    """How many devices of a kind (left out: the kind found here) a process started from here would see.
+
+    torch is not imported: the driver is asked where it can tell, else a child that imports torch.
+    """
+    if kind is None:
+        return present(environment)[1]
+    row = kind_of(kind) if isinstance(kind, str) else kind
+    known = row.count_without_torch(environment)
+    if known is not None:
+        return known
+    return row.device_count() if "torch" in sys.modules and environment is None else _count_in_child(row, environment)
+
+
+def present(environment: Mapping[str, str] | None = None) -> tuple[DeviceKind, int]:
+    """The kind that workers started from here would use, and how many of them; torch is not imported."""
+    for kind in KINDS[:-1]:
+        count = count_devices(kind, environment)
+        if count:
+            return kind, count
+    return CPU, 1
+
+
+def empty_caches() -> None:
+    """Memory that torch keeps for reuse on the accelerator of this process is handed back to the driver."""
+    available_kind().empty_cache()
+
+
+# Behind them
+
+
+def is_macos_14() -> bool:
+    """Whether this is macOS 14 or later, the first whose Metal computes in bfloat16."""
+    version = platform.mac_ver()[0].partition(".")[0]
+    return version.isdigit() and int(version) >= 14
+
+
+def read_from(environment: Mapping[str, str] | None, name: str) -> str | None:
+    """The variable in `environment`, or in this process's own where that is None."""
+    if not name:
+        return None
+    return read(name) if environment is None else environment.get(name)
+
+
+def _resolve(dotted: str) -> Any:
+    """`torch.cuda` as an object; attributes count as well as modules, because extensions attach themselves."""
+    parts = dotted.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for part in parts[1:]:
+        found = getattr(found, part)
+    return found
+
+
+def _is_importable(extension: str) -> bool:
+    top = extension.partition(".")[0]
+    return top in sys.modules or importlib.util.find_spec(top) is not None
+
+
+@functools.cache
+def _torch_build() -> dict[str, Any]:
+    """The constants of torch/version.py, read as text."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
+        return {}
+    file = Path(spec.origin).with_name("version.py")
+    if not file.is_file():
+        return {}
+    constants: dict[str, Any] = {}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
+            constants[target.id] = value.value
+    return constants
+
+
+def _torch_is_built_for(names: str) -> bool:
+    build = _torch_build()
+    return any(build.get(name) for name in names.split())
+
+
+def _num_visible(text: str | None, num_devices: int) -> int:
+    """How many devices a visible-devices variable leaves; like the drivers, the list ends at the first impossible one."""
+    if text is None or text.strip().lower() == "all":
+        return num_devices
+    count = 0
+    for entry in text.split(","):
+        entry = entry.strip()
+        if entry in ("", "-1", "none", "void") or (entry.isdigit() and int(entry) >= num_devices):
+            break
+        count += 1
+    return count
+
+
+def _num_lines(command: str) -> int:
+    try:
+        finished = subprocess.run(command.split(), capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    if finished.returncode != 0:
+        return 0
+    return sum(1 for line in finished.stdout.splitlines() if line and not line[0].isspace())
+
+
+@functools.cache
+def _count_in_child_cached(name: str, environment: tuple[tuple[str, str], ...] | None) -> int:
+    program = f"from accelerate.devices import kind_of; print(kind_of({name!r}).device_count())"
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=6 * PROBE_TIMEOUT_SECONDS,
+            env=None if environment is None else dict(environment),
+        )
+        return int(finished.stdout.split()[-1])
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
+        return 0
+
+
+def _count_in_child(kind: DeviceKind, environment: Mapping[str, str] | None) -> int:
+    return _count_in_child_cached(kind.name, None if environment is None else tuple(sorted(environment.items())))

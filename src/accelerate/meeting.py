@@ -1,0 +1,246 @@
+"""Where the ranks of one world leave word for each other: who has arrived, who is where, who has left.
+
+Word goes through the key-value store of the process group, never through a collective, so that it still gets through
+when the ranks disagree about which collective comes next. Every operation that needs all ranks has a number; ranks
+that are in the same number with different operations will never meet, and are told so instead of waiting for ever.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, final
+
+from .errors import CollectiveError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+#: How long an operation may take before the others are asked where they are.
+PATIENCE_SECONDS: Final = 2.0
+#: Up to this many ranks, each tells where it is at every operation; beyond, only when it has to wait.
+_NUM_TALKATIVE: Final = 128
+_SHORTEST_SLEEP_SECONDS: Final = 5e-5
+_LONGEST_SLEEP_SECONDS: Final = 0.02
+_SEPARATOR: Final = "|"
+
+
+@final
+class Meeting:
+    """One rank's seat at the table of a world.
+
+    Args:
+        store: shared by the ranks of this world and nobody else.
+        timeout: how long to wait for the others in one operation.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        self.store = store
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.number = 0
+        self.operation = ""
+        self.site = ""
+
+    # ------------------------------------------------------------------------------------ taking part
+
+    def begin(self, operation: str, *, with_site: bool = False) -> int:
+        """This rank is in `operation`, the next one that needs all ranks; returns its number."""
+        self.number += 1
+        self.operation = operation
+        self.site = _call_site() if with_site else ""
+        if self.size <= _NUM_TALKATIVE:
+            self._tell()
+        return self.number
+
+    def wait_for_everyone(self, operation: str = "wait_for_everyone") -> None:
+        """Every rank has come here. Raises CollectiveError when one never will, or doesn't within the timeout."""
+        number = self.begin(operation)
+        try:
+            if self.store.add(f"{number}/arrived", 1) == self.size:
+                self.store.set(f"{number}/open", "1")
+                self._forget(number)
+                return
+        except RuntimeError as error:
+            raise CollectiveError(self._store_is_gone()) from error
+        self.wait_for_key(f"{number}/open")
+
+    def wait_for_key(self, key: str) -> None:
+        """Another rank has set `key`. Raises CollectiveError when it never will, or doesn't within the timeout."""
+        self._wait_until(lambda: self.store.check([key]))
+
+    def complete(self, work: Any) -> None:
+        """A collective that was started asynchronously is done. Raises CollectiveError when it never will be."""
+        patience = min(timedelta(seconds=PATIENCE_SECONDS), self.timeout)
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            try:
+                work.wait(patience)
+                return
+            except RuntimeError as error:
+                # torch says "Operation timed out!" and keeps the operation going; anything else is its end.
+                is_late = "timed out" in str(error).lower() and not work.is_completed()
+                verdict = self._verdict()
+                if verdict is not None:
+                    raise CollectiveError(verdict) from error
+                if not is_late:
+                    raise CollectiveError(self._broken(error)) from error
+                if time.monotonic() > deadline:
+                    raise CollectiveError(self._too_late()) from error
+
+    def compare(self, description: str, mismatch: Callable[[list[str], list[str]], str | None]) -> None:
+        """Every rank's description of this operation has been compared.
+
+        `mismatch` is given the descriptions and the call sites of all ranks and returns what is wrong, if anything.
+        """
+        number = self.number
+        self.store.set(f"{number}/call/{self.rank}", f"{self.site}{_SEPARATOR}{description}")
+        keys = [f"{number}/call/{rank}" for rank in range(self.size)]
+        self._wait_until(lambda: self.store.check(keys))
+        sites, descriptions = zip(*(self.store.get(key).decode().split(_SEPARATOR, 1) for key in keys), strict=True)
+        wrong = mismatch(list(descriptions), list(sites))
+        if wrong is not None:
+            raise CollectiveError(wrong)
+
+    def leave(self) -> None:
+        """The others can learn that this rank takes part in nothing any more."""
+        try:
+            self.store.set(f"left/{self.rank}", str(self.number))
+            self.store.set("left", "1")
+        except RuntimeError:
+            pass  # the rank that keeps the store is gone already: nobody is left to be told
+
+    # ---------------------------------------------------------------------------------------- waiting
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        # Polled: a blocking wait would hold the store's connection, and torch logs every wait that times out.
+        start = time.monotonic()
+        next_look = start + PATIENCE_SECONDS
+        sleep_seconds = _SHORTEST_SLEEP_SECONDS
+        longest = min(1.0, _LONGEST_SLEEP_SECONDS * max(1.0, self.size / 8))
+        try:
+            while not ready():
+                now = time.monotonic()
+                if now - start > self.timeout.total_seconds():
+                    raise CollectiveError(self._too_late())
+                if now > next_look:
+                    verdict = self._verdict()
+                    if verdict is not None and not ready():
+                        raise CollectiveError(verdict)
+                    next_look = now + min(30.0, max(PATIENCE_SECONDS, (now - start) / 4))
+                time.sleep(sleep_seconds)
+                sleep_seconds = min(longest, sleep_seconds * 1.5)
+        except RuntimeError as error:
+            if isinstance(error, CollectiveError):
+                raise
+            raise CollectiveError(self._store_is_gone()) from error
+
+    def _tell(self) -> None:
+        try:
+            self.store.set(f"at/{self.rank}", _SEPARATOR.join((str(self.number), self.operation, self.site)))
+        except RuntimeError as error:
+            raise CollectiveError(self._store_is_gone()) from error
+
+    def _forget(self, number: int) -> None:
+        """Keys of the operations that everybody has passed are gone from the store."""
+        for key in (f"{number - 1}/arrived", f"{number - 1}/open"):
+            try:
+                self.store.delete_key(key)
+            except (RuntimeError, NotImplementedError):
+                return  # a store that can't forget, such as a file
+
+    # --------------------------------------------------------------------------------------- verdicts
+
+    def _verdict(self) -> str | None:
+        """Why this operation can't end, or None when it still may."""
+        try:
+            if self.size > _NUM_TALKATIVE:
+                self._tell()
+            for rank in range(self.size):
+                if rank == self.rank:
+                    continue
+                where = self._where(rank)
+                if where is not None and where[0] == self.number and where[1] != self.operation:
+                    return self._different(rank, where)
+                left_after = self._left_after(rank)
+                if left_after is not None and left_after < self.number:
+                    return self._left(rank)
+        except RuntimeError:
+            return self._store_is_gone()
+        return None
+
+    def _where(self, rank: int) -> tuple[int, str, str] | None:
+        key = f"at/{rank}"
+        if not self.store.check([key]):
+            return None
+        number, operation, site = self.store.get(key).decode().split(_SEPARATOR, 2)
+        return int(number), operation, site
+
+    def _left_after(self, rank: int) -> int | None:
+        key = f"left/{rank}"
+        return int(self.store.get(key)) if self.store.check(["left"]) and self.store.check([key]) else None
+
+    def _me(self) -> str:
+        return f"Rank {self.rank} is in `{self.operation}`{_at(self.site)}"
+
+    def _different(self, rank: int, where: tuple[int, str, str]) -> str:
+        return (
+            f"{self._me()}, but rank {rank} is in `{where[1]}`{_at(where[2])} instead: they wait for each other and "
+            f"would never meet (operation {self.number} of this world). Every rank has to make the same calls in the "
+            "same order; look for a call under `if accelerator.is_main_process:` that the other branch doesn't make. "
+            "To let the main process go first, use `with accelerator.main_process_first():`."
+        )
+
+    def _left(self, rank: int) -> str:
+        return (
+            f"{self._me()}, but rank {rank} has ended (or left the world) without making that call, so it would wait "
+            "for ever. Every rank has to make the same calls in the same order; look for a call under "
+            "`if accelerator.is_main_process:` that the other branch doesn't make, or for an error on that rank."
+        )
+
+    def _broken(self, error: RuntimeError) -> str:
+        return (
+            f"{self._me()}, and the operation broke off: {error}. Usually another rank has died or made a different "
+            "call; its own error says more. ACCELERATE_DEBUG_MODE=true names the ranks that disagree."
+        )
+
+    def _too_late(self) -> str:
+        absent = [rank for rank in range(self.size) if rank != self.rank and not self._is_here(rank)]
+        who = f"Not there: rank {', '.join(map(str, absent))}. " if absent else ""
+        return (
+            f"{self._me()} and has waited {self.timeout.total_seconds():.0f} s for the others. {who}Where a rank "
+            "legitimately takes longer, give a longer time: Accelerator(kwargs_handlers=[InitProcessGroupKwargs("
+            "timeout=timedelta(hours=2))])."
+        )
+
+    def _is_here(self, rank: int) -> bool:
+        try:
+            where = self._where(rank)
+        except RuntimeError:
+            return False
+        return where is not None and where[0] >= self.number
+
+    def _store_is_gone(self) -> str:
+        return (
+            f"{self._me()}, but the process that keeps the ranks' store (rank 0, or the launcher) has ended. Its own "
+            "error, or the end of its program, is the cause; look at its output."
+        )
+
+
+def _at(site: str) -> str:
+    return f" at {site}" if site else ""
+
+
+def _call_site() -> str:
+    """`train.py:31` of the nearest caller outside of this package and torch."""
+    frame = sys._getframe(1)
+    own = __name__.rpartition(".")[0]
+    while frame.f_back is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in (own, "torch", "contextlib"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,176 @@
+"""Many processes, one process group: where they meet, and what is said when they can't.
+
+Every attempt of an elastic launcher, and every world that one process joins in turn, has its own prefix in the store:
+addresses that an earlier attempt left behind are never seen.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+
+from .clusters import ClusterSeat
+from .errors import WorldError
+from .settings.env import read
+
+#: How long to wait for the other processes to appear, unless a timeout was asked for.
+RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=10)
+_POLL_SECONDS: Final = 0.01
+
+
+def form_group(
+    seat: ClusterSeat,
+    backend: str,
+    *,
+    generation: int,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    device_id: torch.device | None = None,
+    **options: Any,
+) -> dist.Store:
+    """torch's default process group is initialised; returns a store that belongs to this world alone.
+
+    Raises:
+        WorldError: the others can't be reached, don't come, or disagree about the world.
+    """
+    patience = timeout or RENDEZVOUS_TIMEOUT
+    shared = options.pop("store", None) or _meeting_place(seat, init_method, patience)
+    store = dist.PrefixStore(f"attempt_{seat.attempt}/world_{generation}", shared)
+    try:
+        _agree_on_places(store, seat, patience)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=seat.rank,
+            world_size=seat.size,
+            **({} if timeout is None else {"timeout": timeout}),
+            **({} if device_id is None else {"device_id": device_id}),
+            **options,
+        )
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, WorldError):
+            raise
+        raise WorldError(
+            f"The process group of {seat.size} processes with backend {backend!r} couldn't be made: {error} "
+            f"(this is rank {seat.rank}; they meet at {_place(seat, init_method)})."
+        ) from error
+    return dist.PrefixStore("meeting", store)
+
+
+def _meeting_place(seat: ClusterSeat, init_method: str | None, patience: timedelta) -> dist.Store:
+    url = urlparse(init_method or "env://")
+    if url.scheme == "file":
+        path = Path(url.path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return dist.FileStore(str(path), seat.size)
+    if url.scheme == "tcp":
+        if url.hostname is None or url.port is None:
+            raise WorldError(f"init_method={init_method!r} needs a host and a port, such as tcp://10.0.0.1:29500.")
+        return _tcp_store(replace(seat, address=url.hostname, port=url.port), patience, f"init_method={init_method!r}")
+    if url.scheme != "env":
+        raise WorldError(f"init_method={init_method!r}: known are env://, tcp://HOST:PORT and file:///PATH.")
+    return _tcp_store(seat, patience, f"MASTER_ADDR={seat.address}, MASTER_PORT={seat.port}, from {seat.name}")
+
+
+def _tcp_store(seat: ClusterSeat, patience: timedelta, source: str) -> dist.Store:
+    is_kept_by_agent = read("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeps_store = seat.rank == 0 and not is_kept_by_agent
+    try:
+        return dist.TCPStore(
+            seat.address, seat.port, is_master=keeps_store, timeout=patience, wait_for_workers=False, multi_tenant=True
+        )
+    except (RuntimeError, ValueError) as error:
+        raise WorldError(_unreachable(seat, patience, source, keeps_store, error)) from error
+
+
+def _unreachable(seat: ClusterSeat, patience: timedelta, source: str, keeps_store: bool, error: Exception) -> str:
+    if keeps_store and _is_in_use(error):
+        return (
+            f"Port {seat.port} of this host is in use by another program ({source}). Choose another with MASTER_PORT, "
+            "`accelerate launch --main_process_port N` or `torchrun --master_port N` (0 lets torchrun find a free one), "
+            "or end the program that holds it."
+        )
+    if keeps_store:
+        return f"Rank 0 couldn't listen at {seat.address}:{seat.port} ({source}): {error}"
+    return (
+        f"Rank {seat.rank} of {seat.size} reached nobody at {seat.address}:{seat.port} within "
+        f"{patience.total_seconds():.0f} s ({source}). Check that rank 0 runs, that the address is rank 0's host as seen "
+        f"from here, and that no firewall closes the port. torch says: {error}"
+    )
+
+
+def _is_in_use(error: Exception) -> bool:
+    text = str(error)
+    return "EADDRINUSE" in text or "address already in use" in text.lower()
+
+
+def _place(seat: ClusterSeat, init_method: str | None) -> str:
+    return init_method or f"{seat.address}:{seat.port}"
+
+
+def _agree_on_places(store: dist.Store, seat: ClusterSeat, patience: timedelta) -> None:
+    """All ranks are here, each once, and mean a world of the same size."""
+    me = f"{seat.size}|{socket.gethostname()}, process {os.getpid()}"
+    if store.add(f"claims/{seat.rank}", 1) > 1:
+        raise WorldError(
+            f"Two processes say that they are rank {seat.rank} of {seat.size}: this one ({me.partition('|')[2]}) and "
+            f"{_holder(store, seat.rank)[1]}. Each needs its own RANK; check the machine ranks given to the launcher, and "
+            "that no older run still uses this address and port."
+        )
+    store.set(f"seat/{seat.rank}", me)
+    deadline = time.monotonic() + patience.total_seconds()
+    if seat.rank == 0:
+        verdict = _count_ranks(store, seat, deadline)
+        store.set("verdict", verdict)
+    elif _appears(store, "verdict", deadline):
+        verdict = store.get("verdict").decode() or _compare_sizes(store, seat.rank, seat.size, 0)
+    else:
+        verdict = f"rank {seat.rank} waited {patience.total_seconds():.0f} s for rank 0, which never said that all are here"
+    if verdict:
+        raise WorldError(f"The world of {seat.size} processes (rank {seat.rank} here) can't form: {verdict}.")
+
+
+def _count_ranks(store: dist.Store, seat: ClusterSeat, deadline: float) -> str:
+    for rank in range(1, seat.size):
+        if not _appears(store, f"seat/{rank}", deadline):
+            absent = [other for other in range(seat.size) if not store.check([f"seat/{other}"])]
+            return (
+                f"rank {', '.join(map(str, absent))} of {seat.size} didn't come to {seat.address}:{seat.port} in time. "
+                f"Check that as many processes were started as WORLD_SIZE={seat.size} says, and that they know this address"
+            )
+        wrong = _compare_sizes(store, 0, seat.size, rank)
+        if wrong:
+            return wrong
+    return ""
+
+
+def _compare_sizes(store: dist.Store, mine: int, size: int, other: int) -> str:
+    other_size, holder = _holder(store, other)
+    if int(other_size) == size:
+        return ""
+    return (
+        f"rank {mine} was told that there are {size} processes, rank {other} ({holder}) that there are {other_size}. Give "
+        "every launcher the same number of machines and processes (WORLD_SIZE)"
+    )
+
+
+def _holder(store: dist.Store, rank: int) -> tuple[str, str]:
+    size, _, holder = store.get(f"seat/{rank}").decode().partition("|")
+    return size, holder
+
+
+def _appears(store: dist.Store, key: str, deadline: float) -> bool:
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True

@@ -1,0 +1,397 @@
+"""Who am I among the processes: joined once, kept as one value, left in good order.
+
+The only process-global of this package is here. `join_world` makes or adopts torch's process group; `leave_world` first
+releases what holds the group, then the group itself, because a group that outlives the interpreter aborts the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+
+import torch
+import torch.distributed as dist
+
+from . import clusters, devices
+from .devices import DeviceKind
+from .errors import WorldError
+from .meeting import Meeting
+from .settings.env import flag, read, snapshot
+
+if TYPE_CHECKING:
+    from .clusters import ClusterSeat
+
+logger = logging.getLogger(__name__)
+Released = TypeVar("Released", bound=Callable[[], object])
+
+#: How long ranks wait for each other where nothing else was asked for.
+DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
+
+
+@final
+@dataclass(frozen=True)
+class World:
+    """This process's place among all of them, and what it computes on."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    kind: DeviceKind = devices.CPU
+    backend: str | None = None  # None: no process group
+    attempt: int = 0  # how often the launcher has restarted the job
+    fork_launched: bool = False
+    debug: bool = False
+    meeting: Meeting | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """The first process of its host."""
+        return self.local_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """The highest rank."""
+        return self.rank == self.size - 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are others."""
+        return self.size > 1
+
+    @property
+    def label(self) -> str:
+        """The DistributedType of plain replicas in this world."""
+        return self.kind.label if self.backend is not None else "NO"
+
+    @classmethod
+    def pretend(cls, rank: int = 0, size: int = 1, **fields: Any) -> World:
+        """A world that no process belongs to: for computing what a rank would do. It can't communicate."""
+        return cls(rank=rank, size=size, **{"local_rank": rank, "local_size": size, **fields})
+
+
+_world: World | None = None
+_releasers: list[Callable[[], object]] = []
+_generations: dict[int, int] = {}  # by process id, because a forked child starts anew
+_exit_hooked: set[int] = set()
+
+
+def current_world() -> World | None:
+    """The world that this process has joined, if it has."""
+    return _world
+
+
+def join_world(
+    *,
+    cpu: bool = False,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    debug: bool = False,
+    **init_kwargs: Any,
+) -> World:
+    """This process is one of its world; a process that has joined already gets the same world again.
+
+    A process group that somebody else has initialised is adopted. Otherwise the environment tells whether this process
+    was started as one of several (`clusters.detect`), and they form a group.
+
+    Args:
+        cpu: compute on the CPU although an accelerator is there.
+        device: compute on this device (default: ACCELERATE_TORCH_DEVICE, else the first kind found here).
+        backend: what to communicate through (default: the device kind's own).
+        timeout: how long to wait for the other processes, when joining and in every operation.
+        init_method: where to meet (`env://`, `tcp://HOST:PORT`, `file:///PATH`).
+        init_kwargs: passed on to `torch.distributed.init_process_group`.
+
+    Raises:
+        WorldError: the environment contradicts itself, or the processes can't form one world.
+    """
+    global _world
+    if _world is not None:
+        return _world
+    asked = device if device is not None else read("ACCELERATE_TORCH_DEVICE")
+    kind = _choose_kind(cpu or flag("ACCELERATE_USE_CPU"), asked)
+    facts: dict[str, Any] = {
+        "kind": kind,
+        "fork_launched": flag("FORK_LAUNCHED"),
+        "debug": debug or flag("ACCELERATE_DEBUG_MODE"),
+    }
+    if kind.runtime:
+        _world = _join_runtime(kind, facts)
+    elif dist.is_available() and dist.is_initialized():
+        _world = _adopt(asked, timeout, facts)
+    else:
+        seat = _seat(init_kwargs)
+        if seat is None or (seat.size == 1 and kind is devices.CPU and backend is None):
+            _world = World(device=_choose_device(kind, asked, None), **facts)
+        else:
+            _world = _form(seat, asked, backend, timeout, init_method, init_kwargs, facts)
+    if kind.select:
+        kind.set_device(_world.device)
+    _leave_at_exit()
+    return _world
+
+
+def leave_world() -> None:
+    """What holds the process group is released, then the group is destroyed; this process belongs to no world."""
+    global _world
+    world, _world = _world, None
+    _release_holders()
+    if world is not None and world.meeting is not None:
+        world.meeting.leave()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def release_before_leaving(release: Released) -> Released:
+    """`release()` is called once, before the process group goes: for whatever holds the group (a DDP reducer)."""
+    _releasers.append(release)
+    return release
+
+
+def release_ddp(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
+    """`ddp` no longer holds the process group; called, it is its module, without averaging gradients."""
+    if ddp.__dict__.get("reducer") is None:
+        return
+    ddp.forward = ddp.module.__call__
+    ddp.require_backward_grad_sync = False
+    ddp._comm_hooks.clear()  # the states of communication hooks know the group too
+    for name in ("logger", "reducer", "process_group"):  # each of the three holds the group
+        setattr(ddp, name, None)
+
+
+# --------------------------------------------------------------------------------------------------- joining
+
+
+def _choose_kind(cpu: bool, asked: torch.device | str | None) -> DeviceKind:
+    if cpu:
+        return devices.CPU
+    if asked is None:
+        return devices.available_kind()
+    try:
+        kind = devices.kind_of(asked)
+    except ValueError as error:
+        raise WorldError(f"ACCELERATE_TORCH_DEVICE={asked}: {error}") from None
+    if kind is not devices.CPU and not kind.is_available():
+        raise WorldError(
+            f"Device {str(asked)!r} was asked for (ACCELERATE_TORCH_DEVICE, or the argument `device`), but torch finds no "
+            f"{kind.name} device here. Choose another device, or unset the variable."
+        )
+    return kind
+
+
+def _choose_device(kind: DeviceKind, asked: torch.device | str | None, seat: ClusterSeat | None) -> torch.device:
+    if asked is not None and devices.kind_of(asked) is kind and torch.device(asked).index is not None:
+        return torch.device(asked)
+    if not kind.select:
+        return kind.device()
+    local_rank = 0 if seat is None else seat.local_rank
+    num_devices = kind.device_count()
+    if local_rank < num_devices:
+        return kind.device(local_rank)
+    if seat is not None and num_devices == 1 and seat.name not in ("torchrun", "environment"):
+        return kind.device(0)  # the scheduler shows every task its own device only
+    raise WorldError(
+        f"This is process {local_rank} of its host (LOCAL_RANK), but torch sees {num_devices} {kind.name} device(s) here. "
+        f"Start at most {num_devices} processes on this host, or let it see more ({kind.visible_devices or 'its driver'})."
+    )
+
+
+def _seat(init_kwargs: dict[str, Any]) -> ClusterSeat | None:
+    """The place given to `join_world` itself (rank=, world_size=), else the environment's."""
+    rank, size = init_kwargs.pop("rank", -1), init_kwargs.pop("world_size", -1)
+    environ = snapshot()
+    if rank >= 0 and size > 0:
+        environ = {"LOCAL_RANK": str(rank), **environ, "RANK": str(rank), "WORLD_SIZE": str(size)}
+    return clusters.detect(environ)
+
+
+def _choose_backend(kind: DeviceKind, seat: ClusterSeat, asked: str | None) -> str:
+    if asked is not None:
+        return asked
+    if kind is devices.CPU and "MPI" in seat.name and dist.is_mpi_available():
+        return "mpi"
+    return kind.backend or devices.CPU.backend
+
+
+def _form(
+    seat: ClusterSeat,
+    asked: torch.device | str | None,
+    backend: str | None,
+    timeout: timedelta | None,
+    init_method: str | None,
+    init_kwargs: dict[str, Any],
+    facts: dict[str, Any],
+) -> World:
+    from . import rendezvous
+
+    kind: DeviceKind = facts["kind"]
+    if not dist.is_available():
+        raise WorldError(
+            f"{seat.name} started {seat.size} processes, but this torch is built without torch.distributed. Install one "
+            "that has it, or start a single process."
+        )
+    if kind is devices.CPU:
+        _share_cores(seat)
+    device = _choose_device(kind, asked, seat)
+    backend = _choose_backend(kind, seat, backend)
+    store = rendezvous.form_group(
+        seat,
+        backend,
+        generation=_next_generation(),
+        timeout=timeout,
+        init_method=init_method,
+        device_id=device if kind.binds_group and backend == kind.backend else None,
+        **init_kwargs,
+    )
+    meeting = Meeting(store, seat.rank, seat.size, timeout or DEFAULT_TIMEOUT)
+    return World(
+        seat.rank,
+        seat.size,
+        seat.local_rank,
+        seat.local_size,
+        device,
+        backend=backend,
+        attempt=seat.attempt,
+        meeting=meeting,
+        **facts,
+    )
+
+
+def _adopt(asked: torch.device | str | None, timeout: timedelta | None, facts: dict[str, Any]) -> World:
+    """The world of the process group that somebody else has initialised."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        seat = clusters.detect(snapshot())
+    except WorldError:
+        seat = None  # the group exists, so nothing needs to be known from the environment
+    is_same = seat is not None and (seat.rank, seat.size) == (rank, size)
+    local_rank, local_size = (seat.local_rank, seat.local_size) if seat is not None and is_same else (rank, size)
+    kind: DeviceKind = facts["kind"]
+    device = _choose_device(kind, asked, seat if is_same else None)
+    shared = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"accelerate/world_{_next_generation()}", shared)
+    meeting = Meeting(store, rank, size, timeout or DEFAULT_TIMEOUT)
+    return World(rank, size, local_rank, local_size, device, backend=dist.get_backend(), meeting=meeting, **facts)
+
+
+def _join_runtime(kind: DeviceKind, facts: dict[str, Any]) -> World:
+    """The world of a runtime that starts and connects its processes itself."""
+    import importlib
+
+    runtime = importlib.import_module(kind.runtime)
+    return World(
+        runtime.global_ordinal(),
+        runtime.world_size(),
+        runtime.local_ordinal(),
+        runtime.local_process_count(),
+        importlib.import_module(kind.extension).device(),
+        backend=kind.backend,
+        **facts,
+    )
+
+
+def _next_generation() -> int:
+    number = _generations.get(os.getpid(), -1) + 1
+    _generations[os.getpid()] = number
+    return number
+
+
+def _share_cores(seat: ClusterSeat) -> None:
+    """Unless OMP_NUM_THREADS says otherwise, the processes of a host share its physical cores."""
+    if read("OMP_NUM_THREADS") is not None or seat.size == 1:
+        return
+    num_threads = max(1, num_physical_cores() // seat.local_size)
+    torch.set_num_threads(num_threads)
+    if seat.local_rank == 0:
+        logger.warning(
+            "OMP_NUM_THREADS is not set: each of the %d processes of this host computes with %d thread(s). Set "
+            "OMP_NUM_THREADS to choose, and to silence this.",
+            seat.local_size,
+            num_threads,
+        )
+
+
+def num_physical_cores() -> int:
+    """The cores of this host that this process may use, hyper-threads counted once where that can be known."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    usable = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            blocks = file.read().strip().split("\n\n")
+    except OSError:
+        return usable
+    cores = {
+        tuple(line.partition(":")[2].strip() for line in block.splitlines() if line.startswith(("physical id", "core id")))
+        for block in blocks
+    }
+    return min(usable, len(cores)) if len(cores) > 1 else usable
+
+
+# --------------------------------------------------------------------------------------------------- leaving
+
+
+def _release_holders() -> None:
+    releasers, _releasers[:] = _releasers[:], []
+    for release in reversed(releasers):
+        try:
+            release()
+        except Exception:  # one holder that can't let go must not keep the others from it
+            logger.exception("While leaving the world, %r failed.", release)
+    gc.collect()  # wrappers lie in reference cycles
+    for ddp in _alive(torch.nn.parallel.DistributedDataParallel):
+        release_ddp(ddp)
+    _release_defaults()
+
+
+def _alive(kind: type[Any]) -> list[Any]:
+    """The objects of that type that are still alive, whoever made them."""
+    return [found for found in gc.get_objects() if issubclass(type(found), kind)]
+
+
+def _release_defaults() -> None:
+    """Functions that took the group as a default argument mean "the default group" again.
+
+    torch.distributed.nn.functional evaluates `group=group.WORLD` when it is imported, which DDP does at the first
+    construction: from then on its functions hold the group.
+    """
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for function in vars(module).values() if module is not None else ():
+        defaults = getattr(function, "__defaults__", None)
+        if defaults and any(isinstance(default, dist.ProcessGroup) for default in defaults):
+            function.__defaults__ = tuple(
+                None if isinstance(default, dist.ProcessGroup) else default for default in defaults
+            )
+
+
+def _leave_at_exit() -> None:
+    """The world is left before the interpreter is torn down, also by a program that never says so."""
+    process_id = os.getpid()
+    if process_id in _exit_hooked:
+        return
+    _exit_hooked.add(process_id)
+
+    def leave() -> None:
+        if os.getpid() != process_id or _world is None:
+            return
+        if getattr(sys, "last_value", None) is None or _world.backend == devices.CPU.backend:
+            leave_world()
+        elif _world.meeting is not None:
+            # After an error, an accelerator's group may wait for operations that nobody will complete.
+            _world.meeting.leave()
+
+    atexit.register(leave)
