@@ -41,7 +41,7 @@ from .plugins import (
 from .precision import choose as choose_precision
 from .scheduler import AcceleratedScheduler
 from .settings.labels import DistributedType
-from .settings.run import collect
+from .settings.run import collect, refuse_unbuilt
 from .state import AcceleratorState
 from .strategies.bundle import Bundle, Role
 from .strategies.ddp import trigger_sync_in_backward
@@ -108,18 +108,28 @@ class Accelerator:
         self.dataloader_config = construction.loader_configuration(dataloader_config, loader_options)
         self.project_configuration = construction.project_configuration(project_config, project_dir, project_options)
         self._handlers = construction.sort_handlers(kwargs_handlers)
-        plugins = construction.sort_plugins(
-            deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config
-        )
-        self.dynamo_plugin = construction.dynamo_plugin(dynamo_plugin, dynamo_backend)
+        plugins: dict[str, Any] = {
+            "deepspeed_plugin": deepspeed_plugin,
+            "deepspeed_plugins": deepspeed_plugins,
+            "fsdp_plugin": fsdp_plugin,
+            "torch_tp_plugin": torch_tp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "parallelism_config": construction.parallelism(parallelism_config, torch_tp_plugin),
+        }
         self.settings = collect(
             {
                 "mixed_precision": mixed_precision,
                 "gradient_accumulation_steps": gradient_accumulation_steps,
-                "use_cpu": cpu,
+                "gradient_accumulation_plugin": gradient_accumulation_plugin,
+                "cpu": cpu,
+                "dynamo_backend": dynamo_backend,
+                "dynamo_plugin": dynamo_plugin,
+                "kwargs_handlers": kwargs_handlers,
                 **plugins,
             }
         )
+        refuse_unbuilt(self.settings)
+        self.dynamo_plugin = construction.dynamo_plugin(dynamo_plugin, dynamo_backend)
         run = self.settings.run
         self.world = join_world(
             cpu=run.use_cpu, debug=run.debug, **construction.process_group_options(self._handlers.init)
@@ -132,9 +142,7 @@ class Accelerator:
             scaler_handler=self._handlers.scaler,
         )
         self.gradient_state = GradientState.create(
-            construction.accumulation_plugin(
-                gradient_accumulation_plugin, gradient_accumulation_steps, run.gradient_accumulation_steps
-            )
+            gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=run.gradient_accumulation_steps)
         )
         self.strategy = strategies.choose(
             self.settings,
@@ -833,6 +841,68 @@ class Accelerator:
         checkpointing.save_model(
             self.get_state_dict(model), save_directory, max_shard_size, safe_serialization, world=self.world
         )
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Everything prepared and registered is in one committed checkpoint, on every rank's return; its folder.
+
+        With automatic naming the folder is the next ``checkpoints/checkpoint_{n}`` of the project, and
+        ``output_dir`` is not used. A crash at any instant leaves the checkpoints that were there.
+
+        Raises:
+            CheckpointError: on every rank, when writing failed on any.
+        """
+        return checkpointing.write_checkpoint(
+            output_dir,
+            world=self.world,
+            project=self.project_configuration,
+            models=self._models,
+            weights=[self.strategy.full_state_dict(model) for model in self._models],
+            optimizers=self._optimizers,
+            schedulers=self._schedulers,
+            dataloaders=self._dataloaders,
+            scaler=self.scaler,
+            custom_objects=self._custom_objects,
+            step=self.step,
+            strategy=str(self.distributed_type),
+            safe_serialization=safe_serialization,
+            pre_hooks=self._save_hooks,
+            **save_model_func_kwargs,
+        )
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Everything prepared and registered continues from a checkpoint: by default the project's newest valid one.
+
+        Loaders continue at the next unseen batch, in the order of the interrupted epoch.
+
+        Raises:
+            CheckpointNotFound: there is none.
+            CheckpointError: on every rank, when reading failed on any.
+        """
+        loaded = checkpointing.read_checkpoint(
+            input_dir,
+            world=self.world,
+            project=self.project_configuration,
+            models=self._models,
+            optimizers=self._optimizers,
+            schedulers=self._schedulers,
+            dataloaders=self._dataloaders,
+            scaler=self.scaler,
+            custom_objects=self._custom_objects,
+            pre_hooks=self._load_hooks,
+            load_kwargs=load_kwargs,
+            **load_model_func_kwargs,
+        )
+        self.step = loaded.step
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """``save_state`` and ``load_state`` include ``objects``, in this order.

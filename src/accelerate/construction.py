@@ -12,15 +12,11 @@ from .plugins import (
     AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FP8RecipeKwargs,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
-    MegatronLMPlugin,
     MSAMPRecipeKwargs,
     ParallelismConfig,
     ProfileKwargs,
@@ -136,73 +132,25 @@ def project_configuration(config: Any, project_dir: Any, old: dict[str, Any]) ->
     return config
 
 
-def accumulation_plugin(plugin: Any, steps_argument: int, steps: int) -> GradientAccumulationPlugin:
-    """``plugin``, or one for ``steps`` micro-batches.
-
-    Raises:
-        SettingError: both a plugin and a number of steps were given.
-    """
-    if plugin is None:
-        return GradientAccumulationPlugin(num_steps=steps)
-    if steps_argument != 1:
-        raise SettingError(
-            f"You can only pass one of `gradient_accumulation_steps` (={steps_argument}) and "
-            "`gradient_accumulation_plugin`. Put the number into the plugin: "
-            f"GradientAccumulationPlugin(num_steps={steps_argument})."
-        )
-    return plugin
-
-
 def dynamo_plugin(plugin: Any, backend: Any) -> TorchDynamoPlugin:
-    """``plugin``, or one for ``backend``, or one from the environment.
-
-    Raises:
-        SettingError: both were given.
-    """
-    if plugin is not None and backend is not None:
-        raise SettingError(
-            "You cannot pass in both `dynamo_plugin` and `dynamo_backend`. Put the backend into the plugin."
-        )
+    """``plugin``, or one for ``backend``, or one from the environment."""
     if plugin is not None:
         return plugin
     return TorchDynamoPlugin(backend=backend) if backend is not None else TorchDynamoPlugin()
 
 
-def sort_plugins(
-    deepspeed_plugin: Any,
-    deepspeed_plugins: Any,
-    fsdp_plugin: Any,
-    torch_tp_plugin: Any,
-    megatron_lm_plugin: Any,
-    parallelism_config: Any,
-) -> dict[str, Any]:
-    """The strategy plugins by the name under which the state shows them.
-
-    Raises:
-        SettingError: both spellings of the DeepSpeed argument.
-        TypeError: a plugin of the wrong type.
-    """
-    if deepspeed_plugin is not None and deepspeed_plugins is not None:
-        raise SettingError("You cannot pass in both `deepspeed_plugin` and `deepspeed_plugins`. Use the first.")
-    deepspeed = deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins
-    for one in deepspeed.values() if isinstance(deepspeed, dict) else [deepspeed]:
-        _check_type("deepspeed_plugin", one, DeepSpeedPlugin)
-    _check_type("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
-    _check_type("torch_tp_plugin", torch_tp_plugin, TorchTensorParallelPlugin)
-    _check_type("megatron_lm_plugin", megatron_lm_plugin, MegatronLMPlugin)
-    _check_type("parallelism_config", parallelism_config, ParallelismConfig)
-    return {
-        "deepspeed_plugins": deepspeed,
-        "fsdp_plugin": fsdp_plugin,
-        "torch_tp_plugin": torch_tp_plugin,
-        "megatron_lm_plugin": megatron_lm_plugin,
-        "parallelism_config": parallelism_config,
-    }
-
-
-def _check_type(name: str, value: Any, kind: type) -> None:
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(f"`{name}` must be a {kind.__name__}, got {value!r} of type {type(value).__name__}.")
+def parallelism(config: Any, torch_tp_plugin: Any) -> Any:
+    """``config``, or one with the degree of the deprecated ``torch_tp_plugin``."""
+    if torch_tp_plugin is None:
+        return config
+    if not isinstance(torch_tp_plugin, TorchTensorParallelPlugin):
+        raise TypeError(f"`torch_tp_plugin` must be a TorchTensorParallelPlugin, got {torch_tp_plugin!r}.")
+    warnings.warn(
+        "torch_tp_plugin is an old spelling. Use parallelism_config=ParallelismConfig(tp_size=...).",
+        FutureWarning,
+        stacklevel=4,
+    )
+    return ParallelismConfig(tp_size=torch_tp_plugin.tp_size) if config is None else config
 
 
 def process_group_options(handler: InitProcessGroupKwargs | None) -> dict[str, Any]:

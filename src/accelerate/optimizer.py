@@ -66,12 +66,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             _place_state(optimizer, device)
 
     def _choose_step(self) -> None:
+        """Decided once, so that a step asks only whether it is due."""
+        self._act: Callable[[Closure | None], Any] | None = None
         if self.is_fused_into_backward:
-            self._act: Callable[[Closure | None], Any] = _do_nothing
+            self._act = _do_nothing
         elif self.scaler is not None:
             self._act = self._scaled_step
-        else:
-            self._act = self._plain_step
 
     @property
     def is_fused_into_backward(self) -> bool:
@@ -82,11 +82,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Closure | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The parameters have moved, if this step completes a window and nothing overflowed."""
-        if self.gradient_state.sync_gradients:
+        if not self.gradient_state.sync_gradients:
+            return None
+        if self._act is not None:
             return self._act(closure)
-        return None
-
-    def _plain_step(self, closure: Closure | None) -> Any:
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def _scaled_step(self, closure: Closure | None) -> Any:

@@ -5,7 +5,6 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import PreparationError
 from ..settings.env import flag
 from ..settings.labels import DistributedType
-from ..world import World, release_before_leaving, release_ddp
+from ..world import World, release_ddp
 from .base import Strategy, refuse_device_map
 
 
@@ -106,8 +105,6 @@ class DataParallel(Strategy):
         replica = Replica(model, device_ids=[device.index] if on_one_device else None, **kwargs)
         if handler is not None:
             handler.register_comm_hook(replica)
-        reference = weakref.ref(replica)
-        release_before_leaving(lambda: _release(reference()))
         return replica
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -117,12 +114,9 @@ class DataParallel(Strategy):
 
     def release(self, model: torch.nn.Module) -> None:
         """``model`` no longer holds the process group; its module is intact."""
-        _release(_replica_in(model))
-
-
-def _release(replica: DistributedDataParallel | None) -> None:
-    if replica is not None:
-        release_ddp(replica)
+        replica = _replica_in(model)
+        if replica is not None:
+            release_ddp(replica)
 
 
 def _replica_in(model: torch.nn.Module) -> DistributedDataParallel | None:
