@@ -45,6 +45,7 @@ class PairEncoder(nn.Module):
             width, nhead=4, dim_feedforward=2 * width, dropout=0.1, batch_first=True, norm_first=True
         )
         self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+        self.importance = nn.Linear(width, 1)
         self.classifier = nn.Sequential(nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, 2))
         nn.init.normal_(self.words.weight, std=0.3)
         nn.init.normal_(self.segments.weight, std=0.02)
@@ -62,10 +63,12 @@ class PairEncoder(nn.Module):
             forgotten = (torch.rand(input_ids.shape, device=input_ids.device) < 0.3) & (input_ids > PairTokens.UNKNOWN)
             input_ids = input_ids.masked_fill(forgotten, PairTokens.UNKNOWN)
         hidden = self.words(input_ids) + self.segments(token_type_ids) + self.positions[: input_ids.shape[1]]
-        hidden = self.layers(hidden, src_key_padding_mask=attention_mask == 0)
+        is_word = attention_mask == 1
+        hidden = self.layers(hidden, src_key_padding_mask=~is_word)
+        importance = self.importance(hidden).float()
         first, second = (
-            (hidden * mask.unsqueeze(-1)).sum(dim=1) / mask.sum(dim=1, keepdim=True)
-            for mask in (attention_mask * (token_type_ids == 0), attention_mask * (token_type_ids == 1))
+            (hidden * importance.masked_fill(~mask.unsqueeze(-1), -torch.inf).softmax(dim=1)).sum(dim=1)
+            for mask in (is_word & (token_type_ids == 0), is_word & (token_type_ids == 1))
         )
         return self.classifier(torch.cat([first * second, (first - second).abs()], dim=-1))
 

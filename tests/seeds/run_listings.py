@@ -103,11 +103,14 @@ def summary(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    import torch
+
     folder, listings = Path(sys.argv[1]), sys.argv[2:]
     results: dict[str, Any] = {}
     for name in listings:
         source = (HERE / "listings" / f"{name}.py").read_text()
         names = {"__name__": "__main__", "__file__": name, **NAMES.get(name, dict)()}
+        torch.manual_seed(42)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(source, str(HERE / "listings" / f"{name}.py"), "exec"), names)
@@ -116,8 +119,6 @@ def main() -> None:
         gc.collect()
     (folder / f"rank_{os.environ.get('RANK', '0')}.json").write_text(json.dumps(results))
     if any("ddp" in name for name in listings):  # it began a process group by hand, so it ends it by hand
-        import torch
-
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
