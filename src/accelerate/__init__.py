@@ -17,17 +17,14 @@ if TYPE_CHECKING:
     from .launchers import debug_launcher, notebook_launcher
     from .memory import find_executable_batch_size
     from .optional import is_rich_available
-    from .parallelism_config import ParallelismConfig
-    from .plugins import (
-        AutocastKwargs,
-        DataLoaderConfiguration,
-        DeepSpeedPlugin,
-        DistributedDataParallelKwargs,
-        FullyShardedDataParallelPlugin,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        ProfileKwargs,
-    )
+    from .plugins.data import DataLoaderConfiguration
+    from .plugins.ddp import DistributedDataParallelKwargs
+    from .plugins.deepspeed import DeepSpeedPlugin
+    from .plugins.fsdp import FullyShardedDataParallelPlugin
+    from .plugins.parallelism import ParallelismConfig
+    from .plugins.precision import AutocastKwargs, GradScalerKwargs
+    from .plugins.process_group import InitProcessGroupKwargs
+    from .plugins.profile import ProfileKwargs
     from .seeding import synchronize_rng_states
     from .settings.labels import DDPCommunicationHookType, DistributedType
     from .state import PartialState
@@ -35,18 +32,18 @@ if TYPE_CHECKING:
 # Name -> the room where the one real object lives.
 _HOMES = {
     "Accelerator": "accelerator",
-    "AutocastKwargs": "plugins",
+    "AutocastKwargs": "plugins.precision",
     "DDPCommunicationHookType": "settings.labels",
-    "DataLoaderConfiguration": "plugins",
-    "DeepSpeedPlugin": "plugins",
-    "DistributedDataParallelKwargs": "plugins",
+    "DataLoaderConfiguration": "plugins.data",
+    "DeepSpeedPlugin": "plugins.deepspeed",
+    "DistributedDataParallelKwargs": "plugins.ddp",
     "DistributedType": "settings.labels",
-    "FullyShardedDataParallelPlugin": "plugins",
-    "GradScalerKwargs": "plugins",
-    "InitProcessGroupKwargs": "plugins",
-    "ParallelismConfig": "parallelism_config",
+    "FullyShardedDataParallelPlugin": "plugins.fsdp",
+    "GradScalerKwargs": "plugins.precision",
+    "InitProcessGroupKwargs": "plugins.process_group",
+    "ParallelismConfig": "plugins.parallelism",
     "PartialState": "state",
-    "ProfileKwargs": "plugins",
+    "ProfileKwargs": "plugins.profile",
     "debug_launcher": "launchers",
     "find_executable_batch_size": "memory",
     "is_rich_available": "optional",

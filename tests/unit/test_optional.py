@@ -29,7 +29,9 @@ def make_package(folder: Path, name: str, version: str | None, distribution: str
     if version is not None:
         information = folder / f"{(distribution or name).replace('-', '_')}-{version}.dist-info"
         information.mkdir()
-        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution or name}\nVersion: {version}\n")
+        (information / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution or name}\nVersion: {version}\n"
+        )
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def test_a_package_that_is_too_old_is_refused_with_its_version(site: Path) -> No
 def test_a_package_that_breaks_on_import_says_why(site: Path) -> None:
     make_package(site, "acme_broken", "1.0")
     (site / "acme_broken" / "__init__.py").write_text("import acme_dependency_of_it\n")
-    with pytest.raises(MissingDependency, match="importing it failed.*acme_dependency_of_it"):
+    with pytest.raises(MissingDependency, match=r"importing it failed.*acme_dependency_of_it"):
         require("acme_broken")
 
 

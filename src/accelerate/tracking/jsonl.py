@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any, TextIO, final
+from typing import Any, final
 
 from .base import GeneralTracker, on_main_process
 
@@ -24,7 +24,7 @@ class JSONLTracker(GeneralTracker):
     def __init__(self, run_name: str, logging_dir: str | Path) -> None:
         super().__init__()
         self.path = Path(logging_dir) / f"{run_name}.jsonl"
-        self._file: TextIO | None = None
+        self._is_open = False
 
     @property
     def tracker(self) -> Path:
@@ -34,8 +34,7 @@ class JSONLTracker(GeneralTracker):
     @on_main_process
     def start(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Line buffering: a line is whole on its way to the disk before the next step begins.
-        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        self._is_open = True
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -48,13 +47,15 @@ class JSONLTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._is_open = False
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
-            print(json.dumps({"time": round(time.time(), 3), **line}, default=_as_json), file=self._file)
+        if not self._is_open:
+            return
+        text = json.dumps({"time": round(time.time(), 3), **line}, default=_as_json)
+        # Opened for each line: nothing is left to flush or to close when the run dies.
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
 
 
 def _as_json(value: Any) -> Any:

@@ -43,11 +43,11 @@ class TensorBoardTracker(GeneralTracker):
         import torch
         import yaml
 
-        self.writer.add_hparams(values, metric_dict={})
+        plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
+        self.writer.add_hparams(plain, metric_dict={})
         self.writer.flush()
         folder = Path(self.logging_dir) / str(time.time())
         folder.mkdir(parents=True, exist_ok=True)
-        plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in values.items()}
         (folder / "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
 
     @on_main_process

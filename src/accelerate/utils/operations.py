@@ -23,11 +23,14 @@ from ..nested import (
     send_to_device,
     slice_tensors,
 )
+from ..precision.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
 
 __all__ = [
+    "ConvertOutputsToFp32",
     "DistributedOperationException",
     "TensorInformation",
     "concatenate",
+    "convert_outputs_to_fp32",
     "convert_to_fp32",
     "find_batch_size",
     "find_device",

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from ..checkpointing.weights import clean_state_dict_for_safetensors
 from ..memory import convert_bytes
 from ..modules import get_module_children_bottom_up, get_pretty_name, merge_dicts, model_has_dtensor, recursive_getattr
 from ..ports import get_free_port, is_port_in_use
+from ..strategies.compile import (
+    compile_regions,
+    compile_regions_deepspeed,
+    compile_regions_fsdp2,
+    has_compiled_regions,
+    has_repeated_blocks,
+    is_compiled_module,
+    is_repeated_blocks,
+)
+from ..strategies.unwrap import extract_model_from_parallel
 from ..versions import check_os_kernel
 
 __all__ = [
     "check_os_kernel",
-    "clean_state_dict_for_safetensors",
+    "compile_regions",
+    "compile_regions_deepspeed",
+    "compile_regions_fsdp2",
     "convert_bytes",
+    "extract_model_from_parallel",
     "get_free_port",
     "get_module_children_bottom_up",
     "get_pretty_name",
+    "has_compiled_regions",
+    "has_repeated_blocks",
+    "is_compiled_module",
     "is_port_in_use",
+    "is_repeated_blocks",
     "merge_dicts",
     "model_has_dtensor",
     "recursive_getattr",

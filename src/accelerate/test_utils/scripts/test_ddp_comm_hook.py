@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from accelerate.accelerator import Accelerator
-from accelerate.plugins import DistributedDataParallelKwargs
+from accelerate.plugins.ddp import DistributedDataParallelKwargs
 from accelerate.settings.labels import DDPCommunicationHookType
 from accelerate.test_utils.testing import are_the_same_tensors
 

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from accelerate.accelerator import Accelerator
-from accelerate.plugins import GradientAccumulationPlugin
+from accelerate.plugins.accumulation import GradientAccumulationPlugin
 from accelerate.seeding import set_seed
 from accelerate.test_utils.training import RegressionDataset, RegressionModel
 

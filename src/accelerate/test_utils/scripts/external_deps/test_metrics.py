@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate.accelerator import Accelerator
-from accelerate.plugins import DataLoaderConfiguration
+from accelerate.plugins.data import DataLoaderConfiguration
 from accelerate.seeding import set_seed
 from accelerate.test_utils.training import RegressionDataset, RegressionModel
 

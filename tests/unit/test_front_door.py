@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import accelerate
+
+BUILT_MODULES = (
+    "accelerator", "checkpointing", "data_loader", "launchers", "local_sgd", "logging", "optimizer",
+    "parallelism_config", "scheduler", "state", "test_utils", "tracking", "utils",
+)  # fmt: skip
+
+
+SOURCE = str(Path(accelerate.__file__).parent.parent)
+
+
+def run(program: str) -> str:
+    """What the program prints in an interpreter of its own."""
+    finished = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": SOURCE},
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.strip()
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    assert run("import accelerate, sys; print('torch' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize(
+    "module", ["accelerate.utils.imports", "accelerate.utils.versions", "accelerate.utils.environment"]
+)
+def test_questions_about_packages_and_the_environment_import_no_torch(module: str) -> None:
+    assert run(f"import {module}, sys; print('torch' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize("name", accelerate.__all__)
+def test_every_public_name_resolves_to_the_object_of_its_room(name: str) -> None:
+    value = getattr(accelerate, name)
+    home = accelerate._HOMES.get(name)
+    if home is not None:
+        assert value is getattr(importlib.import_module(f"accelerate.{home}"), name)
+
+
+def test_the_table_and_the_list_of_public_names_agree() -> None:
+    assert set(accelerate.__all__) == {*accelerate._HOMES, "__version__"}
+    assert set(accelerate.__all__) <= set(dir(accelerate))
+
+
+@pytest.mark.parametrize("module", BUILT_MODULES)
+def test_modules_are_attributes_after_a_bare_import(module: str) -> None:
+    assert run(f"import accelerate; print(accelerate.{module}.__name__)") == f"accelerate.{module}"
+
+
+def test_modules_of_utils_are_attributes_after_a_bare_import() -> None:
+    assert run("import accelerate; print(accelerate.utils.operations.gather.__module__)") == "accelerate.collectives"
+
+
+def test_the_version_is_that_of_the_metadata() -> None:
+    try:
+        installed = metadata.version("accelerate")
+    except metadata.PackageNotFoundError:
+        pytest.skip("the package is on the path, not installed")
+    assert accelerate.__version__ == installed
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="'accelerate' has no attribute 'Acelerator'"):
+        getattr(accelerate, "Acelerator")  # noqa: B009
+    with pytest.raises(ImportError):
+        from accelerate import nothing_of_this_name  # noqa: F401
+    with pytest.raises(AttributeError, match=r"'accelerate\.utils' has no attribute"):
+        getattr(accelerate.utils, "nothing_of_this_name")  # noqa: B009
+
+
+def test_the_progress_bar_stays_a_function_after_its_module_is_imported() -> None:
+    program = "import accelerate.utils.tqdm; from accelerate.utils import tqdm; print(tqdm.__module__)"
+    assert run(program) == "accelerate.progress"
+
+
+def test_the_old_address_of_memory_warns_on_import() -> None:
+    sys.modules.pop("accelerate.memory_utils", None)
+    with pytest.warns(FutureWarning, match=r"accelerate\.memory_utils"):
+        old = importlib.import_module("accelerate.memory_utils")
+    assert old.find_executable_batch_size is accelerate.find_executable_batch_size
