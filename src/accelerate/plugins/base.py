@@ -35,6 +35,10 @@ def settle(options: OptionGroup, *names: str) -> None:
         SettingError: a value is none of those that the option takes.
     """
     for name in names:
-        given = getattr(options, name)
-        source = Source("argument", f"{type(options).__name__}({name}={given!r})")
-        setattr(options, name, option_of(type(options), name).read(given, source))
+        info = option_of(type(options), name)
+        setattr(options, name, info.read(getattr(options, name), argument(options, name)))
+
+
+def argument(options: OptionGroup, name: str) -> Source:
+    """The argument that gave the field ``name``, as error messages show it."""
+    return Source("argument", f"{type(options).__name__}({name}=...)")

@@ -147,8 +147,8 @@ class DeepSpeedPlugin(DeepSpeedOptions):
                 )
             node[name] = kwargs[ds_key_long]
         elif must_match and value is not None and ds_key_long in kwargs and value != kwargs[ds_key_long]:
-            if mismatches is not None:
-                mismatches.append(f"- ds {ds_key_long}={value} vs arg {ds_key_long}={kwargs[ds_key_long]}")
+            found = f"- ds {ds_key_long}={value} vs arg {ds_key_long}={kwargs[ds_key_long]}"
+            (mismatches if mismatches is not None else []).append(found)
 
     def is_auto(self, ds_key_long: str) -> bool:
         """Whether the entry is left to be filled in."""

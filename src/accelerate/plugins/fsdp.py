@@ -29,9 +29,9 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from ..errors import MissingDependency, SettingError
 from ..settings import env
 from ..settings.fsdp import FsdpOptions
-from ..settings.option import Source, option_of
+from ..settings.option import option_of
 from ..versions import is_torch_version
-from .base import settle
+from .base import argument, settle
 
 _DTYPES: Final = {
     "fp8": torch.bfloat16,  # what is not computed in fp8 is kept in bf16
@@ -94,40 +94,42 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
                 stacklevel=4,
             )
         self.sharding_strategy = _member(self, "sharding_strategy", _STRATEGIES)
-        reshard = given.get("reshard_after_forward", self.reshard_after_forward)
         if self._is_version_2:
-            self.reshard_after_forward = self._reshard_of_version_2(reshard, "sharding_strategy" in given)
+            self.reshard_after_forward = self._reshard_of_version_2("sharding_strategy" in given)
             self.sharding_strategy = None
             return
-        if isinstance(reshard, bool):
+        if isinstance(given.get("reshard_after_forward"), bool):
             raise SettingError(
-                f"reshard_after_forward={reshard!r} is for FSDP2. With FSDP1 give a sharding strategy "
-                f"({', '.join(_STRATEGIES)}), or set fsdp_version=2."
+                f"reshard_after_forward={self.reshard_after_forward} is for FSDP2. With FSDP1 give a sharding "
+                f"strategy ({', '.join(_STRATEGIES)}), or set fsdp_version=2."
             )
-        if reshard in ("true", "false"):  # what the launcher exports for both versions
-            reshard = None if self.sharding_strategy else {"true": "FULL_SHARD", "false": "SHARD_GRAD_OP"}[reshard]
-        self.reshard_after_forward = reshard
+        if isinstance(self.reshard_after_forward, bool):  # the launcher exports it for both versions
+            self.reshard_after_forward = "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
+            if self.sharding_strategy is not None:
+                self.reshard_after_forward = None
         self.reshard_after_forward = _member(self, "reshard_after_forward", _STRATEGIES)
         self.sharding_strategy = self.sharding_strategy or self.reshard_after_forward or ShardingStrategy.FULL_SHARD
 
-    def _reshard_of_version_2(self, reshard: Any, strategy_given: bool) -> bool:
-        if reshard is None:
-            if not strategy_given:
-                return True
-            if self.sharding_strategy in _RESHARDS:
-                return _RESHARDS[self.sharding_strategy]
-            raise SettingError(
-                f"sharding_strategy={self.sharding_strategy.name} has no equal in FSDP2: use DDP, or set "
-                "reshard_after_forward to True (saves memory) or False (saves traffic)."
+    def _reshard_of_version_2(self, strategy_given: bool) -> bool:
+        reshard = self.reshard_after_forward
+        if isinstance(reshard, str):
+            reshard = option_of(type(self), "reshard_after_forward").read(
+                reshard, argument(self, "reshard_after_forward")
             )
         if isinstance(reshard, bool):
             return reshard
-        if reshard in ("true", "false"):
-            return reshard == "true"
+        if reshard is not None:
+            raise SettingError(
+                f"reshard_after_forward={reshard!r} is for FSDP1. With FSDP2 give True (saves memory) or False "
+                "(saves traffic)."
+            )
+        if not strategy_given:
+            return True
+        if self.sharding_strategy in _RESHARDS:
+            return _RESHARDS[self.sharding_strategy]
         raise SettingError(
-            f"reshard_after_forward={reshard!r} is for FSDP1. With FSDP2 give True (saves memory) or False "
-            "(saves "
-            "traffic)."
+            f"sharding_strategy={self.sharding_strategy.name} has no equal in FSDP2: use DDP, or set "
+            "reshard_after_forward to True (saves memory) or False (saves traffic)."
         )
 
     def _settle_version_1_options(self, given: Mapping[str, Any]) -> None:
@@ -187,15 +189,16 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             raise SettingError(
                 "FSDP2 has no LOCAL_STATE_DICT: set state_dict_type to SHARDED_STATE_DICT or FULL_STATE_DICT."
             )
+        # A configuration of another type than the new one has done its service.
         if self.state_dict_type is StateDictType.FULL_STATE_DICT:
-            if self.state_dict_config is None:
+            if not isinstance(self.state_dict_config, FullStateDictConfig):
                 self.state_dict_config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-            if self.optim_state_dict_config is None:
+            if not isinstance(self.optim_state_dict_config, FullOptimStateDictConfig):
                 self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
         elif self.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-            if self.state_dict_config is None:
+            if not isinstance(self.state_dict_config, ShardedStateDictConfig):
                 self.state_dict_config = ShardedStateDictConfig(offload_to_cpu=True)
-            if self.optim_state_dict_config is None:
+            if not isinstance(self.optim_state_dict_config, ShardedOptimStateDictConfig):
                 self.optim_state_dict_config = ShardedOptimStateDictConfig(offload_to_cpu=True)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
@@ -239,7 +242,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         keys = _POLICY_KEYS[self.fsdp_version]
         if isinstance(policy, (str, torch.dtype)):
             dtype = _dtype(policy)
-            policy = {key: dtype for key in keys}
+            policy = dict.fromkeys(keys, dtype)
             if buffer_autocast and "buffer_dtype" in policy:
                 policy["buffer_dtype"] = torch.float32
         if isinstance(policy, Mapping):
@@ -270,7 +273,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         """``cpu_offload`` is torch's object for it, when it was a switch."""
         offload = self.cpu_offload
         if isinstance(offload, str):
-            offload = option_of(type(self), "cpu_offload").read(offload, Source("argument", "cpu_offload"))
+            offload = option_of(type(self), "cpu_offload").read(offload, argument(self, "cpu_offload"))
         if not isinstance(offload, bool):
             return
         if not self._is_version_2:

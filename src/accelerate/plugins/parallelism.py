@@ -108,6 +108,8 @@ class ParallelismConfig(ParallelismOptions):
     def __post_init__(self) -> None:
         env.fill_unset(self)
         self.device_mesh: DeviceMesh | None = None
+        #: ``dp``, ``dp_shard_cp`` and ``dp_cp``, those that exist: newer torch wants its users to keep them.
+        self.flattened_meshes: dict[str, DeviceMesh] = {}
         self._check_sizes()
         settle(self, "cp_backend", "sp_backend")
         for axis, kind in _HANDLERS.items():
@@ -266,9 +268,7 @@ class ParallelismConfig(ParallelismOptions):
             "dp_shard_cp": self.dp_shard_cp_dim_names,
             "dp_cp": self.dp_cp_dim_names,
         }
-        for name, axes in flattened.items():
-            if axes:
-                mesh[tuple(axes)]._flatten(name)
+        self.flattened_meshes = {name: mesh[tuple(axes)]._flatten(name) for name, axes in flattened.items() if axes}
         self.device_mesh = mesh
         return mesh
 
