@@ -18,9 +18,8 @@ from ..launch.host import Host, this_host
 from ..launch.plan import LaunchPlan, Program
 from ..launch.simple import OneProcess, ProcessFailed
 from ..settings import env, file
-from ..settings.option import options_of
-from ..settings.run import check_launchable, collect, launch_flags, refuse_unbuilt
-from ..settings.tree import GROUPS, Settings
+from ..settings.run import check_launchable, collect, launch_options_of, refuse_unbuilt
+from ..settings.tree import Settings
 from .parser import build_launch_parser
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         parser = subparsers.add_parser("launch", add_help=False, allow_abbrev=False)
         parser.set_defaults(func=launch_command)
         return parser
-    return build_launch_parser(launch_flags())
+    return build_launch_parser(launch_options_of())
 
 
 def given_flags(args: argparse.Namespace) -> dict[str, Any]:
@@ -67,7 +66,7 @@ def config_path(args: argparse.Namespace) -> Path | None:
 def settings_of(args: argparse.Namespace) -> Settings:
     """All that this launch was told: flag before file before environment before default, checked."""
     path = config_path(args)
-    settings = collect({}, env.snapshot(), flags=given_flags(args), file=None if path is None else file.read(path))
+    settings = collect({}, env.snapshot(), flags=given_flags(args), file=path)
     refuse_unbuilt(settings)
     check_launchable(settings)
     return settings
@@ -132,7 +131,7 @@ def launch_command(args: argparse.Namespace) -> None:
 def _shown_instead(args: argparse.Namespace, settings: Settings, plan: LaunchPlan) -> bool:
     """Whether the user only wanted to look."""
     if getattr(args, "explain", False):
-        print(explained(settings))
+        print(settings.explain())
         return True
     if getattr(args, "dry_run", False):
         print(plan.show())
@@ -169,30 +168,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain("accelerate launch", error)
 
 
-def explained(settings: Settings) -> str:
-    """A table of every value in use and where it came from."""
-    rows = [
-        (f"{group}.{name}", "" if value is None else str(value), str(source))
-        for group, name, value, source in settings.explain()
-    ]
-    widths = [min(48, max(len(row[column]) for row in rows)) for column in (0, 1)]
-    head = ("setting", "value", "from")
-    return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in [head, *rows])
-
-
 def _validate_launch_command(
     args: argparse.Namespace,
 ) -> tuple[argparse.Namespace, Mapping[str, Any] | None, bool]:
     """(args completed from the file and the defaults, the file's content, whether it gave the precision)."""
     settings = settings_of(args)
     path = config_path(args)
-    content = None if path is None else file.to_document(file.load(path))
-    for group, cls in GROUPS.items():
-        options = getattr(settings, group)
-        for option in options_of(cls):
-            if option.dest is not None and getattr(args, option.dest, None) is None:
-                value = option.launched if options is None else getattr(options, option.name)
-                setattr(args, option.dest, value)
+    content = None if path is None else file.read(path)
+    for option in launch_options_of():
+        if option.dest is not None and getattr(args, option.dest, None) is None:
+            setattr(args, option.dest, settings.value_of(option))
     return args, content, settings.source_of("run.mixed_precision").kind == "file"
 
 

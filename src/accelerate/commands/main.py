@@ -54,7 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"accelerate: there is no command {name!r}.{hint}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"accelerate.commands.{COMMANDS[name][0]}")
-    return module.main(rest)
+    try:
+        return module.main(rest)
+    except BrokenPipeError:  # `accelerate ... | head`: the reader has seen enough
+        sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]  (nothing is left to flush at exit)
+        return 141
 
 
 if __name__ == "__main__":

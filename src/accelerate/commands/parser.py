@@ -71,6 +71,12 @@ class Parser(argparse.ArgumentParser):
 class LaunchParser(Parser):
     """Options, then the program, then the program's own arguments: exactly as they were given."""
 
+    rows: Sequence[OptionInfo] = ()
+
+    def format_help(self) -> str:
+        """The short help."""
+        return short_help(self.rows) + "\n"
+
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
@@ -161,6 +167,7 @@ def build_launch_parser(
     """A parser for these options and for what only the command itself has."""
     rows = list(options)
     parser = make(prog=prog, add_help=False)
+    parser.rows = rows
     parser.add_argument(
         "-h", "--help", action=_Help, dest="help", show=lambda: short_help(rows), help=argparse.SUPPRESS
     )

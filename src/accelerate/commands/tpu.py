@@ -83,7 +83,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     path = Path(file.default_config_file() if args.config_file is None else args.config_file).expanduser()
     if args.config_file is not None and not path.is_file():
         raise FileNotFoundError(f"There is no configuration at {path}.")
-    content = file.to_document(file.load(path)) if path.is_file() else {}
+    content = file.read(path) if path.is_file() else {}
     words = command_line(args, dict(content))
     if args.debug:
         print(f"Running {' '.join(words)}")

@@ -20,12 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+LOGS_HINT = "Its whole output is above; for one file a rank: accelerate launch --log_dir DIRECTORY ..."
 TRACEBACK_START = "Traceback (most recent call last):"
 
 _FRAME = re.compile(r'^\s*(?:\|\s*)?File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 _MARKERS = re.compile(r"^\s*[~^\s]+$")
 #: Files that are nobody's own code: installed packages and the interpreter's library.
 _FOREIGN = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen|\\lib\\", re.IGNORECASE)
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
 #: How a process words it that another one went away: a consequence, never a first cause.
 _LOST_PEER = re.compile(
     r"connection (?:was )?(?:closed|reset|aborted|refused)|broken pipe|remote process exited|"
@@ -49,7 +51,7 @@ class Frame:
     @property
     def is_own(self) -> bool:
         """Whether this is the user's code, not a library's."""
-        return _FOREIGN.search(self.file) is None
+        return _FOREIGN.search(self.file) is None and not self.file.startswith(_PACKAGE)
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,11 @@ class Traceback:
 
     @property
     def shown_frames(self) -> tuple[Frame, ...]:
-        """The frames worth a line on the screen: the innermost of the user's own, or the innermost of all."""
+        """The frames worth a line on the screen: the user's innermost ones, then where it was raised."""
         own = tuple(frame for frame in self.frames if frame.is_own)
-        return (own or self.frames)[-_SHOWN_FRAMES:]
+        if not own or own[-1] == self.frames[-1]:
+            return (own or self.frames)[-_SHOWN_FRAMES:]
+        return (*own[1 - _SHOWN_FRAMES :], self.frames[-1])
 
 
 def parse_traceback(text: str) -> Traceback | None:
@@ -198,7 +202,7 @@ def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
     return [_shorten(f"{_numbers(ranks).capitalize()} {how}") for how, ranks in ordered[:2]]
 
 
-def report(failures: Sequence[Failure], num_processes: int) -> str:
+def report(failures: Sequence[Failure], num_processes: int, *, hint: str = LOGS_HINT) -> str:
     """At most 14 lines, the first of which names the rank that failed first and the last of which is the way
     on.
     """
@@ -216,8 +220,8 @@ def report(failures: Sequence[Failure], num_processes: int) -> str:
     lines += _others(failures, first)
     if first.log is not None:
         lines.append(f"Its whole output: {first.log}")
-    else:
-        lines.append("Its whole output is above; for one file a rank: accelerate launch --log_dir DIRECTORY ...")
+    elif hint:
+        lines.append(hint)
     return "\n".join(lines)
 
 

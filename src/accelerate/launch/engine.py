@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import SettingError
 from ..ports import DEFAULT_PORT
+from ..settings.tree import encode_settings
 from .plan import LaunchPlan, Logs, Program, parse_tee
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def device_ids(settings: Settings) -> tuple[str, ...]:
 
 def base_environment(settings: Settings, host: Host, per_host: int) -> dict[str, str]:
     """What every worker is told about the run, by the documented names."""
-    environment = settings.environment()
+    environment = encode_settings(settings)
     cpu = is_cpu_run(settings)
     environment["ACCELERATE_USE_CPU"] = "true" if cpu else "false"
     threads = settings.launch.num_cpu_threads_per_process

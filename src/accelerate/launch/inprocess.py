@@ -70,10 +70,12 @@ def run_ranks(function: Callable[..., Any], args: Sequence[Any], plan: LaunchPla
         base = {**env.snapshot(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         if "OMP_NUM_THREADS" not in base:
             base["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(plan.ranks)))
-        supervisor = Supervisor(plan, start, base, show_out=_shown_on("stdout"), show_err=_shown_on("stderr"))
+        supervisor = Supervisor(plan, start, base, _shown_on("stdout"), _shown_on("stderr"), report_failures=False)
         code = supervisor.run()
         if code != 0:
-            raise LaunchError(report(supervisor.failures, plan.num_processes) or f"The run ended with code {code}.")
+            raise LaunchError(
+                report(supervisor.failures, plan.num_processes, hint="") or f"The run ended with code {code}."
+            )
         return [read_result(home, rank) for rank in range(len(plan.ranks))]
 
 

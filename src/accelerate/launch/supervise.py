@@ -181,6 +181,8 @@ class Supervisor:
     show_err: Callable[[bytes], None] | None = None
     stop_grace_seconds: float = STOP_GRACE_SECONDS
     failure_grace_seconds: float = FAILURE_GRACE_SECONDS
+    #: Print the first cause at the end; callers that raise it leave it to the exception.
+    report_failures: bool = True
     failures: list[Failure] = field(default_factory=list)
     _ranks: list[_Rank] = field(default_factory=list)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -338,7 +340,7 @@ class Supervisor:
         self.failures = [failure for rank in self._ranks if (failure := self._failure_of(rank, memory)) is not None]
         if self._stop is not None and self._stop.received is not None:
             return
-        if self.failures:
+        if self.failures and self.report_failures:
             self._say(report(self.failures, self.plan.num_processes))
 
     def _failure_of(self, rank: _Rank, memory: MemoryWatch) -> Failure | None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from ...settings import file
-from ..launch import explained
 from ..parser import Parser, spellings
 
 
@@ -29,4 +28,4 @@ def show_config_command(args: argparse.Namespace) -> None:
     if not path.is_file():
         raise FileNotFoundError(f"There is no configuration at {path}. `accelerate config` writes one.")
     print(f"# {path}\n{path.read_text().rstrip()}\n")
-    print(explained(file.load(path)))
+    print(file.load(path).explain())

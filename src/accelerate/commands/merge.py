@@ -1,0 +1,64 @@
+"""``accelerate merge-weights``: the sharded weights of a checkpoint in one file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import AccelerateError, NotBuilt
+from .parser import Parser, spellings
+
+
+def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """A parser of ``accelerate merge-weights``."""
+    description = "Merge the sharded weights of a checkpoint into one file."
+    if subparsers is not None:
+        parser = subparsers.add_parser("merge-weights", description=description, allow_abbrev=False)
+    else:
+        parser = Parser(prog="accelerate merge-weights", description=description)
+    parser.add_argument("checkpoint_directory", help="The folder with the sharded weights.")
+    parser.add_argument("output_path", help="The folder for the merged weights.")
+    parser.add_argument(
+        *spellings("--unsafe_serialization"),
+        dest="unsafe_serialization",
+        action="store_true",
+        help="Write pytorch_model.bin instead of model.safetensors.",
+    )
+    parser.add_argument(
+        *spellings("--remove_checkpoint_dir"),
+        dest="remove_checkpoint_dir",
+        action="store_true",
+        help="Remove the sharded weights after they are merged.",
+    )
+    parser.set_defaults(func=merge_command)
+    return parser
+
+
+def merge_command(args: argparse.Namespace) -> None:
+    """The merged weights are in the output folder.
+
+    Raises:
+        NotBuilt: in this version, which doesn't write sharded weights either.
+    """
+    raise NotBuilt(
+        "`accelerate merge-weights` isn't built yet in this version: it comes with sharded checkpoints. "
+        f"{args.checkpoint_directory} is untouched."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of ``accelerate merge-weights``."""
+    from .launch import complain
+
+    args = merge_command_parser().parse_args(None if arguments is None else list(arguments))
+    try:
+        merge_command(args)
+    except (AccelerateError, FileNotFoundError) as error:
+        return complain("accelerate merge-weights", error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

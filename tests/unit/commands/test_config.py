@@ -1,0 +1,329 @@
+"""The questionnaire, on a pipe and in a terminal, and its subcommands."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from accelerate.commands import config
+from accelerate.commands.config import config_args
+from accelerate.commands.config.ask import Asker, Choice, InputEnded, match
+from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
+from accelerate.commands.config.default import write_basic_config
+from accelerate.commands.config.questions import Questionnaire, machine_types
+from accelerate.commands.launch import launch_command_parser, plan_launch
+from accelerate.settings import file
+
+ROOT = Path(__file__).resolve().parents[3]
+SEED_ANSWERS = ["0", "2", "1", "no", "no", "2", "no"]
+SEED_QUESTIONS = [
+    "In which compute environment are you running?",
+    "Which type of machine are you using?",
+    "How many different machines will you use (use more than 1 for multi-node training)?",
+    "Do you want to use DeepSpeed?",
+    "Do you want to use FullyShardedDataParallel?",
+    "How many GPU(s) should be used for distributed training?",
+    "Do you wish to use FP16 or BF16 (mixed precision)?",
+]
+
+
+def dialogue(answers: list[str], *, advanced: bool = False) -> tuple[dict[str, object], str, int]:
+    """(content of the file, what was shown, number of questions)."""
+    output = io.StringIO()
+    asker = Asker(io.StringIO("".join(f"{answer}\n" for answer in answers)), output)
+    content = file.to_document(Questionnaire(asker, advanced=advanced).run())
+    return content, output.getvalue(), asker.num_asked
+
+
+def test_the_common_path_asks_exactly_the_seven_questions_in_their_order() -> None:
+    content, shown, num_asked = dialogue(SEED_ANSWERS)
+    assert num_asked == 7
+    places = [shown.index(question) for question in SEED_QUESTIONS]
+    assert places == sorted(places)
+    assert content["compute_environment"] == "LOCAL_MACHINE"
+    assert content["distributed_type"] == "MULTI_GPU"
+    assert content["num_machines"] == 1
+    assert content["num_processes"] == 2
+    assert content["mixed_precision"] == "no"
+    assert not {"deepspeed_config", "fsdp_config"} & set(content)
+
+
+def test_the_menu_starts_with_none_cpus_gpus_and_tpus() -> None:
+    labels = [choice.label for choice in machine_types()]
+    assert labels[:4] == ["No distributed training", "multi-CPU", "multi-GPU", "TPU"]
+    assert {"multi-XPU", "multi-HPU", "multi-NPU", "multi-MLU", "multi-SDAA", "multi-MUSA", "multi-NEURON"} == set(
+        labels[4:]
+    )
+
+
+@pytest.mark.parametrize("answer", ["2", "multi-GPU", "MULTI_GPU", "multi-gpu"])
+def test_a_choice_is_made_by_number_label_or_value(answer: str) -> None:
+    content, _, _ = dialogue(["This machine", answer, "", "", "No", "2", "NO"])
+    assert content["distributed_type"] == "MULTI_GPU"
+
+
+@pytest.mark.parametrize(("answer", "expected"), [("NO", "no"), ("fp16", "fp16"), ("BF16", "bf16"), ("2", "bf16")])
+def test_the_precision_is_answered_by_word_or_number(answer: str, expected: str) -> None:
+    content, _, _ = dialogue([*SEED_ANSWERS[:-1], answer])
+    assert content["mixed_precision"] == expected
+
+
+def test_nonsense_is_explained_and_asked_again() -> None:
+    answers = ["9", "0", "multi", "2", "zero", "1", "perhaps", "no", "no", "1", "2", "fp61", "no"]
+    content, shown, num_asked = dialogue(answers)
+    assert num_asked == 7
+    assert content["num_processes"] == 2
+    for complaint in ("'9' is none of them", "'zero' won't do", "'perhaps' is neither", "'1' won't do"):
+        assert complaint in shown
+
+
+def test_empty_lines_take_the_shown_defaults() -> None:
+    content, _, _ = dialogue(["", "", "", ""])
+    assert (content["distributed_type"], content["mixed_precision"]) == ("NO", "no")
+
+
+def test_input_that_ends_early_is_an_error_not_a_guess() -> None:
+    with pytest.raises(InputEnded, match="How many GPU"):
+        dialogue(SEED_ANSWERS[:5])
+
+
+def test_several_machines_call_for_more_questions() -> None:
+    answers = ["0", "2", "2", "1", "10.0.0.1", "", "no", "c10d", "no", "no", "no", "4", "bf16"]
+    content, _, _ = dialogue(answers)
+    expected = {
+        "num_machines": 2,
+        "machine_rank": 1,
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 29500,
+        "rdzv_backend": "c10d",
+        "num_processes": 4,
+    }
+    assert expected.items() <= content.items()
+
+
+def test_fsdp_calls_for_its_own_questions_and_every_answer_is_kept() -> None:
+    answers = ["0", "2", "1", "no", "yes", "2", "no", "yes", "0", "no", "Block,Head", "2", "yes", "yes", "4", "bf16"]
+    content, _, _ = dialogue(answers)
+    assert content["distributed_type"] == "FSDP"
+    section = content["fsdp_config"]
+    assert isinstance(section, dict)
+    assert section["fsdp_version"] == 2
+    assert section["fsdp_reshard_after_forward"] is False
+    assert section["fsdp_offload_params"] is True
+    assert section["fsdp_transformer_layer_cls_to_wrap"] in (["Block", "Head"], "Block,Head")
+    assert section["fsdp_state_dict_type"] == "SHARDED_STATE_DICT"
+    assert section["fsdp_activation_checkpointing"] is True
+
+
+def test_deepspeed_calls_for_its_own_questions() -> None:
+    answers = [
+        "0",
+        "2",
+        "1",
+        "yes",
+        "no",
+        "3",
+        "cpu",
+        "nvme",
+        "/disk",
+        "4",
+        "yes",
+        "0.5",
+        "yes",
+        "yes",
+        "no",
+        "2",
+        "fp16",
+    ]
+    content, _, _ = dialogue(answers)
+    assert content["distributed_type"] == "DEEPSPEED"
+    section = content["deepspeed_config"]
+    assert isinstance(section, dict)
+    expected = {
+        "zero_stage": 3,
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "nvme",
+        "offload_param_nvme_path": "/disk",
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "zero3_init_flag": True,
+        "zero3_save_16bit_model": True,
+    }
+    assert expected.items() <= section.items()
+
+
+def test_fp8_answers_are_written_under_names_that_are_read() -> None:
+    answers = [*SEED_ANSWERS[:-1], "fp8", "TE", "yes", "1", "2", "E4M3", "16", "max", "no"]
+    content, _, _ = dialogue(answers)
+    section = content["fp8_config"]
+    assert isinstance(section, dict)
+    assert section["amax_history_len"] == 16
+    assert section["amax_compute_algo"] == "max"
+
+
+def test_cpus_and_sagemaker_have_their_own_paths() -> None:
+    content, _, _ = dialogue(["0", "1", "1", "2", "no"])
+    assert (content["distributed_type"], content["num_processes"], content["use_cpu"]) == ("MULTI_CPU", 2, True)
+    content, _, _ = dialogue(["1", "", "", "role", "no", "no", "no", "0", "", "no", "no"])
+    assert content["compute_environment"] == "AMAZON_SAGEMAKER"
+    assert content["iam_role_name"] == "role"
+
+
+def test_advanced_asks_more() -> None:
+    answers = ["0", "2", "1", "no", "yes", "", "no", "no", "no", "no", "2", "0,1", "no", "no"]
+    content, _, num_asked = dialogue(answers, advanced=True)
+    assert num_asked > 7
+    assert content["gpu_ids"] == "0,1"
+
+
+def test_a_word_that_several_choices_contain_names_none() -> None:
+    choices = [Choice("a", "multi-CPU"), Choice("b", "multi-GPU")]
+    assert match("multi", choices) is None
+    assert match("gpu", choices) == "b"
+    assert match("1", choices) == "b"
+    assert match("7", choices) is None
+
+
+# As a command
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HOME": str(tmp_path), "TERM": "xterm"}
+
+
+COMMAND = [sys.executable, "-m", "accelerate.commands.main", "config"]
+
+
+def test_piped_answers_write_a_file_that_launch_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = "".join(f"{answer}\n" for answer in SEED_ANSWERS)
+    run = subprocess.run(COMMAND, input=answers, capture_output=True, text=True, env=environment(tmp_path), timeout=60)
+    assert run.returncode == 0, run.stderr
+    path = tmp_path / "accelerate/default_config.yaml"
+    assert yaml.safe_load(path.read_text())["distributed_type"] == "MULTI_GPU"
+    assert str(path) in run.stdout and "accelerate launch script.py" in run.stdout
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "s.py").write_text("")
+    _, _, plan = plan_launch(launch_command_parser().parse_args([str(tmp_path / "s.py")]))
+    assert len(plan.ranks) == 2
+
+
+def test_input_that_ends_is_reported_without_a_traceback_and_writes_nothing(tmp_path: Path) -> None:
+    run = subprocess.run(COMMAND, input="0\n", capture_output=True, text=True, env=environment(tmp_path), timeout=60)
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr and "The input ended" in run.stderr
+    assert not (tmp_path / "accelerate").exists()
+
+
+@pytest.mark.parametrize("keys", ["digits", "arrows"])
+def test_the_same_answers_typed_in_a_terminal_write_the_same_file(tmp_path: Path, keys: str) -> None:
+    pexpect = pytest.importorskip("pexpect")
+    child = pexpect.spawn(COMMAND[0], COMMAND[1:], env=environment(tmp_path), timeout=20, encoding="utf-8")
+    down = "\x1b[B"
+    answers = SEED_ANSWERS if keys == "digits" else ["", down * 2, "1", "no", "no", "2", ""]
+    for question, answer in zip(SEED_QUESTIONS, answers, strict=True):
+        child.expect_exact(question)
+        child.send(f"{answer}\r")
+    child.expect_exact("accelerate launch script.py")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    content = yaml.safe_load((tmp_path / "accelerate/default_config.yaml").read_text())
+    assert content == yaml.safe_load(yaml.safe_dump(dialogue(SEED_ANSWERS)[0]))
+
+
+def test_interrupting_a_menu_writes_nothing_and_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    pexpect = pytest.importorskip("pexpect")
+    child = pexpect.spawn(COMMAND[0], COMMAND[1:], env=environment(tmp_path), timeout=20, encoding="utf-8")
+    child.expect_exact(SEED_QUESTIONS[0])
+    child.sendintr()
+    child.expect_exact("Nothing was written.")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 130
+    assert not (tmp_path / "accelerate").exists()
+
+
+def test_config_default_writes_yaml_and_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    assert config.main(["default", "--config_file", str(path), "--mixed_precision", "bf16"]) == 0
+    text = path.read_text()
+    assert not text.startswith("{")
+    assert yaml.safe_load(text)["mixed_precision"] == "bf16"
+    assert write_basic_config("no", path) is False
+    assert path.read_text() == text
+    capsys.readouterr()
+
+
+def test_write_basic_config_refuses_an_unknown_precision(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fp7"):
+        write_basic_config("fp7", tmp_path / "c.yaml")
+    assert write_basic_config(save_location=str(tmp_path / "d.yaml")) == tmp_path / "d.yaml"
+
+
+def test_config_update_rewrites_old_spellings(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nfp16: true\nnum_processes: 2\n")
+    assert config.main(["update", "--config-file", str(path)]) == 0
+    content = yaml.safe_load(path.read_text())
+    assert content["mixed_precision"] == "fp16" and "fp16" not in content
+    assert config.main(["update", "--config_file", str(tmp_path / "nowhere.yaml")]) == 2
+
+
+def test_config_show_prints_the_file_and_its_meaning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("distributed_type: 'NO'\nmixed_precision: bf16\n")
+    assert config.main(["show", "--config_file", str(path)]) == 0
+    assert "c.yaml:2" in capsys.readouterr().out
+
+
+# The objects that other programs know
+
+
+def test_a_file_is_loaded_as_an_object_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\nfp16: true\n")
+    loaded = load_config_from_file(str(path))
+    assert isinstance(loaded, ClusterConfig)
+    assert loaded.num_processes == 2
+    assert loaded.to_dict()["distributed_type"] == "MULTI_GPU"
+    assert loaded.to_dict()["mixed_precision"] == "fp16"
+    assert "fsdp_config" not in loaded.to_dict()
+    for name in ("again.yaml", "again.json"):
+        target = tmp_path / name
+        getattr(loaded, f"to_{name[6:]}_file")(target)
+        assert load_config_from_file(target) == loaded
+
+
+def test_a_bare_no_in_yaml_is_the_type_no(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("distributed_type: no\n")
+    loaded = load_config_from_file(path)
+    assert isinstance(loaded, ClusterConfig)
+    assert loaded.distributed_type == "NO" and loaded.num_processes == 1
+
+
+def test_a_sagemaker_file_is_a_sagemaker_config(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\nec2_instance_type: ml.p3\n")
+    loaded = load_config_from_file(path)
+    assert isinstance(loaded, SageMakerConfig) and loaded.region == "us-east-1"
+
+
+def test_unknown_keys_and_missing_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_proceses: 2\n")
+    with pytest.raises(ValueError, match="num_proceses"):
+        load_config_from_file(path)
+    with pytest.raises(FileNotFoundError):
+        load_config_from_file(tmp_path / "nowhere.yaml")
+
+
+def test_the_default_paths_are_known() -> None:
+    assert config_args.default_yaml_config_file.endswith("accelerate/default_config.yaml")
+    assert config.default_config_file == config_args.default_config_file

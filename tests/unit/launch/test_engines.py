@@ -1,0 +1,189 @@
+"""Plans are functions of settings, program and host: nothing here starts a process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from accelerate.errors import NotBuilt, SettingError
+from accelerate.launch.choose import ORDER, choose
+from accelerate.launch.engine import PortInUse
+from accelerate.launch.host import Host, num_physical_cores, this_host
+from accelerate.launch.plan import LaunchPlan, Program
+from accelerate.settings.run import Settings, collect
+
+CPU_HOST = Host(name="box", num_cores=8, free_port=40000)
+GPU_HOST = replace(CPU_HOST, kind="cuda", num_devices=4, visible_devices="CUDA_VISIBLE_DEVICES")
+PROGRAM = Program("train.py", ("--lr", "1"))
+
+
+def settings(environment: dict[str, str] | None = None, **flags: Any) -> Settings:
+    return collect({}, environment or {}, flags=flags)
+
+
+def plan(chosen: Settings, host: Host = CPU_HOST) -> LaunchPlan:
+    return choose(chosen, host).plan(chosen, PROGRAM, host)
+
+
+def test_the_order_of_engines_can_be_read() -> None:
+    assert [engine.name for engine in ORDER] == ["torchrun", "local", "simple"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "host", "engine"),
+    [
+        ({"cpu": True}, CPU_HOST, "simple"),
+        ({}, CPU_HOST, "simple"),
+        ({}, GPU_HOST, "local"),
+        ({"num_processes": 1}, GPU_HOST, "simple"),
+        ({"cpu": True, "num_processes": 2}, CPU_HOST, "local"),
+        ({"cpu": True, "log_dir": "logs"}, CPU_HOST, "local"),
+        ({"cpu": True, "tee": "3"}, CPU_HOST, "local"),
+        ({"cpu": True, "num_processes": 2, "max_restarts": 1}, CPU_HOST, "torchrun"),
+        ({"cpu": True, "num_processes": 2, "rdzv_backend": "c10d"}, CPU_HOST, "torchrun"),
+        (
+            {"cpu": True, "num_processes": 4, "num_machines": 2, "main_process_ip": "a", "main_process_port": 1},
+            CPU_HOST,
+            "torchrun",
+        ),
+    ],
+)
+def test_the_first_engine_that_suits_is_chosen(flags: dict[str, Any], host: Host, engine: str) -> None:
+    assert choose(settings(**flags), host).name == engine
+
+
+def test_one_process_has_no_ranks_but_the_runs_settings() -> None:
+    made = plan(settings(cpu=True, mixed_precision="bf16"))
+    assert made.argv[1:] == ("train.py", "--lr", "1")
+    assert made.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert made.environment["ACCELERATE_USE_CPU"] == "true"
+    assert made.environment["OMP_NUM_THREADS"] == "8"
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(made.environment)
+
+
+def test_two_cpu_processes_are_two_ranks_that_meet_on_the_loopback() -> None:
+    made = plan(settings(cpu=True, num_processes=2))
+    assert [dict(rank) for rank in made.ranks] == [
+        {"RANK": "0", "LOCAL_RANK": "0"},
+        {"RANK": "1", "LOCAL_RANK": "1"},
+    ]
+    expected = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "4",
+    }
+    assert expected.items() <= made.environment.items()
+    assert made.num_processes == 2
+
+
+def test_without_a_number_there_is_one_process_a_device() -> None:
+    assert len(plan(settings(), GPU_HOST).ranks) == 4
+
+
+def test_named_devices_are_the_visible_ones_and_give_the_number() -> None:
+    made = plan(settings(gpu_ids="1,3"), GPU_HOST)
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert len(made.ranks) == 2
+
+
+def test_more_processes_than_devices_are_refused() -> None:
+    with pytest.raises(SettingError, match=r"5 processes .*--num_processes.* host box has 4"):
+        plan(settings(num_processes=5, multi_gpu=True), GPU_HOST)
+
+
+def test_threads_given_by_flag_win_over_the_environment_and_that_over_the_default() -> None:
+    flagged = plan(
+        settings(cpu=True, num_cpu_threads_per_process=3), replace(CPU_HOST, environment={"OMP_NUM_THREADS": "5"})
+    )
+    assert flagged.environment["OMP_NUM_THREADS"] == "3"
+    inherited = plan(settings(cpu=True), replace(CPU_HOST, environment={"OMP_NUM_THREADS": "5"}))
+    assert "OMP_NUM_THREADS" not in inherited.environment
+    assert plan(settings(num_processes=2), GPU_HOST).environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_busy_port_that_was_named_is_refused_before_anything_starts() -> None:
+    with pytest.raises(PortInUse, match=r"Port 5000 .*--main_process_port.*in use"):
+        plan(
+            settings(cpu=True, num_processes=2, main_process_port=5000), replace(CPU_HOST, busy_ports=frozenset({5000}))
+        )
+
+
+def test_a_busy_default_port_is_replaced_with_a_note() -> None:
+    made = plan(settings(cpu=True, num_processes=2), replace(CPU_HOST, busy_ports=frozenset({29500})))
+    assert made.environment["MASTER_PORT"] == "40000"
+    assert "29500 is in use" in made.notes[0]
+
+
+def test_port_zero_is_any_free_port() -> None:
+    made = plan(settings(cpu=True, num_processes=2, main_process_port=0))
+    assert made.environment["MASTER_PORT"] == "40000"
+
+
+def options(made: LaunchPlan) -> dict[str, str]:
+    words = list(made.argv[3:])
+    found: dict[str, str] = {}
+    while words and words[0].startswith("--") and words[0] not in ("--module", "--no-python"):
+        name, value, *words = words
+        found[name] = value
+    return found
+
+
+def test_several_machines_share_the_processes_evenly() -> None:
+    flags = {
+        "num_machines": 2,
+        "machine_rank": 1,
+        "num_processes": 4,
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 7,
+    }
+    made = plan(settings(cpu=True, **flags))
+    expected = {
+        "--nproc-per-node": "2",
+        "--nnodes": "2",
+        "--node-rank": "1",
+        "--master-addr": "10.0.0.1",
+        "--master-port": "7",
+    }
+    assert expected.items() <= options(made).items()
+    assert made.argv[1:3] == ("-m", "torch.distributed.run")
+    assert made.argv[-3:] == ("train.py", "--lr", "1")
+
+
+def test_an_explicit_rendezvous_is_an_endpoint() -> None:
+    made = plan(settings(cpu=True, num_processes=2, rdzv_backend="c10d", main_process_port=7, rdzv_conf="a=1"))
+    expected = {"--rdzv-backend": "c10d", "--rdzv-endpoint": "127.0.0.1:7", "--rdzv-conf": "a=1"}
+    assert expected.items() <= options(made).items()
+
+
+def test_a_port_that_is_busy_on_machine_0_is_refused() -> None:
+    flags = {"num_machines": 2, "num_processes": 2, "main_process_ip": "10.0.0.1", "main_process_port": 7}
+    with pytest.raises(ConnectionError, match="Port 7 is in use on box"):
+        plan(settings(cpu=True, **flags), replace(CPU_HOST, busy_ports=frozenset({7})))
+
+
+def test_an_engine_that_isnt_built_is_refused_by_name() -> None:
+    with pytest.raises(NotBuilt, match="mpirun"):
+        plan(settings(cpu=True, num_processes=2, mpirun_hostfile="hosts"))
+    with pytest.raises(NotBuilt, match="TPU"):
+        plan(settings(tpu=True))
+
+
+def test_gpus_that_arent_there_are_noted() -> None:
+    made = plan(settings(multi_gpu=True, num_processes=2))
+    assert "no accelerator was found on box" in made.notes[0]
+
+
+def test_some_accelerate_use_variable_is_always_set() -> None:
+    for chosen in (settings(), settings(cpu=True, num_processes=2)):
+        assert any(name.startswith("ACCELERATE_USE_") for name in plan(chosen).environment)
+
+
+def test_this_host_is_read_without_torch() -> None:
+    host = this_host({}, cpu=True, port=None)
+    assert host.kind == "cpu" and host.free_port > 0
+    assert host.num_cores == num_physical_cores() >= 1
