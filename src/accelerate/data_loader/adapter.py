@@ -1,0 +1,132 @@
+"""A torch DataLoader whose reading is done by another one, and the part of it that the accumulation clock sees."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch.utils.data import DataLoader
+
+from accelerate.gradients import GradientState
+from accelerate.optional import require
+
+from .coverage import BatchCoverage
+
+# What torch lets a user change on a loader after its construction.
+_SETTABLE = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "generator",
+    "prefetch_factor",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+class DataLoaderStateMixin:
+    """What a loader tells while its loop runs: whether the batch in hand is the last, and what it holds."""
+
+    end_of_dataloader: bool = False
+    remainder: int = -1
+    coverage: BatchCoverage | None = None
+    _drop_last: bool = False
+    _gradient_state: GradientState | None = None
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The clock that this loader reports to; the newest one where none was given."""
+        if self._gradient_state is None:
+            self._gradient_state = GradientState()
+        return self._gradient_state
+
+    @gradient_state.setter
+    def gradient_state(self, value: GradientState | None) -> None:
+        self._gradient_state = value
+
+    def reset(self) -> None:
+        """Nothing is known about a batch."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.coverage = None
+
+    def begin(self) -> None:
+        """The loop of this loader runs."""
+        self.reset()
+        self.remainder = self._known_remainder()
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """The loop of this loader has ended, or was left."""
+        self.coverage = None
+        self.gradient_state._remove_dataloader(self)
+
+    def _known_remainder(self) -> int:
+        return -1
+
+
+class DataLoaderAdapter(DataLoader[Any]):
+    """A loader with the attributes of the user's, which reads through :attr:`base_dataloader`.
+
+    With ``use_stateful_dataloader`` that one is torchdata's StatefulDataLoader.
+
+    Raises:
+        MissingDependency: ``use_stateful_dataloader`` without torchdata 0.8 or newer.
+    """
+
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
+        self.use_stateful_dataloader = use_stateful_dataloader
+        # Arguments of torchdata's loader that torch's doesn't have.
+        self._stateful_arguments = {name: kwargs.pop(name) for name in ("snapshot_every_n_steps",) if name in kwargs}
+        self._base: DataLoader[Any] | None = None
+        if use_stateful_dataloader:
+            require("torchdata", purpose="use_stateful_dataloader=True", at_least="0.8.0")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch said it already when the user made the loader
+            super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
+
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """The loader that reads: this one until the first pass."""
+        return self if self._base is None else self._base
+
+    def show(self, **attributes: Any) -> None:
+        """The attributes have these values for whoever looks, also those that torch fixes at construction."""
+        self.__dict__.update(attributes)
+
+    def reader(self, dataset: Any, collate: Any, **sampling: Any) -> DataLoader[Any]:
+        """A torch loader that reads ``dataset`` with the settings of this one; kept where its workers are."""
+        kept = self._base
+        if kept is not None and (self.persistent_workers or self.use_stateful_dataloader):
+            for name in _SETTABLE:
+                value = getattr(self, name, None)
+                if getattr(kept, name, None) is not value:
+                    setattr(kept, name, value)
+            kept.collate_fn = collate
+            return kept
+        settings = {name: getattr(self, name) for name in _SETTABLE if name in self.__dict__}
+        settings.update(multiprocessing_context=self.multiprocessing_context, collate_fn=collate)
+        settings.update(sampling, persistent_workers=self.persistent_workers, **self._stateful_arguments)
+        if not settings.get("pin_memory_device"):
+            settings.pop("pin_memory_device", None)  # deprecated: naming it at all makes torch warn
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._base = self._reader_class()(dataset, **settings)
+        return self._base
+
+    def _reader_class(self) -> type[DataLoader[Any]]:
+        if not self.use_stateful_dataloader:
+            return DataLoader
+        module = require("torchdata.stateful_dataloader", purpose="use_stateful_dataloader=True")
+        return cast("type[DataLoader[Any]]", module.StatefulDataLoader)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what lives in this process only: the reader and its workers, the clock."""
+        return {**self.__dict__, "_base": None, "_gradient_state": None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)

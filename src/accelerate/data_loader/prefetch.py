@@ -1,0 +1,408 @@
+"""The loop of a prepared loader: what is last is known while it is in hand, batches are on the device, and the
+place in the epoch can be saved and found again."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast, final
+
+import torch
+from torch.utils.data import IterableDataset
+
+from accelerate.gradients import GradientState
+from accelerate.nested import send_to_device
+from accelerate.seeding import (
+    capture_host_streams,
+    from_main,
+    host_stream,
+    host_streams,
+    synchronize_rng_states,
+)
+from accelerate.world import World, current_world
+
+from .adapter import DataLoaderAdapter, DataLoaderStateMixin
+from .order import BEGINNING, Drawn, Order, Place, SkipBatchSampler, agree, enter, samplers_of, unskipped
+from .position import Progress, Restored
+from .shard import Account, BatchSamplerShard, IterableDatasetShard, draw_whole, mark_last
+from .stream import ResumeWarning, StreamReader, StreamSource
+
+Delivery = tuple[Any, Drawn]
+_OURS = (BatchSamplerShard, SkipBatchSampler)
+
+
+@final
+class IndexFeed:
+    """What torch takes for a batch sampler: the indices of what is drawn, with the accounts kept in the same order."""
+
+    def __init__(self) -> None:
+        self.draw: Callable[[], Iterator[Drawn]] = _nothing
+        self.accounts: deque[Drawn] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        # A new queue for every pass: workers may still hold batches of a pass that was left.
+        accounts = self.accounts = deque()
+        for drawn in self.draw():
+            accounts.append(drawn)
+            yield drawn.indices
+
+
+def _nothing() -> Iterator[Drawn]:
+    return iter(())
+
+
+class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter):
+    """A prepared loader: a torch DataLoader whose batches are on the device and carry their account.
+
+    While a batch is in hand, ``end_of_dataloader`` tells whether it is the last one and ``coverage`` which rows of
+    it, on every rank, are real samples.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Sequence[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        *,
+        gradient_state: GradientState | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.device = device
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = skip_batches
+        self.gradient_state = gradient_state
+        self.torch_device_mesh = torch_device_mesh
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+        self._is_accelerate_prepared = True
+        self.progress = Progress(epoch=iteration)
+        self.rank_shares = 1  # how many ranks read a part of their own, where nothing here deals the parts
+        self.account: Account | None = None  # the account of batches that a rank-aware sampler dealt
+        self._feed = IndexFeed()
+        self._announced_epoch: int | None = None
+        self._pass = 0
+        self._is_running = False
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Generator[Any, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self._is_running:  # a pass that nobody finished is replaced by this one
+            self.end()
+        self._pass += 1
+        this_pass, self._is_running = self._pass, True
+        progress, gradient_state = self.progress, self.gradient_state
+        restored = progress.start()
+        self._announce_epoch()
+        batches = self._read(restored)
+        self.begin()
+        try:
+            for batch, drawn in batches:
+                self.end_of_dataloader = drawn.is_last
+                self.coverage = drawn.coverage
+                progress.drawn = drawn
+                if gradient_state.active_dataloader is not self:  # another loop delivered in between
+                    gradient_state._add_dataloader(self)
+                yield batch
+            progress.finish()
+        finally:
+            batches.close()
+            if self._pass == this_pass:
+                self._is_running = False
+                self.end()
+
+    def _read(self, restored: Restored | None) -> Generator[Delivery, None, None]:
+        """Every batch of the pass, on the device, with what was known when it was drawn."""
+        self._synchronize()
+        if isinstance(self.dataset, IterableDataset):
+            return self._read_stream(restored)
+        return self._read_map(restored)
+
+    def _synchronize(self) -> None:
+        world = self._world()
+        others = [name for name in _names(self.rng_types) if name != "generator"]
+        if world is not None and others:
+            synchronize_rng_states(others, world=world)
+
+    def place_batch(self, batch: Any) -> Any:
+        """``batch`` on the device of this loader."""
+        if self.device is None:
+            return batch
+        return send_to_device(batch, self.device, non_blocking=self._non_blocking)
+
+    def rank_and_size(self) -> tuple[int, int]:
+        """Who this process is among those that run."""
+        world = self._world()
+        return (0, 1) if world is None else (world.rank, world.size)
+
+    @staticmethod
+    def _world() -> World | None:
+        world = current_world()
+        return world if world is not None and world.is_distributed else None
+
+    # -- datasets that are read by index ---------------------------------------------------------------
+
+    def _read_map(self, restored: Restored | None) -> Generator[Delivery, None, None]:
+        feed, device, non_blocking = self._feed, self.device, self._non_blocking
+        feed.draw = lambda: self._draw(restored)
+        sampling = {"batch_sampler": feed} if self._batches_indices else {"sampler": feed, "batch_size": None}
+        reader = self.reader(self.dataset, self.collate_fn, **sampling)
+        # A pass that continues another one draws nothing from the streams that this one didn't draw.
+        with _torch_stream_unchanged() if restored is not None else nullcontext():
+            batches = iter(reader)
+        accounts = feed.accounts
+        for batch in batches:
+            if accounts is not feed.accounts:
+                accounts = feed.accounts
+            yield (
+                batch if device is None else send_to_device(batch, device, non_blocking=non_blocking),
+                accounts.popleft(),
+            )
+
+    @property
+    def _batches_indices(self) -> bool:
+        return self.batch_sampler is not None
+
+    @property
+    def index_sampler(self) -> Any:
+        """What gives the batches of indices: the batch sampler, or the sampler of a loader that doesn't batch."""
+        return self.batch_sampler if self.batch_sampler is not None else self.sampler
+
+    def _order(self) -> Order:
+        return Order(self.index_sampler, self.synchronized_generator, _OURS)
+
+    def _draw(self, restored: Restored | None) -> Iterator[Drawn]:
+        root, skipped = unskipped(self.index_sampler)
+        order = self._order()
+        world = self._agreeing_world(order)
+        begun = order.capture() if restored is None else restored.order
+        if restored is None and world is not None:
+            begun = from_main(begun, world)
+        place = self._entrance(root, skipped, restored)
+        self.progress.begun, self.progress.place = begun, place
+        follows = restored is not None or (world is not None and not world.is_main)
+        left_behind = _names(self.rng_types) if restored is None else ()
+        with order.begun(begun, left_behind) if follows else nullcontext():
+            draws = self._deal(root, place, None if skipped else restored)
+            first = next(draws, None)
+        if first is not None:
+            yield first
+            yield from draws
+
+    def _agreeing_world(self, order: Order) -> World | None:
+        """The world whose ranks have to draw one order; None where there is nothing to agree on."""
+        if not order.is_random or (self.rng_types is not None and "generator" not in _names(self.rng_types)):
+            return None
+        return self._world()
+
+    def _deal(self, root: Any, place: Place, restored: Restored | None) -> Iterator[Drawn]:
+        if isinstance(root, BatchSamplerShard):
+            entered = enter(root.batch_sampler, place, root.groups_per_round)
+            draws = root.deal(entered)
+        else:
+            shares = self.rank_shares  # a rank-aware sampler counts the samples of its own rank
+            entered = enter(root, Place(place.rounds, place.groups, place.samples // shares))
+            entered.place = place
+            draws = mark_last(draw_whole(entered, shares, self.account))
+        if restored is not None and not agree(restored.witnesses, entered.before):
+            warnings.warn(
+                "The sampler doesn't give the order of the run that was saved: samples of this epoch may be seen "
+                "twice or not at all. A sampler whose order depends on more than torch's, NumPy's and Python's "
+                "random numbers needs state_dict() and load_state_dict().",
+                ResumeWarning,
+                stacklevel=2,
+            )
+        return draws
+
+    def _entrance(self, root: Any, skipped: int, restored: Restored | None) -> Place:
+        """Where the pass begins; batches that were skipped by hand are counted from the epoch's beginning."""
+        if skipped:
+            groups = skipped * (root.groups_per_round if isinstance(root, BatchSamplerShard) else 1)
+            return Place(skipped, groups, skipped * self._samples_per_round(root))
+        if restored is None:
+            return BEGINNING
+        return restored.place_for(self._shares(), self._samples_per_round(root))
+
+    def _samples_per_round(self, root: Any) -> int:
+        size = getattr(root, "batch_size", None) or 1
+        return size * (root.groups_per_round if isinstance(root, BatchSamplerShard) else self.rank_shares)
+
+    # -- datasets that are read as a stream ------------------------------------------------------------
+
+    def _stream_source(self) -> StreamSource:
+        return StreamSource(self.dataset, self.batch_size, self.rank_shares)
+
+    def _read_stream(
+        self, restored: Restored | None, skip_batches: int | None = None
+    ) -> Generator[Delivery, None, None]:
+        source = self._stream_source()
+        world = self._world()
+        begun: dict[str, Any] = {"streams": capture_host_streams()}
+        if source.generator is not None:
+            begun["generator"] = source.generator.get_state()
+            if world is not None and self._draws_on_every_rank:
+                begun["generator"] = from_main(begun["generator"], world)
+                source.generator.set_state(begun["generator"])
+        self.progress.begun = begun if restored is None else restored.order
+        skip = self.skip_batches if skip_batches is None else skip_batches
+        reader = StreamReader(self, source, restored, skip)
+        self.progress.place = reader.place
+        return reader.read()
+
+    _draws_on_every_rank = True
+
+    # -- the epoch -------------------------------------------------------------------------------------
+
+    @property
+    def iteration(self) -> int:
+        """The epoch of the running pass, or of the next one."""
+        return self.progress.epoch
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        self.progress.epoch = value
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is that of ``epoch``; the samplers, or else the dataset, are told."""
+        self.progress.set_epoch(epoch)
+        self._announced_epoch = None
+        self._announce_epoch()
+
+    def _announce_epoch(self) -> None:
+        epoch = self.progress.epoch
+        if epoch == self._announced_epoch:
+            return
+        self._announced_epoch = epoch
+        listeners = [getattr(sampler, "set_epoch", None) for sampler in samplers_of(self.index_sampler)]
+        listeners = [listener for listener in listeners if listener is not None]
+        if not listeners:
+            listeners = [getattr(self.dataset, "set_epoch", None)]
+        for listener in listeners:
+            if listener is not None:
+                listener(epoch)
+
+    # -- the position ----------------------------------------------------------------------------------
+
+    def _shares(self) -> int:
+        root, _ = unskipped(self.index_sampler)
+        if isinstance(root, BatchSamplerShard):
+            return root.num_processes
+        return getattr(self.dataset, "num_processes", self.rank_shares)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, the place after the batch in hand, and how the order of this epoch began."""
+        is_stream = isinstance(self.dataset, IterableDataset)
+        ready = {} if self.progress.is_inside else self._ready_stream() if is_stream else self._order().capture()
+        ready.pop("streams", None)  # between epochs the next order is drawn from the streams of the process
+        return self.progress.state(self._shares(), ready)
+
+    def _ready_stream(self) -> dict[str, Any]:
+        generator = self._stream_source().generator
+        return {} if generator is None else {"generator": generator.get_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next pass continues where ``state_dict`` was taken, in the same order; data isn't read for that.
+
+        Streams that keep no state of their own are read, and thrown away, up to that place.
+        """
+        ready = self.progress.load(state_dict)
+        self._announced_epoch = None
+        if ready is None:
+            return
+        if not isinstance(self.dataset, IterableDataset):
+            self._order().adopt(ready)
+            return
+        generator = self._stream_source().generator
+        if generator is not None and ready.get("generator") is not None:
+            generator.set_state(ready["generator"])
+
+    @property
+    def dl_state_dict(self) -> dict[str, Any]:
+        """The same as :meth:`state_dict`, under the documented name."""
+        return self.state_dict()
+
+    # -- what callers ask ------------------------------------------------------------------------------
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples that all ranks take at once."""
+        root, _ = unskipped(self.index_sampler)
+        if isinstance(root, BatchSamplerShard):
+            return (root.batch_size or 1) * root.groups_per_round
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self.dataset.samples_per_round
+        return (getattr(root, "batch_size", None) or self.batch_size or 1) * self.rank_shares
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the dataset, over all ranks."""
+        total = getattr(self.dataset, "total_length", None)
+        if total is not None:
+            return total
+        dataset = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
+        return len(cast("Any", dataset))
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        return max(length - self.skip_batches, 0) if isinstance(self.dataset, IterableDataset) else length
+
+    def _known_remainder(self) -> int:
+        if self._drop_last:
+            return -1
+        try:
+            return self.total_dataset_length % self.total_batch_size
+        except TypeError:  # a stream that doesn't know its length
+            return -1
+
+    def get_sampler(self) -> Any:
+        """The sampler that draws single samples."""
+        return get_sampler(self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """``sampler`` draws the samples from now on."""
+        root, _ = unskipped(self.index_sampler)
+        if self.batch_sampler is not None:
+            inner = root.batch_sampler if isinstance(root, BatchSamplerShard) else root
+            inner.sampler = sampler
+        self.show(sampler=sampler)
+
+    def copy_with(self, **attributes: Any) -> BatchFeeder:
+        """The same loader, in the same epoch and at the same place in it, with other attributes."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__, _base=None, _feed=IndexFeed(), _is_running=False, _pass=0, **attributes)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_feed": IndexFeed(), "_is_running": False}
+
+
+def _names(rng_types: Sequence[Any] | None) -> list[str]:
+    return [str(getattr(kind, "value", kind)) for kind in rng_types or ()]
+
+
+class DataLoaderShard(BatchFeeder):
+    """A prepared loader that reads for its own process."""
+
+
+@contextmanager
+def _torch_stream_unchanged() -> Iterator[None]:
+    with host_streams({"torch": host_stream("torch")}):
+        yield
+
+
+def get_sampler(dataloader: Any) -> Any:
+    """The sampler of ``dataloader`` that draws single samples, wherever it is wrapped; None for a stream."""
+    if isinstance(dataloader.dataset, IterableDataset):
+        return None
+    samplers = samplers_of(getattr(dataloader, "batch_sampler", None) or dataloader.sampler)
+    return samplers[-1] if samplers else None
