@@ -31,8 +31,7 @@ FLOORS: Final[dict[str, int]] = {
         (
             "errors optional versions nested names ports flag",
             "settings",
-            "devices clusters world plugins mesh collectives processes seeding logging memory modules progress"
-            " probes",
+            "devices clusters world plugins mesh collectives processes seeding logging memory modules progress probes",
             "precision data_loader checkpointing tracking device_map hooks offload optimizer scheduler gradients"
             " weighting health",
             "strategies",
@@ -80,9 +79,7 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
 }
 
 # What one strategy may take from another file of strategies/.
-SHARED_STRATEGY_FILES: Final = frozenset(
-    {"base", "bundle", "rebind", "compile", "tensor", "context", "unwrap"}
-)
+SHARED_STRATEGY_FILES: Final = frozenset({"base", "bundle", "rebind", "compile", "tensor", "context", "unwrap"})
 
 # Without torch at import, also through what they import.
 TORCH_FREE: Final = (
@@ -95,8 +92,11 @@ VENDOR_WORDS: Final = frozenset(
     {"cuda", "mps", "xpu", "npu", "mlu", "sdaa", "musa", "hpu", "neuron", "xla", "tpu"}
 )  # fmt: skip
 VENDOR_FILES: Final = (
-    "devices.py", "strategies/xla.py", "settings/", "launch/", "commands/config", "utils/", "optional.py",
-    "test_utils/",
+    "devices.py",
+    "probes.py",  # the questions that devices.py answers, under their old names
+    "strategies/xla.py",
+    # names that are data here:
+    "settings/", "launch/", "commands/config", "utils/", "optional.py", "test_utils/",
 )  # fmt: skip
 
 STATE_FILES: Final = ("state.py", "test_utils/")
@@ -190,9 +190,7 @@ def _is_type_checking(test: ast.expr) -> bool:
 
 
 def _import_nodes(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
-    def walk(
-        node: ast.AST, lazy: bool, typing_only: bool
-    ) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+    def walk(node: ast.AST, lazy: bool, typing_only: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node, lazy, typing_only
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
@@ -264,9 +262,7 @@ def room(module: str) -> str:
 
 
 def is_in(file: SourceFile, places: tuple[str, ...]) -> bool:
-    return any(
-        file.name == place or (not place.endswith(".py") and file.name.startswith(place)) for place in places
-    )
+    return any(file.name == place or (not place.endswith(".py") and file.name.startswith(place)) for place in places)
 
 
 def holds(findings: list[str], rule: str) -> None:
@@ -343,9 +339,7 @@ def test_tower_imports_only_torch_free_floors_at_module_level() -> None:
         if target in TOWER:
             if source == "launch":
                 findings.append(
-                    edge.file.at(
-                        edge.node, f"launch/ imports {edge.target}: commands stand on launch, not under it"
-                    )
+                    edge.file.at(edge.node, f"launch/ imports {edge.target}: commands stand on launch, not under it")
                 )
             continue
         floor = FLOORS.get(target, 0)
@@ -426,9 +420,7 @@ def _strong_components(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def _eager_dependencies(module: str) -> Iterator[Import]:
-    return (
-        edge for edge in imports() if edge.file.module == module and not edge.lazy and not edge.typing_only
-    )
+    return (edge for edge in imports() if edge.file.module == module and not edge.lazy and not edge.typing_only)
 
 
 def _with_parents(module: str) -> list[str]:
@@ -476,9 +468,7 @@ def test_environment_is_read_in_one_file() -> None:
             if isinstance(node, ast.Attribute) and dotted(node) in names:
                 findings.append(file.at(node, f"{dotted(node)}"))
             if isinstance(node, ast.ImportFrom) and node.module == "os":
-                findings += [
-                    file.at(node, f"from os import {a.name}") for a in node.names if f"os.{a.name}" in names
-                ]
+                findings += [file.at(node, f"from os import {a.name}") for a in node.names if f"os.{a.name}" in names]
     holds(
         findings,
         "The environment belongs to settings/env.py (read, publish, patched), and launch/ for children.",
@@ -489,9 +479,7 @@ def _vendor_constants(node: ast.AST) -> list[str]:
     return [
         part.value
         for part in ast.walk(node)
-        if isinstance(part, ast.Constant)
-        and isinstance(part.value, str)
-        and part.value.lower() in VENDOR_WORDS
+        if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.lower() in VENDOR_WORDS
     ]
 
 
@@ -533,9 +521,7 @@ def test_old_states_are_built_only_in_their_file() -> None:
         for call in calls(file.tree)
         if dotted(call.func).split(".")[-1] in ("PartialState", "AcceleratorState")
     ]
-    holds(
-        findings, "Inside the house facts come from World and Settings; the old states are views for callers."
-    )
+    holds(findings, "Inside the house facts come from World and Settings; the old states are views for callers.")
 
 
 def test_pickle_has_one_home() -> None:
@@ -660,8 +646,7 @@ def test_hasattr_asks_only_foreign_objects() -> None:
             if key not in FOREIGN_HASATTR:
                 findings.append(file.at(call, f"hasattr(..., {name!r})"))
     findings += [
-        f"{file}: hasattr {name!r} is listed but no longer there"
-        for file, name in FOREIGN_HASATTR.keys() - used
+        f"{file}: hasattr {name!r} is listed but no longer there" for file, name in FOREIGN_HASATTR.keys() - used
     ]
     holds(
         findings,
@@ -683,9 +668,7 @@ def _class_names(classes: dict[str, ast.ClassDef], node: ast.ClassDef) -> set[st
 
 
 ABSTRACT_BASES: Final = frozenset({"ABC", "Protocol", "TypedDict", "NamedTuple"})
-ENUM_BASES: Final = frozenset(
-    {"Enum", "StrEnum", "IntEnum", "Flag", "IntFlag", "BaseEnum", "EnumWithContains"}
-)
+ENUM_BASES: Final = frozenset({"Enum", "StrEnum", "IntEnum", "Flag", "IntFlag", "BaseEnum", "EnumWithContains"})
 
 
 def _old_class_names() -> set[str]:
@@ -695,9 +678,7 @@ def _old_class_names() -> set[str]:
 
 
 def _is_decorated(node: ast.ClassDef, name: str) -> bool:
-    return any(
-        dotted(d.func if isinstance(d, ast.Call) else d).split(".")[-1] == name for d in node.decorator_list
-    )
+    return any(dotted(d.func if isinstance(d, ast.Call) else d).split(".")[-1] == name for d in node.decorator_list)
 
 
 def _has_abstract_method(node: ast.ClassDef) -> bool:
@@ -719,9 +700,7 @@ def test_internal_classes_are_abstract_or_final() -> None:
             if not isinstance(node, ast.ClassDef) or node.name in public or node.name in OPEN_CLASSES:
                 continue
             bases = _class_names(classes, node)
-            is_abstract = "ABC" in {
-                dotted(base).split(".")[-1] for base in node.bases
-            } or _has_abstract_method(node)
+            is_abstract = "ABC" in {dotted(base).split(".")[-1] for base in node.bases} or _has_abstract_method(node)
             is_closed = bool(bases & (ENUM_BASES | {"Protocol", "TypedDict", "NamedTuple"})) or any(
                 base.endswith(("Error", "Exception", "Warning")) for base in bases
             )
@@ -806,9 +785,7 @@ def test_files_are_small() -> None:
         size, limit = len(code_lines(file)), FILE_LIMITS.get(file.name, FILE_LIMIT)
         if size > limit:
             findings.append(f"src/accelerate/{file.name}:1 {size} code lines, limit {limit}")
-    holds(
-        findings, "One idea per file: split it along its ideas (the file becomes a package of the same name)."
-    )
+    holds(findings, "One idea per file: split it along its ideas (the file becomes a package of the same name).")
 
 
 def test_functions_are_small() -> None:
@@ -818,17 +795,13 @@ def test_functions_are_small() -> None:
         for function, _ in _functions(file.tree):
             size = sum(line in lines for line in _span(function, function.end_lineno or function.lineno))
             if size > FUNCTION_LIMIT:
-                findings.append(
-                    file.at(function, f"{function.name}: {size} code lines, limit {FUNCTION_LIMIT}")
-                )
+                findings.append(file.at(function, f"{function.name}: {size} code lines, limit {FUNCTION_LIMIT}"))
     holds(findings, "A function does one thing.")
 
 
 def test_the_usual_file_is_one_screen_or_two() -> None:
     sizes = [len(code_lines(file)) for file in files() if code_lines(file)]
-    assert not sizes or statistics.median(sizes) <= MEDIAN_LIMIT, (
-        f"median {statistics.median(sizes)} code lines a file"
-    )
+    assert not sizes or statistics.median(sizes) <= MEDIAN_LIMIT, f"median {statistics.median(sizes)} code lines a file"
 
 
 def test_no_room_waits_empty() -> None:
@@ -890,16 +863,12 @@ BROKEN: Final[list[tuple[Callable[[], None], dict[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("rule", "sources"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
-def test_each_rule_can_fail(
-    house: Callable[..., None], rule: Callable[[], None], sources: dict[str, str]
-) -> None:
+def test_each_rule_can_fail(house: Callable[..., None], rule: Callable[[], None], sources: dict[str, str]) -> None:
     house(**sources)
     with pytest.raises(pytest.fail.Exception):
         rule()
 
 
 def test_signatures_docstrings_and_comments_do_not_count(house: Callable[..., None]) -> None:
-    house(
-        world='"""Doc."""\n\n\ndef f(\n    x,\n):\n    """Doc.\n\n    More.\n    """\n    # why\n    return x\n'
-    )
+    house(world='"""Doc."""\n\n\ndef f(\n    x,\n):\n    """Doc.\n\n    More.\n    """\n    # why\n    return x\n')
     assert len(code_lines(modules()["world"])) == 1
