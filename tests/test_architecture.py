@@ -31,7 +31,8 @@ FLOORS: Final[dict[str, int]] = {
         (
             "errors optional versions nested names ports flag",
             "settings",
-            "devices clusters world plugins mesh collectives processes seeding logging memory modules progress probes",
+            "devices clusters world plugins mesh collectives processes seeding logging memory modules progress probes"
+            " hardware meeting rendezvous",
             "precision data_loader checkpointing tracking device_map hooks offload optimizer scheduler gradients"
             " weighting health",
             "strategies",
@@ -52,17 +53,20 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "versions": ("errors",),
     # ground: a device, then who I am, then how ranks talk, then what is built on talking
     "clusters": ("devices",),
-    "world": ("devices", "clusters"),
+    "meeting": (),
+    "rendezvous": ("clusters", "meeting"),
+    "world": ("devices", "clusters", "meeting", "rendezvous"),
     "plugins": ("devices", "world", "mesh"),
     "mesh": ("world", "devices"),
-    "collectives": ("world", "devices"),
-    "processes": ("world", "collectives", "devices"),
+    "collectives": ("world", "devices", "meeting"),
+    "processes": ("world", "collectives", "devices", "meeting"),
     "seeding": ("world", "collectives", "devices"),
     "logging": ("world", "processes"),
     "memory": ("devices",),
     "modules": (),
     "progress": ("world",),
-    "probes": ("devices",),
+    "hardware": ("devices",),
+    "probes": ("devices", "hardware"),
     # trades
     "optimizer": ("gradients",),
     "scheduler": ("gradients", "optimizer"),
@@ -93,7 +97,7 @@ VENDOR_WORDS: Final = frozenset(
 )  # fmt: skip
 VENDOR_FILES: Final = (
     "devices.py",
-    "probes.py",  # the questions that devices.py answers, under their old names
+    "hardware.py", "probes.py",  # the questions that devices.py answers, under their old names
     "strategies/xla.py",
     # names that are data here:
     "settings/", "launch/", "commands/config", "utils/", "optional.py", "test_utils/",
@@ -117,7 +121,14 @@ FUNCTION_LIMIT: Final = 60
 FOREIGN_HASATTR: Final[dict[tuple[str, str], str]] = {}
 
 # Internal classes that are concrete and subclassed all the same: class name -> why.
-OPEN_CLASSES: Final[dict[str, str]] = {}
+OPEN_CLASSES: Final[dict[str, str]] = {
+    "AcceleratedOptimizer": "documented; libraries subclass and patch it",
+    "AcceleratedScheduler": "documented; libraries subclass and patch it",
+    "ConvertOutputsToFp32": "documented; libraries look for it around a forward",
+    "CPUInformation": "documented",
+    "DataLoaderAdapter": "documented; a subclass of the wrapped loader's class is made for each loader",
+    "MultiProcessAdapter": "documented logger class",
+}
 
 
 # --------------------------------------------------------------------------------------------- reading
