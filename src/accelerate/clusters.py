@@ -105,7 +105,10 @@ def _lsf(environ: Environment) -> ClusterSeat | None:
         ("JSM_NAMESPACE_RANK", _number(environ, "JSM_NAMESPACE_RANK")),
         ("JSM_NAMESPACE_SIZE", size),
         ("JSM_NAMESPACE_LOCAL_RANK", local_rank),
-        ("JSM_NAMESPACE_LOCAL_SIZE", _number(environ, "JSM_NAMESPACE_LOCAL_SIZE", max(1, size // max(1, len(set(hosts)))))),
+        (
+            "JSM_NAMESPACE_LOCAL_SIZE",
+            _number(environ, "JSM_NAMESPACE_LOCAL_SIZE", max(1, size // max(1, len(set(hosts))))),
+        ),
         address=hosts[0] if hosts else None,
         job=environ["LSB_JOBID"],
     )
@@ -298,8 +301,8 @@ def _address(environ: Environment, name: str, size: int, local_size: int, known:
     if local_size == size or name == "environment":
         return LOCALHOST
     raise WorldError(
-        f"{name} started {size} processes over several hosts ({local_size} on this one), but MASTER_ADDR isn't set. Set "
-        "it, for all of them, to the host of rank 0."
+        f"{name} started {size} processes over several hosts ({local_size} on this one), but MASTER_ADDR isn't set. "
+        "Set it, for all of them, to the host of rank 0."
     )
 
 
@@ -333,12 +336,14 @@ def _nobody(environ: Environment) -> None:
             f"{_shown(environ, 'WORLD_SIZE', 'LOCAL_RANK')}, but RANK isn't set: this process can't know which of the "
             f"{environ['WORLD_SIZE']} it is. Start it with torchrun or `accelerate launch`, or unset WORLD_SIZE."
         )
-    if not size and (rank or _given(environ, "LOCAL_RANK")) and (
-        _number(environ, "RANK", 0) > 0 or _number(environ, "LOCAL_RANK", 0) > 0
+    if (
+        not size
+        and (rank or _given(environ, "LOCAL_RANK"))
+        and (_number(environ, "RANK", 0) > 0 or _number(environ, "LOCAL_RANK", 0) > 0)
     ):
         raise WorldError(
-            f"{_shown(environ, 'RANK', 'LOCAL_RANK')}, but WORLD_SIZE isn't set: this process can't know how many there "
-            "are. Start it with torchrun or `accelerate launch`, or unset these variables."
+            f"{_shown(environ, 'RANK', 'LOCAL_RANK')}, but WORLD_SIZE isn't set: this process can't know how many "
+            "there are. Start it with torchrun or `accelerate launch`, or unset these variables."
         )
 
 

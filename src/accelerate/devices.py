@@ -246,7 +246,8 @@ KINDS: Final[tuple[DeviceKind, ...]] = (
     ),
     DeviceKind(
         "cuda", "MULTI_GPU", "torch.cuda", backend="nccl", visible_devices="CUDA_VISIBLE_DEVICES",
-        builds="cuda hip", binds_group=True, driver_builds="cuda", driver_files="/proc/driver/nvidia/gpus/*", driver_command="nvidia-smi -L",
+        builds="cuda hip", binds_group=True, driver_builds="cuda", driver_files="/proc/driver/nvidia/gpus/*",
+        driver_command="nvidia-smi -L",
     ),
     DeviceKind(
         "xpu", "MULTI_XPU", "torch.xpu", backend="xccl", visible_devices="ZE_AFFINITY_MASK", builds="xpu",
@@ -364,7 +365,7 @@ def _torch_is_built_for(names: str) -> bool:
 
 
 def _num_visible(text: str | None, num_devices: int) -> int:
-    """How many devices a visible-devices variable leaves; like the drivers, the list ends at the first impossible one."""
+    """How many devices a visible-devices variable leaves; its list ends at the first impossible one."""
     if text is None or text.strip().lower() == "all":
         return num_devices
     count = 0

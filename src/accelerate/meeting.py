@@ -25,6 +25,8 @@ _NUM_TALKATIVE: Final = 128
 _SHORTEST_SLEEP_SECONDS: Final = 5e-5
 _LONGEST_SLEEP_SECONDS: Final = 0.02
 _SEPARATOR: Final = "|"
+#: Operations that no rank gets out of before all are in.
+_NEEDS_ALL: Final = ("wait_for_everyone", "gather", "gather_object", "reduce")
 
 
 @final
@@ -68,9 +70,13 @@ class Meeting:
             raise CollectiveError(self._store_is_gone()) from error
         self.wait_for_key(f"{number}/open")
 
-    def wait_for_key(self, key: str) -> None:
-        """Another rank has set `key`. Raises CollectiveError when it never will, or doesn't within the timeout."""
-        self._wait_until(lambda: self.store.check([key]))
+    def wait_for_key(self, key: str, setter: int | None = None) -> None:
+        """Rank `setter` has set `key`. Raises CollectiveError when it never will, or doesn't within the timeout."""
+        self._wait_until(lambda: self.store.check([key]), setter)
+
+    def explain(self, error: Exception) -> str:
+        """Why the running operation failed with `error`, as far as the other ranks tell."""
+        return self._verdict() or self._broken(error)
 
     def complete(self, work: Any) -> None:
         """A collective that was started asynchronously is done. Raises CollectiveError when it never will be."""
@@ -84,10 +90,8 @@ class Meeting:
                 # torch says "Operation timed out!" and keeps the operation going; anything else is its end.
                 is_late = "timed out" in str(error).lower() and not work.is_completed()
                 verdict = self._verdict()
-                if verdict is not None:
-                    raise CollectiveError(verdict) from error
-                if not is_late:
-                    raise CollectiveError(self._broken(error)) from error
+                if verdict is not None or not is_late:
+                    raise CollectiveError(verdict or self._broken(error)) from error
                 if time.monotonic() > deadline:
                     raise CollectiveError(self._too_late()) from error
 
@@ -115,7 +119,7 @@ class Meeting:
 
     # ---------------------------------------------------------------------------------------- waiting
 
-    def _wait_until(self, ready: Callable[[], bool]) -> None:
+    def _wait_until(self, ready: Callable[[], bool], setter: int | None = None) -> None:
         # Polled: a blocking wait would hold the store's connection, and torch logs every wait that times out.
         start = time.monotonic()
         next_look = start + PATIENCE_SECONDS
@@ -127,7 +131,7 @@ class Meeting:
                 if now - start > self.timeout.total_seconds():
                     raise CollectiveError(self._too_late())
                 if now > next_look:
-                    verdict = self._verdict()
+                    verdict = self._verdict(setter)
                     if verdict is not None and not ready():
                         raise CollectiveError(verdict)
                     next_look = now + min(30.0, max(PATIENCE_SECONDS, (now - start) / 4))
@@ -154,7 +158,7 @@ class Meeting:
 
     # --------------------------------------------------------------------------------------- verdicts
 
-    def _verdict(self) -> str | None:
+    def _verdict(self, setter: int | None = None) -> str | None:
         """Why this operation can't end, or None when it still may."""
         try:
             if self.size > _NUM_TALKATIVE:
@@ -165,6 +169,8 @@ class Meeting:
                 where = self._where(rank)
                 if where is not None and where[0] == self.number and where[1] != self.operation:
                     return self._different(rank, where)
+                if where is not None and rank == setter and where[0] > self.number and where[1] in _NEEDS_ALL:
+                    return self._inside(rank, where)
                 left_after = self._left_after(rank)
                 if left_after is not None and left_after < self.number:
                     return self._left(rank)
@@ -194,6 +200,12 @@ class Meeting:
             "To let the main process go first, use `with accelerator.main_process_first():`."
         )
 
+    def _inside(self, rank: int, where: tuple[int, str, str]) -> str:
+        return (
+            f"{self._me()}, waiting for rank {rank} to finish its block, but inside it rank {rank} is in "
+            f"`{where[1]}`{_at(where[2])}, which needs all ranks. Move that call out of the block."
+        )
+
     def _left(self, rank: int) -> str:
         return (
             f"{self._me()}, but rank {rank} has ended (or left the world) without making that call, so it would wait "
@@ -201,7 +213,7 @@ class Meeting:
             "`if accelerator.is_main_process:` that the other branch doesn't make, or for an error on that rank."
         )
 
-    def _broken(self, error: RuntimeError) -> str:
+    def _broken(self, error: Exception) -> str:
         return (
             f"{self._me()}, and the operation broke off: {error}. Usually another rank has died or made a different "
             "call; its own error says more. ACCELERATE_DEBUG_MODE=true names the ranks that disagree."

@@ -96,15 +96,15 @@ def _unreachable(seat: ClusterSeat, patience: timedelta, source: str, keeps_stor
     if keeps_store and _is_in_use(error):
         return (
             f"Port {seat.port} of this host is in use by another program ({source}). Choose another with MASTER_PORT, "
-            "`accelerate launch --main_process_port N` or `torchrun --master_port N` (0 lets torchrun find a free one), "
+            "`accelerate launch --main_process_port N` or `torchrun --master_port N` (0: any free one), "
             "or end the program that holds it."
         )
     if keeps_store:
         return f"Rank 0 couldn't listen at {seat.address}:{seat.port} ({source}): {error}"
     return (
         f"Rank {seat.rank} of {seat.size} reached nobody at {seat.address}:{seat.port} within "
-        f"{patience.total_seconds():.0f} s ({source}). Check that rank 0 runs, that the address is rank 0's host as seen "
-        f"from here, and that no firewall closes the port. torch says: {error}"
+        f"{patience.total_seconds():.0f} s ({source}). Check that rank 0 runs, that the address is rank 0's host as "
+        f"seen from here, and that no firewall closes the port. torch says: {error}"
     )
 
 
@@ -123,8 +123,8 @@ def _agree_on_places(store: dist.Store, seat: ClusterSeat, patience: timedelta) 
     if store.add(f"claims/{seat.rank}", 1) > 1:
         raise WorldError(
             f"Two processes say that they are rank {seat.rank} of {seat.size}: this one ({me.partition('|')[2]}) and "
-            f"{_holder(store, seat.rank)[1]}. Each needs its own RANK; check the machine ranks given to the launcher, and "
-            "that no older run still uses this address and port."
+            f"{_holder(store, seat.rank)[1]}. Each needs its own RANK; check the machine ranks given to the launcher, "
+            "and that no older run still uses this address and port."
         )
     store.set(f"seat/{seat.rank}", me)
     deadline = time.monotonic() + patience.total_seconds()
@@ -134,7 +134,9 @@ def _agree_on_places(store: dist.Store, seat: ClusterSeat, patience: timedelta) 
     elif _appears(store, "verdict", deadline):
         verdict = store.get("verdict").decode() or _compare_sizes(store, seat.rank, seat.size, 0)
     else:
-        verdict = f"rank {seat.rank} waited {patience.total_seconds():.0f} s for rank 0, which never said that all are here"
+        verdict = (
+            f"rank {seat.rank} waited {patience.total_seconds():.0f} s for rank 0, which never said that all are here"
+        )
     if verdict:
         raise WorldError(f"The world of {seat.size} processes (rank {seat.rank} here) can't form: {verdict}.")
 
@@ -145,7 +147,7 @@ def _count_ranks(store: dist.Store, seat: ClusterSeat, deadline: float) -> str:
             absent = [other for other in range(seat.size) if not store.check([f"seat/{other}"])]
             return (
                 f"rank {', '.join(map(str, absent))} of {seat.size} didn't come to {seat.address}:{seat.port} in time. "
-                f"Check that as many processes were started as WORLD_SIZE={seat.size} says, and that they know this address"
+                f"Check that as many processes were started as WORLD_SIZE={seat.size} says, and that they know the address"
             )
         wrong = _compare_sizes(store, 0, seat.size, rank)
         if wrong:
@@ -158,8 +160,8 @@ def _compare_sizes(store: dist.Store, mine: int, size: int, other: int) -> str:
     if int(other_size) == size:
         return ""
     return (
-        f"rank {mine} was told that there are {size} processes, rank {other} ({holder}) that there are {other_size}. Give "
-        "every launcher the same number of machines and processes (WORLD_SIZE)"
+        f"rank {mine} was told that there are {size} processes, rank {other} ({holder}) that there are {other_size}. "
+        "Give every launcher the same number of machines and processes (WORLD_SIZE)"
     )
 
 

@@ -84,6 +84,7 @@ class World:
 
 
 _world: World | None = None
+_forgotten: World | None = None  # left behind by forget_world; its ranks still meet
 _releasers: list[Callable[[], object]] = []
 _generations: dict[int, int] = {}  # by process id, because a forked child starts anew
 _exit_hooked: set[int] = set()
@@ -102,6 +103,7 @@ def join_world(
     timeout: timedelta | None = None,
     init_method: str | None = None,
     debug: bool = False,
+    alone: bool = False,
     **init_kwargs: Any,
 ) -> World:
     """This process is one of its world; a process that has joined already gets the same world again.
@@ -115,6 +117,8 @@ def join_world(
         backend: what to communicate through (default: the device kind's own).
         timeout: how long to wait for the other processes, when joining and in every operation.
         init_method: where to meet (`env://`, `tcp://HOST:PORT`, `file:///PATH`).
+        debug: compare the ranks' shapes before every collective.
+        alone: be a world of one, whatever the environment says.
         init_kwargs: passed on to `torch.distributed.init_process_group`.
 
     Raises:
@@ -132,11 +136,11 @@ def join_world(
     }
     if kind.runtime:
         _world = _join_runtime(kind, facts)
-    elif dist.is_available() and dist.is_initialized():
+    elif _has_group() and not alone:
         _world = _adopt(asked, timeout, facts)
     else:
-        seat = _seat(init_kwargs)
-        if seat is None or (seat.size == 1 and kind is devices.CPU and backend is None):
+        seat = None if alone else _seat(init_kwargs, kind, backend)
+        if seat is None:
             _world = World(device=_choose_device(kind, asked, None), **facts)
         else:
             _world = _form(seat, asked, backend, timeout, init_method, init_kwargs, facts)
@@ -146,14 +150,42 @@ def join_world(
     return _world
 
 
+def expected_backend(*, cpu: bool = False, backend: str | None = None) -> tuple[str | None, DeviceKind]:
+    """What `join_world` would communicate through, and on what kind of device; nothing is joined."""
+    if _world is not None:
+        return _world.backend, _world.kind
+    kind = _choose_kind(cpu or flag("ACCELERATE_USE_CPU"), read("ACCELERATE_TORCH_DEVICE"))
+    if kind.runtime:
+        return kind.backend, kind
+    if _has_group():
+        return dist.get_backend(), kind
+    seat = _seat({}, kind, backend)
+    return (None if seat is None else _choose_backend(kind, seat, backend)), kind
+
+
+def forget_world() -> None:
+    """`current_world()` is None; a process group goes on, and the next `join_world` adopts it."""
+    global _world, _forgotten
+    if _world is not None:
+        _world, _forgotten = None, _world
+
+
+def leave_group(group: Any = None) -> None:
+    """The given process group is destroyed; without one, the world is left."""
+    if group is None:
+        leave_world()
+    elif _has_group():
+        dist.destroy_process_group(group)
+
+
 def leave_world() -> None:
     """What holds the process group is released, then the group is destroyed; this process belongs to no world."""
-    global _world
-    world, _world = _world, None
+    global _world, _forgotten
+    world, _world, _forgotten = _world or _forgotten, None, None
     _release_holders()
     if world is not None and world.meeting is not None:
         world.meeting.leave()
-    if dist.is_available() and dist.is_initialized():
+    if _has_group():
         dist.destroy_process_group()
 
 
@@ -188,8 +220,8 @@ def _choose_kind(cpu: bool, asked: torch.device | str | None) -> DeviceKind:
         raise WorldError(f"ACCELERATE_TORCH_DEVICE={asked}: {error}") from None
     if kind is not devices.CPU and not kind.is_available():
         raise WorldError(
-            f"Device {str(asked)!r} was asked for (ACCELERATE_TORCH_DEVICE, or the argument `device`), but torch finds no "
-            f"{kind.name} device here. Choose another device, or unset the variable."
+            f"Device {str(asked)!r} was asked for (ACCELERATE_TORCH_DEVICE, or the argument `device`), but torch finds "
+            f"no {kind.name} device here. Choose another device, or unset the variable."
         )
     return kind
 
@@ -206,18 +238,24 @@ def _choose_device(kind: DeviceKind, asked: torch.device | str | None, seat: Clu
     if seat is not None and num_devices == 1 and seat.name not in ("torchrun", "environment"):
         return kind.device(0)  # the scheduler shows every task its own device only
     raise WorldError(
-        f"This is process {local_rank} of its host (LOCAL_RANK), but torch sees {num_devices} {kind.name} device(s) here. "
-        f"Start at most {num_devices} processes on this host, or let it see more ({kind.visible_devices or 'its driver'})."
+        f"This is process {local_rank} of its host (LOCAL_RANK), but torch sees {num_devices} {kind.name} device(s). "
+        f"Start at most {num_devices} processes on this host, or show it more ({kind.visible_devices or 'its driver'})."
     )
 
 
-def _seat(init_kwargs: dict[str, Any]) -> ClusterSeat | None:
-    """The place given to `join_world` itself (rank=, world_size=), else the environment's."""
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _seat(init_kwargs: dict[str, Any], kind: DeviceKind, backend: str | None) -> ClusterSeat | None:
+    """The place given to `join_world` itself (rank=, world_size=), else the environment's; None for a world of one."""
     rank, size = init_kwargs.pop("rank", -1), init_kwargs.pop("world_size", -1)
     environ = snapshot()
     if rank >= 0 and size > 0:
         environ = {"LOCAL_RANK": str(rank), **environ, "RANK": str(rank), "WORLD_SIZE": str(size)}
-    return clusters.detect(environ)
+    seat = clusters.detect(environ)
+    needs_no_group = seat is not None and seat.size == 1 and kind is devices.CPU and backend is None
+    return None if needs_no_group else seat
 
 
 def _choose_backend(kind: DeviceKind, seat: ClusterSeat, asked: str | None) -> str:
@@ -242,8 +280,8 @@ def _form(
     kind: DeviceKind = facts["kind"]
     if not dist.is_available():
         raise WorldError(
-            f"{seat.name} started {seat.size} processes, but this torch is built without torch.distributed. Install one "
-            "that has it, or start a single process."
+            f"{seat.name} started {seat.size} processes, but this torch is built without torch.distributed. Install "
+            "one that has it, or start a single process."
         )
     if kind is devices.CPU:
         _share_cores(seat)
@@ -283,9 +321,11 @@ def _adopt(asked: torch.device | str | None, timeout: timedelta | None, facts: d
     local_rank, local_size = (seat.local_rank, seat.local_size) if seat is not None and is_same else (rank, size)
     kind: DeviceKind = facts["kind"]
     device = _choose_device(kind, asked, seat if is_same else None)
-    shared = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore(f"accelerate/world_{_next_generation()}", shared)
-    meeting = Meeting(store, rank, size, timeout or DEFAULT_TIMEOUT)
+    meeting = None if _forgotten is None else _forgotten.meeting
+    if meeting is None or (meeting.rank, meeting.size) != (rank, size):
+        shared = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"accelerate/world_{_next_generation()}", shared)
+        meeting = Meeting(store, rank, size, timeout or DEFAULT_TIMEOUT)
     return World(rank, size, local_rank, local_size, device, backend=dist.get_backend(), meeting=meeting, **facts)
 
 
@@ -336,7 +376,9 @@ def num_physical_cores() -> int:
     except OSError:
         return usable
     cores = {
-        tuple(line.partition(":")[2].strip() for line in block.splitlines() if line.startswith(("physical id", "core id")))
+        tuple(
+            line.partition(":")[2].strip() for line in block.splitlines() if line.startswith(("physical id", "core id"))
+        )
         for block in blocks
     }
     return min(usable, len(cores)) if len(cores) > 1 else usable
@@ -386,12 +428,13 @@ def _leave_at_exit() -> None:
     _exit_hooked.add(process_id)
 
     def leave() -> None:
-        if os.getpid() != process_id or _world is None:
+        world = _world or _forgotten
+        if os.getpid() != process_id or world is None:
             return
-        if getattr(sys, "last_value", None) is None or _world.backend == devices.CPU.backend:
+        if getattr(sys, "last_value", None) is None or world.backend == devices.CPU.backend:
             leave_world()
-        elif _world.meeting is not None:
+        elif world.meeting is not None:
             # After an error, an accelerator's group may wait for operations that nobody will complete.
-            _world.meeting.leave()
+            world.meeting.leave()
 
     atexit.register(leave)

@@ -1,0 +1,377 @@
+"""What the ranks say to each other: gather, broadcast, reduce and pad tensors that lie in nested containers.
+
+In a world of one every function returns what it would return there, without torch.distributed. Results carry no
+gradient. In debug mode the ranks' shapes are compared before each operation, through the store, so that a mismatch is
+an error that names the ranks instead of a hang.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any, Final, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from .devices import KINDS
+from .errors import CollectiveError, NotBuilt, SettingError
+from .meeting import Meeting
+from .nested import get_shape, recursively_apply
+from .world import World, current_world, join_world
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+REDUCTIONS: Final = ("sum", "mean", "max", "none")
+
+#: The labels of worlds whose ranks talk through torch.distributed.
+TORCH_DISTRIBUTED_OPERATION_TYPES: Final = (
+    *(kind.label for kind in KINDS if kind.label.startswith("MULTI_")),
+    "DEEPSPEED",
+    "FSDP",
+)
+
+# What every backend can carry; other dtypes travel as bytes, or are added up in a wider one.
+_CARRIED: Final = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+_ON_HOST: Final = ("gloo", "mpi")
+_OF_OBJECTS: Final = ("gather_object", "broadcast_object_list")  # whatever their size, they travel pickled
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was given to :func:`pad_across_processes` and came back unpadded."""
+
+
+# ------------------------------------------------------------------------------------------- taking part
+
+
+def verify_operation(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """`function`, whose first argument is what it communicates, as one numbered operation of the world.
+
+    In debug mode the ranks' shapes are compared first. In a world of one, `function` is simply called.
+    """
+
+    @functools.wraps(function)
+    def operation(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        world = world_or_joined(cast("World | None", kwargs.get("world")))
+        if world.size == 1:
+            return function(*args, **kwargs)
+        name = function.__name__
+        meeting = meeting_of(world, name)
+        meeting.begin(name, with_site=world.debug)
+        if world.debug:
+            data = args[0] if args else kwargs.get("tensor")
+            compared = None if name in _OF_OBJECTS or data is None else _describe(data)
+            meeting.compare(json.dumps([name, compared]), _mismatch)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, CollectiveError):
+                raise
+            raise CollectiveError(meeting.explain(error)) from error
+
+    return operation
+
+
+def chained_operation(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """`function`, whose inner operations report a mismatch under its own name."""
+
+    @functools.wraps(function)
+    def operation(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except CollectiveError as error:
+            raise CollectiveError(f"Error found while calling `{function.__name__}`: {error}") from error
+
+    return operation
+
+
+def world_or_joined(world: World | None) -> World:
+    """The given world, else the one this process is in; it joins when it is in none."""
+    return world or current_world() or join_world()
+
+
+def meeting_of(world: World, name: str) -> Meeting:
+    """Where the ranks of `world` meet for operation `name`. Raises CollectiveError for a pretended world."""
+    if world.meeting is not None:
+        return world.meeting
+    if world.kind.runtime:
+        raise NotBuilt(f"`{name}` between {world.kind.name} processes isn't built in this version.")
+    raise CollectiveError(f"`{name}`: this is a pretended world of {world.size}; there is nobody to talk to.")
+
+
+def _describe(data: Any) -> list[Any]:
+    dtypes: list[str] = []
+    recursively_apply(lambda tensor: dtypes.append(str(tensor.dtype).removeprefix("torch.")), data)
+    return [str(get_shape(_shapes_only(data))), dtypes]
+
+
+def _shapes_only(data: Any) -> Any:
+    return recursively_apply(
+        lambda item: type(item).__name__, data, test_type=lambda x: not isinstance(x, torch.Tensor)
+    )
+
+
+def _mismatch(descriptions: list[str], sites: list[str]) -> str | None:
+    """What differs between the ranks, as the documented message; None when nothing does."""
+    if len(set(descriptions)) == 1:
+        return None
+    calls = [json.loads(text) for text in descriptions]
+    if len({call[0] for call in calls}) > 1:
+        lines = "\n".join(f"  - Process {rank}: `{call[0]}` at {sites[rank]}" for rank, call in enumerate(calls))
+        return f"The processes are in different operations and would wait for each other for ever:\n{lines}"
+    name = calls[0][0]
+    if len({call[1][0] for call in calls}) > 1:
+        what, column, heading = "shape", 0, "Input shapes"
+    else:
+        what, column, heading = "dtype", 1, "Input dtypes"
+    lines = "\n".join(f"  - Process {rank}: {call[1][column]} at {sites[rank]}" for rank, call in enumerate(calls))
+    return (
+        f"Cannot apply desired operation due to {what} mismatches. All {what}s across devices must be valid.\n\n"
+        f"Operation: `accelerate.utils.operations.{name}`\n{heading}:\n{lines}"
+    )
+
+
+def _finish(world: World, work: Any) -> None:
+    """The started operation is done. On the host it is waited for with an eye on the other ranks."""
+    if work is None:
+        return
+    if world.meeting is not None and world.backend in _ON_HOST:
+        world.meeting.complete(work)
+    else:
+        work.wait()
+
+
+# ------------------------------------------------------------------------------------------------ gather
+
+
+@verify_operation
+def gather(tensor: Any, *, world: World | None = None, to: int | None = None) -> Any:
+    """Every tensor in `tensor` is joined with those of all ranks along dimension 0; a scalar counts as a vector of one.
+
+    Args:
+        to: only this rank gets the result, the others get None (default: every rank).
+
+    Raises:
+        TypeError: there is something other than tensors in the containers.
+        CollectiveError: the ranks' shapes differ, or a rank isn't there.
+    """
+    here = world_or_joined(world)
+    if here.size == 1:
+        return tensor
+    gathered = recursively_apply(_gather_one, tensor, here, to, error_on_other_type=True)
+    return gathered if to is None or to == here.rank else None
+
+
+def _gather_one(tensor: torch.Tensor, world: World, to: int | None) -> torch.Tensor | None:
+    if tensor.ndim == 0:
+        tensor = tensor.reshape(1)
+    carried = _carried(tensor, world)
+    if to is not None and to != world.rank:
+        if carried.numel():
+            _finish(world, dist.gather(carried, None, dst=to, async_op=True))
+        return None
+    joined = torch.empty(
+        (world.size * carried.shape[0], *carried.shape[1:]), dtype=carried.dtype, device=carried.device
+    )
+    if joined.numel() == 0:
+        pass  # nothing to say, on any rank
+    elif to is not None:
+        _finish(world, dist.gather(carried, list(joined.chunk(world.size)), dst=to, async_op=True))
+    else:
+        _finish(world, _all_gather(joined, carried))
+    return _delivered(joined, tensor)
+
+
+def _all_gather(joined: torch.Tensor, part: torch.Tensor) -> Any:
+    newer = getattr(dist, "all_gather_single", None)  # torch >= 2.13 calls it so
+    return (newer or dist.all_gather_into_tensor)(joined, part, async_op=True)
+
+
+def _carried(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """The tensor's content as something that the backend carries: contiguous, on its device, of a dtype it knows."""
+    tensor = tensor.detach()
+    if world.backend not in _ON_HOST and f"{tensor.device.type}:" not in str(world.backend):
+        tensor = tensor.to(world.device)
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
+
+
+def _delivered(carried: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`carried` with the dtype and on the device of the tensor that was given."""
+    if carried.dtype != like.dtype:
+        carried = carried.view(like.dtype)
+    return carried.to(like.device)
+
+
+@verify_operation
+def gather_object(object: Any, *, world: World | None = None) -> Any:
+    """The objects of all ranks, flattened by one level: lists become one list. In a world of one, `object` itself.
+
+    Raises:
+        TypeError: `object` can't be iterated over.
+    """
+    here = world_or_joined(world)
+    if here.size == 1:
+        return object
+    objects: list[Any] = [None] * here.size
+    dist.all_gather_object(objects, object)
+    return [item for part in objects for item in part]
+
+
+# --------------------------------------------------------------------------------------------- broadcast
+
+
+@verify_operation
+def broadcast(tensor: Any, from_process: int = 0, *, world: World | None = None) -> Any:
+    """Every tensor in `tensor` holds what it holds on rank `from_process`; in place, as torch's broadcast does."""
+    here = world_or_joined(world)
+    if here.size == 1:
+        return tensor
+    return recursively_apply(_broadcast_one, tensor, from_process, here, error_on_other_type=True)
+
+
+def _broadcast_one(tensor: torch.Tensor, from_process: int, world: World) -> torch.Tensor:
+    flat = tensor.reshape(1) if tensor.ndim == 0 else tensor
+    carried = _carried(flat, world)
+    _finish(world, dist.broadcast(carried, src=from_process, async_op=True))
+    if carried.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(_delivered(carried, flat).reshape(tensor.shape))
+    return tensor
+
+
+@verify_operation
+def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, world: World | None = None) -> list[Any]:
+    """`object_list` holds, in place, the objects of rank `from_process`; also returned."""
+    here = world_or_joined(world)
+    if here.size > 1:
+        device = None if here.backend in _ON_HOST else here.device
+        dist.broadcast_object_list(object_list, src=from_process, device=device)
+    return object_list
+
+
+def gather_tensor_shape(tensor: torch.Tensor | None, *, world: World | None = None) -> torch.Tensor:
+    """The shape of a tensor that one rank has (the others give None), as a tensor of integers on every rank."""
+    here = world_or_joined(world)
+    mine = None if tensor is None else list(tensor.shape)
+    found = [mine] if here.size == 1 else gather_object([mine], world=here)
+    shape = next((shape for shape in found if shape is not None), None)
+    if shape is None:
+        raise CollectiveError("`gather_tensor_shape`: no rank has a tensor. One of them has to give one.")
+    return torch.tensor(shape, dtype=torch.int, device=here.device)
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None, *, world: World | None = None) -> torch.Tensor:
+    """A tensor that one rank has (the others give None), on the device of every rank."""
+    here = world_or_joined(world)
+    mine = None if tensor is None else (list(tensor.shape), tensor.dtype)
+    found = [mine] if here.size == 1 else gather_object([mine], world=here)
+    owner = next((rank for rank, description in enumerate(found) if description is not None), None)
+    if owner is None:
+        raise CollectiveError("`copy_tensor_to_devices`: no rank has a tensor. One of them has to give one.")
+    shape, dtype = cast("tuple[list[int], torch.dtype]", found[owner])
+    if tensor is None or here.rank != owner:
+        tensor = torch.empty(shape, dtype=dtype, device=here.device)
+    return broadcast(tensor.detach().clone().to(here.device), owner, world=here)
+
+
+# ------------------------------------------------------------------------------------------------ reduce
+
+
+@verify_operation
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: World | None = None) -> Any:
+    """Every tensor in `tensor`, times `scale`, is the elementwise sum, mean or max over ranks; inputs are unchanged.
+
+    Truth values add up to int64. With `"none"` nothing is reduced.
+
+    Raises:
+        SettingError: `reduction` is none of sum, mean, max, none.
+        CollectiveError: the mean of integers was asked for, or the ranks disagree.
+    """
+    if reduction not in REDUCTIONS:
+        raise SettingError(f"reduction={reduction!r}: choose one of {', '.join(map(repr, REDUCTIONS))}.")
+    here = world_or_joined(world)
+    if reduction == "none":
+        return recursively_apply(lambda item: item.clone(), tensor, error_on_other_type=True)
+    if here.size == 1:
+        return (
+            tensor if scale == 1.0 else recursively_apply(lambda item: item * scale, tensor, error_on_other_type=True)
+        )
+    return recursively_apply(_reduce_one, tensor, reduction, scale, here, error_on_other_type=True)
+
+
+def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float, world: World) -> torch.Tensor:
+    is_exact = not (tensor.is_floating_point() or tensor.is_complex())
+    if reduction == "mean" and is_exact:
+        raise CollectiveError(
+            f"reduce(..., 'mean') of {str(tensor.dtype).removeprefix('torch.')} has no exact answer. Give "
+            "`tensor.float()`, or reduce with 'sum' and divide."
+        )
+    widened = tensor.detach()
+    if tensor.dtype not in _CARRIED and not tensor.is_complex():
+        widened = widened.to(torch.int64 if is_exact else torch.float32)
+    result = _carried(widened, world) if not tensor.is_complex() else widened.contiguous().clone()
+    if result.data_ptr() == tensor.data_ptr():
+        result = result.clone()
+    _finish(
+        world, dist.all_reduce(result, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, async_op=True)
+    )
+    if reduction == "mean":
+        result = result / world.size
+    if scale != 1.0:
+        result = result * scale
+    is_count = tensor.dtype == torch.bool and reduction == "sum"
+    return result.to(tensor.device) if is_count or scale != 1.0 else result.to(tensor.device, tensor.dtype)
+
+
+# --------------------------------------------------------------------------------------------------- pad
+
+
+@chained_operation
+def pad_across_processes(
+    tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False, *, world: World | None = None
+) -> Any:
+    """Every tensor in `tensor` is as long along `dim` as the longest of any rank, filled up with `pad_index`.
+
+    A tensor without that dimension comes back as it is, and so does a nested one (with a warning).
+
+    Raises:
+        TypeError: there is something other than tensors in the containers.
+    """
+    here = world_or_joined(world)
+    sizes: list[int] = []
+    recursively_apply(lambda item: sizes.append(_size_along(item, dim)), tensor, error_on_other_type=True)
+    if here.size == 1 or not sizes:
+        return tensor
+    everyone = gather(torch.tensor([sizes], device=here.device), world=here)
+    longest = iter(everyone.amax(dim=0).tolist())
+    return recursively_apply(lambda item: _pad_one(item, dim, next(longest), pad_index, pad_first), tensor)
+
+
+def _size_along(tensor: torch.Tensor, dim: int) -> int:
+    if getattr(tensor, "is_nested", False):
+        warnings.warn(
+            "A nested tensor can't be padded across processes and is left as it is. Give padded tensors "
+            "(`torch.nested.to_padded_tensor`), or silence this category: CannotPadNestedTensorWarning.",
+            CannotPadNestedTensorWarning,
+        )
+        return -1
+    return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else -1
+
+
+def _pad_one(tensor: torch.Tensor, dim: int, longest: int, pad_index: float, pad_first: bool) -> torch.Tensor:
+    size = (
+        longest if getattr(tensor, "is_nested", False) or not -tensor.ndim <= dim < tensor.ndim else tensor.shape[dim]
+    )
+    if size == longest:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = longest
+    padded = tensor.new_full(shape, pad_index)
+    padded.narrow(dim, longest - size if pad_first else 0, size).copy_(tensor)
+    return padded

@@ -1,0 +1,212 @@
+"""One process, or all in turn: barriers, guards, ordered sections, and parts of a list.
+
+Whoever waits is told when the wait is in vain: the process that goes first releases the others also when it fails.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar, cast
+
+import torch
+
+from .collectives import meeting_of, world_or_joined
+from .devices import CPU, KINDS
+from .errors import PreparationError
+from .nested import send_to_device
+from .world import World
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: The labels of worlds whose ranks each have an accelerator of their own.
+MULTI_DEVICE_LABELS: Final = tuple(kind.label for kind in KINDS if kind.label.startswith("MULTI_") and kind is not CPU)
+
+
+# ---------------------------------------------------------------------------------------------- waiting
+
+
+def wait_for_everyone(world: World | None = None) -> None:
+    """Every process has arrived here, with the work it had given its device done.
+
+    Raises:
+        CollectiveError: a process has ended, or is in another operation, and will never come.
+    """
+    here = world_or_joined(world)
+    if here.size == 1:
+        return
+    meeting = meeting_of(here, "wait_for_everyone")
+    here.kind.synchronize()
+    meeting.wait_for_everyone()
+
+
+@contextmanager
+def main_process_first(world: World | None = None) -> Generator[None]:
+    """A block that rank 0 runs before the others. If it fails there, the others are released and run it too."""
+    here = world_or_joined(world)
+    with _goes_first(here, "main_process_first", 0):
+        yield
+
+
+@contextmanager
+def local_main_process_first(world: World | None = None) -> Generator[None]:
+    """A block that the first process of every host runs before the others of that host."""
+    here = world_or_joined(world)
+    with _goes_first(here, "local_main_process_first", here.rank - here.local_rank):
+        yield
+
+
+@contextmanager
+def _goes_first(world: World, operation: str, first_rank: int) -> Generator[None]:
+    if world.size == 1:
+        yield
+        return
+    meeting = meeting_of(world, operation)
+    done = f"{meeting.begin(operation)}/done/{first_rank}"
+    if world.rank != first_rank:
+        meeting.wait_for_key(done, setter=first_rank)
+        yield
+        return
+    try:
+        yield
+    finally:
+        # Released whatever happened: what failed here raises here, and the others find out by themselves.
+        meeting.store.set(done, "1")
+
+
+@contextmanager
+def in_order(world: World | None = None) -> Generator[None]:
+    """A block that the processes run one after the other, in rank order; a failing one lets the next go on."""
+    here = world_or_joined(world)
+    if here.size == 1:
+        yield
+        return
+    meeting = meeting_of(here, "in_order")
+    number = meeting.begin("in_order")
+    if here.rank > 0:
+        meeting.wait_for_key(f"{number}/done/{here.rank - 1}", setter=here.rank - 1)
+    try:
+        yield
+    finally:
+        meeting.store.set(f"{number}/done/{here.rank}", "1")
+
+
+# ----------------------------------------------------------------------------------------------- guards
+
+
+def only_when(is_chosen: Callable[[], bool], function: Function | None = None) -> Any:
+    """`function` that runs where `is_chosen()` holds when it is called, and returns None elsewhere.
+
+    Without `function`, a decorator that makes such functions.
+    """
+    if function is None:
+        return functools.partial(only_when, is_chosen)
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if is_chosen() else None
+
+    return guarded
+
+
+def on_main_process(function: Function | None = None, world: World | None = None) -> Any:
+    """`function` on rank 0; elsewhere the call returns None."""
+    return only_when(lambda: world_or_joined(world).is_main, function)
+
+
+def on_local_main_process(function: Function | None = None, world: World | None = None) -> Any:
+    """`function` on the first process of every host; elsewhere the call returns None."""
+    return only_when(lambda: world_or_joined(world).is_local_main, function)
+
+
+def on_last_process(function: Function | None = None, world: World | None = None) -> Any:
+    """`function` on the highest rank; elsewhere the call returns None."""
+    return only_when(lambda: world_or_joined(world).is_last, function)
+
+
+def on_process(function: Function | None = None, process_index: int | None = None, world: World | None = None) -> Any:
+    """`function` on rank `process_index` (always, in a world of one); elsewhere the call returns None."""
+    return only_when(lambda: world_or_joined(world).size == 1 or world_or_joined(world).rank == process_index, function)
+
+
+def on_local_process(
+    function: Function | None = None, local_process_index: int | None = None, world: World | None = None
+) -> Any:
+    """`function` on that process of every host (always, in a world of one); elsewhere the call returns None."""
+    return only_when(
+        lambda: world_or_joined(world).size == 1 or world_or_joined(world).local_rank == local_process_index, function
+    )
+
+
+def print_once(*args: Any, world: World | None = None, **kwargs: Any) -> None:
+    """Printed once per host."""
+    if world_or_joined(world).is_local_main:
+        print(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+@contextmanager
+def split_between_processes(inputs: Any, apply_padding: bool = False, world: World | None = None) -> Generator[Any]:
+    """A context whose value is this process's part of `inputs`: the first parts are one longer where it doesn't divide.
+
+    Lists, tuples, tensors, `datasets.Dataset` and dicts of these are split; anything else is given to everyone. In
+    a world of one the value is `inputs` itself.
+
+    Args:
+        apply_padding: short parts are filled up with their last element, so that all have one length.
+
+    Raises:
+        PreparationError: a dict whose values differ in length.
+    """
+    yield part_of(inputs, world_or_joined(world), apply_padding)
+
+
+def part_of(inputs: Any, world: World, apply_padding: bool = False) -> Any:
+    """This process's part of `inputs`; `inputs` itself is unchanged."""
+    if world.size == 1:
+        return inputs
+    if isinstance(inputs, Mapping):
+        entries = cast("Mapping[Any, Any]", inputs)
+        lengths = {key: len(value) for key, value in entries.items()}
+        if len(set(lengths.values())) > 1:
+            raise PreparationError(
+                f"All values of a dict that is split between processes must have the same length, got {lengths}."
+            )
+        parts = {key: part_of(value, world, apply_padding) for key, value in entries.items()}
+        return parts if isinstance(inputs, dict) else type(inputs)(parts)  # pyright: ignore[reportCallIssue]
+    if isinstance(inputs, (list, tuple, torch.Tensor)):
+        start, end = _bounds(len(inputs), world)
+        part = inputs[start:end]
+        return _padded(part, inputs, world) if apply_padding else part
+    select = getattr(inputs, "select", None)
+    if select is not None and type(inputs).__module__.partition(".")[0] == "datasets":
+        start, end = _bounds(len(inputs), world)
+        indices = list(range(start, end))
+        longest = -(-len(inputs) // world.size)
+        if apply_padding and len(inputs):
+            indices += [indices[-1] if indices else len(inputs) - 1] * (longest - len(indices))
+        return select(indices)
+    return inputs
+
+
+def _bounds(length: int, world: World) -> tuple[int, int]:
+    share, extras = divmod(length, world.size)
+    start = world.rank * share + min(world.rank, extras)
+    return start, start + share + (world.rank < extras)
+
+
+def _padded(part: Any, inputs: Any, world: World) -> Any:
+    missing = -(-len(inputs) // world.size) - len(part)
+    if isinstance(inputs, torch.Tensor):
+        part = send_to_device(part, world.device)
+        if missing and len(inputs):
+            last = send_to_device(inputs[-1:] if len(part) == 0 else part[-1:], world.device)
+            part = torch.cat([part, *[last] * missing])
+        return part
+    if missing == 0 or len(inputs) == 0:
+        return part
+    last = part[-1] if len(part) else inputs[-1]
+    return part + type(part)([last] * missing)

@@ -1,0 +1,383 @@
+"""The old global views: PartialState over the world, AcceleratorState over world and settings.
+
+Each class keeps one dict for all of its instances; it is empty until the world is joined. `_reset_state()` empties a
+view and never destroys the process group; the next construction adopts what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+
+from . import processes
+from .devices import kind_of
+from .errors import SettingError
+from .gradients import GradientState
+from .settings.env import flag
+from .settings.labels import DistributedType
+from .settings.run import Settings, collect
+from .world import World, current_world, expected_backend, forget_world, join_world, leave_group
+
+__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "do_nothing", "is_initialized"]
+
+
+def is_initialized() -> bool:
+    """Whether an Accelerator has filled AcceleratorState."""
+    return AcceleratorState._shared_state != {}
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Nothing has happened."""
+    return None
+
+
+class _View:
+    """Attributes that live in one dict for all instances of the class, and the methods that need only the world."""
+
+    _shared_state: ClassVar[dict[str, Any]]
+
+    device: torch.device
+    distributed_type: DistributedType
+    backend: str | None
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    debug: bool
+
+    def __getattr__(self, name: str) -> Any:
+        owner = type(self).__name__
+        if not type(self)._shared_state and not name.startswith("__"):
+            raise AttributeError(
+                f"`{owner}` object has no attribute `{name}`. This happens if `{owner}._reset_state()` was called and "
+                f"an `Accelerator` or `PartialState` was not made afterwards."
+            )
+        raise AttributeError(f"`{owner}` object has no attribute `{name}`.")
+
+    def _world(self) -> World:
+        """The world as this view shows it; an attribute that a caller has changed counts."""
+        world = current_world()
+        return join_world() if world is None else world
+
+    def _show(self, world: World) -> None:
+        self._world_cpu = world.kind.name == "cpu"
+        self.device = world.device
+        self.backend = world.backend
+        self.num_processes = world.size
+        self.process_index = world.rank
+        self.local_process_index = world.local_rank
+        self.debug = world.debug
+        self.distributed_type = DistributedType(world.label)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the view has been filled."""
+        return type(self)._shared_state != {}
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a notebook or debug launcher forked this process."""
+        return flag("FORK_LAUNCHED")
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are other processes."""
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Rank 0."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """The first process of its host."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """The highest rank."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Every process has arrived here."""
+        processes.wait_for_everyone(self._world())
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """A context whose value is this process's part of `inputs`; see `processes.split_between_processes`."""
+        return processes.split_between_processes(inputs, apply_padding, world=self._world())
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """A block that rank 0 runs before the others."""
+        return processes.main_process_first(self._world())
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """A block that the first process of every host runs before the others of that host."""
+        return processes.local_main_process_first(self._world())
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Printed once per host."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """The given process group is gone; without one, the world is left (its holders released first)."""
+        if not (self.fork_launched and group is None):
+            leave_group(group)
+
+
+class PartialState(_View):
+    """Who this process is among all of them. The first construction joins the world; later ones show the same.
+
+    Args:
+        cpu: compute on the CPU although an accelerator is there.
+        kwargs: `backend`, `timeout`, `init_method` and whatever else `torch.distributed.init_process_group` takes.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.__dict__ = PartialState._shared_state
+        if self.initialized:
+            return
+        sagemaker = kwargs.pop("_use_sagemaker_dp", None)
+        cpu = cpu or flag("ACCELERATE_USE_CPU")
+        backend, label = self._prepare_backend(cpu, bool(sagemaker), kwargs.pop("backend", None))
+        world = join_world(cpu=cpu, backend=backend, alone=backend is None, **kwargs)
+        self._cpu = cpu
+        self._show(world)
+        if world.backend is not None and world.backend == backend:
+            self.distributed_type = DistributedType(label)  # as a library that replaces the method wants it
+
+    def __repr__(self) -> str:
+        """The attributes, one per line."""
+        return (
+            f"Distributed environment: {self.distributed_type}{'  Backend: ' + self.backend if self.backend else ''}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, DistributedType]:
+        """What the processes talk through (None: there is nobody to talk to), and the label of such a world.
+
+        Libraries replace this method to keep a process to itself.
+        """
+        expected, kind = expected_backend(cpu=cpu, backend=backend)
+        return expected, DistributedType(kind.label if expected is not None else "NO")
+
+    @staticmethod
+    def _reset_state() -> None:
+        """The view is empty; the process group, if there is one, goes on, and the next construction adopts it."""
+        PartialState._shared_state.clear()
+        forget_world()
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """`function` on rank 0; elsewhere the call returns None."""
+        return processes.only_when(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """`function` on the first process of every host; elsewhere the call returns None."""
+        return processes.only_when(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """`function` on the highest rank; elsewhere the call returns None."""
+        return processes.only_when(lambda: self.is_last_process, function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """`function` on rank `process_index` (always, in a world of one); elsewhere the call returns None."""
+        return processes.only_when(lambda: not self.use_distributed or self.process_index == process_index, function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """`function` on that process of every host (always, in a world of one); elsewhere the call returns None."""
+        return processes.only_when(
+            lambda: not self.use_distributed or self.local_process_index == local_process_index, function
+        )
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device that this process would use in a world of one."""
+        from .devices import available_kind
+
+        return available_kind().device()
+
+    def set_device(self) -> None:
+        """New tensors of the accelerator's kind land on `device`."""
+        kind_of(self.device).set_device(self.device)
+
+
+class AcceleratorState(_View):
+    """What an Accelerator was asked for, together with who this process is.
+
+    An Accelerator fills it; after that, `AcceleratorState()` shows the same everywhere. Made before any Accelerator, it
+    is refused.
+
+    Raises:
+        SettingError: no Accelerator exists yet, or the arguments contradict what it was made with.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    dynamo_plugin: Any
+    deepspeed_plugins: dict[str, Any] | None
+    fsdp_plugin: Any
+    torch_tp_plugin: Any
+    megatron_lm_plugin: Any
+    parallelism_config: Any
+    device_mesh: Any
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__ = AcceleratorState._shared_state
+        if self.initialized:
+            self._check(mixed_precision, cpu)
+            return
+        if not _from_accelerator:
+            raise SettingError(
+                "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` before "
+                "using any functionality from the `accelerate` library."
+            )
+        plugins: dict[str, Any] = {
+            "deepspeed_plugin": deepspeed_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "parallelism_config": parallelism_config,
+        }
+        settings = collect({"mixed_precision": mixed_precision, "use_cpu": cpu, **plugins})
+        world = join_world(cpu=settings.run.use_cpu, **kwargs)
+        self._take(settings, world, dynamo_plugin=dynamo_plugin, torch_tp_plugin=torch_tp_plugin, **plugins)
+
+    @classmethod
+    def _fill(cls, settings: Settings, world: World, **plugins: Any) -> AcceleratorState:
+        """The state that shows these settings; one that an earlier Accelerator filled stays, if nothing contradicts it.
+
+        Args:
+            plugins: `dynamo_plugin`, `deepspeed_plugin` (one, or a dict by name), `fsdp_plugin`, `torch_tp_plugin`,
+                `megatron_lm_plugin`, `parallelism_config`.
+        """
+        state = object.__new__(cls)
+        state.__dict__ = AcceleratorState._shared_state
+        if state.initialized:
+            given = settings.was_given("run.mixed_precision")
+            state._check(str(settings.run.mixed_precision) if given else None, settings.run.use_cpu)
+        else:
+            state._take(settings, world, **plugins)
+        return state
+
+    def _take(
+        self,
+        settings: Settings,
+        world: World,
+        *,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        **others: Any,
+    ) -> None:
+        PartialState()  # its view is filled whenever this one is
+        self._show(world)
+        self._mixed_precision = str(settings.run.mixed_precision)
+        self.dynamo_plugin = dynamo_plugin
+        several = isinstance(deepspeed_plugin, dict) or deepspeed_plugin is None
+        self.deepspeed_plugins = deepspeed_plugin if several else {"default": deepspeed_plugin}
+        self.fsdp_plugin = fsdp_plugin
+        self.torch_tp_plugin = torch_tp_plugin
+        self.megatron_lm_plugin = megatron_lm_plugin
+        self.parallelism_config = parallelism_config
+        self.device_mesh = None
+        self.downcast_bfloat = flag("ACCELERATE_DOWNCAST_BF16")
+        self.use_ipex = None
+        paradigms = (
+            (settings.deepspeed, DistributedType.DEEPSPEED),
+            (settings.megatron, DistributedType.MEGATRON_LM),
+            (settings.fsdp, DistributedType.FSDP),
+        )
+        chosen = next((label for options, label in paradigms if options is not None), None)
+        if chosen is not None and (world.backend is not None or settings.deepspeed is not None):
+            self.distributed_type = chosen
+
+    def _check(self, mixed_precision: str | None, cpu: bool) -> None:
+        wrong = ""
+        if cpu and not self._world_cpu:
+            wrong = f"cpu=True, but it computes on {self.device}"
+        elif mixed_precision is not None and mixed_precision != self._mixed_precision and not self._is_deepspeed():
+            wrong = f"mixed_precision={mixed_precision!r}, but it was made with {self._mixed_precision!r}"
+        if wrong:
+            raise SettingError(
+                f"AcceleratorState has already been initialized and cannot be changed: asked for {wrong}. Restart your "
+                "runtime completely and pass the value to the first `Accelerator()`."
+            )
+
+    def __repr__(self) -> str:
+        """The attributes, one per line."""
+        lines = PartialState().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"
+        if self._is_deepspeed() and self.deepspeed_plugin is not None:
+            lines += f"ds_config: {self.deepspeed_plugin.deepspeed_config}\n"
+        return lines
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """The view is empty (and PartialState's too, on request); the process group goes on."""
+        AcceleratorState._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    @property
+    def mixed_precision(self) -> str:
+        """no, fp16, bf16 or fp8; under DeepSpeed what its configuration says."""
+        plugin = self.deepspeed_plugin if self._is_deepspeed() else None
+        if plugin is None or self._mixed_precision == "fp8":
+            return self._mixed_precision
+        config = plugin.deepspeed_config
+        enabled = (name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled", False))
+        return next(enabled, "no")
+
+    def _is_deepspeed(self) -> bool:
+        return self.deepspeed_plugins is not None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether parameters are sharded by torch's second FSDP."""
+        return self.fsdp_plugin is not None and self.fsdp_plugin.fsdp_version == 2
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed plugin in use, or None."""
+        if not self.deepspeed_plugins:
+            return None
+        from .plugins.deepspeed import get_active_deepspeed_plugin
+
+        return get_active_deepspeed_plugin(self)
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """The DeepSpeed plugin called `name`."""
+        return (self.deepspeed_plugins or {})[name]
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """The DeepSpeed plugin called `name` is the one in use. Raises SettingError where DeepSpeed isn't used."""
+        if self.deepspeed_plugins is None:
+            raise SettingError(f"select_deepspeed_plugin({name!r}): this run doesn't use DeepSpeed.")
+        for plugin in self.deepspeed_plugins.values():
+            plugin._unselect()
+        self.deepspeed_plugins[str(name)].select(_from_accelerator_state=True)
