@@ -43,6 +43,15 @@ _POLICY_KEYS: Final = {
     1: ("param_dtype", "reduce_dtype", "buffer_dtype"),
     2: ("param_dtype", "reduce_dtype", "output_dtype"),
 }
+_SWITCHES: Final = (
+    "limit_all_gathers",
+    "use_orig_params",
+    "sync_module_states",
+    "forward_prefetch",
+    "activation_checkpointing",
+    "activation_checkpointing_offload",
+    "cpu_ram_efficient_loading",
+)
 #: What version 1 called the same choice.
 _RESHARDS: Final = {
     ShardingStrategy.FULL_SHARD: True,
@@ -63,7 +72,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
         env.fill_unset(self)
-        settle(self, "fsdp_version", "cpu_ram_efficient_loading", "activation_checkpointing")
+        settle(self, "fsdp_version", *_SWITCHES)
         self._settle_sharding(given)
         self._settle_version_1_options(given)
         self._settle_wrapping()
@@ -112,7 +121,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
 
     def _reshard_of_version_2(self, strategy_given: bool) -> bool:
         reshard = self.reshard_after_forward
-        if isinstance(reshard, str):
+        if isinstance(reshard, (str, int)):
             reshard = option_of(type(self), "reshard_after_forward").read(
                 reshard, argument(self, "reshard_after_forward")
             )
@@ -272,7 +281,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
     def set_cpu_offload(self) -> None:
         """``cpu_offload`` is torch's object for it, when it was a switch."""
         offload = self.cpu_offload
-        if isinstance(offload, str):
+        if isinstance(offload, (str, int)):
             offload = option_of(type(self), "cpu_offload").read(offload, argument(self, "cpu_offload"))
         if not isinstance(offload, bool):
             return

@@ -7,6 +7,7 @@ afterwards.
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any
 
@@ -55,7 +56,8 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 def is_compiled_module(module: object) -> bool:
     """Whether ``module`` is what torch.compile returned."""
-    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # costly to import, and not there: nothing is compiled
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 def has_compiled_regions(module: object) -> bool:

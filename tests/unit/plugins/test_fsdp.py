@@ -119,6 +119,25 @@ def test_what_a_version_does_not_have_is_refused(arguments: dict[str, Any], word
         FullyShardedDataParallelPlugin(**arguments)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_switches_may_be_the_numbers_that_str_to_bool_gives(version: int) -> None:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        cpu_offload=1,
+        activation_checkpointing=1,
+        cpu_ram_efficient_loading=0,
+        forward_prefetch=0,
+        reshard_after_forward=1,
+        min_num_params=0,
+    )
+    assert plugin.activation_checkpointing is True and plugin.cpu_ram_efficient_loading is False
+    if version == 1:
+        assert plugin.cpu_offload == CPUOffload(offload_params=True)
+        assert plugin.sharding_strategy is ShardingStrategy.FULL_SHARD
+    else:
+        assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) and plugin.reshard_after_forward is True
+
+
 def test_version_2_drops_options_of_version_1_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="backward_prefetch, use_orig_params"):
         plugin = FullyShardedDataParallelPlugin(
