@@ -120,7 +120,7 @@ class _Reader:
         if foreign:
             values[FOREIGN] = (foreign, Source("file", self.where))
         if deepspeed:
-            values["deepspeed_launch.config_fields"] = (deepspeed, Source("file", self.where))
+            values["deepspeed_launch.config_fields"] = (sorted(deepspeed), Source("file", self.where))
         return values
 
     def _take(self, entry: Entry, section: str | None, values: dict[str, tuple[Any, Source]]) -> bool:

@@ -55,7 +55,7 @@ class Source:
         if self.kind == "environment":
             return f"environment variable {self.where}"
         if self.kind == "argument":
-            return f"argument `{self.where}`" if self.where else "argument"
+            return f"argument {self.where}".strip()
         return f"{self.kind} {self.where}".strip()
 
 
@@ -142,7 +142,7 @@ class OptionInfo:
         if isinstance(raw, Enum):
             raw = raw.value if isinstance(raw.value, str) else raw.name
         if isinstance(raw, str):
-            raw = raw.strip() if self.kind not in ("str", "document") else raw
+            raw = raw.strip() if self.choices is not None or self.kind not in ("str", "document") else raw
             if raw == "" or raw.lower() in self.unset:
                 return None
             if raw.lower() in self.aliases:
@@ -151,7 +151,7 @@ class OptionInfo:
             return self.aliases[str(raw).lower()]
         try:
             value = _READERS[self.kind](raw)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             raise self.refusal(raw, source) from None
         if self.choices is not None:
             value = self._choice(raw, value, source)
@@ -169,9 +169,8 @@ class OptionInfo:
     def _choice(self, raw: object, value: Any, source: Source) -> Any:
         """The choice that is meant, in its canonical spelling."""
         assert self.choices is not None
-        if value is False or value is True:  # YAML 1.1 reads a bare `no` as false
-            value = "no" if value is False else "yes"
-        text = str(value).lower()
+        # YAML 1.1 reads a bare `no` as false.
+        text = ("yes" if raw else "no") if isinstance(raw, bool) else str(value).lower()
         for choice in self.choices:
             if choice.lower() == text:
                 return int(choice) if self.kind == "int" else choice
@@ -189,13 +188,20 @@ class OptionInfo:
 
     def spelling(self, source: Source) -> str:
         """The option's name in the language of the source that gave it."""
-        if source.kind == "environment" and self.env:
-            return source.where or self.env[0]
-        if source.kind == "flag" and self.flag:
-            return self.flag
+        if source.kind in ("environment", "flag") and source.where:
+            return source.where
+        if source.kind == "argument" and source.where:
+            return source.where if "plugin" not in source.where else f"{source.where}.{self.name}"
         if source.kind == "file" and self.key:
             return f"{self.section}.{self.key}" if self.section else self.key
         return self.name
+
+    def spell(self, value: str, source: Source) -> str:
+        """The option with its value, in the language of the source that gave it."""
+        name = self.spelling(source)
+        if source.kind == "flag":
+            return name if self.switch or not name.startswith("--") else f"{name} {value}"
+        return f"{name}={value}" if source.kind in ("environment", "argument") else f"{name}: {value}"
 
     def write(self, value: Any) -> str | None:
         """The text that `read` turns back into `value`; None when text cannot carry it (a Python object)."""
@@ -425,7 +431,10 @@ def _read_int(raw: object) -> int:
 def _read_float(raw: object) -> float:
     if isinstance(raw, bool):
         raise ValueError
-    return float(str(raw)) if not isinstance(raw, (int, float)) else float(raw)
+    number = float(str(raw))
+    if number != number:
+        raise ValueError
+    return number
 
 
 def _read_text(raw: object) -> Any:

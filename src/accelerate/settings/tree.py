@@ -126,13 +126,12 @@ class Settings:
         return self.source_of(name).kind != "default"
 
     def quote(self, name: str) -> str:
-        """The option as an error message shows it: spelling, value, source."""
+        """The option as an error message shows it: as it was given, and where."""
         group, _, bare = self.address_of(name).partition(".")
-        option, source = option_of(GROUPS[group], bare), self.source_of(name)
-        options = getattr(self, group)
+        option, source, options = option_of(GROUPS[group], bare), self.source_of(name), getattr(self, group)
         value = option.default if options is None else getattr(options, bare)
         shown = "***" if option.secret else option.write(value) or repr(value)
-        return f"`{option.spelling(source)}: {shown}` ({source})"
+        return f"`{option.spell(shown, source)}` ({source})"
 
     def value_of(self, option: OptionInfo) -> Any:
         """The value of an option of whichever group has it; its default where that group is not in use."""
