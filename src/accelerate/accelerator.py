@@ -24,20 +24,17 @@ from .memory import release_memory
 from .names import PROFILE_PATTERN_NAME
 from .nested import is_all_tensors
 from .optimizer import AcceleratedOptimizer
-from .plugins import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DeepSpeedPlugin,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    KwargsHandler,
-    MegatronLMPlugin,
-    ParallelismConfig,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-    TorchTensorParallelPlugin,
-)
+from .plugins.accumulation import GradientAccumulationPlugin
+from .plugins.base import KwargsHandler
+from .plugins.data import DataLoaderConfiguration
+from .plugins.deepspeed import DeepSpeedPlugin
+from .plugins.dynamo import TorchDynamoPlugin
+from .plugins.fsdp import FullyShardedDataParallelPlugin
+from .plugins.megatron import MegatronLMPlugin
+from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+from .plugins.precision import AutocastKwargs
+from .plugins.profile import ProfileKwargs
+from .plugins.project import ProjectConfiguration
 from .precision import choose as choose_precision
 from .scheduler import AcceleratedScheduler
 from .settings.labels import DistributedType
@@ -610,7 +607,7 @@ class Accelerator:
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
+        self.gradient_state._set_sync_gradients(value)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -670,6 +667,7 @@ class Accelerator:
             weight: how many items ``loss`` sums over: an int, or a tensor on the device.
             kwargs: for ``torch.Tensor.backward``; ``learning_rate`` for LOMO optimizers.
         """
+        self.gradient_state.note_backward()
         learning_rate = kwargs.pop("learning_rate", None)
         if learning_rate is not None and self.has_lomo_optimizer:
             self.lomo_backward(loss, learning_rate)

@@ -8,23 +8,16 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from .errors import SettingError
-from .plugins import (
-    AORecipeKwargs,
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    FP8RecipeKwargs,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    MSAMPRecipeKwargs,
-    ParallelismConfig,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TERecipeKwargs,
-    TorchDynamoPlugin,
-    TorchTensorParallelPlugin,
-)
+from .plugins.base import KwargsHandler
+from .plugins.data import DataLoaderConfiguration
+from .plugins.ddp import DistributedDataParallelKwargs
+from .plugins.dynamo import TorchDynamoPlugin
+from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+from .plugins.precision import AutocastKwargs, GradScalerKwargs
+from .plugins.process_group import InitProcessGroupKwargs
+from .plugins.profile import ProfileKwargs
+from .plugins.project import ProjectConfiguration
 
 
 @final

@@ -9,9 +9,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, final
 
 from .errors import SettingError
+
+
+@final
+@dataclass(slots=True)
+class _Window:
+    """The micro-batches between two updates of one set of models."""
+
+    count: int = 0  # micro-batches begun since the last loader ended
+    is_complete: bool = True  # the micro-batch in hand is the last one
+    has_gradients: bool = False  # a backward has run since the window began
+    is_fresh: bool = True  # no backward has run in the micro-batch in hand
 
 
 class RunningLoader(Protocol):
@@ -51,12 +63,14 @@ class GradientState:
         # None stands first, so that the active loader is simply the last entry.
         clock.dataloader_references = [None]
         clock._is_xla_gradients_synced = False
-        clock._counts = {}
+        clock._windows = {}
+        clock._window = None
         GradientState._newest = clock
         return clock
 
     _is_xla_gradients_synced: bool
-    _counts: dict[Hashable, int]
+    _windows: dict[Hashable, _Window]
+    _window: _Window | None  # the one in hand; None where somebody else than `advance` decides what synchronises
 
     # -- what the plugin asked for ---------------------------------------------------------------------
 
@@ -104,30 +118,58 @@ class GradientState:
 
     def advance(self, key: Hashable = ()) -> bool:
         """One more micro-batch of ``key`` (the models of the window) has begun; returns whether it synchronises."""
+        window = self._windows.get(key)
+        if window is None:
+            window = self._windows[key] = _Window()
+        self._window = window
+        if window.is_complete:  # a new window: what lies in the gradients is the last one's
+            window.has_gradients = False
+        window.is_fresh = True
         if self.sync_with_dataloader and self.end_of_dataloader:
-            self._counts[key] = 0
-            self.sync_gradients = True
+            window.count = 0
+            window.is_complete = True
         else:
-            count = self._counts.get(key, 0) + 1
-            self._counts[key] = count
-            self.sync_gradients = count % self.num_steps == 0
-        return self.sync_gradients
+            window.count += 1
+            window.is_complete = window.count % self.num_steps == 0
+        self.sync_gradients = window.is_complete
+        return window.is_complete
+
+    def note_backward(self) -> None:
+        """A backward has run in the micro-batch in hand."""
+        window = self._window
+        if window is not None:
+            window.has_gradients = True
+            window.is_fresh = False
+
+    @property
+    def protects_gradients(self) -> bool:
+        """Whether ``zero_grad`` would now lose gradients that the window in hand still needs.
+
+        A loop may clear at its end, after the step, or at its top, before the forward; at the top of a window's
+        last micro-batch the gradients of the earlier ones are still wanted.
+        """
+        window = self._window
+        if window is None:
+            return not self.sync_gradients
+        return window.has_gradients and (window.is_fresh or not self.sync_gradients)
 
     @property
     def step(self) -> int:
         """Micro-batches begun since the last loader ended, over the window that is furthest."""
-        return max(self._counts.values(), default=0)
+        return max((window.count for window in self._windows.values()), default=0)
 
     @step.setter
     def step(self, value: int) -> None:
-        self._counts = dict.fromkeys(self._counts, value) or {(): value}
+        self._windows = {key: _Window(value) for key in self._windows} or {(): _Window(value)}
+        self._window = None
 
     def count_of(self, key: Hashable) -> int:
         """Micro-batches of ``key`` begun since the last loader ended."""
-        return self._counts.get(key, 0)
+        return self._windows[key].count if key in self._windows else 0
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
+        self._window = None
 
     # -- the loaders -----------------------------------------------------------------------------------
 
@@ -171,6 +213,10 @@ class GradientState:
     def _reset_state() -> None:
         """There is no newest clock any more; Accelerators keep theirs."""
         GradientState._newest = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A clock belongs to the loop that it counts; what is unpickled follows the newest one.
+        return (GradientState, ())
 
     def __repr__(self) -> str:
         return (

@@ -98,12 +98,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Gradients are gone, if this is the start of a window.
+        """Gradients are gone, unless an open accumulation window still needs them.
 
         Raises:
             ValueError: ``set_to_none`` was given to an optimizer that doesn't know it.
         """
-        if not self.gradient_state.sync_gradients:
+        if self.gradient_state.protects_gradients:
             return
         if self._zero_grad_takes_set_to_none:
             self.optimizer.zero_grad(set_to_none=True if set_to_none is None else set_to_none)

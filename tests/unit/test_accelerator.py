@@ -16,16 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator
 from accelerate.errors import NotBuilt, PreparationError, SettingError
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.plugins import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-)
+from accelerate.plugins.accumulation import GradientAccumulationPlugin
+from accelerate.plugins.data import DataLoaderConfiguration
+from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
+from accelerate.plugins.precision import AutocastKwargs, GradScalerKwargs
+from accelerate.plugins.profile import ProfileKwargs
+from accelerate.plugins.project import ProjectConfiguration
 from accelerate.scheduler import AcceleratedScheduler
 
 
@@ -88,16 +85,19 @@ def test_a_scheduler_built_on_the_prepared_optimizer_finds_it() -> None:
 # -- a step ----------------------------------------------------------------------------------------------------
 
 
-def train(accelerator: Accelerator | None, micro_batches: int = 1) -> torch.Tensor:
-    """The weights after one epoch, with the Accelerator or with plain torch."""
+def train(accelerator: Accelerator | None, micro_batches: int = 1, clears_first: bool = True) -> torch.Tensor:
+    """The weights after one epoch, with the Accelerator (clearing at the top or at the end) or with plain torch."""
     model, optimizer, _, loader = parts()
     if accelerator is not None:
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         for inputs, targets in loader:
             with accelerator.accumulate(model):
-                optimizer.zero_grad()
+                if clears_first:
+                    optimizer.zero_grad()
                 accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
                 optimizer.step()
+                if not clears_first:
+                    optimizer.zero_grad()
         return model.weight.detach()
     for number, (inputs, targets) in enumerate(loader):
         (nn.functional.mse_loss(model(inputs), targets) / micro_batches).backward()
@@ -107,10 +107,11 @@ def train(accelerator: Accelerator | None, micro_batches: int = 1) -> torch.Tens
     return model.weight.detach()
 
 
+@pytest.mark.parametrize("clears_first", [True, False])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
-def test_one_process_trains_exactly_like_the_plain_loop(steps: int) -> None:
+def test_one_process_trains_exactly_like_the_plain_loop(steps: int, clears_first: bool) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    assert torch.equal(train(accelerator), train(None, steps))
+    assert torch.equal(train(accelerator, clears_first=clears_first), train(None, steps))
 
 
 def test_accumulation_given_as_a_plugin_or_as_a_number_but_not_both() -> None:

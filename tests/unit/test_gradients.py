@@ -98,3 +98,23 @@ def test_a_forgotten_loader_does_not_stay_active() -> None:
 def test_less_than_one_step_is_refused() -> None:
     with pytest.raises(SettingError, match="gradient_accumulation_steps=0"):
         GradientState.create().num_steps = 0
+
+
+def test_gradients_of_an_open_window_are_protected_wherever_the_loop_clears_them() -> None:
+    clock = GradientState.create(Plugin(num_steps=2))
+    protected = []
+    for _ in range(4):
+        clock.advance()
+        protected.append(clock.protects_gradients)  # at the top of the loop
+        clock.note_backward()
+        protected.append(clock.protects_gradients)  # at its end
+    assert protected == [False, True, True, False] * 2
+
+
+def test_who_decides_the_sync_decides_the_clearing() -> None:
+    clock = GradientState.create(Plugin(num_steps=2))
+    clock.advance()
+    clock._set_sync_gradients(False)
+    assert clock.protects_gradients
+    clock._set_sync_gradients(True)
+    assert not clock.protects_gradients
