@@ -20,13 +20,12 @@ Both are collectives of ``world`` (None: this process alone), and what fails on 
 - `store`: one folder, from staging to commit; `manifest`: what makes it a checkpoint; `agreement`: all ranks or none.
 - `codec`: state dicts as JSON and tensors, old pickles through an allow-list; `tensor_files`: safetensors.
 - `layout`: what files are called; `weights`: the files of models; `objects`: single objects and the user's own.
-- `series`: numbered checkpoints, the newest, the limit; `save` and `load`: a whole run.
+- `series`: numbered checkpoints, the newest, the limit; `write` and `read`: a whole run.
 """
 
 from __future__ import annotations
 
 from .codec import EncodingError
-from .load import LoadedCheckpoint, find_newest, load_accelerator_state, read_checkpoint
 from .objects import (
     Hooks,
     check_registrable,
@@ -35,7 +34,7 @@ from .objects import (
     save,
     save_custom_state,
 )
-from .save import save_accelerator_state, write_checkpoint
+from .read import LoadedCheckpoint, find_newest, load_accelerator_state, read_checkpoint
 from .series import list_checkpoints
 from .store import CheckpointStore, Draft
 from .weights import (
@@ -44,6 +43,7 @@ from .weights import (
     load_weights,
     save_model,
 )
+from .write import save_accelerator_state, write_checkpoint
 
 __all__ = [
     # a whole run

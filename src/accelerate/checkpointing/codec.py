@@ -38,6 +38,8 @@ from .tensor_files import SAFETENSORS_NAMES, raw_bytes
 FORMAT: Final = "accelerate-state"
 FORMAT_VERSION: Final = 1
 TAG: Final = "$"
+#: Longer integers pass Python's limit on decimal digits, so they are written in hexadecimal.
+_JSON_INT_BITS: Final = 1024
 
 #: Types that a ``defaultdict`` may make its missing values with.
 _FACTORY_TYPES: Final[tuple[type, ...]] = (
@@ -99,7 +101,8 @@ class _Encoder:
     def encode(self, value: Any, path: str, name: str) -> Any:
         kind = type(value)
         if value is None or kind in (bool, int, str):
-            return value
+            long = kind is int and value.bit_length() > _JSON_INT_BITS
+            return {TAG: "int", "hex": hex(value)} if long else value
         if kind is float:
             finite = value - value == 0.0
             return value if finite else {TAG: "float", "text": repr(value)}
@@ -424,6 +427,7 @@ def _bytes(document: dict[str, Any]) -> bytes:
 
 
 _READERS: Final[dict[str, Callable[[dict[str, Any]], Any]]] = {
+    "int": lambda d: int(d["hex"], 16),
     "float": lambda d: float(d["text"]),
     "complex": lambda d: complex(float(d["text"][0]), float(d["text"][1])),
     "bytes": _bytes,

@@ -54,6 +54,7 @@ class Manifest:
     strategy: str = "NO"
     checkpoint_format: str = "safe"
     pickled: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()  # files of the checkpoint that lay in the folder before
     details: dict[str, Any] = field(default_factory=dict)
     written_at: str = ""
     identity: str = ""
@@ -102,7 +103,10 @@ class Manifest:
                 raise ValueError(f"file name {name!r} leads out of the folder")
             files[name] = FileRecord(int(entry["size"]), int(entry["crc32"], 16))
         known = {key: content[key] for key in cls.__dataclass_fields__ if key in content}
-        return cls(**{**known, "files": files, "pickled": tuple(content.get("pickled", ()))})
+        pickled, replaces = tuple(content.get("pickled", ())), tuple(content.get("replaces", ()))
+        if not all(map(_stays_inside, replaces)):
+            raise ValueError("a replaced file leads out of the folder")
+        return cls(**{**known, "files": files, "pickled": pickled, "replaces": replaces})
 
 
 def _stays_inside(name: str) -> bool:

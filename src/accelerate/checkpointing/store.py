@@ -19,7 +19,7 @@ import fcntl
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -232,9 +232,22 @@ class CheckpointStore:
         for folder in {(staging / name).parent for name in files} | {staging}:
             flush(folder)
         manifest = replace(
-            description, files=files, pickled=pickled, details=details, world_size=self.ranks.size
+            description,
+            files=files,
+            pickled=pickled,
+            details=details,
+            world_size=self.ranks.size,
+            replaces=self._replaced(files),
         ).signed()
         write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
+
+    def _replaced(self, files: Mapping[str, FileRecord]) -> tuple[str, ...]:
+        """Files of the checkpoint that is here now and that the new one doesn't have."""
+        try:
+            before = read_manifest(self.folder)
+        except CheckpointError:
+            return ()  # torn or foreign: nothing says which files were a checkpoint's
+        return tuple(sorted(set(before.files) - set(files))) if before else ()
 
     def _publish(self, staging: Path) -> None:
         if not self.folder.exists():
@@ -258,10 +271,6 @@ class CheckpointStore:
         manifest = read_manifest(staging)
         assert manifest is not None
         self._moving = True
-        try:
-            before = read_manifest(self.folder)
-        except CheckpointError:
-            before = None  # torn: its files are told apart from other people's by nothing, so they stay
         (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
         flush(self.folder)
         for name in manifest.files:
@@ -269,9 +278,8 @@ class CheckpointStore:
             if (staging / name).exists():  # else it was moved before a crash
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(staging / name, target)
-        for name in before.files if before else ():
-            if name not in manifest.files:
-                (self.folder / name).unlink(missing_ok=True)
+        for name in manifest.replaces:
+            (self.folder / name).unlink(missing_ok=True)
         for folder in {(self.folder / name).parent for name in manifest.files} | {self.folder}:
             flush(folder)
         os.replace(staging / MANIFEST_NAME, self.folder / MANIFEST_NAME)

@@ -65,7 +65,8 @@ class SizeError(CheckpointError, ValueError):
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """What two names of one and the same tensor share; None where there is nothing to share."""
-    if not tensor.numel() or tensor.is_meta or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    if not plain or not tensor.numel() or tensor.is_meta:
         return None
     return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
@@ -383,10 +384,9 @@ def load_weights(
         state = weights.state_dict()
         if load_state_dict_options.get("assign"):
             state = {name: value.clone() for name, value in state.items()}
-        for name, first in _ties(model).items():
-            for missing, known in ((name, first), (first, name)):
-                if missing not in state and known in state:
-                    state[missing] = state[known]
+        ties = _ties(model)
+        state |= {first: state[name] for name, first in ties.items() if name in state and first not in state}
+        state |= {name: state[first] for name, first in ties.items() if first in state and name not in state}
         try:
             return model.load_state_dict(state, strict=strict, **load_state_dict_options)
         except RuntimeError as error:

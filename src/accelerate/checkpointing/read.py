@@ -115,7 +115,7 @@ def _find(input_dir: str | PathLike[str] | None, world: World | None, project: P
         store = CheckpointStore(input_dir, world)
         store.require()
         reason = store.problem()
-        if reason is not None and not _is_unmanaged(store):
+        if reason is not None and not _is_foreign(store):
             raise CheckpointError(f"{store.folder} can't be loaded: {reason}")
         return _found(store)
     if not project.automatic_checkpoint_naming or project.project_dir is None:
@@ -145,7 +145,7 @@ def find_newest(root: str | PathLike[str], world: World | None = None) -> Loaded
             reason = store.problem()
         except CheckpointNotFound as error:
             reason = str(error)
-        if reason is None or _is_unmanaged(store):
+        if reason is None or (is_classic(folder / name) and _is_foreign(store)):
             found = _found(store)
             found.skipped = skipped
             return found
@@ -156,15 +156,14 @@ def find_newest(root: str | PathLike[str], world: World | None = None) -> Loaded
     raise CheckpointError(f"no valid checkpoint in {folder}: {reasons}")
 
 
-def _is_unmanaged(store: CheckpointStore) -> bool:
-    """A folder that another program saved: it has no manifest, and files that only the classic layout has."""
-    own = any(store.folder.glob(f"{RANDOM.stem}_*.json"))
+def _is_foreign(store: CheckpointStore) -> bool:
+    """A folder that another program saved: it has no manifest, and none of the files that only we write."""
     try:
         managed = store.manifest() is not None
     except CheckpointError:
         managed = True
-    verdicts = store.ranks.everyone(not managed and not own)
-    return all(verdicts) and (is_classic(store.folder) or any(store.folder.iterdir()))
+    own = any(store.folder.glob(f"{RANDOM.stem}_*.json"))
+    return all(store.ranks.everyone(not managed and not own and any(store.folder.iterdir())))
 
 
 def _found(store: CheckpointStore) -> LoadedCheckpoint:
