@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..plugins.dynamo import TorchDynamoPlugin
 from ..settings.labels import DynamoBackend
@@ -22,17 +23,22 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin | None) -> nn.Modu
     """``model``, compiled as ``plugin`` asks; the same object without a backend, or when compiled already."""
     if plugin is None or plugin.backend == DynamoBackend.NO or is_compiled_module(model) or has_compiled_regions(model):
         return model
-    if plugin.use_regional_compilation:
-        return compile_regions(model, **plugin.to_kwargs())
-    return _compiled(model, plugin.to_kwargs())
+    if not plugin.use_regional_compilation:
+        return _compiled(model, plugin.to_kwargs())
+    if isinstance(model, DistributedDataParallel):
+        # The replica itself has to stay: it holds the hooks that average gradients, and is no layer.
+        model.module = compile_regions(model.module, **plugin.to_kwargs())
+        return model
+    return compile_regions(model, **plugin.to_kwargs())
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """A module of the same class whose repeated blocks are compiled; it shares every tensor with ``module``.
 
-    In a tree without repeated blocks the whole module is compiled. Beside repeated blocks, each other
-    child is compiled as one region. ``module`` itself stays as it was and is kept as ``_orig_mod``; a
-    forward that was patched onto the instance must be patched onto the result instead.
+    In a tree without repeated blocks the whole module is compiled. Beside repeated blocks, each other child is
+    compiled as one region. ``module`` itself stays as it was and is kept as ``_orig_mod``. Methods that were
+    bound onto the instance are bound to the result; a plain function that was put in place of ``forward`` would
+    still run ``module``'s own layers.
     """
     if has_compiled_regions(module):
         return module

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.plugins.dynamo import TorchDynamoPlugin
 from accelerate.strategies.compile import (
@@ -22,6 +24,7 @@ from accelerate.strategies.compile import (
     is_repeated_blocks,
     uncompiled,
 )
+from tests.ranks import run_on_ranks
 
 # torch looks at `.grad` while it traces and hides the warning from printing only.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -129,6 +132,16 @@ class TestRegions:
             compiled.scale = nn.Parameter(torch.zeros(4))
         assert before.abs().sum() > 0 and compiled(x).abs().sum() == 0
 
+    def test_a_forward_that_was_patched_onto_the_instance_runs_the_compiled_blocks(self) -> None:
+        def forward(self: Model, x: torch.Tensor) -> torch.Tensor:
+            return Model.forward(self, x) + 1
+
+        model, backend, x = Model(), Compiled(), torch.randn(2, 4)
+        model.forward = types.MethodType(forward, model)
+        compiled = compile_regions(model, backend=backend)
+        torch.testing.assert_close(compiled(x), model(x))
+        assert backend.count > 0
+
     def test_a_model_without_repeated_blocks_is_compiled_whole(self) -> None:
         block = Block()
         compiled = compile_regions(block, backend="eager")
@@ -174,6 +187,26 @@ class TestPlugin:
     def test_by_regions(self) -> None:
         compiled = compile_model(Model(), TorchDynamoPlugin(backend="eager", use_regional_compilation=True))
         assert isinstance(compiled, Model) and has_compiled_regions(compiled)
+
+    def test_by_regions_inside_a_replica(self) -> None:
+        def on_rank() -> list[list[float]]:
+            torch.distributed.init_process_group("gloo")
+            gradients: list[list[float]] = []
+            for backend in ("eager", "no"):
+                torch.manual_seed(0)
+                model = Model()
+                replica = DistributedDataParallel(model)
+                plugin = TorchDynamoPlugin(backend=backend, use_regional_compilation=True)
+                assert compile_model(replica, plugin) is replica
+                assert has_compiled_regions(replica.module) == (backend == "eager")
+                assert uncompiled(replica.module) is model
+                replica(torch.full((2, 4), float(torch.distributed.get_rank()))).sum().backward()
+                gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).tolist())
+            return gradients
+
+        first, second = run_on_ranks(on_rank)
+        assert first == second, "gradients were not averaged"
+        torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(first[1]))
 
     def test_compiled_twice_is_compiled_once(self) -> None:
         for regional in (False, True):
