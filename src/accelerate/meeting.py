@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from .errors import CollectiveError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 #: How long an operation may take before the others are asked where they are.
 PATIENCE_SECONDS: Final = 2.0

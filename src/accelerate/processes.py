@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import torch
 
@@ -17,8 +17,6 @@ from .devices import CPU, KINDS
 from .errors import PreparationError
 from .nested import send_to_device
 from .world import World
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: The labels of worlds whose ranks each have an accelerator of their own.
 MULTI_DEVICE_LABELS: Final = tuple(kind.label for kind in KINDS if kind.label.startswith("MULTI_") and kind is not CPU)
@@ -95,7 +93,7 @@ def in_order(world: World | None = None) -> Generator[None]:
 # ----------------------------------------------------------------------------------------------- guards
 
 
-def only_when(is_chosen: Callable[[], bool], function: Function | None = None) -> Any:
+def only_when(is_chosen: Callable[[], bool], function: Callable[..., Any] | None = None) -> Any:
     """`function` that runs where `is_chosen()` holds when it is called, and returns None elsewhere.
 
     Without `function`, a decorator that makes such functions.
@@ -110,28 +108,30 @@ def only_when(is_chosen: Callable[[], bool], function: Function | None = None) -
     return guarded
 
 
-def on_main_process(function: Function | None = None, world: World | None = None) -> Any:
+def on_main_process(function: Callable[..., Any] | None = None, world: World | None = None) -> Any:
     """`function` on rank 0; elsewhere the call returns None."""
     return only_when(lambda: world_or_joined(world).is_main, function)
 
 
-def on_local_main_process(function: Function | None = None, world: World | None = None) -> Any:
+def on_local_main_process(function: Callable[..., Any] | None = None, world: World | None = None) -> Any:
     """`function` on the first process of every host; elsewhere the call returns None."""
     return only_when(lambda: world_or_joined(world).is_local_main, function)
 
 
-def on_last_process(function: Function | None = None, world: World | None = None) -> Any:
+def on_last_process(function: Callable[..., Any] | None = None, world: World | None = None) -> Any:
     """`function` on the highest rank; elsewhere the call returns None."""
     return only_when(lambda: world_or_joined(world).is_last, function)
 
 
-def on_process(function: Function | None = None, process_index: int | None = None, world: World | None = None) -> Any:
+def on_process(
+    function: Callable[..., Any] | None = None, process_index: int | None = None, world: World | None = None
+) -> Any:
     """`function` on rank `process_index` (always, in a world of one); elsewhere the call returns None."""
     return only_when(lambda: world_or_joined(world).size == 1 or world_or_joined(world).rank == process_index, function)
 
 
 def on_local_process(
-    function: Function | None = None, local_process_index: int | None = None, world: World | None = None
+    function: Callable[..., Any] | None = None, local_process_index: int | None = None, world: World | None = None
 ) -> Any:
     """`function` on that process of every host (always, in a world of one); elsewhere the call returns None."""
     return only_when(

@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from .clusters import ClusterSeat
 from .errors import WorldError
@@ -36,7 +37,7 @@ def form_group(
     init_method: str | None = None,
     device_id: torch.device | None = None,
     **options: Any,
-) -> dist.Store:
+) -> Store:
     """torch's default process group is initialised; returns a store that belongs to this world alone.
 
     Raises:
@@ -44,12 +45,12 @@ def form_group(
     """
     patience = timeout or RENDEZVOUS_TIMEOUT
     shared = options.pop("store", None) or _meeting_place(seat, init_method, patience)
-    store = dist.PrefixStore(f"attempt_{seat.attempt}/world_{generation}", shared)
+    store = PrefixStore(f"attempt_{seat.attempt}/world_{generation}", shared)
     try:
         _agree_on_places(store, seat, patience)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("group", store),
+            store=PrefixStore("group", store),
             rank=seat.rank,
             world_size=seat.size,
             **({} if timeout is None else {"timeout": timeout}),
@@ -63,15 +64,20 @@ def form_group(
             f"The process group of {seat.size} processes with backend {backend!r} couldn't be made: {error} "
             f"(this is rank {seat.rank}; they meet at {_place(seat, init_method)})."
         ) from error
-    return dist.PrefixStore("meeting", store)
+    return PrefixStore("meeting", store)
 
 
-def _meeting_place(seat: ClusterSeat, init_method: str | None, patience: timedelta) -> dist.Store:
+def store_of_group(generation: int) -> Store:
+    """A store that belongs to this world alone, on top of the one that the process group was made with."""
+    return PrefixStore(f"accelerate/world_{generation}", dist.distributed_c10d._get_default_store())
+
+
+def _meeting_place(seat: ClusterSeat, init_method: str | None, patience: timedelta) -> Store:
     url = urlparse(init_method or "env://")
     if url.scheme == "file":
         path = Path(url.path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        return dist.FileStore(str(path), seat.size)
+        return FileStore(str(path), seat.size)
     if url.scheme == "tcp":
         if url.hostname is None or url.port is None:
             raise WorldError(f"init_method={init_method!r} needs a host and a port, such as tcp://10.0.0.1:29500.")
@@ -81,11 +87,11 @@ def _meeting_place(seat: ClusterSeat, init_method: str | None, patience: timedel
     return _tcp_store(seat, patience, f"MASTER_ADDR={seat.address}, MASTER_PORT={seat.port}, from {seat.name}")
 
 
-def _tcp_store(seat: ClusterSeat, patience: timedelta, source: str) -> dist.Store:
+def _tcp_store(seat: ClusterSeat, patience: timedelta, source: str) -> Store:
     is_kept_by_agent = read("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keeps_store = seat.rank == 0 and not is_kept_by_agent
     try:
-        return dist.TCPStore(
+        return TCPStore(
             seat.address, seat.port, is_master=keeps_store, timeout=patience, wait_for_workers=False, multi_tenant=True
         )
     except (RuntimeError, ValueError) as error:
@@ -117,7 +123,7 @@ def _place(seat: ClusterSeat, init_method: str | None) -> str:
     return init_method or f"{seat.address}:{seat.port}"
 
 
-def _agree_on_places(store: dist.Store, seat: ClusterSeat, patience: timedelta) -> None:
+def _agree_on_places(store: Store, seat: ClusterSeat, patience: timedelta) -> None:
     """All ranks are here, each once, and mean a world of the same size."""
     me = f"{seat.size}|{socket.gethostname()}, process {os.getpid()}"
     if store.add(f"claims/{seat.rank}", 1) > 1:
@@ -141,13 +147,13 @@ def _agree_on_places(store: dist.Store, seat: ClusterSeat, patience: timedelta) 
         raise WorldError(f"The world of {seat.size} processes (rank {seat.rank} here) can't form: {verdict}.")
 
 
-def _count_ranks(store: dist.Store, seat: ClusterSeat, deadline: float) -> str:
+def _count_ranks(store: Store, seat: ClusterSeat, deadline: float) -> str:
     for rank in range(1, seat.size):
         if not _appears(store, f"seat/{rank}", deadline):
             absent = [other for other in range(seat.size) if not store.check([f"seat/{other}"])]
             return (
                 f"rank {', '.join(map(str, absent))} of {seat.size} didn't come to {seat.address}:{seat.port} in time. "
-                f"Check that as many processes were started as WORLD_SIZE={seat.size} says, and that they know the address"
+                f"Check that as many processes were started as WORLD_SIZE={seat.size} says, and with this address"
             )
         wrong = _compare_sizes(store, 0, seat.size, rank)
         if wrong:
@@ -155,7 +161,7 @@ def _count_ranks(store: dist.Store, seat: ClusterSeat, deadline: float) -> str:
     return ""
 
 
-def _compare_sizes(store: dist.Store, mine: int, size: int, other: int) -> str:
+def _compare_sizes(store: Store, mine: int, size: int, other: int) -> str:
     other_size, holder = _holder(store, other)
     if int(other_size) == size:
         return ""
@@ -165,12 +171,12 @@ def _compare_sizes(store: dist.Store, mine: int, size: int, other: int) -> str:
     )
 
 
-def _holder(store: dist.Store, rank: int) -> tuple[str, str]:
+def _holder(store: Store, rank: int) -> tuple[str, str]:
     size, _, holder = store.get(f"seat/{rank}").decode().partition("|")
     return size, holder
 
 
-def _appears(store: dist.Store, key: str, deadline: float) -> bool:
+def _appears(store: Store, key: str, deadline: float) -> bool:
     while not store.check([key]):
         if time.monotonic() > deadline:
             return False

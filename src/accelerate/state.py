@@ -6,6 +6,7 @@ view and never destroys the process group; the next construction adopts what is 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -34,7 +35,7 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-class _View:
+class _View(ABC):
     """Attributes that live in one dict for all instances of the class, and the methods that need only the world."""
 
     _shared_state: ClassVar[dict[str, Any]]
@@ -56,8 +57,15 @@ class _View:
             )
         raise AttributeError(f"`{owner}` object has no attribute `{name}`.")
 
+    @staticmethod
+    @abstractmethod
+    def _reset_state() -> None:
+        """The view is empty."""
+
+    def _bind(self) -> None:
+        object.__setattr__(self, "__dict__", type(self)._shared_state)  # all instances are one
+
     def _world(self) -> World:
-        """The world as this view shows it; an attribute that a caller has changed counts."""
         world = current_world()
         return join_world() if world is None else world
 
@@ -139,7 +147,7 @@ class PartialState(_View):
     _shared_state: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
-        self.__dict__ = PartialState._shared_state
+        self._bind()
         if self.initialized:
             return
         sagemaker = kwargs.pop("_use_sagemaker_dp", None)
@@ -246,7 +254,7 @@ class AcceleratorState(_View):
         _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.__dict__ = AcceleratorState._shared_state
+        self._bind()
         if self.initialized:
             self._check(mixed_precision, cpu)
             return
@@ -274,7 +282,7 @@ class AcceleratorState(_View):
                 `megatron_lm_plugin`, `parallelism_config`.
         """
         state = object.__new__(cls)
-        state.__dict__ = AcceleratorState._shared_state
+        state._bind()
         if state.initialized:
             given = settings.was_given("run.mixed_precision")
             state._check(str(settings.run.mixed_precision) if given else None, settings.run.use_cpu)

@@ -182,10 +182,11 @@ def leave_world() -> None:
     """What holds the process group is released, then the group is destroyed; this process belongs to no world."""
     global _world, _forgotten
     world, _world, _forgotten = _world or _forgotten, None, None
-    _release_holders()
+    _call_releasers()
     if world is not None and world.meeting is not None:
         world.meeting.leave()
     if _has_group():
+        _release_holders()
         dist.destroy_process_group()
 
 
@@ -323,8 +324,9 @@ def _adopt(asked: torch.device | str | None, timeout: timedelta | None, facts: d
     device = _choose_device(kind, asked, seat if is_same else None)
     meeting = None if _forgotten is None else _forgotten.meeting
     if meeting is None or (meeting.rank, meeting.size) != (rank, size):
-        shared = dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore(f"accelerate/world_{_next_generation()}", shared)
+        from .rendezvous import store_of_group
+
+        store = store_of_group(_next_generation())
         meeting = Meeting(store, rank, size, timeout or DEFAULT_TIMEOUT)
     return World(rank, size, local_rank, local_size, device, backend=dist.get_backend(), meeting=meeting, **facts)
 
@@ -387,13 +389,17 @@ def num_physical_cores() -> int:
 # --------------------------------------------------------------------------------------------------- leaving
 
 
-def _release_holders() -> None:
+def _call_releasers() -> None:
     releasers, _releasers[:] = _releasers[:], []
     for release in reversed(releasers):
         try:
             release()
         except Exception:  # one holder that can't let go must not keep the others from it
             logger.exception("While leaving the world, %r failed.", release)
+
+
+def _release_holders() -> None:
+    """Whatever is known to hold the process group holds it no longer."""
     gc.collect()  # wrappers lie in reference cycles
     for ddp in _alive(torch.nn.parallel.DistributedDataParallel):
         release_ddp(ddp)
