@@ -14,10 +14,17 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.plugins import GradScalerKwargs
+from accelerate.plugins.precision import GradScalerKwargs
 from tests.ranks import run_on_ranks
 
 FEATURES = 4
+
+
+class Announcer:
+    """Tells the clock which micro-batch is the last, as a prepared loader does."""
+
+    end_of_dataloader = False
+    remainder = -1
 
 
 def model_of(seed: int = 0) -> nn.Module:
@@ -56,10 +63,11 @@ def trained(data: list[list[torch.Tensor]], steps: int, precision: str) -> list[
     model, optimizer = accelerator.prepare(model, optimizer)
     mine = data[accelerator.process_index]
     seen = []
+    loader = Announcer()
+    accelerator.gradient_state._add_dataloader(loader)
     for number, samples in enumerate(mine):
+        loader.end_of_dataloader = number + 1 == len(mine)
         with accelerator.accumulate(model):
-            if number + 1 == len(mine):  # the tail, as a loader would announce it
-                accelerator.sync_gradients = True
             accelerator.backward((model(samples) ** 2).sum(), weight=len(samples))
             if accelerator.sync_gradients:
                 accelerator.unscale_gradients(optimizer)
