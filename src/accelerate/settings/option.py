@@ -361,6 +361,8 @@ def nearest(word: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str
     """The candidate that somebody who typed `word` most likely meant."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    if not found and len(word) > 2:
+        found = [candidate for candidate in by_lower if candidate.startswith(word.lower())]
     return by_lower[found[0]] if found else None
 
 

@@ -145,7 +145,8 @@ def test_dynamo_sections_with_and_without_prefix(tmp_path: Path) -> None:
 def test_every_fp8_answer_is_read_under_each_of_its_names(tmp_path: Path) -> None:
     text = (
         "distributed_type: NO\nmixed_precision: fp8\nfp8_config:\n  backend: TE\n"
-        "  {a}: 16\n  {b}: max\n  fp8_margin: 3\n  {c}: O1\n  override_linear_precision: [true, false, false]\n  {d}: E4M3\n"
+        "  {a}: 16\n  {b}: max\n  fp8_margin: 3\n  {c}: O1\n  {d}: E4M3\n"
+        "  override_linear_precision: [true, false, false]\n"
     )
     for names in (
         ("amax_history_len", "amax_compute_algo", "opt_level", "fp8_format"),

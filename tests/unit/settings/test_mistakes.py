@@ -1,0 +1,293 @@
+"""Seeded mistakes: each is refused before anything starts, naming the value, where it came from and what is legal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.errors import SettingError
+from accelerate.settings.run import collect
+
+
+@dataclass
+class Mistake:
+    """What was given, and what the refusal has to say."""
+
+    says: tuple[str, ...]
+    file: str | None = None
+    flags: dict[str, Any] | None = None
+    environ: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+FSDP = {"use_fsdp": True}
+FSDP2 = {"use_fsdp": True, "fsdp_version": "2"}
+MESH = {**FSDP2, "use_parallelism_config": True}
+
+MISTAKES = {
+    # files
+    "an unknown key": Mistake(
+        ("config.yaml:2", "unknown key `num_proceses`", "Did you mean `num_processes`?", "num_machines"),
+        file="distributed_type: MULTI_GPU\nnum_proceses: 2\n",
+    ),
+    "an unknown key in a section": Mistake(
+        ("config.yaml:3", "`fsdp_offload_parms` in `fsdp_config`", "Did you mean `fsdp_offload_params`?"),
+        file="distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_parms: true\n",
+    ),
+    "a key in the wrong section": Mistake(
+        ("config.yaml:2", "unknown key `zero_stage`", "section `deepspeed_config`"),
+        file="distributed_type: DEEPSPEED\nzero_stage: 3\n",
+    ),
+    "a key given twice": Mistake(
+        ("config.yaml:3", "`num_processes` stands here a second time", "config.yaml:1"),
+        file="num_processes: 2\ndistributed_type: MULTI_GPU\nnum_processes: 4\n",
+    ),
+    "a section that is none": Mistake(
+        ("config.yaml:2", "`fsdp_config` has to be a section", "'on'"),
+        file="distributed_type: FSDP\nfsdp_config: 'on'\n",
+    ),
+    "text that is not YAML": Mistake(("config.yaml:2", "not YAML"), file="num_processes: 2\n  broken: [\n"),
+    "a file that is a list": Mistake(("config.yaml:1", "keys and values"), file="- one\n- two\n"),
+    "a misspelt precision in a file": Mistake(
+        ("mixed_precision", "'bfp16'", "config.yaml:2", "no, fp16, bf16, fp8", "Did you mean 'bf16'"),
+        file="distributed_type: MULTI_GPU\nmixed_precision: bfp16\n",
+    ),
+    "a word for a number": Mistake(
+        ("num_processes", "'two'", "config.yaml:1", "whole number, at least 1"), file="num_processes: two\n"
+    ),
+    "no processes at all": Mistake(("num_processes", "0", "config.yaml:1", "at least 1"), file="num_processes: 0\n"),
+    "a misspelt type": Mistake(
+        ("distributed_type", "'MULTI_GPUS'", "config.yaml:1", "Did you mean 'MULTI_GPU'"),
+        file="distributed_type: MULTI_GPUS\n",
+    ),
+    "an old fp16 key with a word": Mistake(
+        ("config.yaml:1", "`fp16`", "'sometimes'", "true or false"), file="fp16: sometimes\n"
+    ),
+    "several processes without distribution": Mistake(
+        ("num_processes: 4", "config.yaml:2", "distributed_type: NO", "config.yaml:1", "MULTI_GPU"),
+        file="distributed_type: 'NO'\nnum_processes: 4\n",
+    ),
+    "a SageMaker type that is none": Mistake(
+        ("distributed_type", "'DATA'", "NO, DATA_PARALLEL, MODEL_PARALLEL"),
+        file="compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA\n",
+    ),
+    # flags
+    "two kinds of hardware": Mistake(
+        ("`--cpu` (flag --cpu)", "`--multi_gpu` (flag --multi_gpu)", "exclude each other"),
+        flags={"cpu": True, "multi_gpu": True, "num_processes": 2},
+    ),
+    "hardware beside an engine": Mistake(
+        ("--multi_gpu", "--use_fsdp", "exclude each other"), flags={"multi_gpu": True, "use_fsdp": True}
+    ),
+    "two engines": Mistake(
+        ("`use_deepspeed` (flag --use_deepspeed)", "`use_fsdp`", "one engine"),
+        flags={"use_deepspeed": True, "use_fsdp": True},
+    ),
+    "one process on many GPUs": Mistake(
+        ("--multi_gpu", "at least 2", "--num_processes 1"), flags={"multi_gpu": True, "num_processes": 1}
+    ),
+    "processes that don't divide": Mistake(
+        ("--num_processes 3", "--num_machines 2", "multiple of 2"), flags={"num_processes": 3, "num_machines": 2}
+    ),
+    "a machine that isn't there": Mistake(
+        ("--machine_rank 2", "--num_machines 2", "0 to 1"),
+        flags={"machine_rank": 2, "num_machines": 2, "num_processes": 2},
+    ),
+    "a port beyond the last": Mistake(
+        ("--main_process_port", "70000", "at most 65535"), flags={"main_process_port": 70000}
+    ),
+    "any port for several machines": Mistake(
+        ("--main_process_port 0", "--num_machines 2", "fixed port"),
+        flags={"main_process_port": 0, "num_machines": 2, "num_processes": 2},
+    ),
+    "a device twice": Mistake(("--gpu_ids 0,0", "twice"), flags={"gpu_ids": "0,0"}),
+    "devices that are none": Mistake(("--gpu_ids 0,,1", "such as 0,1; or all"), flags={"gpu_ids": "0,,1"}),
+    "one device for many GPUs": Mistake(
+        ("--gpu_ids 0", "--multi_gpu"), flags={"gpu_ids": "0", "multi_gpu": True, "num_processes": 2}
+    ),
+    "more processes than devices": Mistake(
+        ("--num_processes 4", "2 devices of `--gpu_ids 0,1`"),
+        flags={"gpu_ids": "0,1", "multi_gpu": True, "num_processes": 4},
+    ),
+    "a module without python": Mistake(
+        ("--module", "--no_python", "exclude each other"), flags={"module": True, "no_python": True}
+    ),
+    "a misspelt rendezvous": Mistake(
+        ("--rdzv_backend c10", "Did you mean 'c10d'", "static, c10d, etcd"), flags={"rdzv_backend": "c10"}
+    ),
+    "rendezvous settings without values": Mistake(
+        ("--rdzv_conf", "'timeout'", "key1=value1"), flags={"rdzv_conf": "timeout,join_timeout=3"}
+    ),
+    "negative restarts": Mistake(("--max_restarts", "-1", "at least 0"), flags={"max_restarts": -1}),
+    "a flag of an engine that isn't used": Mistake(
+        ("`--fsdp_version` was given", "FSDP is not used", "--use_fsdp"), flags={"fsdp_version": "2"}
+    ),
+    "fp8 flags without fp8": Mistake(
+        ("--fp8_margin", "--mixed_precision fp8"), flags={"fp8_margin": 1, "mixed_precision": "bf16"}
+    ),
+    "an FSDP version to come": Mistake(("--fsdp_version", "'3'", "1, 2"), flags={**FSDP, "fsdp_version": "3"}),
+    "a word of version 1 in version 2": Mistake(
+        ("--fsdp_reshard_after_forward FULL_SHARD", "--fsdp_version 2", "true or false"),
+        flags={**FSDP2, "fsdp_reshard_after_forward": "FULL_SHARD"},
+    ),
+    "forward prefetch in version 2": Mistake(
+        ("--fsdp_forward_prefetch true", "--fsdp_version 2"), flags={**FSDP2, "fsdp_forward_prefetch": "true"}
+    ),
+    "local state in version 2": Mistake(
+        ("LOCAL_STATE_DICT", "FULL_STATE_DICT or SHARDED_STATE_DICT"),
+        flags={**FSDP2, "fsdp_state_dict_type": "LOCAL_STATE_DICT"},
+    ),
+    "offloaded activations in version 1": Mistake(
+        ("--fsdp_activation_checkpointing_offload true", "version 2"),
+        flags={**FSDP, "fsdp_activation_checkpointing_offload": "true"},
+    ),
+    "offloaded activations without checkpointing": Mistake(
+        ("--fsdp_activation_checkpointing_offload true", "`fsdp_activation_checkpointing`"),
+        flags={**FSDP2, "fsdp_activation_checkpointing_offload": "true"},
+    ),
+    "layer classes for wrapping by size": Mistake(
+        ("--fsdp_transformer_layer_cls_to_wrap Block", "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP"),
+        flags={
+            **FSDP,
+            "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "Block",
+        },
+    ),
+    "a ZeRO stage to come": Mistake(
+        ("--zero_stage", "4", "0, 1, 2, 3"), flags={"use_deepspeed": True, "zero_stage": 4}
+    ),
+    "offloading to nowhere": Mistake(
+        ("--offload_param_device nvme", "`offload_param_nvme_path`"),
+        flags={"use_deepspeed": True, "offload_param_device": "nvme"},
+    ),
+    "both DeepSpeed filters": Mistake(
+        ("deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "exclude each other"),
+        flags={"use_deepspeed": True, "deepspeed_inclusion_filter": "a", "deepspeed_exclusion_filter": "b"},
+    ),
+    "parallelism without FSDP": Mistake(
+        ("--use_parallelism_config", "--use_fsdp --fsdp_version 2"), flags={"use_parallelism_config": True}
+    ),
+    "parallelism with FSDP version 1": Mistake(
+        ("--use_parallelism_config", "--fsdp_version 1", "--fsdp_version 2"),
+        flags={"use_parallelism_config": True, **FSDP, "fsdp_version": "1"},
+    ),
+    "a sequence split twice": Mistake(
+        ("--parallelism_config_cp_size 2", "--parallelism_config_sp_size 2", "to 1"),
+        flags={**MESH, "parallelism_config_cp_size": 2, "parallelism_config_sp_size": 2},
+    ),
+    "tensor parallel beside pure replicas": Mistake(
+        ("--parallelism_config_tp_size 2", "--parallelism_config_dp_replicate_size 2", "dp_shard_size"),
+        flags={**MESH, "parallelism_config_tp_size": 2, "parallelism_config_dp_replicate_size": 2},
+    ),
+    "degrees that don't make the world": Mistake(
+        ("multiply to 4", "dp_shard_size=2", "tp_size=2", "8 processes"),
+        flags={**MESH, "parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2, "num_processes": 8},
+    ),
+    "no process for a dimension": Mistake(
+        ("--parallelism_config_tp_size", "0", "at least 1"), flags={**MESH, "parallelism_config_tp_size": 0}
+    ),
+    "a fixed sequence length that is missing": Mistake(
+        ("sp_seq_length_is_variable false", "`sp_seq_length`"),
+        flags={
+            "use_deepspeed": True,
+            "use_parallelism_config": True,
+            "parallelism_config_sp_size": 2,
+            "parallelism_config_sp_seq_length_is_variable": "false",
+        },
+    ),
+    "attention that sequence parallelism can't have": Mistake(
+        ("--parallelism_config_sp_attn_implementation eager", "sdpa, flash_attention_2"),
+        flags={
+            "use_deepspeed": True,
+            "use_parallelism_config": True,
+            "parallelism_config_sp_size": 2,
+            "parallelism_config_sp_attn_implementation": "eager",
+        },
+    ),
+    "a dynamo backend that is none": Mistake(
+        ("--dynamo_backend", "'inductr'", "Did you mean 'INDUCTOR'"), flags={"dynamo_backend": "inductr"}
+    ),
+    "a TPU variable without value": Mistake(("--env", "'HOME'", "NAME=value"), flags={"tpu": True, "env": ["HOME"]}),
+    # environment
+    "a misspelt precision in the environment": Mistake(
+        ("ACCELERATE_MIXED_PRECISION", "'float16'", "environment variable", "no, fp16, bf16, fp8"),
+        environ={"ACCELERATE_MIXED_PRECISION": "float16"},
+    ),
+    "a switch that is neither": Mistake(
+        ("ACCELERATE_USE_CPU", "'perhaps'", "true or false"), environ={"ACCELERATE_USE_CPU": "perhaps"}
+    ),
+    "no accumulation steps": Mistake(
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "'0'", "at least 1"),
+        environ={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "0"},
+    ),
+    "two engines in the environment": Mistake(
+        ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "one engine"),
+        environ={"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": "true"},
+    ),
+    "a bad variable of an engine in use": Mistake(
+        ("FSDP_SHARDING_STRATEGY", "'FULL'", "FULL_SHARD, SHARD_GRAD_OP", "Did you mean"),
+        environ={"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "FULL"},
+    ),
+    "parallelism degrees that are words": Mistake(
+        ("PARALLELISM_CONFIG_TP_SIZE", "'all'", "whole number"),
+        environ={"ACCELERATE_USE_PARALLELISM_CONFIG": "1", "PARALLELISM_CONFIG_TP_SIZE": "all"},
+    ),
+    # arguments
+    "a misspelt precision in code": Mistake(
+        ("mixed_precision", "'fp61'", "argument mixed_precision", "Did you mean 'fp16'"),
+        arguments={"mixed_precision": "fp61"},
+    ),
+    "an object for a precision": Mistake(("mixed_precision", "argument", "fp16"), arguments={"mixed_precision": 16.5}),
+    "accumulation of nothing": Mistake(
+        ("gradient_accumulation_steps", "0", "at least 1"), arguments={"gradient_accumulation_steps": 0}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refused_with_its_source_and_what_is_legal(tmp_path: Path, name: str) -> None:
+    mistake = MISTAKES[name]
+    path = None
+    if mistake.file is not None:
+        path = tmp_path / "config.yaml"
+        path.write_text(mistake.file, encoding="utf-8")
+    with pytest.raises(SettingError) as refusal:
+        collect(mistake.arguments, mistake.environ, flags=mistake.flags, file=path)
+    text = str(refusal.value)
+    missing = [word for word in mistake.says if word not in text]
+    assert not missing, f"{missing} not in: {text}"
+    assert isinstance(refusal.value, ValueError)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_refusal_is_short_enough_to_read(tmp_path: Path, name: str) -> None:
+    mistake = MISTAKES[name]
+    path = tmp_path / "config.yaml"
+    path.write_text(mistake.file or "", encoding="utf-8")
+    with pytest.raises(SettingError) as refusal:
+        collect(mistake.arguments, mistake.environ, flags=mistake.flags, file=path if mistake.file else None)
+    assert len(str(refusal.value).splitlines()) == 1 and len(str(refusal.value)) < 1200 + len(str(path))
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(MISTAKES) >= 40
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"cpu": True, "use_fsdp": True, "num_processes": 2},
+        {"cpu": True, "num_processes": 2},
+        {"multi_gpu": True, "num_processes": 4, "gpu_ids": "0,1,2,3"},
+        {"multi_gpu": True, "num_processes": 4, "num_machines": 2, "gpu_ids": "0,1"},
+        {**MESH, "parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2, "num_processes": 4},
+        {"use_deepspeed": True, "offload_param_device": "nvme", "offload_param_nvme_path": "/nvme"},
+        {"rdzv_backend": "my_own_store"},
+        {"mixed_precision": "fp8", "fp8_margin": 1},
+    ],
+)
+def test_what_is_right_is_not_refused(flags: dict[str, Any]) -> None:
+    collect({}, {}, flags=flags)
