@@ -85,6 +85,9 @@ def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fu
         if state.warm_start:
             state.q_memory_dict[index] = right
         buffer.copy_(approximation.flatten()[:length])
+        if buffer.device.type != "cpu":
+            # This runs on a stream of its own: what is freed on return must not be in use there any more.
+            torch.accelerator.synchronize(buffer.device.index)
         state.maybe_increase_iter(bucket)
         return buffer
 

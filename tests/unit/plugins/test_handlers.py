@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,6 +140,14 @@ class TestFp8:
         assert (recipe.backend, recipe.opt_level, recipe.margin) == ("MSAMP", "O1", 0)
         with pytest.warns(FutureWarning), pytest.raises(SettingError, match="TE, MSAMP"):
             FP8RecipeKwargs(backend="AO")
+
+    def test_torchaos_configuration_is_made_from_the_two_switches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        library = SimpleNamespace(Float8LinearConfig=lambda **switches: switches)
+        monkeypatch.setattr("accelerate.plugins.fp8.require", lambda *names, **more: library)
+        with patched(ACCELERATE_FP8_PAD_INNER_DIM="false"):
+            recipe = AORecipeKwargs()
+        assert recipe.config == {"pad_inner_dim": False, "enable_fsdp_float8_all_gather": True}
+        assert AORecipeKwargs(config="mine").config == "mine"
 
     @pytest.mark.skipif(is_installed("torchao"), reason="torchao is installed")
     def test_torchao_is_named_when_it_is_missing(self) -> None:
