@@ -52,8 +52,8 @@ MISTAKES = {
     "text that is not YAML": Mistake(("config.yaml:2", "not YAML"), file="num_processes: 2\n  broken: [\n"),
     "a file that is a list": Mistake(("config.yaml:1", "keys and values"), file="- one\n- two\n"),
     "a misspelt precision in a file": Mistake(
-        ("mixed_precision", "'bfp16'", "config.yaml:2", "no, fp16, bf16, fp8", "Did you mean 'bf16'"),
-        file="distributed_type: MULTI_GPU\nmixed_precision: bfp16\n",
+        ("mixed_precision", "'bf-16'", "config.yaml:2", "no, fp16, bf16, fp8", "Did you mean 'bf16'"),
+        file="distributed_type: MULTI_GPU\nmixed_precision: bf-16\n",
     ),
     "a word for a number": Mistake(
         ("num_processes", "'two'", "config.yaml:1", "whole number, at least 1"), file="num_processes: two\n"
