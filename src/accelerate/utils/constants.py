@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..collectives import TORCH_DISTRIBUTED_OPERATION_TYPES
 from ..names import (
     FSDP_MODEL_NAME,
     MODEL_NAME,
@@ -60,6 +61,7 @@ __all__ = [
     "SAMPLER_NAME",
     "SCALER_NAME",
     "SCHEDULER_NAME",
+    "TORCH_DISTRIBUTED_OPERATION_TYPES",
     "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
     "WEIGHTS_PATTERN_NAME",

@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+from ..collectives import (
+    CannotPadNestedTensorWarning,
+    broadcast,
+    broadcast_object_list,
+    chained_operation,
+    copy_tensor_to_devices,
+    gather,
+    gather_object,
+    gather_tensor_shape,
+    pad_across_processes,
+    reduce,
+    verify_operation,
+)
 from ..errors import DistributedOperationException
 from ..nested import (
     TensorInformation,
@@ -26,14 +39,22 @@ from ..nested import (
 from ..precision.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
 
 __all__ = [
+    "CannotPadNestedTensorWarning",
     "ConvertOutputsToFp32",
     "DistributedOperationException",
     "TensorInformation",
+    "broadcast",
+    "broadcast_object_list",
+    "chained_operation",
     "concatenate",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "copy_tensor_to_devices",
     "find_batch_size",
     "find_device",
+    "gather",
+    "gather_object",
+    "gather_tensor_shape",
     "get_data_structure",
     "get_shape",
     "honor_type",
@@ -43,8 +64,11 @@ __all__ = [
     "is_tensor_information",
     "is_torch_tensor",
     "listify",
+    "pad_across_processes",
     "pad_input_tensors",
     "recursively_apply",
+    "reduce",
     "send_to_device",
     "slice_tensors",
+    "verify_operation",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from ..checkpointing import clean_state_dict_for_safetensors, load, save
 from ..memory import convert_bytes
 from ..modules import get_module_children_bottom_up, get_pretty_name, merge_dicts, model_has_dtensor, recursive_getattr
 from ..ports import get_free_port, is_port_in_use
+from ..processes import wait_for_everyone
 from ..strategies.compile import (
     compile_regions,
     compile_regions_deepspeed,
@@ -19,6 +21,7 @@ from ..versions import check_os_kernel
 
 __all__ = [
     "check_os_kernel",
+    "clean_state_dict_for_safetensors",
     "compile_regions",
     "compile_regions_deepspeed",
     "compile_regions_fsdp2",
@@ -32,7 +35,10 @@ __all__ = [
     "is_compiled_module",
     "is_port_in_use",
     "is_repeated_blocks",
+    "load",
     "merge_dicts",
     "model_has_dtensor",
     "recursive_getattr",
+    "save",
+    "wait_for_everyone",
 ]

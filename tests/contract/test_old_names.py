@@ -1,0 +1,84 @@
+"""Every name of the documented interface resolves to the one real object, or stands on a list that only shrinks."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+import pytest
+
+HERE: Final = Path(__file__).parent
+
+#: How many names were pending at the last commit. It may go down only; at 0 the list and this number disappear.
+NUM_PENDING: Final = 147
+
+
+def read(name: str) -> list[str]:
+    return [line for line in (HERE / name).read_text(encoding="utf-8").split() if line]
+
+
+OLD_NAMES: Final = read("old_names.txt")
+PENDING: Final = frozenset(read("pending_names.txt"))
+
+
+def resolve(old_name: str) -> object:
+    """The object, found as `from module import name` finds it."""
+    module_name, _, name = old_name.partition(":")
+    module = importlib.import_module(module_name)
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        return importlib.import_module(f"{module_name}.{name}")
+
+
+@pytest.mark.parametrize("old_name", [name for name in OLD_NAMES if name not in PENDING])
+def test_an_old_name_resolves(old_name: str) -> None:
+    resolve(old_name)
+
+
+@pytest.mark.parametrize("old_name", sorted(PENDING))
+def test_a_pending_name_is_not_there_yet(old_name: str) -> None:
+    with pytest.raises((ImportError, AttributeError)):
+        resolve(old_name)
+        pytest.fail(f"{old_name} resolves now: take it off tests/contract/pending_names.txt and lower NUM_PENDING")
+
+
+def test_the_list_of_pending_names_only_shrinks() -> None:
+    assert set(OLD_NAMES) >= PENDING
+    assert len(PENDING) == NUM_PENDING, "lower NUM_PENDING when a name is built; never raise it"
+
+
+def test_the_frozen_list_is_whole() -> None:
+    assert len(OLD_NAMES) == len(set(OLD_NAMES)) == 555
+
+
+def old_address_modules() -> list[ModuleType]:
+    import accelerate.utils
+
+    return [
+        importlib.import_module(f"accelerate.utils.{found.name}")
+        for found in pkgutil.iter_modules(accelerate.utils.__path__)
+    ]
+
+
+@pytest.mark.parametrize("module", old_address_modules(), ids=lambda module: module.__name__)
+def test_an_old_address_has_the_same_objects_as_their_homes(module: ModuleType) -> None:
+    import accelerate.utils
+
+    for name in module.__all__:
+        value = getattr(module, name)
+        home = accelerate.utils._HOMES.get(name)
+        if home is not None:
+            assert value is getattr(importlib.import_module(f"accelerate.{home}"), name), name
+            assert value is getattr(accelerate.utils, name), name
+
+
+def test_no_old_address_warns_but_the_one_that_says_so() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for module in old_address_modules():
+            importlib.reload(module)
