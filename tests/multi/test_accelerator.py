@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.plugins import DistributedDataParallelKwargs
+from accelerate.plugins.ddp import DistributedDataParallelKwargs
 from tests.ranks import RankFailed, run_on_ranks
 
 
@@ -162,6 +162,21 @@ def test_gradients_that_would_bypass_the_reduction_are_refused_with_the_way_out(
 
     for text in run_on_ranks(work):
         assert "Network.encode" in text and "unwrap_model" in text
+
+
+def test_unwrapping_a_compiled_replica_leaves_it_a_replica() -> None:
+    def work() -> list[bool]:
+        accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+        model = nn.Linear(2, 2)
+        prepared = accelerator.prepare(model)
+        inner = accelerator.unwrap_model(prepared)
+        return [
+            isinstance(prepared._orig_mod, DistributedDataParallel),
+            inner._orig_mod is model,
+            accelerator.unwrap_model(prepared, keep_torch_compile=False) is model,
+        ]
+
+    assert run_on_ranks(work) == [[True, True, True]] * 2
 
 
 # -- metrics ---------------------------------------------------------------------------------------------------

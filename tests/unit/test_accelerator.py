@@ -248,6 +248,8 @@ def test_a_compiled_model_unwraps_to_the_users() -> None:
     prepared = accelerator.prepare(model)
     assert prepared is not model and torch.equal(prepared(torch.ones(1, 2)), model(torch.ones(1, 2)))
     assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
+    assert accelerator.unwrap_model(prepared) is prepared, "compiled stays compiled unless asked"
+    assert list(accelerator.get_state_dict(prepared)) == ["weight", "bias"]
 
 
 # -- the constructor -------------------------------------------------------------------------------------------

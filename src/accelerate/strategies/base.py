@@ -119,7 +119,7 @@ class Strategy(ABC):
 
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict of ``model``, under the names of the user's own module."""
-        return (self.unwrap(model) if unwrap else model).state_dict()
+        return (self.unwrap(model, keep_torch_compile=False) if unwrap else model).state_dict()
 
     def release(self, model: torch.nn.Module) -> None:
         """``model`` no longer holds the process group."""

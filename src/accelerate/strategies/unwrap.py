@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..precision.autocast import restore_forward
-from .compile import is_compiled_module
+from .compile import is_compiled_module, uncompiled
 
 
 def _wrapper_classes() -> tuple[type, ...]:
@@ -41,10 +41,12 @@ def unwrap(model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool 
         compiled, model = model, model._orig_mod
     if not keep_fp32_wrapper and isinstance(model, torch.nn.Module):
         restore_forward(model)
-    if compiled is not None and keep_torch_compile:
-        compiled._orig_mod = model
-        return compiled
-    return model
+    if not keep_torch_compile:
+        return uncompiled(model) if isinstance(model, torch.nn.Module) else model
+    if compiled is None or compiled._orig_mod is model:
+        return model if compiled is None else compiled
+    # The user's compiled object goes on training through its wrapper, so the inner model gets one of its own.
+    return type(compiled)(model, compiled.dynamo_ctx)
 
 
 def extract_model_from_parallel(
