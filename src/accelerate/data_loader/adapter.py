@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -67,7 +68,7 @@ class DataLoaderStateMixin:
         return -1
 
 
-class DataLoaderAdapter(DataLoader[Any]):
+class DataLoaderAdapter(DataLoader[Any], ABC):
     """A loader with the attributes of the user's, which reads through :attr:`base_dataloader`.
 
     With ``use_stateful_dataloader`` that one is torchdata's StatefulDataLoader.

@@ -137,7 +137,7 @@ class DataLoaderDispatcher(BatchFeeder):
         if world is not None and self.device is None:
             self.device = world.device
         if world is not None and not world.is_main:
-            return self._deal(world, None)
+            return self._deal_rounds(world, None)
         if isinstance(self.dataset, IterableDataset):
             skipped = self.skip_batches
             source = self._read_stream(_as_read_by_one(restored), skipped * self.batches_per_round)
@@ -146,9 +146,9 @@ class DataLoaderDispatcher(BatchFeeder):
             source = self._read_map(restored)
         if restored is not None and not skipped:
             skipped = restored.place_for(self.share().count, self.total_batch_size).rounds
-        return self._deal(world, Rounds(self, source, skipped))
+        return self._deal_rounds(world, Rounds(self, source, skipped))
 
-    def _deal(self, world: World | None, rounds: Rounds | None) -> Generator[Delivery, None, None]:
+    def _deal_rounds(self, world: World | None, rounds: Rounds | None) -> Generator[Delivery, None, None]:
         share = self.share()
         try:
             while True:

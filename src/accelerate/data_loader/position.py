@@ -23,6 +23,7 @@ class Restored:
     witnesses: list[int] = field(default_factory=list)
     dataset: Any = None  # the stream's own state, where it keeps one and all ranks read the same stream
     own: Mapping[str, Any] = field(default_factory=dict)  # what only the rank that saved it can use
+    is_finished: bool = False  # the last batch of the epoch had been delivered
 
     def place_for(self, shares: int, samples_per_round: int) -> Place:
         """The place among ``shares`` ranks: the same samples have been dealt, in rounds of another size."""
@@ -89,12 +90,12 @@ class Progress:
                     witnesses_of(drawn.last_group),
                     own.pop("dataset", None),
                     own,
-                ),
-                is_finished=drawn.is_last,
+                    drawn.is_last,
+                )
             )
         inside = self.place != BEGINNING
         order = (self.begun or {}) if inside else ready
-        return _state_of(Restored(self.epoch, self.place, shares, order), is_finished=not inside)
+        return _state_of(Restored(self.epoch, self.place, shares, order, is_finished=not inside))
 
     def load(self, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The next pass continues from ``state``; returns the sampler's state where that lies between two epochs."""
@@ -107,6 +108,7 @@ class Progress:
                 list(state["witnesses"]),
                 state.get("dataset"),
                 state.get("own") or {},
+                bool(state["_iterator_finished"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
@@ -121,7 +123,7 @@ class Progress:
         return None
 
 
-def _state_of(position: Restored, is_finished: bool = False) -> dict[str, Any]:
+def _state_of(position: Restored) -> dict[str, Any]:
     place = position.place
     return {
         "epoch": position.epoch,
@@ -133,5 +135,5 @@ def _state_of(position: Restored, is_finished: bool = False) -> dict[str, Any]:
         "witnesses": position.witnesses,
         "dataset": position.dataset,
         "own": dict(position.own),
-        "_iterator_finished": is_finished,
+        "_iterator_finished": position.is_finished,
     }

@@ -4,6 +4,7 @@ place in the epoch can be saved and found again."""
 from __future__ import annotations
 
 import warnings
+from abc import ABC
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -53,7 +54,7 @@ def _nothing() -> Iterator[Drawn]:
     return iter(())
 
 
-class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter):
+class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     """A prepared loader: a torch DataLoader whose batches are on the device and carry their account.
 
     While a batch is in hand, ``end_of_dataloader`` tells whether it is the last one and ``coverage`` which rows of
@@ -247,12 +248,15 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter):
     ) -> Generator[Delivery, None, None]:
         source = self._stream_source()
         world = self._world()
+        source.seed_generator()
         begun: dict[str, Any] = {"streams": capture_host_streams()}
         if source.generator is not None:
             begun["generator"] = source.generator.get_state()
             if world is not None and self._draws_on_every_rank:
                 begun["generator"] = from_main(begun["generator"], world)
                 source.generator.set_state(begun["generator"])
+        if source.shard is not None and source.is_stateful and self.num_workers == 0:
+            begun["dataset"] = source.base.state_dict()  # for the samples that complete the last round
         self.progress.begun = begun if restored is None else restored.order
         skip = self.skip_batches if skip_batches is None else skip_batches
         reader = StreamReader(self, source, restored, skip)
@@ -307,8 +311,13 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter):
         return self.progress.state(self._shares(), ready)
 
     def _ready_stream(self) -> dict[str, Any]:
-        generator = self._stream_source().generator
-        return {} if generator is None else {"generator": generator.get_state()}
+        """What the stream's next pass depends on, between two passes."""
+        source = self._stream_source()
+        ready: dict[str, Any] = {} if source.generator is None else {"generator": source.generator.get_state()}
+        state = source.base.state_dict() if source.is_stateful and self.num_workers == 0 else None
+        if state:
+            ready.update(dataset=state, rank=list(self.rank_and_size()) if source.num_readers > 1 else None)
+        return ready
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The next pass continues where ``state_dict`` was taken, in the same order; data isn't read for that.
@@ -322,9 +331,12 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter):
         if not isinstance(self.dataset, IterableDataset):
             self._order().adopt(ready)
             return
-        generator = self._stream_source().generator
-        if generator is not None and ready.get("generator") is not None:
-            generator.set_state(ready["generator"])
+        source = self._stream_source()
+        if source.generator is not None and ready.get("generator") is not None:
+            source.generator.set_state(ready["generator"])
+        is_mine = ready.get("rank") is None or tuple(ready["rank"]) == self.rank_and_size()
+        if source.is_stateful and is_mine and ready.get("dataset") is not None:
+            source.base.load_state_dict(ready["dataset"])
 
     @property
     def dl_state_dict(self) -> dict[str, Any]:

@@ -275,6 +275,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.split_batches = split_batches
         self.epoch = 0
         self.num_skipped = 0  # samples of the stream that a pass throws away before its first round
+        self.first_round: Callable[[], list[Any]] | None = None  # reads it again, for a pass that began later
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is that of ``epoch``; the stream is told."""
@@ -295,15 +296,19 @@ class IterableDatasetShard(IterableDataset[Any]):
         return (rounds + (1 if rest and not self.drop_last else 0)) * self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
+        self.seed_generator()
         for item in self.draw():
             yield item.item if type(item) is LastItem else item
 
-    def draw(self) -> Iterator[Any]:
-        """The samples of this process; the last one of a completed round comes as a :class:`LastItem`."""
+    def seed_generator(self) -> None:
+        """A generator of the stream starts from the epoch, unless the stream has an epoch of its own."""
         if getattr(self.dataset, "set_epoch", None) is None:
             generator = getattr(self.dataset, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(self.epoch)
+
+    def draw(self) -> Iterator[Any]:
+        """The samples of this process; the last one of a completed round comes as a :class:`LastItem`."""
         total = self.samples_per_round
         size = total // self.num_processes
         start = self.process_index * size
@@ -317,6 +322,8 @@ class IterableDatasetShard(IterableDataset[Any]):
                 yield from dealt[start : start + size]
             elif not self.drop_last:
                 num_real = len(dealt)
+                if self.first_round is not None:
+                    first = self.first_round()
                 completed = dealt + [first[added % len(first)] for added in range(total - num_real)]
                 real = tuple(min(max(num_real - share * size, 0), size) for share in range(self.num_processes))
                 coverage = BatchCoverage(real, (size,) * self.num_processes)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -63,6 +64,11 @@ class StreamSource:
         generator = getattr(self.base, "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
 
+    def seed_generator(self) -> None:
+        """The generator of a stream that is dealt here starts from the epoch."""
+        if self.shard is not None:
+            self.shard.seed_generator()
+
     @property
     def is_stateful(self) -> bool:
         """Whether the stream can tell, and find again, where it stands."""
@@ -93,6 +99,7 @@ class StreamReader:
         self._loader_state: Any = None
         self._ahead: Mapping[str, Any] = {}  # the streams that the next batch is to be drawn from
         self._in_process = feeder.num_workers == 0
+        self._is_over = False
         self._keeps_state = source.is_stateful and self._in_process and not feeder.use_stateful_dataloader
         if skip_batches:
             self.place = Place(skip_batches, skip_batches, skip_batches * source.samples_per_round)
@@ -109,6 +116,7 @@ class StreamReader:
             self._loader_state = own["loader"]
         elif self._keeps_state and dataset_state is not None:
             self._dataset_state = dataset_state
+            self._is_over = restored.is_finished
         elif restored.shares == source.shares:
             self._num_discarded = self.place.rounds
         elif self._in_process and source.num_readers == 1:
@@ -131,6 +139,9 @@ class StreamReader:
 
     def read(self) -> Generator[tuple[Any, Drawn], None, None]:
         """Every batch, on the device, with its account; each is given out when the next one has been read."""
+        if self._is_over:
+            self.source.base.load_state_dict(self._dataset_state)
+            return
         with self._beginning():
             batches = self._open()
             for _ in range(self._num_discarded):
@@ -147,6 +158,8 @@ class StreamReader:
             own = self._own(moving)
             following = next(batches, _END)
             is_last = following is _END
+            if is_last and self._keeps_state:
+                own.update(self._stream_state())
             yield batch, Drawn(None, coverage, is_last, place.rounds, place.groups, place.samples, None, own)
             batch = following
 
@@ -166,6 +179,8 @@ class StreamReader:
         collate: Any = feeder.collate_fn
         if shard is not None:
             shard.num_skipped = self._num_skipped
+            at_start = self._order.get("dataset")
+            shard.first_round = self._first_round if self._dataset_state is not None and at_start is not None else None
             dataset, collate = AccountedStream(shard), CollateAccount(collate)
         elif self._num_skipped:
             dataset = StreamFrom(dataset, self._num_skipped)
@@ -176,6 +191,18 @@ class StreamReader:
             reader.load_state_dict(self._loader_state)
         return iter(reader)
 
+    def _first_round(self) -> list[Any]:
+        """The samples that the epoch began with, read as they were then; afterwards the stream stands where it stood."""
+        base = self.source.base
+        stands = base.state_dict()
+        base.load_state_dict(self._order["dataset"])
+        with host_streams(self._order.get("streams") or {}):
+            if self.feeder.generator is None:
+                torch.empty((), dtype=torch.int64).random_()  # torch's loader draws the seed of its workers first
+            samples = list(islice(iter(base), self.source.samples_per_round))
+        base.load_state_dict(stands)
+        return samples
+
     def _first(self, batches: Iterator[Any]) -> tuple[Any, list[str]]:
         """The first batch, and the streams of this process that reading draws from."""
         if not self._in_process:
@@ -183,7 +210,7 @@ class StreamReader:
         before = capture_host_streams()
         batch = next(batches, _END)
         if self.source.shard is not None:
-            self.source.shard.num_skipped = 0
+            self.source.shard.num_skipped = 0  # it was for this pass
         return batch, ["torch", *(name for name in before if name != "torch" and host_stream(name) != before[name])]
 
     def _accounted(self, batch: Any) -> tuple[Any, BatchCoverage | None]:
@@ -198,6 +225,9 @@ class StreamReader:
             reader: Any = self.feeder.base_dataloader
             own["loader"] = reader.state_dict()
         elif self._keeps_state:
-            # A stream that all ranks read alike can be continued by any rank, a rank's own stream only by that rank.
-            own["dataset" if self.source.num_readers == 1 else "stream"] = self.source.base.state_dict()
+            own.update(self._stream_state())
         return own
+
+    def _stream_state(self) -> dict[str, Any]:
+        # A stream that all ranks read alike can be continued by any rank, a rank's own stream only by that rank.
+        return {"dataset" if self.source.num_readers == 1 else "stream": self.source.base.state_dict()}
