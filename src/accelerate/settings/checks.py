@@ -72,10 +72,11 @@ def _check_hardware(settings: Settings) -> None:
         raise SettingError(f"{quoted} exclude each other. Keep one of `--cpu`, `--multi_gpu` and `--tpu`.")
     if not asked or settings.source_of(asked[0]).kind != "flag":
         return
+    # FSDP runs on CPU processes too, and Megatron-LM on what multi_gpu means.
+    together = {("run.use_cpu", "use_fsdp"), ("launch.multi_gpu", "use_megatron_lm")}
     for engine in ("use_deepspeed", "use_fsdp", "use_megatron_lm"):
-        # FSDP runs on CPU processes too; everything else brings its own devices.
-        together = asked[0] == "run.use_cpu" and engine == "use_fsdp"
-        if settings.source_of(f"paradigm.{engine}").kind == "flag" and not together:
+        is_asked = settings.source_of(f"paradigm.{engine}").kind == "flag"
+        if is_asked and (asked[0], engine) not in together:
             raise SettingError(
                 f"{settings.quote(asked[0])} and {settings.quote(f'paradigm.{engine}')} exclude each other: "
                 "the engine "

@@ -41,6 +41,8 @@ ALWAYS_SAVED: Final = (
     "run.downcast_bf16",
 )
 
+_ONLY_LOCAL: Final = ("run.downcast_bf16",)
+
 
 def default_config_file() -> Path:
     """Where `config` saves and `launch` looks: $HF_HOME/accelerate/default_config.yaml."""
@@ -94,6 +96,8 @@ def to_document(settings: Settings) -> dict[str, Any]:
         if options is None or option.secret or option.key is None or _hidden(settings, address):
             continue
         value = _plain(getattr(options, name))
+        if option.kind == "list" and option.env and value:
+            value = option.write(value)  # what may come from a variable is text in files too
         is_default = value == _plain(_default(settings, option)) and not settings.was_given(address)
         if value is None or value in ([], {}, "") or (is_default and address not in ALWAYS_SAVED):
             continue
@@ -115,9 +119,10 @@ def _default(settings: Settings, option: OptionInfo) -> Any:
 
 
 def _hidden(settings: Settings, address: str) -> bool:
-    """Keys that mean something else in a file of the other kind."""
-    shared = ("num_machines", "gpu_ids", "distributed_type")
-    return settings.sagemaker is not None and address in {f"launch.{name}" for name in shared}
+    """Keys that the file of a SageMaker job doesn't have, or has for the job."""
+    if settings.sagemaker is None:
+        return False
+    return address in _ONLY_LOCAL or (address.startswith("launch.") and address != "launch.compute_environment")
 
 
 def _plain(value: Any) -> Any:

@@ -33,6 +33,7 @@ class RunOptions(OptionGroup, title="Resources", env="ACCELERATE_", key="", flag
         "Check the shapes that ranks bring to a collective operation, and report differences instead of hanging.",
         env="ACCELERATE_DEBUG_MODE",
         switch=True,
+        quiet=True,
         question="Should collective operations be checked while running? It is slower, and helps against hangs.",
     )
     gradient_accumulation_steps: int = option(

@@ -187,6 +187,7 @@ def test_a_sagemaker_file(tmp_path: Path) -> None:
     assert found.sagemaker.additional_args == {"max_run": 60}
     file.save(found, tmp_path / "again.yaml")
     assert file.load(tmp_path / "again.yaml") == found
+    assert not {"num_processes", "machine_rank", "rdzv_backend"} & set(file.read(tmp_path / "again.yaml"))
 
 
 def test_json_is_read_by_extension_and_in_a_yaml_path(tmp_path: Path) -> None:
@@ -241,12 +242,19 @@ def test_loading_what_was_saved_gives_the_same_settings(tmp_path: Path, suffix: 
 
 def test_saved_files_are_clean_yaml(tmp_path: Path) -> None:
     flags = {"use_fsdp": True, "fsdp_version": "2", "aws_secret_access_key": "hunter2"}
+    flags["fsdp_transformer_layer_cls_to_wrap"] = "A,B"
     file.save(collect({}, {}, flags=flags), tmp_path / "new" / "config.yaml")
     text = (tmp_path / "new" / "config.yaml").read_text(encoding="utf-8")
     document = yaml.safe_load(text)
     assert list(document)[:3] == ["compute_environment", "distributed_type", "mixed_precision"]
-    assert document["fsdp_config"] == {"fsdp_version": 2}
+    assert document["fsdp_config"] == {"fsdp_version": 2, "fsdp_transformer_layer_cls_to_wrap": "A,B"}
     assert "hunter2" not in text and None not in document.values() and {} not in document.values()
+
+
+def test_lists_of_commands_stay_lists(tmp_path: Path) -> None:
+    found = load(tmp_path, "distributed_type: XLA\ncommands: [one, 'two, three']\ntpu_env: [A=b]\n")
+    file.save(found, tmp_path / "again.yaml")
+    assert file.read(tmp_path / "again.yaml")["commands"] == ["one", "two, three"]
 
 
 def test_updating_keeps_the_meaning(tmp_path: Path) -> None:

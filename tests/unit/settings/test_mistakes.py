@@ -285,6 +285,7 @@ def test_there_are_enough_of_them() -> None:
         {"multi_gpu": True, "num_processes": 4, "num_machines": 2, "gpu_ids": "0,1"},
         {**MESH, "parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2, "num_processes": 4},
         {"use_deepspeed": True, "offload_param_device": "nvme", "offload_param_nvme_path": "/nvme"},
+        {"use_megatron_lm": True, "multi_gpu": True, "num_processes": 2},
         {"rdzv_backend": "my_own_store"},
         {"mixed_precision": "fp8", "fp8_margin": 1},
     ],
