@@ -154,9 +154,13 @@ class Accelerator:
         self.trackers: list[Any] = []
         self.flag_tensor: torch.Tensor | None = None
         self.deepspeed_engine_wrapped: Any = None
-        self._weights = WindowWeights(self.world)
         self._window: tuple[int, ...] = ()
         self._is_distributed = self.world.size > 1
+        self._hold_nothing()
+
+    def _hold_nothing(self) -> None:
+        """Nothing is prepared, registered or hooked."""
+        self._weights = WindowWeights(self.world)
         self._models: list[Any] = []
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
@@ -668,10 +672,11 @@ class Accelerator:
             kwargs: for ``torch.Tensor.backward``; ``learning_rate`` for LOMO optimizers.
         """
         self.gradient_state.note_backward()
-        learning_rate = kwargs.pop("learning_rate", None)
-        if learning_rate is not None and self.has_lomo_optimizer:
-            self.lomo_backward(loss, learning_rate)
-            return
+        if "learning_rate" in kwargs:
+            learning_rate = kwargs.pop("learning_rate")
+            if self.has_lomo_optimizer:
+                self.lomo_backward(loss, learning_rate)
+                return
         if weight is not None:
             self._weights.backward(
                 loss,
