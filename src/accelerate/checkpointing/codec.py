@@ -100,9 +100,10 @@ class _Encoder:
 
     def encode(self, value: Any, path: str, name: str) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, int, str):
-            long = kind is int and value.bit_length() > _JSON_INT_BITS
-            return {TAG: "int", "hex": hex(value)} if long else value
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            return value if value.bit_length() <= _JSON_INT_BITS else {TAG: "int", "hex": hex(value)}
         if kind is float:
             finite = value - value == 0.0
             return value if finite else {TAG: "float", "text": repr(value)}

@@ -145,7 +145,7 @@ class CheckpointStore:
                     raise
                 self.ranks.agree(None, what)
                 self._commit(draft, description or Manifest({}))
-            except BaseException:
+            except BaseException:  # a draft that did not become a checkpoint leaves nothing behind
                 if not self._moving:  # else the next reader finishes the move
                     for staging in made:
                         shutil.rmtree(staging, ignore_errors=True)
@@ -434,7 +434,7 @@ def write_durably(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except BaseException:
+    except BaseException:  # half a file is no file, whatever stopped the writing
         beside.unlink(missing_ok=True)
         raise
     flush(path.parent)

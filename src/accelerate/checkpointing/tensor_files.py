@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, cast, final
 
 import safetensors
 import torch
@@ -89,6 +89,7 @@ def write_tensors(
             file.write(data[start : start + _CHUNK_BYTES])
 
 
+@final
 class TensorFile:
     """An open safetensors file: names at once, values when asked for."""
 
