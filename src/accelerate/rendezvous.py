@@ -26,6 +26,7 @@ from .settings.env import read
 #: How long to wait for the other processes to appear, unless a timeout was asked for.
 RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=10)
 _POLL_SECONDS: Final = 0.01
+_READING_SECONDS: Final = 2.0
 
 
 def form_group(
@@ -101,7 +102,8 @@ def _tcp_store(seat: ClusterSeat, patience: timedelta, source: str) -> Store:
 def _unreachable(seat: ClusterSeat, patience: timedelta, source: str, keeps_store: bool, error: Exception) -> str:
     if keeps_store and _is_in_use(error):
         return (
-            f"Port {seat.port} of this host is in use by another program ({source}). Choose another with MASTER_PORT, "
+            f"Port {seat.port} of this host is in use by another program, or by another rank 0 "
+            f"({source}). Choose another with MASTER_PORT, "
             "`accelerate launch --main_process_port N` or `torchrun --master_port N` (0: any free one), "
             "or end the program that holds it."
         )
@@ -126,19 +128,24 @@ def _place(seat: ClusterSeat, init_method: str | None) -> str:
 def _agree_on_places(store: Store, seat: ClusterSeat, patience: timedelta) -> None:
     """All ranks are here, each once, and mean a world of the same size."""
     me = f"{seat.size}|{socket.gethostname()}, process {os.getpid()}"
-    if store.add(f"claims/{seat.rank}", 1) > 1:
-        raise WorldError(
-            f"Two processes say that they are rank {seat.rank} of {seat.size}: this one ({me.partition('|')[2]}) and "
-            f"{_holder(store, seat.rank)[1]}. Each needs its own RANK; check the machine ranks given to the launcher, "
-            "and that no older run still uses this address and port."
-        )
-    store.set(f"seat/{seat.rank}", me)
     deadline = time.monotonic() + patience.total_seconds()
-    if seat.rank == 0:
+    is_alone_in_place = store.add(f"claims/{seat.rank}", 1) == 1
+    if not is_alone_in_place:
+        store.set(
+            "refused",
+            f"two processes say that they are rank {seat.rank}: {_holder(store, seat.rank)[1]}, and "
+            f"{me.partition('|')[2]}. Each needs its own RANK; check the machine ranks given to the launcher",
+        )
+    else:
+        store.set(f"seat/{seat.rank}", me)
+    if seat.rank == 0 and is_alone_in_place:
         verdict = _count_ranks(store, seat, deadline)
         store.set("verdict", verdict)
+        if verdict:
+            _wait_for_readers(store, seat)
     elif _appears(store, "verdict", deadline):
         verdict = store.get("verdict").decode() or _compare_sizes(store, seat.rank, seat.size, 0)
+        store.add("readers", 1)
     else:
         verdict = (
             f"rank {seat.rank} waited {patience.total_seconds():.0f} s for rank 0, which never said that all are here"
@@ -149,7 +156,10 @@ def _agree_on_places(store: Store, seat: ClusterSeat, patience: timedelta) -> No
 
 def _count_ranks(store: Store, seat: ClusterSeat, deadline: float) -> str:
     for rank in range(1, seat.size):
-        if not _appears(store, f"seat/{rank}", deadline):
+        is_there = _appears(store, f"seat/{rank}", deadline)
+        if store.check(["refused"]):
+            return store.get("refused").decode()
+        if not is_there:
             absent = [other for other in range(seat.size) if not store.check([f"seat/{other}"])]
             return (
                 f"rank {', '.join(map(str, absent))} of {seat.size} didn't come to {seat.address}:{seat.port} in time. "
@@ -159,6 +169,14 @@ def _count_ranks(store: Store, seat: ClusterSeat, deadline: float) -> str:
         if wrong:
             return wrong
     return ""
+
+
+def _wait_for_readers(store: Store, seat: ClusterSeat) -> None:
+    """Those who are here have read the verdict, or had time to: this process may keep the store, and is about to end."""
+    deadline = time.monotonic() + _READING_SECONDS
+    num_here = sum(store.add(f"claims/{rank}", 0) for rank in range(seat.size)) - 1
+    while store.add("readers", 0) < num_here and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
 
 
 def _compare_sizes(store: Store, mine: int, size: int, other: int) -> str:
@@ -178,6 +196,8 @@ def _holder(store: Store, rank: int) -> tuple[str, str]:
 
 def _appears(store: Store, key: str, deadline: float) -> bool:
     while not store.check([key]):
+        if key != "verdict" and store.check(["refused"]):
+            return False
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)

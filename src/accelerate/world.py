@@ -86,7 +86,7 @@ class World:
 _world: World | None = None
 _forgotten: World | None = None  # left behind by forget_world; its ranks still meet
 _releasers: list[Callable[[], object]] = []
-_generations: dict[int, int] = {}  # by process id, because a forked child starts anew
+_generations: dict[tuple[int, int], int] = {}  # by process and attempt: a forked child starts anew
 _exit_hooked: set[int] = set()
 
 
@@ -291,7 +291,7 @@ def _form(
     store = rendezvous.form_group(
         seat,
         backend,
-        generation=_next_generation(),
+        generation=_next_generation(seat.attempt),
         timeout=timeout,
         init_method=init_method,
         device_id=device if kind.binds_group and backend == kind.backend else None,
@@ -347,10 +347,11 @@ def _join_runtime(kind: DeviceKind, facts: dict[str, Any]) -> World:
     )
 
 
-def _next_generation() -> int:
-    number = _generations.get(os.getpid(), -1) + 1
-    _generations[os.getpid()] = number
-    return number
+def _next_generation(attempt: int = 0) -> int:
+    """How many worlds this process has joined before, in this attempt."""
+    key = (os.getpid(), attempt)
+    _generations[key] = _generations.get(key, -1) + 1
+    return _generations[key]
 
 
 def _share_cores(seat: ClusterSeat) -> None:

@@ -1,0 +1,249 @@
+"""Real processes that form one world, fail to, adopt one, and leave it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate.errors import WorldError
+from accelerate.world import current_world, forget_world, join_world, leave_world
+from tests.ranks import RankFailed, free_port, run_on_ranks
+
+
+def native_threads() -> Counter[str]:
+    """The threads of this process by name, as the kernel knows them."""
+    folder = Path("/proc/self/task")
+    return Counter((folder / task / "comm").read_text().strip() for task in os.listdir(folder))
+
+
+def trained_replica() -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return model, optimizer, loss
+
+
+def test_processes_on_a_cpu_host_form_one_gloo_world_without_being_told_to() -> None:
+    def seen() -> tuple[Any, ...]:
+        world = join_world()
+        return world.rank, world.size, world.local_rank, world.local_size, world.backend, world.label, str(world.device)
+
+    # Without ACCELERATE_USE_CPU: what torchrun sets is enough.
+    answers = run_on_ranks(seen, 3, environment={"ACCELERATE_USE_CPU": ""})
+    assert answers == [(rank, 3, rank, 3, "gloo", "MULTI_CPU", "cpu") for rank in range(3)]
+
+
+def test_open_mpi_variables_form_the_same_world() -> None:
+    def seen() -> tuple[int, int]:
+        rank, size = os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
+        local_rank = os.environ.pop("LOCAL_RANK")
+        os.environ.update(
+            OMPI_COMM_WORLD_RANK=rank,
+            OMPI_COMM_WORLD_SIZE=size,
+            OMPI_COMM_WORLD_LOCAL_RANK=local_rank,
+            OMPI_COMM_WORLD_LOCAL_SIZE=size,
+        )
+        world = join_world()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return world.rank, int(total)
+
+    assert run_on_ranks(seen) == [(0, 2), (1, 2)]
+
+
+def test_leaving_ends_the_groups_threads_while_the_users_variables_keep_the_model() -> None:
+    def threads_after_leaving() -> tuple[Counter[str], list[int]]:
+        join_world()
+        model, optimizer, _loss = trained_replica()
+        assert native_threads()["pt_gloo_runloop"] > 0
+        leave_world()
+        output = model(torch.ones(1, 4))  # the model is still good for inference and for plain training
+        output.sum().backward()
+        optimizer.step()
+        return native_threads(), list(output.shape)
+
+    for threads, shape in run_on_ranks(threads_after_leaving):
+        assert threads["pt_gloo_runloop"] == 0
+        assert shape == [1, 2]
+
+
+def test_a_world_that_was_left_can_be_joined_again_at_the_same_address() -> None:
+    def join_twice() -> list[float]:
+        totals = []
+        for _ in range(2):
+            world = join_world()
+            total = torch.tensor(float(world.rank + 1))
+            dist.all_reduce(total)
+            totals.append(float(total))
+            if world.meeting is not None:
+                world.meeting.wait_for_everyone()
+            leave_world()
+        return totals
+
+    assert run_on_ranks(join_twice) == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_a_group_of_somebody_elses_is_adopted() -> None:
+    def adopt() -> tuple[int, int, str | None, bool]:
+        dist.init_process_group("gloo")
+        world = join_world()
+        assert world.meeting is not None
+        world.meeting.wait_for_everyone()
+        still_there = dist.is_initialized()
+        leave_world()
+        return world.rank, world.size, world.backend, still_there and not dist.is_initialized()
+
+    assert run_on_ranks(adopt) == [(0, 2, "gloo", True), (1, 2, "gloo", True)]
+
+
+def test_forgetting_keeps_the_group_and_the_meeting() -> None:
+    def forget() -> bool:
+        before = join_world()
+        forget_world()
+        assert current_world() is None
+        after = join_world()
+        assert after.meeting is before.meeting
+        assert after.meeting is not None
+        after.meeting.wait_for_everyone()
+        return after is not before and after == before
+
+    assert run_on_ranks(forget) == [True, True]
+
+
+def test_a_file_can_be_the_meeting_place(tmp_path: Path) -> None:
+    def meet() -> float:
+        world = join_world(init_method=f"file://{tmp_path}/meet/here")
+        total = torch.tensor(1.0)
+        dist.all_reduce(total)
+        assert world.meeting is not None
+        world.meeting.wait_for_everyone()
+        return float(total)
+
+    assert run_on_ranks(meet) == [2.0, 2.0]
+
+
+def test_a_tcp_address_can_be_given() -> None:
+    port = free_port()
+
+    def meet() -> float:
+        os.environ["MASTER_PORT"] = "1"  # not the one that counts
+        join_world(init_method=f"tcp://127.0.0.1:{port}")
+        total = torch.tensor(1.0)
+        dist.all_reduce(total)
+        return float(total)
+
+    assert run_on_ranks(meet) == [2.0, 2.0]
+
+
+def test_ranks_that_were_told_different_sizes_all_say_so() -> None:
+    def join() -> str:
+        if os.environ["RANK"] == "1":
+            os.environ["WORLD_SIZE"] = "3"
+        try:
+            join_world(timeout=timedelta(seconds=10))
+        except WorldError as error:
+            return str(error)
+        return ""
+
+    for message in run_on_ranks(join):
+        assert "2" in message
+        assert "3" in message
+        assert "WORLD_SIZE" in message
+
+
+def test_two_processes_with_one_rank_are_refused() -> None:
+    def join() -> str:
+        if os.environ["RANK"] == "2":
+            os.environ["RANK"] = "1"
+        try:
+            join_world(timeout=timedelta(seconds=20))
+        except WorldError as error:
+            return str(error)
+        return ""
+
+    for message in run_on_ranks(join, 3, timeout_seconds=15):
+        assert "two processes say that they are rank 1" in message
+        assert "RANK" in message
+
+
+def test_an_attempt_sees_nothing_of_the_one_before() -> None:
+    port = free_port()
+
+    def attempt() -> int:
+        # One store outlives the attempts, as a launcher's does; rank 0 of the first attempt never comes.
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=os.environ["RANK"] == "0", wait_for_workers=False, multi_tenant=True
+        )
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+        if os.environ["RANK"] == "1":
+            with pytest.raises(WorldError):
+                join_world(store=store, timeout=timedelta(seconds=1))
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+        return join_world(store=store).attempt
+
+    assert run_on_ranks(attempt) == [1, 1]
+
+
+SCRIPT = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from accelerate.state import PartialState
+
+state = PartialState()
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+print("trained", state.num_processes)
+"""
+
+
+def test_a_plain_script_under_torchrun_joins_and_ends_cleanly(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    finished = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            str(free_port()),
+            script,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("trained 2") == 2
+
+
+def test_a_rank_that_dies_is_reported_and_not_waited_for() -> None:
+    def die() -> None:
+        world = join_world()
+        if world.rank == 1:
+            os._exit(3)
+        assert world.meeting is not None
+        world.meeting.timeout = timedelta(seconds=5)
+        world.meeting.wait_for_everyone()
+
+    with pytest.raises(RankFailed, match="died with exit code 3"):
+        run_on_ranks(die)
