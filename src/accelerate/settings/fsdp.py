@@ -138,9 +138,10 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         launch_default=True,
         question="Do you want to enable CPU RAM efficient model loading?",
     )
-    transformer_cls_names_to_wrap: list[str] | None = option(
+    transformer_cls_names_to_wrap: Any = option(
         None,
         "The classes of the layers that become units, separated by commas.",
+        kind="list",
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
         stem="transformer_layer_cls_to_wrap",
         question="Specify the comma-separated list of transformer layer class names (case-sensitive) to wrap",
