@@ -46,16 +46,16 @@ def facts() -> dict[str, str]:
     import numpy
     import torch
 
-    import accelerate
+    from ..devices import CPU, present
 
-    from ..devices import present
-
-    kind, num_devices = present()
+    package = sys.modules[__name__.partition(".")[0]]
+    kind, count = present()
+    num_devices = 0 if kind is CPU else count
     found: dict[str, str] = {
-        "accelerate": accelerate.__version__,
+        "accelerate": package.__version__,
         "Platform": platform.platform(),
         "`accelerate` command": shutil.which("accelerate") or "not on the PATH",
-        "Package": str(Path(accelerate.__file__).parent),
+        "Package": str(Path(str(package.__file__)).parent),
         "Python": f"{platform.python_version()} ({sys.executable})",
         "NumPy": numpy.__version__,
         "PyTorch": torch.__version__,

@@ -42,9 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     if name == "--version":
-        from accelerate import __version__
-
-        print(f"accelerate {__version__}")
+        package = sys.modules["accelerate"]  # this very package, whose front door is open already
+        print(f"accelerate {package.__version__}")
         return 0
     if name not in COMMANDS:
         from difflib import get_close_matches

@@ -8,7 +8,7 @@ import argparse
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, final
 
 from ..errors import SettingError
 from ..settings.option import OptionInfo, Source, nearest
@@ -43,8 +43,28 @@ COMMON: Final = (
 _COLUMN: Final = 34
 
 
+def unknown_option(parser: argparse.ArgumentParser, text: str) -> str:
+    """What is said about an option that doesn't exist: the one that was probably meant."""
+    name = text.split("=", 1)[0]
+    known = [option for option in parser._option_string_actions if len(option) > 2]
+    near = nearest(name.replace("-", "_"), known)
+    hint = f" Did you mean {near}?" if near else f" `{parser.prog} --help` lists the options."
+    return f"there is no option {name}.{hint}"
+
+
+def complain_and_exit(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """The program ends with code 2 after one line."""
+    marker = "unrecognized arguments: "
+    if message.startswith(marker):
+        message = unknown_option(parser, message.removeprefix(marker).split()[0])
+    elif message.startswith("argument ") and ": `" in message:  # ours name the option themselves
+        message = message.partition(": ")[2]
+    parser.exit(2, f"{parser.prog}: {message}\n")
+
+
+@final
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose complaints fit in five lines and name the option that was probably meant."""
+    """An argument parser without abbreviations, whose complaints fit in a line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -52,26 +72,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """The program ends with code 2."""
-        marker = "unrecognized arguments: "
-        if message.startswith(marker):
-            unknown = message.removeprefix(marker).split()[0]
-            message = self.unknown_option(unknown)
-        elif message.startswith("argument ") and ": `" in message:  # ours name the option themselves
-            message = message.partition(": ")[2]
-        self.exit(2, f"{self.prog}: {message}\n")
-
-    def unknown_option(self, text: str) -> str:
-        """What is said about an option that doesn't exist."""
-        name = text.split("=", 1)[0]
-        near = nearest(name.replace("-", "_"), [option for option in self._option_string_actions if len(option) > 2])
-        hint = f" Did you mean {near}?" if near else f" `{self.prog} --help` lists the options."
-        return f"there is no option {name}.{hint}"
+        complain_and_exit(self, message)
 
 
-class LaunchParser(Parser):
+@final
+class LaunchParser(argparse.ArgumentParser):
     """Options, then the program, then the program's own arguments: exactly as they were given."""
 
     rows: Sequence[OptionInfo] = ()
+
+    def error(self, message: str) -> NoReturn:
+        """The program ends with code 2."""
+        complain_and_exit(self, message)
 
     def format_help(self) -> str:
         """The short help."""
@@ -85,9 +97,9 @@ class LaunchParser(Parser):
 
         words = list(sys.argv[1:] if args is None else args)
         place = self._program_place(words)
-        parsed, unknown = super().parse_known_args(words[:place], namespace)
+        parsed, unknown = super().parse_known_args(words[:place], namespace or argparse.Namespace())
         if unknown:
-            self.error(self.unknown_option(unknown[0]))
+            self.error(unknown_option(self, unknown[0]))
         rest = words[place:]
         if rest[:1] == ["--"]:
             rest = rest[1:]
@@ -108,11 +120,12 @@ class LaunchParser(Parser):
             if action is None and not word.startswith("--"):  # -q, -t3
                 action, has_value = self._option_string_actions.get(word[:2]), len(word) > 2
             if action is None:
-                self.error(self.unknown_option(word))
+                self.error(unknown_option(self, word))
             index += 1 if action.nargs == 0 or has_value else 2
         return len(words)
 
 
+@final
 class _Help(argparse.Action):
     """Prints one of the two help texts."""
 
@@ -161,12 +174,10 @@ def add_option(parser: argparse.ArgumentParser, option: OptionInfo) -> None:
         parser.add_argument(*option.flags, dest=option.dest, type=reader_of(option), default=None)
 
 
-def build_launch_parser(
-    options: Iterable[OptionInfo], *, prog: str = "accelerate launch", make: type[LaunchParser] = LaunchParser
-) -> LaunchParser:
+def build_launch_parser(options: Iterable[OptionInfo], *, prog: str = "accelerate launch") -> LaunchParser:
     """A parser for these options and for what only the command itself has."""
     rows = list(options)
-    parser = make(prog=prog, add_help=False)
+    parser = LaunchParser(prog=prog, add_help=False, allow_abbrev=False)
     parser.rows = rows
     parser.add_argument(
         "-h", "--help", action=_Help, dest="help", show=lambda: short_help(rows), help=argparse.SUPPRESS

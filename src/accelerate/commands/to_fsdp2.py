@@ -84,9 +84,10 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     source = Path(file.default_config_file() if args.config_file is None else args.config_file).expanduser()
     if not source.is_file():
         raise FileNotFoundError(f"There is no configuration at {source}.")
-    if args.output_file is None and not args.overwrite:
+    named: str | None = args.output_file
+    if named is None and not args.overwrite:
         raise SettingError("Where shall the result go? Give --output_file FILE, or --overwrite.")
-    target = source if args.overwrite else Path(args.output_file).expanduser()
+    target = source if args.overwrite or named is None else Path(named).expanduser()
     if target.exists() and not args.overwrite:
         raise SettingError(f"{target} exists. Remove it first, or name another --output_file.")
     content = yaml.safe_load(source.read_text(encoding="utf-8"))

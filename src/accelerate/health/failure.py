@@ -19,11 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import final
 
 LOGS_HINT = "Its whole output is above; for one file a rank: accelerate launch --log_dir DIRECTORY ..."
 TRACEBACK_START = "Traceback (most recent call last):"
 
 _FRAME = re.compile(r'^\s*(?:\|\s*)?File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
+#: torch marks every line of a traceback with the rank: ``[rank1]: ``
+_PREFIX = re.compile(r"\[[^\]\s]+\]: ?$")
 _MARKERS = re.compile(r"^\s*[~^\s]+$")
 #: Files that are nobody's own code: installed packages and the interpreter's library.
 _FOREIGN = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen|\\lib\\", re.IGNORECASE)
@@ -39,6 +42,7 @@ _SHOWN_MESSAGE_LINES = 3
 _LINE_WIDTH = 160
 
 
+@final
 @dataclass(frozen=True)
 class Frame:
     """One line of a traceback: where, and the source text where it was printed."""
@@ -54,6 +58,7 @@ class Frame:
         return _FOREIGN.search(self.file) is None and not self.file.startswith(_PACKAGE)
 
 
+@final
 @dataclass(frozen=True)
 class Traceback:
     """The last traceback that a process printed."""
@@ -82,7 +87,11 @@ def parse_traceback(text: str) -> Traceback | None:
         return None
     frames: list[Frame] = []
     message: list[str] = []
-    for line in text[start + len(TRACEBACK_START) :].splitlines()[1:]:
+    prefix = _PREFIX.search(text[text.rfind("\n", 0, start) + 1 : start])
+    for printed in text[start + len(TRACEBACK_START) :].splitlines()[1:]:
+        line = printed if prefix is None else printed.removeprefix(prefix[0]).removeprefix(prefix[0].rstrip())
+        if prefix is not None and line is printed:  # what torch's excepthook doesn't mark is no part of it
+            break
         match = _FRAME.match(line)
         if match and not message:
             frames.append(Frame(match["file"], int(match["line"]), match["function"] or ""))
@@ -97,6 +106,7 @@ def parse_traceback(text: str) -> Traceback | None:
     return Traceback(tuple(frames), "\n".join(message).rstrip())
 
 
+@final
 @dataclass(frozen=True)
 class Failure:
     """How one rank ended, when it didn't end well."""
@@ -250,6 +260,7 @@ def _own_groups() -> dict[str, str]:
     return groups
 
 
+@final
 @dataclass
 class MemoryWatch:
     """The kernel's counts of out-of-memory kills, read when it is made, to be compared later."""
@@ -313,13 +324,13 @@ def record_uncaught(read: Callable[[str], str | None]) -> None:
     ``read`` reads environment variables. Nothing changes where no launcher has asked for such a file. The
     form is the one that torch's elastic agent reads.
     """
-    path = next((path for name in _ERROR_FILES if (path := read(name))), None)
-    if path is None or getattr(sys.excepthook, "records_failures", False):
+    found = [path for name in _ERROR_FILES if (path := read(name))]
+    if not found or getattr(sys.excepthook, "records_failures", False):
         return
     before = sys.excepthook
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        write_error_file(Path(path), error)
+        write_error_file(Path(found[0]), error)
         before(kind, error, trace)
 
     record.records_failures = True  # pyright: ignore[reportFunctionMemberAccess]

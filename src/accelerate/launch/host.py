@@ -8,10 +8,12 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import final
 
 from ..ports import DEFAULT_PORT, get_free_port, is_port_in_use
 
 
+@final
 @dataclass(frozen=True)
 class Host:
     """One machine: a plan is a function of the settings, the program and this."""

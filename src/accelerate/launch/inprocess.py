@@ -9,21 +9,18 @@ function travels to them by value (cloudpickle), closures and the notebook's own
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import tempfile
-import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from ..errors import LaunchError, SettingError, WorldError
 from ..health.failure import report
-from ..optional import is_installed, require
 from ..ports import get_free_port, is_port_in_use
+from .fork import fork_is_safe, read_result, start_fork, write_function
 from .plan import LaunchPlan
-from .supervise import Starter, Supervisor, die_with_parent, start_command
+from .supervise import Supervisor, start_command
 
 PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
 
@@ -63,9 +60,9 @@ def run_ranks(function: Callable[..., Any], args: Sequence[Any], plan: LaunchPla
     with tempfile.TemporaryDirectory(prefix="accelerate_ranks_") as folder:
         home = Path(folder)
         if fork:
-            start = _start_fork(function, args, home)
+            start = start_fork(function, args, home)
         else:
-            (home / "function").write_bytes(_by_value((function, tuple(args))))
+            write_function(home, function, args)
             start = start_command(_with_arguments(plan, home))
         base = {**env.snapshot(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         if "OMP_NUM_THREADS" not in base:
@@ -106,122 +103,6 @@ def _shown_on(name: str) -> Callable[[bytes], None] | None:
 def is_notebook() -> bool:
     """Whether this interpreter is the kernel of a notebook."""
     return "ipykernel" in sys.modules
-
-
-def write_result(home: Path, rank: int, result: object) -> None:
-    """The parent can read what this rank returned."""
-    (home / f"result_{rank}").write_bytes(_by_value(result))
-
-
-def read_result(home: Path, rank: int) -> Any:
-    """What the rank returned; a child of ours wrote it, into a folder that only this user can open."""
-    return pickle.loads((home / f"result_{rank}").read_bytes())
-
-
-def read_function(home: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function and its arguments, in a process that was started for them."""
-    return pickle.loads((home / "function").read_bytes())
-
-
-def _by_value(value: object) -> bytes:
-    """``value`` as bytes, with what ``__main__`` defines packed along."""
-    if is_installed("cloudpickle"):
-        return require("cloudpickle").dumps(value)
-    try:
-        return pickle.dumps(value)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise LaunchError(
-            f"A value can't travel between the processes ({error}). With cloudpickle closures and classes "
-            "of the "
-            'notebook can: pip install "accelerate[notebook]".'
-        ) from error
-
-
-def _start_fork(function: Callable[..., Any], args: Sequence[Any], home: Path) -> Starter:
-    """Starts a rank as a copy of this process that calls the function and ends."""
-    tie_to_parent = die_with_parent()
-
-    def start(local_rank: int, environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> int:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            os.setsid()
-            tie_to_parent()
-            _take_place(environment, stdout, stderr)
-            code = call_and_report(function, args, home, int(environment["RANK"]))
-        except BaseException:  # nothing of the parent's stack may run in the child
-            traceback.print_exc()
-        finally:
-            _flush()
-            os._exit(code)
-
-    return start
-
-
-def _take_place(environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> None:
-    """The forked child has the rank's environment, outputs, signals and threads."""
-    import io
-    import signal
-
-    from ..settings import env
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    env.publish(environment)
-    for target, name, source in ((1, "stdout", stdout), (2, "stderr", stderr)):
-        if source is not None:
-            os.dup2(source, target)
-            setattr(sys, name, io.TextIOWrapper(os.fdopen(target, "wb", closefd=False), line_buffering=True))
-    if "torch" in sys.modules:
-        # The threads of the parent's pool don't exist here; a parallel region would wait for them for ever.
-        sys.modules["torch"].set_num_threads(1)
-
-
-def call_and_report(function: Callable[..., Any], args: Sequence[Any], home: Path, rank: int) -> int:
-    """0 once the result is where the parent looks for it; 1 after the traceback has been printed."""
-    try:
-        result = function(*args)
-        write_result(home, rank, result)
-    except SystemExit as error:
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:  # reported to the parent, which raises
-        traceback.print_exc()
-        return 1
-    finally:
-        _leave()
-    return 0
-
-
-def _leave() -> None:
-    world = sys.modules.get("accelerate.world")
-    if world is not None:
-        world.leave_world()
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue
-
-
-def accelerator_is_initialized() -> bool:
-    """Whether this process has touched an accelerator, so that it must not be forked."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    for name in ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu"):
-        module = getattr(torch, name, None)
-        check = getattr(module, "is_initialized", None)
-        if check is not None and check():
-            return True
-    return False
 
 
 def refuse_existing_state() -> None:
@@ -301,15 +182,6 @@ def notebook_launcher(
     kind = "CPU processes" if cpu else f"{found.name} devices"
     print(f"Launching training on {num_processes} {kind}.")
     return run_ranks(function, args, plan, fork=fork_is_safe())
-
-
-def fork_is_safe() -> bool:
-    """Whether a copy of this process can go on: no accelerator touched, called from the main thread."""
-    return (
-        hasattr(os, "fork")
-        and not accelerator_is_initialized()
-        and threading.current_thread() is threading.main_thread()
-    )
 
 
 def _port(use_port: str | int) -> int:

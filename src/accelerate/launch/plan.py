@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Flag
 from pathlib import Path
-from typing import Literal
+from typing import Literal, final
 
 from ..errors import SettingError
 
@@ -22,6 +22,7 @@ class Stream(Flag):
     BOTH = 3
 
 
+@final
 @dataclass(frozen=True)
 class Program:
     """The user's program: a script, a module (``-m``) or any command (``--no_python``), and its arguments."""
@@ -42,6 +43,7 @@ class Program:
         return (interpreter, self.target, *self.arguments)
 
 
+@final
 @dataclass(frozen=True)
 class Logs:
     """Where the outputs of the ranks go besides the terminal."""
@@ -79,6 +81,7 @@ def parse_tee(text: str) -> dict[int | None, Stream]:
         ) from None
 
 
+@final
 @dataclass(frozen=True)
 class LaunchPlan:
     """Everything that a launch engine needs to run, and all that ``--dry-run`` prints."""

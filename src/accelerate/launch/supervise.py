@@ -127,6 +127,7 @@ class Guardian:
         self._process.wait()
 
 
+@final
 @dataclass
 class _Rank:
     """One process while it lives, and what is left of it afterwards."""
@@ -159,6 +160,7 @@ class _Rank:
             os.killpg(self.pid, signal.SIGKILL)
 
 
+@final
 @dataclass
 class _Stop:
     """That the ranks have been told to stop: by which signal, and until when they may take their time."""

@@ -201,7 +201,7 @@ def elastic_call(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from ..settings import env
-    from .inprocess import fork_is_safe
+    from .fork import fork_is_safe
 
     settings = {**configuration}
     if backend == "static":

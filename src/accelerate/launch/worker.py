@@ -9,7 +9,7 @@ from pathlib import Path
 def main() -> int:
     """The exit code of the rank: 0 once its result lies in the folder."""
     from ..settings import env
-    from .inprocess import call_and_report, read_function
+    from .fork import call_and_report, read_function
 
     home = Path(sys.argv[1])
     function, args = read_function(home)

@@ -72,6 +72,13 @@ def test_the_last_of_several_tracebacks_counts() -> None:
     assert found is not None and found.message == "OSError: 2"
 
 
+def test_a_traceback_that_torch_has_marked_with_the_rank_is_read() -> None:
+    marked = "".join(f"[rank1]: {line}\n" for line in raised("ValueError: a\nb").splitlines())
+    found = parse_traceback(f"[W] warning\n{marked}terminate called without an active exception\n")
+    assert found is not None
+    assert (found.frames[0].file, found.message) == ("/home/me/t.py", "ValueError: a\nb")
+
+
 @pytest.mark.parametrize("text", ["", "no traceback here", "Traceback (most recent call last):\n  File"])
 def test_what_is_no_whole_traceback_gives_none(text: str) -> None:
     assert parse_traceback(text) is None

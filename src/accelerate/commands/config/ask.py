@@ -30,6 +30,7 @@ _BOLD: Final = "\x1b[1m"
 _PLAIN: Final = "\x1b[0m"
 
 
+@final
 @dataclass(frozen=True)
 class Choice(Generic[Value]):
     """One entry of a menu: the value it stands for and how it is shown."""
