@@ -105,7 +105,9 @@ def summary(names: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     import torch
 
-    folder, listings = Path(sys.argv[1]), sys.argv[2:]
+    # python -m torch.distributed.launch adds --local-rank=N to the words of the script.
+    words = [word for word in sys.argv[1:] if not word.startswith("--local")]
+    folder, listings = Path(words[0]), words[1:]
     results: dict[str, Any] = {}
     for name in listings:
         source = (HERE / "listings" / f"{name}.py").read_text()

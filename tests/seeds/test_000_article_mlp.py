@@ -60,8 +60,8 @@ def train(mixed_precision: str = "no", per_process: int = 10, num_epochs: int = 
 
 @row("000-01", "002-01", "002-18")
 def test_one_script_gives_one_result_on_one_and_two_processes_and_in_bf16() -> None:
-    one = train(per_process=10)
     two = run_on_ranks(train, 2, "no", 5)
+    one = train(per_process=10)
     assert two[0] == pytest.approx(one, abs=1e-5)
     assert two[0] == two[1]
     assert train("bf16", per_process=10) == pytest.approx(one, rel=0.02)
@@ -280,7 +280,7 @@ def test_the_printed_loss_falls(tmp_path: Path) -> None:
 @row("000-19")
 @pytest.mark.parametrize(
     ("present", "chosen"),
-    [({"cuda", "mps", "xla"}, "cuda"), ({"mps"}, "mps"), (set(), "cpu"), ({"xpu"}, "xpu"), ({"npu"}, "npu")],
+    [(set(), "cpu"), *(({name}, name) for name in ("cuda", "xla", "mps", "xpu", "npu", "hpu"))],
 )
 def test_the_device_is_chosen_by_what_is_there(present: set[str], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate import devices

@@ -94,7 +94,12 @@ def test_flags_of_the_launcher_reach_the_script(script: Path, flags: list[str], 
 
 @row("001-49")
 def test_the_names_of_mpirun_join_one_world(script: Path) -> None:
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMPI_COMM_WORLD_SIZE": "2"}
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
     started = [
         subprocess.Popen(
             [sys.executable, str(script)],

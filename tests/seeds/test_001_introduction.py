@@ -81,7 +81,7 @@ def test_the_device_is_a_torch_device_and_does_not_change() -> None:
 
 @row("001-10")
 def test_a_transformer_is_prepared_on_two_processes() -> None:
-    def step() -> tuple[str, bool, float]:
+    def step() -> tuple[bool, bool, float]:
         accelerator = Accelerator(cpu=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own remark on nested tensors
@@ -94,10 +94,10 @@ def test_a_transformer_is_prepared_on_two_processes() -> None:
         accelerator.backward(loss)
         optimizer.step()
         total = sum(parameter.detach().sum() for parameter in model.parameters())
-        return type(model).__name__, model.training, float(total)
+        return isinstance(model, DistributedDataParallel), model.training, float(total)
 
     first, second = run_on_ranks(step, 2)
-    assert first[:2] == ("DistributedDataParallel", True)
+    assert first[:2] == (True, True)
     assert first[2] == second[2]
 
 
@@ -171,13 +171,12 @@ def test_the_same_functions_work_in_one_process(tmp_path: Path, capsys: pytest.C
 
 @row("001-22")
 def test_cpu_can_be_forced() -> None:
-    assert Accelerator(cpu=True).device.type == "cpu"
-
     def facts() -> tuple[str, str, int]:
         accelerator = Accelerator(cpu=True)
         return accelerator.device.type, str(accelerator.distributed_type).split(".")[-1], accelerator.num_processes
 
     assert run_on_ranks(facts, 2) == [("cpu", "MULTI_CPU", 2)] * 2
+    assert facts() == ("cpu", "NO", 1)
 
 
 @row("001-23")
@@ -186,9 +185,10 @@ def test_the_old_word_for_fp16_is_understood_with_a_note() -> None:
         accelerator = Accelerator(cpu=True, fp16=True)
     assert accelerator.mixed_precision == "fp16"
     # fp16 on a CPU is the real thing where torch has it: the forward pass computes in half precision.
-    model = accelerator.prepare(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2))
     inside = []
-    model.register_forward_hook(lambda module, inputs, output: inside.append(output.dtype))
+    model[0].register_forward_hook(lambda module, inputs, output: inside.append(output.dtype))
+    model = accelerator.prepare(model)
     output = model(torch.ones(1, 2))
     assert inside == [torch.float16] and output.dtype == torch.float32
 
@@ -214,9 +214,23 @@ def test_the_precision_is_a_switch_of_the_constructor() -> None:
     [
         ({}, 0, 1),
         ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, 1, 4),
-        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 2, 3),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+            },
+            2,
+            3,
+        ),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, 1, 2),
-        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "1"}, 1, 2),
+        (
+            {
+                "MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "1",
+                "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            1,
+            2,
+        ),
         (
             {
                 "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7",
@@ -240,9 +254,11 @@ def test_the_environment_says_who_i_am(variables: dict[str, str], rank: int, siz
 
 @row("001-26", "004-01")
 def test_the_model_is_in_the_proper_container() -> None:
+    def is_wrapped() -> bool:
+        return isinstance(Accelerator(cpu=True).prepare(nn.Linear(1, 1)), DistributedDataParallel)
+
+    assert run_on_ranks(is_wrapped, 2) == [True, True]
     assert type(Accelerator(cpu=True).prepare(nn.Linear(1, 1))) is nn.Linear
-    names = run_on_ranks(lambda: type(Accelerator(cpu=True).prepare(nn.Linear(1, 1))).__name__, 2)
-    assert names == [DistributedDataParallel.__name__] * 2
 
 
 class Greeter(nn.Linear):
@@ -258,8 +274,8 @@ def test_unwrap_model_gives_the_original_back() -> None:
         unwrapped = accelerator.unwrap_model(accelerator.prepare(model))
         return unwrapped is model, unwrapped.greet()
 
-    assert check() == (True, "hello")
     assert run_on_ranks(check, 2) == [(True, "hello")] * 2
+    assert check() == (True, "hello")
 
 
 @row("001-28")
@@ -548,13 +564,17 @@ def test_the_process_questions_are_answered_in_both_spellings() -> None:
 def test_evaluation_on_all_or_on_the_main_process_does_not_hang() -> None:
     def evaluate() -> tuple[int, int]:
         accelerator = Accelerator(cpu=True)
-        model = accelerator.prepare(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
-        model.eval()
-        everywhere = sum(len(model(batch.float().unsqueeze(1))) for (batch,) in numbers(6, batch_size=2))
-        main_only = 0
+        plain, with_buffers = accelerator.prepare(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
+        with_buffers.eval()
+        everywhere = main_only = 0
+        for (batch,) in numbers(6, batch_size=2):
+            everywhere += len(with_buffers(batch.float().unsqueeze(1)))
         if accelerator.is_main_process():
+            # Replicas share their buffers at each forward, so one process alone evaluates the model itself.
+            alone = accelerator.unwrap_model(with_buffers)
             with torch.no_grad():
-                main_only = sum(len(model(batch.float().unsqueeze(1))) for (batch,) in numbers(6, batch_size=2))
+                for (batch,) in numbers(6, batch_size=2):
+                    main_only += len(alone(plain(batch.float().unsqueeze(1))))
         accelerator.wait_for_everyone()
         return everywhere, main_only
 
@@ -610,10 +630,11 @@ def test_what_the_no_trainer_scripts_call_is_there(tmp_path: Path) -> None:
     from accelerate.logging import get_logger
     from accelerate.utils import ProjectConfiguration
 
-    get_logger(__name__, log_level="INFO").info("starts", main_process_only=False)
+    logger = get_logger(__name__, log_level="INFO")  # at import, as they do
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=2, project_config=ProjectConfiguration(project_dir=str(tmp_path))
     )
+    logger.info(accelerator.state, main_process_only=False)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
