@@ -519,7 +519,7 @@ class Accelerator:
         _register(self._models, model)
         placed = self.device_placement if device_placement is None else device_placement
         prepared = self.strategy.place_model(model, self.precision, placed, evaluation_mode)
-        prepared._is_accelerate_prepared = True
+        prepared.__dict__["_is_accelerate_prepared"] = True
         if not evaluation_mode:
             self._prepared_models[id(model)] = self._prepared_models[id(prepared)] = prepared
         return prepared
@@ -905,7 +905,7 @@ class Accelerator:
             load_kwargs=load_kwargs,
             **load_model_func_kwargs,
         )
-        self.step = loaded.step
+        self.step = loaded.step or 0
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """``save_state`` and ``load_state`` include ``objects``, in this order.

@@ -36,7 +36,7 @@ def is_tensor_information(tensor_info: object) -> bool:
 
 def is_namedtuple(data: object) -> bool:
     """True for an instance of a namedtuple class (also ``typing.NamedTuple``)."""
-    return isinstance(data, tuple) and isinstance(getattr(type(data), "_fields", None), tuple)
+    return isinstance(data, tuple) and isinstance(getattr(cast("Any", data), "_fields", None), tuple)
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
@@ -85,11 +85,15 @@ def recursively_apply(
 
 def is_all_tensors(data: Any) -> bool:
     """Whether every leaf of ``data`` is a tensor."""
-    if isinstance(data, (tuple, list)):
-        return all(map(is_all_tensors, cast("list[Any]", data)))
+    children = _children(data)
+    return isinstance(data, torch.Tensor) if children is None else all(map(is_all_tensors, children))
+
+
+def _children(data: Any) -> list[Any] | None:
+    """What a container holds; None for a leaf."""
     if isinstance(data, Mapping):
-        return all(map(is_all_tensors, cast("Mapping[Any, Any]", data).values()))
-    return isinstance(data, torch.Tensor)
+        return list(cast("Mapping[Any, Any]", data).values())
+    return list(cast("list[Any]", data)) if isinstance(data, (tuple, list)) else None
 
 
 def send_to_device(
@@ -123,19 +127,29 @@ def send_to_device(
 
 def get_data_structure(data: Any) -> Any:
     """``data`` with a :class:`TensorInformation` in place of every tensor."""
-    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+    def describe(tensor: torch.Tensor) -> TensorInformation:
+        return TensorInformation(tensor.shape, tensor.dtype)
+
+    return recursively_apply(describe, data)
 
 
 def get_shape(data: Any) -> Any:
     """``data`` with the shape, as a list, in place of every tensor."""
-    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+    def shape(tensor: torch.Tensor) -> list[int]:
+        return list(tensor.shape)
+
+    return recursively_apply(shape, data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
     """Empty tensors of the given structure of :class:`TensorInformation`."""
-    return recursively_apply(
-        lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
-    )
+
+    def allocate(info: TensorInformation) -> torch.Tensor:
+        return torch.empty(info.shape, dtype=info.dtype)
+
+    return recursively_apply(allocate, data_structure, test_type=is_tensor_information)
 
 
 def find_batch_size(data: Any) -> int | None:
@@ -144,12 +158,11 @@ def find_batch_size(data: Any) -> int | None:
     Raises:
         TypeError: the first leaf is not a tensor.
     """
-    if isinstance(data, (tuple, list, Mapping)):
-        if len(cast("list[Any]", data)) == 0:
-            raise ValueError(f"Cannot find the batch size from empty {type(data)}.")
-        children = cast("Mapping[Any, Any]", data).values() if isinstance(data, Mapping) else cast("list[Any]", data)
-        for child in children:
-            return find_batch_size(child)
+    children = _children(data)
+    if children is not None:
+        if not children:
+            raise ValueError(f"Cannot find the batch size from an empty {type(data).__name__}.")
+        return find_batch_size(children[0])
     if not isinstance(data, torch.Tensor):
         raise TypeError(f"Can only find the batch size of tensors but got {type(data)}.")
     return data.shape[0] if data.ndim else None
@@ -168,7 +181,7 @@ def listify(data: Any) -> Any:
 
     def convert(tensor: torch.Tensor) -> Any:
         tensor = tensor.detach().cpu()
-        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).tolist()
+        return cast("Any", tensor.float() if tensor.dtype == torch.bfloat16 else tensor).tolist()
 
     return recursively_apply(convert, data)
 
@@ -180,7 +193,11 @@ def slice_tensors(
 
     The two last arguments exist for slice functions of the same form that users give to dispatched loaders.
     """
-    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[tensor_slice]
+
+    return recursively_apply(cut, data)
 
 
 def concatenate(data: list[Any], dim: int = 0) -> Any:
@@ -191,7 +208,8 @@ def concatenate(data: list[Any], dim: int = 0) -> Any:
     """
     first = data[0]
     if isinstance(first, (tuple, list)):
-        return honor_type(first, (concatenate([item[i] for item in data], dim) for i in range(len(first))))
+        items = cast("list[Any]", first)
+        return honor_type(items, (concatenate([item[i] for item in data], dim) for i in range(len(items))))
     if isinstance(first, Mapping):
         mapping = cast("Mapping[Any, Any]", first)
         return _rebuild_mapping(mapping, {key: concatenate([item[key] for item in data], dim) for key in mapping})
@@ -202,18 +220,15 @@ def concatenate(data: list[Any], dim: int = 0) -> Any:
 
 def find_device(data: Any) -> torch.device | None:
     """The device of the first tensor found in ``data``; None where there is none."""
-    if isinstance(data, Mapping):
-        children = list(cast("Mapping[Any, Any]", data).values())
-    elif isinstance(data, (tuple, list)):
-        children = list(cast("list[Any]", data))
-    else:
+    children = _children(data)
+    if children is None:
         return data.device if isinstance(data, torch.Tensor) else None
     return next((device for device in map(find_device, children) if device is not None), None)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
     """``tensor`` (any nested container) with half-precision tensors as float32."""
-    return recursively_apply(lambda item: item.float(), tensor, test_type=_is_half_precision)
+    return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half_precision)
 
 
 def _is_half_precision(tensor: object) -> bool:

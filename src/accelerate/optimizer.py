@@ -124,7 +124,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     # -- everything else is the inner optimizer's ----------------------------------------------------------
 
-    @property
+    @property  # pyright: ignore[reportIncompatibleVariableOverride]
     def state(self) -> Any:
         """The inner optimizer's state."""
         return self.optimizer.state
@@ -133,7 +133,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def state(self, state: Any) -> None:
         self.optimizer.state = state
 
-    @property
+    @property  # pyright: ignore[reportIncompatibleVariableOverride]
     def param_groups(self) -> Any:
         """The inner optimizer's parameter groups."""
         return self.optimizer.param_groups

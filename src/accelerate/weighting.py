@@ -66,7 +66,7 @@ class WindowWeights:
         backward(loss)
         gradients = [parameter.grad for parameter in parameters() if parameter.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def _factor(self, total: Any, device: torch.device) -> torch.Tensor:
         """World size over total weight: the strategy divides by the world size, the true mean by the weight."""
