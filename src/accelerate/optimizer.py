@@ -124,22 +124,22 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     # -- everything else is the inner optimizer's ----------------------------------------------------------
 
-    @property  # pyright: ignore[reportIncompatibleVariableOverride]
+    @property
     def state(self) -> Any:
         """The inner optimizer's state."""
         return self.optimizer.state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.optimizer.state = state
 
-    @property  # pyright: ignore[reportIncompatibleVariableOverride]
+    @property
     def param_groups(self) -> Any:
         """The inner optimizer's parameter groups."""
         return self.optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, param_groups: Any) -> None:
+    def param_groups(self, param_groups: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.optimizer.param_groups = param_groups
 
     @property
