@@ -49,6 +49,7 @@ def _environment(rank: int, num_processes: int, port: int, extra: Mapping[str, s
 def _child(function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], pipe: Connection) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
+    _forget_the_parents_world()
     try:
         answer: tuple[bool, Any] = (True, function(*args))
         payload = pickle.dumps(answer)
@@ -64,6 +65,16 @@ def _child(function: Callable[..., Any], args: tuple[Any, ...], environment: dic
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # the parent's atexit hooks (pytest's, coverage's) are not ours to run
+
+
+def _forget_the_parents_world() -> None:
+    """A child forked by a process that has a world of its own would take it for its own."""
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.world import leave_world
+
+    leave_world()
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
 
 
 def run_on_ranks(
