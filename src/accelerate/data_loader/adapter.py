@@ -97,7 +97,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
 
     def show(self, **attributes: Any) -> None:
         """The attributes have these values for whoever looks, also those that torch fixes at construction."""
-        self.__dict__.update(attributes)
+        vars(self).update(attributes)
 
     def reader(self, dataset: Any, collate: Any, **sampling: Any) -> DataLoader[Any]:
         """A torch loader that reads ``dataset`` with the settings of this one; kept where its workers are."""
@@ -130,4 +130,4 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         return {**self.__dict__, "_base": None, "_gradient_state": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update(state)

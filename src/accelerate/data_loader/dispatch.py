@@ -22,7 +22,7 @@ from accelerate.nested import (
     recursively_apply,
     send_to_device,
 )
-from accelerate.seeding import from_main
+from accelerate.seeding import capture_host_streams, from_main, host_streams
 from accelerate.world import World
 
 from .coverage import BatchCoverage
@@ -117,6 +117,20 @@ class DataLoaderDispatcher(BatchFeeder):
     # -- rank 0 alone draws and reads ------------------------------------------------------------------
 
     _draws_on_every_rank = False
+
+    @property
+    def _num_head(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.batches_per_round
+
+    def head(self) -> list[Any]:
+        """The first batches of the epoch, read again for a pass that began later."""
+        if self._stream is not None:
+            return [self.place_batch(batch) for batch in self._stream.head()]
+        with host_streams(capture_host_streams()):  # reading again doesn't move the streams on
+            dataset = cast("Any", self.dataset)
+            if not self._batches_indices:
+                return [self.place_batch(self.collate_fn(dataset[index])) for index in self._head]
+            return [self.place_batch(self.collate_fn([dataset[index] for index in group])) for group in self._head]
 
     def _agreeing_world(self, order: Any) -> None:
         return None
@@ -230,6 +244,17 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
     return found
 
 
+def _cut_joined(batches: list[Any], num_rows: int) -> Any:
+    """The first ``num_rows`` rows of ``batches``, as many of which are joined as fit together."""
+    fitting = [batch for batch in batches if _inner_shapes(batch) == _inner_shapes(batches[0])]
+    whole = _joined(fitting)
+    return _cut(whole, slice(0, num_rows), _num_rows(whole) or 0)
+
+
+def _inner_shapes(batch: Any) -> list[torch.Size]:
+    return [tensor.shape[1:] for tensor in _tensors(batch)]
+
+
 def _num_rows(batch: Any) -> int | None:
     """How many samples a batch holds: the rows of its first tensor, or the length of its first plain list."""
     size = ignorant_find_batch_size(batch)
@@ -287,6 +312,7 @@ class Rounds:
         self.last_group: Any = None
         self.own: Mapping[str, Any] | None = None
         self._first: list[Any] = []
+        self._began_later = num_rounds > 0
         self._held: list[Delivery] | None = None
 
     def following(self) -> tuple[Announcement | None, list[Any]]:
@@ -325,6 +351,8 @@ class Rounds:
                 whole, coverage = self._completed(whole, num_rows)
                 return self._announce([whole], True, drawn, coverage)
             return self._announce([whole], True, drawn, None)
+        if len(batches) < self.count and self._began_later:
+            self._first = self.loader.head()
         self._first = self._first or batches
         sizes = [_num_rows(batch) or 1 for batch in batches]
         added = [self._first[number % len(self._first)] for number in range(self.count - len(batches))]
@@ -361,7 +389,11 @@ class Rounds:
         size = -(-num_rows // count)
         missing = size * count - num_rows
         if missing:
+            if self._began_later and (head := self.loader.head()):
+                self._first = [_cut_joined(head, count)]
             first = self._first[0]
+            if _inner_shapes(first) != _inner_shapes(whole):  # padded batch by batch: only its own rows fit
+                first = _cut(whole, slice(0, count), num_rows)
             num_first = min(_num_rows(first) or 1, count)
             pieces = [whole]
             while missing:

@@ -94,6 +94,8 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self._announced_epoch: int | None = None
         self._pass = 0
         self._is_running = False
+        self._head: list[Any] = []
+        self._stream: StreamReader | None = None
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -212,8 +214,9 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             draws = root.deal(entered)
         else:
             shares = self.rank_shares  # a rank-aware sampler counts the samples of its own rank
-            entered = enter(root, Place(place.rounds, place.groups, place.samples // shares))
-            entered.place = place
+            own = Place(place.rounds, place.groups, place.samples // shares)
+            entered = enter(root, own, 0 if place == BEGINNING else self._num_head)
+            entered.place, self._head = place, entered.head
             draws = mark_last(draw_whole(entered, shares, self.account))
         if restored is not None and not agree(restored.witnesses, entered.before):
             warnings.warn(
@@ -255,15 +258,16 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             if world is not None and self._draws_on_every_rank:
                 begun["generator"] = from_main(begun["generator"], world)
                 source.generator.set_state(begun["generator"])
-        if source.shard is not None and source.is_stateful and self.num_workers == 0:
+        if source.num_readers == 1 and source.is_stateful and self.num_workers == 0:
             begun["dataset"] = source.base.state_dict()  # for the samples that complete the last round
         self.progress.begun = begun if restored is None else restored.order
         skip = self.skip_batches if skip_batches is None else skip_batches
-        reader = StreamReader(self, source, restored, skip)
+        self._stream = reader = StreamReader(self, source, restored, skip, self._num_head)
         self.progress.place = reader.place
         return reader.read()
 
     _draws_on_every_rank = True
+    _num_head = 0  # groups at the beginning of the epoch that are noted where a pass begins later
 
     # -- the epoch -------------------------------------------------------------------------------------
 
@@ -391,11 +395,11 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     def copy_with(self, **attributes: Any) -> BatchFeeder:
         """The same loader, in the same epoch and at the same place in it, with other attributes."""
         twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__, _base=None, _feed=IndexFeed(), _is_running=False, _pass=0, **attributes)
+        vars(twin).update(self.__dict__, _base=None, _feed=IndexFeed(), _is_running=False, _pass=0, **attributes)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_feed": IndexFeed(), "_is_running": False}
+        return {**super().__getstate__(), "_feed": IndexFeed(), "_is_running": False, "_stream": None}
 
 
 def _names(rng_types: Sequence[Any] | None) -> list[str]:

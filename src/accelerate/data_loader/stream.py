@@ -88,11 +88,20 @@ class StreamSource:
 class StreamReader:
     """One pass over a stream, from its beginning or from a restored place on."""
 
-    def __init__(self, feeder: BatchFeeder, source: StreamSource, restored: Restored | None, skip_batches: int) -> None:
+    def __init__(
+        self,
+        feeder: BatchFeeder,
+        source: StreamSource,
+        restored: Restored | None,
+        skip_batches: int,
+        num_head: int,
+    ) -> None:
         self.feeder, self.source = feeder, source
         self.place: Place = BEGINNING
         self._is_restored = restored is not None
         self._order: Mapping[str, Any] = restored.order if restored is not None else {}
+        self._num_head = num_head  # batches of the beginning that are kept among those thrown away
+        self._head: list[Any] = []
         self._num_discarded = 0  # batches that are read and thrown away
         self._num_skipped = 0  # samples of the stream that are read and thrown away
         self._dataset_state: Any = None
@@ -145,8 +154,11 @@ class StreamReader:
         with self._beginning():
             batches = self._open()
             for _ in range(self._num_discarded):
-                if next(batches, _END) is _END:
+                discarded = next(batches, _END)
+                if discarded is _END:
                     return
+                if len(self._head) < self._num_head:
+                    self._head.append(discarded)
         with host_streams(self._ahead) if self._ahead else nullcontext():
             batch, moving = self._first(batches)
         place = self.place
@@ -192,7 +204,7 @@ class StreamReader:
         return iter(reader)
 
     def _first_round(self) -> list[Any]:
-        """The samples that the epoch began with, read as they were then; afterwards the stream stands where it stood."""
+        """The samples that the epoch began with, read as they were then; the stream stands where it did."""
         base = self.source.base
         stands = base.state_dict()
         base.load_state_dict(self._order["dataset"])
@@ -202,6 +214,12 @@ class StreamReader:
             samples = list(islice(iter(base), self.source.samples_per_round))
         base.load_state_dict(stands)
         return samples
+
+    def head(self) -> list[Any]:
+        """The first batches of the epoch, for a pass that began later; empty where they can't be had again."""
+        if self._head or self._dataset_state is None or self._order.get("dataset") is None:
+            return self._head
+        return [self.feeder.collate_fn(self._first_round())]
 
     def _first(self, batches: Iterator[Any]) -> tuple[Any, list[str]]:
         """The first batch, and the streams of this process that reading draws from."""
