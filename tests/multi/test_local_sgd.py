@@ -52,5 +52,5 @@ def _not_prepared() -> None:
 
 
 def test_a_model_that_was_not_prepared_is_refused() -> None:
-    with pytest.raises(AssertionError, match="NotBuilt.*accelerator.prepare"):
+    with pytest.raises(AssertionError, match=r"NotBuilt.*accelerator\.prepare"):
         run_on_ranks(_not_prepared, 2)
