@@ -5,20 +5,19 @@ run.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import AccelerateError, SettingError
+from ..errors import AccelerateError, NotBuilt
+from ..launch.arguments import config_path, program_of, settings_of
 from ..launch.choose import choose
 from ..launch.engine import is_cpu_run
 from ..launch.host import Host, this_host
-from ..launch.plan import LaunchPlan, Program
+from ..launch.plan import LaunchPlan
 from ..launch.simple import OneProcess, ProcessFailed
 from ..settings import env, file
-from ..settings.run import check_launchable, collect, launch_options_of, refuse_unbuilt
+from ..settings.run import launch_options_of, refuse_unbuilt
 from ..settings.tree import Settings
 from .parser import build_launch_parser
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from ..launch.engine import LaunchEngine
 
 __all__ = ["launch_command", "launch_command_parser", "main"]
-
-_OWN_NAMES = ("config_file", "explain", "dry_run", "training_script", "training_script_args")
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -39,69 +36,25 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     return build_launch_parser(launch_options_of())
 
 
-def given_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line gave, by option destination; an option that was left out is not in it."""
-    given = {
-        name: value for name, value in vars(args).items() if value is not None and name not in (*_OWN_NAMES, "func")
-    }
-    if getattr(args, "fp16", None):
-        print("accelerate launch: --fp16 is an old spelling of --mixed_precision fp16.", file=sys.stderr)
-    return given
-
-
-def config_path(args: argparse.Namespace) -> Path | None:
-    """The configuration file of this launch: the one named, else the default one where it exists and applies.
-
-    With ``--cpu`` the default file isn't read: it describes another machine.
-    """
-    named = getattr(args, "config_file", None)
-    if named is not None:
-        return Path(named).expanduser()
-    if getattr(args, "cpu", None):
-        return None
-    default = Path(file.default_config_file())
-    return default if default.is_file() else None
-
-
-def settings_of(args: argparse.Namespace) -> Settings:
-    """All that this launch was told: flag before file before environment before default, checked."""
-    path = config_path(args)
-    settings = collect({}, env.snapshot(), flags=given_flags(args), file=path)
-    refuse_unbuilt(settings)
-    check_launchable(settings)
-    return settings
-
-
-def program_of(args: argparse.Namespace, settings: Settings) -> Program:
-    """The program to run, which exists.
-
-    Raises:
-        SettingError: the script isn't there, or the ways of naming it contradict each other.
-    """
-    launch = settings.launch
-    target, arguments = str(args.training_script), tuple(str(word) for word in args.training_script_args)
-    if launch.module and launch.no_python:
-        raise SettingError("--module and --no_python contradict each other: give one of them.")
-    if launch.module:
-        return Program(target, arguments, "module")
-    if launch.no_python:
-        if shutil.which(target) is None:
-            raise SettingError(f"--no_python {target}: there is no such command on the PATH.")
-        return Program(target, arguments, "command")
-    if not Path(target).exists():
-        near = sorted(Path(target).parent.glob("*.py"))[:3] if Path(target).parent.is_dir() else []
-        hint = f" There are: {', '.join(map(str, near))}." if near else ""
-        raise SettingError(f"The script {target} doesn't exist (looked for it from {Path.cwd()}).{hint}")
-    return Program(target, arguments)
-
-
 def plan_launch(args: argparse.Namespace) -> tuple[Settings, LaunchEngine, LaunchPlan]:
     """(settings, engine, plan) of a launch; nothing has been started."""
     settings = settings_of(args)
+    missing = _not_built(args, settings)
     program = program_of(args, settings)
     host: Host = this_host(env.snapshot(), cpu=is_cpu_run(settings), port=settings.launch.main_process_port)
     engine = choose(settings, host)
-    return settings, engine, engine.plan(settings, program, host)
+    return settings, engine, engine.plan(settings, program, host).with_notes(*missing)
+
+
+def _not_built(args: argparse.Namespace, settings: Settings) -> tuple[str, ...]:
+    """What this version can't run, as a note for those who only want to look; others are refused."""
+    try:
+        refuse_unbuilt(settings)
+    except NotBuilt as error:
+        if not (getattr(args, "dry_run", False) or getattr(args, "explain", False)):
+            raise
+        return (str(error),)
+    return ()
 
 
 def _announce(plan: LaunchPlan, settings: Settings) -> None:
@@ -118,7 +71,7 @@ def launch_command(args: argparse.Namespace) -> None:
         SystemExit: the same, under ``--quiet``.
     """
     settings, engine, plan = plan_launch(args)
-    if _shown_instead(args, settings, plan):
+    if _shown_instead(args, settings, engine, plan):
         return
     _announce(plan, settings)
     code = engine.run(plan)
@@ -128,13 +81,13 @@ def launch_command(args: argparse.Namespace) -> None:
         raise ProcessFailed(code, plan.argv)
 
 
-def _shown_instead(args: argparse.Namespace, settings: Settings, plan: LaunchPlan) -> bool:
+def _shown_instead(args: argparse.Namespace, settings: Settings, engine: LaunchEngine, plan: LaunchPlan) -> bool:
     """Whether the user only wanted to look."""
     if getattr(args, "explain", False):
         print(settings.explain())
         return True
     if getattr(args, "dry_run", False):
-        print(plan.show())
+        engine.rehearse(plan)
         return True
     return False
 
@@ -142,7 +95,7 @@ def _shown_instead(args: argparse.Namespace, settings: Settings, plan: LaunchPla
 def run_launch(args: argparse.Namespace) -> int:
     """The exit code of the program; one process takes the place of this one, where the system can do that."""
     settings, engine, plan = plan_launch(args)
-    if _shown_instead(args, settings, plan):
+    if _shown_instead(args, settings, engine, plan):
         return 0
     _announce(plan, settings)
     return engine.become(plan) if isinstance(engine, OneProcess) else engine.run(plan)

@@ -38,6 +38,10 @@ class LaunchEngine(ABC):
     def run(self, plan: LaunchPlan) -> int:
         """The exit code, when every process has ended."""
 
+    def rehearse(self, plan: LaunchPlan) -> None:
+        """What ``--dry-run`` does: the plan is printed."""
+        print(plan.show())
+
 
 def is_cpu_run(settings: Settings) -> bool:
     """Whether the user asked for the CPU."""

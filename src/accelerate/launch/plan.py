@@ -97,6 +97,8 @@ class LaunchPlan:
     logs: Logs = field(default_factory=Logs)
     #: What the engine hands to the program that makes the ranks, by the name that program gives it.
     engine_options: Mapping[str, object] = field(default_factory=dict)
+    #: What the engine writes before it starts anything, by path: a batch script, a manifest.
+    files: Mapping[str, str] = field(default_factory=dict)
     #: What was decided for the user; printed once before the start.
     notes: tuple[str, ...] = ()
 
@@ -133,5 +135,8 @@ class LaunchPlan:
         for own in self.ranks:
             values = " ".join(f"{name}={shlex.quote(value)}" for name, value in own.items())
             lines.append(f"process      {values}")
+        for path, content in self.files.items():
+            lines.append(f"file         {path}")
+            lines += [f"  {line}" for line in content.rstrip().splitlines()]
         lines += [f"note         {note}" for note in self.notes]
         return "\n".join(lines)

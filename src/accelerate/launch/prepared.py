@@ -1,0 +1,178 @@
+"""What a launch would run, as (command, environment): pure functions of the launcher's parsed command line.
+
+The documented names under which other programs and tests look at a launch without running it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from ..errors import SettingError
+from ..settings import env
+from ..settings.fp8 import Fp8Options
+from ..settings.tree import Settings
+from .arguments import program_of, settings_of
+from .engine import base_environment, count_processes, is_cpu_run
+from .host import Host, this_host
+
+#: The options of torchrun.
+TORCH_LAUNCH_PARAMS: Final = [
+    "nnodes",
+    "nproc_per_node",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "rdzv_conf",
+    "standalone",
+    "max_restarts",
+    "monitor_interval",
+    "start_method",
+    "role",
+    "module",
+    "m",
+    "no_python",
+    "run_path",
+    "log_dir",
+    "r",
+    "redirects",
+    "t",
+    "tee",
+    "node_rank",
+    "master_addr",
+    "master_port",
+]
+
+
+def _told(args: argparse.Namespace) -> tuple[Settings, Host]:
+    settings = settings_of(args)
+    return settings, this_host(env.snapshot(), cpu=is_cpu_run(settings), port=settings.launch.main_process_port)
+
+
+def _environment(settings: Settings, host: Host, num_processes: int) -> dict[str, str]:
+    return {**env.snapshot(), **base_environment(settings, host, num_processes)}
+
+
+def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """(command, environment) of a launch of one process."""
+    settings, host = _told(args)
+    environment = _environment(settings, host, 1)
+    launch = settings.launch
+    if launch.num_machines > 1:
+        if launch.main_process_ip is None or launch.main_process_port is None:
+            raise SettingError("Several machines need main_process_ip and main_process_port.")
+        environment["MASTER_ADDR"] = launch.main_process_ip
+        environment["MASTER_PORT"] = str(launch.main_process_port)
+    return list(program_of(args, settings).argv()), environment
+
+
+def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
+    """The environment that the ranks of a launch share."""
+    settings, host = _told(args)
+    per_host = count_processes(settings, host) // settings.launch.num_machines
+    return _environment(settings, host, per_host)
+
+
+def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
+    """(command or None where torchrun starts the ranks, environment) of a DeepSpeed launch."""
+    return None, prepare_multi_gpu_env(args)
+
+
+def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
+    """``current_env``, with the variables of the parallelism options."""
+    settings = settings_of(args)
+    for options in (settings.parallelism, settings.context, settings.sequence):
+        if options is not None:
+            current_env.update(env.encode(options))
+    current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    return current_env
+
+
+def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
+    """``current_env``, with the variables of the fp8 options."""
+    current_env.update(env.encode(settings_of(args).fp8 or Fp8Options()))
+    return current_env
+
+
+def prepare_tpu(
+    args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
+) -> tuple[argparse.Namespace, dict[str, str]]:
+    """(args, ``current_env`` with what workers on TPUs read)."""
+    settings = settings_of(args)
+    if settings.run.mixed_precision == "bf16":
+        current_env["XLA_DOWNCAST_BF16" if settings.run.downcast_bf16 else "XLA_USE_BF16"] = "1"
+    if settings.run.debug:
+        current_env["ACCELERATE_DEBUG_MODE"] = "true"
+    if pod:
+        args.vm = args.tpu_vm if getattr(args, "tpu_vm", None) else getattr(args, "vm", None)
+        args.tpu = getattr(args, "tpu_name", None)
+    return args, current_env
+
+
+def convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
+    """``["--lr", "1e-3", "--name", "x"]`` as ``{"lr": 0.001, "name": "x"}``: the hyper-parameters of a job.
+
+    Raises:
+        ValueError: an option stands without a value; such a job can't tell it from one that isn't given.
+    """
+    found: dict[str, Any] = {}
+    words = list(nargs)
+    index = 0
+    while index < len(words):
+        word = words[index]
+        if not word.startswith("-"):
+            raise SettingError(f"{word!r} stands without an option; a job takes its arguments as --name value.")
+        name, _, value = word.lstrip("-").partition("=")
+        if not value:
+            index += 1
+            if index >= len(words) or _is_option(words[index]):
+                raise SettingError(f"{word} stands without a value; a job can't take such options: give {word} true.")
+            value = words[index]
+        found[name] = _typed(value)
+        index += 1
+    return found
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and not isinstance(_typed(word), (int, float))
+
+
+def _typed(text: str) -> bool | int | float | str:
+    """The value that the text spells."""
+    if text in ("True", "true", "False", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+class PrepareForLaunch:
+    """A function for a process that has just been made: it takes its rank, and then calls the launched one."""
+
+    def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
+        self.launcher = launcher
+        self.distributed_type = str(getattr(distributed_type, "value", distributed_type))
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        """The function has run as rank ``index`` of this host."""
+        if self.debug:
+            self._meet_at_file(index)
+        elif self.distributed_type != "NO":
+            per_host = int(env.read("NPROC", "1") or 1)
+            host_rank = int(env.read("NODE_RANK", "0") or 0)
+            env.publish({"LOCAL_RANK": index, "RANK": per_host * host_rank + index})
+        env.publish({"FORK_LAUNCHED": "1"})
+        self.launcher(*args)
+
+    @staticmethod
+    def _meet_at_file(index: int) -> None:
+        import torch
+
+        size = int(env.read("WORLD_SIZE", "1") or 1)
+        store = torch.distributed.FileStore(str(env.read("ACCELERATE_DEBUG_RDV_FILE")), size)
+        torch.distributed.init_process_group("gloo", rank=index, store=store, world_size=size)
