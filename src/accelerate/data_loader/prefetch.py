@@ -8,7 +8,7 @@ from abc import ABC
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 
 import torch
 from torch.utils.data import IterableDataset
@@ -27,10 +27,11 @@ from accelerate.world import World, current_world
 from .adapter import DataLoaderAdapter, DataLoaderStateMixin
 from .order import BEGINNING, Drawn, Order, Place, SkipBatchSampler, agree, enter, samplers_of, unskipped
 from .position import Progress, Restored
-from .shard import Account, BatchSamplerShard, IterableDatasetShard, draw_whole, mark_last
+from .shard import Account, BatchSamplerShard, IterableDatasetShard, draw_whole
 from .stream import ResumeWarning, StreamReader, StreamSource
 
 Delivery = tuple[Any, Drawn]
+_HOST: Final = torch.device("cpu")
 _OURS = (BatchSamplerShard, SkipBatchSampler)
 
 
@@ -48,6 +49,18 @@ class IndexFeed:
         for drawn in self.draw():
             accounts.append(drawn)
             yield drawn.indices
+
+
+def _is_on_host(batch: Any) -> bool:
+    """Whether ``batch`` is a host tensor, or a plain container of them: such a batch needs no walk to be placed."""
+    kind = type(batch)
+    if kind is torch.Tensor:
+        return batch.is_cpu
+    if kind is dict:
+        batch = batch.values()
+    elif kind is not list and kind is not tuple:
+        return False
+    return all(type(item) is torch.Tensor and item.is_cpu for item in batch)
 
 
 def _nothing() -> Iterator[Drawn]:
@@ -108,11 +121,12 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         restored = progress.start()
         self._announce_epoch()
         batches = self._read(restored)
+        shown = vars(self)  # torch checks every assignment to an attribute of a loader, which costs more than the rest
         self.begin()
         try:
             for batch, drawn in batches:
-                self.end_of_dataloader = drawn.is_last
-                self.coverage = drawn.coverage
+                shown["end_of_dataloader"] = drawn.is_last
+                shown["coverage"] = drawn.coverage
                 progress.drawn = drawn
                 if gradient_state.active_dataloader is not self:  # another loop delivered in between
                     gradient_state._add_dataloader(self)
@@ -139,9 +153,13 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     def place_batch(self, batch: Any) -> Any:
         """``batch`` on the device of this loader."""
-        if self.device is None:
+        if self.device is None or (self._stays_on_host and _is_on_host(batch)):
             return batch
         return send_to_device(batch, self.device, non_blocking=self._non_blocking)
+
+    @property
+    def _stays_on_host(self) -> bool:
+        return self.device is not None and self.device == _HOST
 
     def rank_and_size(self) -> tuple[int, int]:
         """Who this process is among those that run."""
@@ -156,21 +174,17 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     # -- datasets that are read by index ---------------------------------------------------------------
 
     def _read_map(self, restored: Restored | None) -> Generator[Delivery, None, None]:
-        feed, device, non_blocking = self._feed, self.device, self._non_blocking
+        feed, device, non_blocking, on_host = self._feed, self.device, self._non_blocking, self._stays_on_host
         feed.draw = lambda: self._draw(restored)
         sampling = {"batch_sampler": feed} if self._batches_indices else {"sampler": feed, "batch_size": None}
         reader = self.reader(self.dataset, self.collate_fn, **sampling)
         # A pass that continues another one draws nothing from the streams that this one didn't draw.
         with _torch_stream_unchanged() if restored is not None else nullcontext():
             batches = iter(reader)
-        accounts = feed.accounts
         for batch in batches:
-            if accounts is not feed.accounts:
-                accounts = feed.accounts
-            yield (
-                batch if device is None else send_to_device(batch, device, non_blocking=non_blocking),
-                accounts.popleft(),
-            )
+            if device is not None and not (on_host and _is_on_host(batch)):
+                batch = send_to_device(batch, device, non_blocking=non_blocking)
+            yield batch, feed.accounts.popleft()
 
     @property
     def _batches_indices(self) -> bool:
@@ -217,7 +231,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             own = Place(place.rounds, place.groups, place.samples // shares)
             entered = enter(root, own, 0 if place == BEGINNING else self._num_head)
             entered.place, self._head = place, entered.head
-            draws = mark_last(draw_whole(entered, shares, self.account))
+            draws = draw_whole(entered, shares, self.account)
         if restored is not None and not agree(restored.witnesses, entered.before):
             warnings.warn(
                 "The sampler doesn't give the order of the run that was saved: samples of this epoch may be seen "

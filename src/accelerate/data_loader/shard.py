@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
@@ -19,6 +19,8 @@ from accelerate.nested import recursively_apply
 
 from .coverage import BatchCoverage, full_coverage
 from .order import BEGINNING, Drawn, Entered, Place, enter, num_samples_of
+
+_END: Final = object()
 
 #: From the samples drawn before by each rank, and the size of the batch, to the account of the batch.
 Account = Callable[[int, int], BatchCoverage | None]
@@ -36,18 +38,27 @@ def mark_last(dealt: Iterator[Drawn]) -> Iterator[Drawn]:
 
 
 def draw_whole(entered: Entered, count: int = 1, account: Account | None = None) -> Iterator[Drawn]:
-    """Every group as it is, for a loader that isn't sharded here; ``count`` ranks read one such group each.
+    """Every group as it is, the last one marked, for a loader that isn't sharded here.
 
-    ``account`` tells which rows are real, from the samples that each rank drew before and the size of the group.
+    ``count`` ranks read one such group each. ``account`` tells which rows are real, from the samples that each rank
+    drew before and the size of the group.
     """
     rounds, groups, samples = entered.place.rounds, entered.place.groups, entered.place.samples
-    for group in entered.groups:
-        size = num_samples_of(group)
-        coverage = full_coverage(size, count) if account is None else account(samples // count, size)
+    upcoming = iter(entered.groups)
+    group = next(upcoming, _END)
+    size, coverage = -1, None
+    while group is not _END:
+        following = next(upcoming, _END)
+        if account is not None:
+            size = num_samples_of(group)
+            coverage = account(samples // count, size)
+        elif size != (size := num_samples_of(group)):  # groups are nearly always of one size
+            coverage = full_coverage(size, count)
         rounds += 1
         groups += 1
         samples += size * count
-        yield Drawn(group, coverage, False, rounds, groups, samples, group)
+        yield Drawn(group, coverage, following is _END, rounds, groups, samples, group)
+        group = following
 
 
 class BatchSamplerShard(BatchSampler):
