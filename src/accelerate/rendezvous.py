@@ -172,7 +172,7 @@ def _count_ranks(store: Store, seat: ClusterSeat, deadline: float) -> str:
 
 
 def _wait_for_readers(store: Store, seat: ClusterSeat) -> None:
-    """Those who are here have read the verdict, or had time to: this process may keep the store, and is about to end."""
+    """Those who are here have read the verdict, or had time to: this process may keep the store, and ends."""
     deadline = time.monotonic() + _READING_SECONDS
     num_here = sum(store.add(f"claims/{rank}", 0) for rank in range(seat.size)) - 1
     while store.add("readers", 0) < num_here and time.monotonic() < deadline:
