@@ -22,6 +22,9 @@ EMPTY: Final = inspect.Parameter.empty
 #: Documented callables whose signature is ours on purpose: name -> why.
 DIFFERENT: Final[dict[str, str]] = {}
 
+#: How many documented callables weren't built at the last count. Lower it when some are; never raise it.
+NUM_UNBUILT: Final = 145
+
 Argument = tuple[str, str]  # name (with its stars), default as text (empty: none)
 
 
@@ -132,12 +135,22 @@ def differences(address: str, expected: list[Argument], function: Any) -> list[s
     return [f"{address} {each}" for each in found]
 
 
-@pytest.mark.parametrize("address", [each for each in DOCUMENTED if each not in DIFFERENT])
-def test_a_documented_callable_takes_the_documented_arguments(address: str) -> None:
-    function = find(address)
-    if function is None:
-        pytest.skip("not built yet; its name is in pending_names.txt, or part of such a name")
-    assert not differences(address, DOCUMENTED[address], function)
+@pytest.mark.parametrize("module", sorted({address.partition(":")[0] for address in DOCUMENTED}))
+def test_documented_callables_take_the_documented_arguments(module: str) -> None:
+    found = [
+        each
+        for address, expected in DOCUMENTED.items()
+        if address.startswith(f"{module}:") and address not in DIFFERENT
+        for function in [find(address)]
+        if function is not None
+        for each in differences(address, expected, function)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_what_is_built_stays_built() -> None:
+    missing = [address for address in DOCUMENTED if find(address) is None]
+    assert len(missing) <= NUM_UNBUILT, "\n".join(missing)
 
 
 def test_the_exceptions_are_documented_and_differ() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .tqdm import tqdm
 
 if TYPE_CHECKING:
+    # isort: off  (as many names a line as fit)
     from ..checkpointing import clean_state_dict_for_safetensors, load, save
     from ..clusters import get_cpu_distributed_information
     from ..collectives import (
@@ -193,6 +194,7 @@ if TYPE_CHECKING:
         compare_versions,
         is_torch_version,
     )
+    # isort: on
 
 # Name -> the room where the one real object lives.
 _HOMES = {
