@@ -1,0 +1,208 @@
+"""The old global views in a world of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.gradients import GradientState as OwnGradientState
+from accelerate.settings.run import collect
+from accelerate.state import (
+    AcceleratorState,
+    DistributedType,
+    GradientState,
+    PartialState,
+    do_nothing,
+    is_initialized,
+)
+from accelerate.world import current_world, join_world
+
+
+def fill(**arguments: Any) -> AcceleratorState:
+    """What an Accelerator made with these arguments does."""
+    plugins = {name: value for name, value in arguments.items() if name.endswith(("plugin", "config"))}
+    given = {"mixed_precision": None, "use_cpu": False, **arguments}
+    return AcceleratorState._fill(collect(given), join_world(), **plugins)
+
+
+def test_partial_state_is_empty_until_it_is_made_and_a_real_dict_after() -> None:
+    assert PartialState._shared_state == {}
+    state = PartialState()
+    assert PartialState._shared_state != {}
+    assert type(PartialState._shared_state) is dict
+    assert state.__dict__ is PartialState._shared_state
+    assert state.initialized
+    assert PartialState().__dict__ is state.__dict__
+
+
+def test_partial_state_shows_the_world() -> None:
+    state = PartialState(cpu=True)
+    assert state.device == torch.device("cpu")
+    assert state.default_device == torch.device("cpu")
+    assert (state.num_processes, state.process_index, state.local_process_index) == (1, 0, 0)
+    assert (state.backend, state.debug, state.fork_launched) == (None, False, False)
+    assert state.distributed_type == DistributedType.NO == "NO"
+    assert state.is_main_process is True
+    assert state.is_local_main_process is True
+    assert state.is_last_process is True
+    assert state.use_distributed is False
+    assert "Num processes: 1" in repr(state)
+    state.set_device()
+
+
+def test_attributes_are_writable_and_shared() -> None:
+    PartialState().distributed_type = DistributedType.MULTI_GPU
+    assert PartialState().distributed_type == "MULTI_GPU"
+    PartialState().process_index = 3
+    PartialState().num_processes = 4
+    assert not PartialState().is_main_process
+    assert PartialState().is_last_process
+    assert PartialState().use_distributed
+
+
+def test_after_a_reset_attributes_explain_themselves_and_the_next_one_joins_again() -> None:
+    state = PartialState()
+    PartialState._reset_state()
+    assert PartialState._shared_state == {}
+    assert current_world() is None
+    with pytest.raises(AttributeError, match=r"no attribute `device`.*`PartialState._reset_state\(\)` was called"):
+        _ = state.device
+    assert not hasattr(state, "device")
+    assert PartialState().num_processes == 1
+    with pytest.raises(AttributeError, match="no attribute `color`"):
+        _ = state.color
+
+
+def test_a_library_can_keep_the_process_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(PartialState, "_prepare_backend", lambda self, *args: (None, DistributedType.NO))
+    state = PartialState()
+    assert state.num_processes == 1
+    assert state.distributed_type == DistributedType.NO
+
+
+def test_prepare_backend_tells_what_would_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = object.__new__(PartialState)
+    assert bare._prepare_backend() == (None, DistributedType.NO)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert bare._prepare_backend(True) == ("gloo", DistributedType.MULTI_CPU)
+
+
+def test_guards_and_parts_of_the_view(capsys: pytest.CaptureFixture[str]) -> None:
+    state = PartialState()
+
+    @state.on_main_process
+    def main() -> str:
+        return "main"
+
+    @state.on_process(process_index=7)
+    def seventh() -> str:
+        return "seventh"
+
+    assert (main(), seventh()) == ("main", "seventh")
+    assert state.on_last_process(lambda: 1)() == 1
+    assert state.on_local_main_process(lambda: 1)() == 1
+    assert state.on_local_process(lambda: 1, local_process_index=2)() == 1
+    with state.main_process_first(), state.local_main_process_first(), state.split_between_processes([1, 2]) as part:
+        assert part == [1, 2]
+    state.wait_for_everyone()
+    state.print("once")
+    assert capsys.readouterr().out == "once\n"
+    state.process_index = 1
+    state.num_processes = 2
+    assert main() is None  # decided at the call
+
+
+def test_accelerator_state_needs_an_accelerator_first() -> None:
+    assert not is_initialized()
+    with pytest.raises(ValueError, match=r"accelerator = Accelerator\(\)"):
+        AcceleratorState()
+    assert AcceleratorState._shared_state == {}
+
+
+def test_accelerator_state_shows_settings_and_world() -> None:
+    state = fill(mixed_precision="bf16")
+    assert is_initialized()
+    assert AcceleratorState().mixed_precision == "bf16" == state.mixed_precision
+    assert state.num_processes == 1
+    assert state.distributed_type == "NO"
+    for name in ("deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config"):
+        assert getattr(state, name) is None
+    assert state.device_mesh is None
+    assert state.is_fsdp2 is False
+    assert state.downcast_bfloat is False
+    assert PartialState._shared_state != {}
+    assert "Mixed precision type: bf16" in repr(state)
+    assert "device" in state.__dict__
+
+
+def test_a_second_one_may_repeat_but_not_contradict() -> None:
+    first = fill(mixed_precision="bf16")
+    assert fill().mixed_precision == "bf16"
+    assert fill(mixed_precision="bf16").__dict__ is first.__dict__
+    assert AcceleratorState("bf16", cpu=True).mixed_precision == "bf16"
+    with pytest.raises(ValueError, match="already been initialized.*'fp16'.*'bf16'"):
+        AcceleratorState(mixed_precision="fp16")
+    with pytest.raises(ValueError, match="already been initialized"):
+        fill(mixed_precision="no")
+
+
+def test_cpu_after_an_accelerator_device_is_refused() -> None:
+    state = fill()
+    state._world_cpu = False
+    with pytest.raises(ValueError, match="cpu=True"):
+        AcceleratorState(cpu=True)
+
+
+def test_built_by_an_accelerator_of_old_spelling() -> None:
+    assert AcceleratorState(mixed_precision="bf16", _from_accelerator=True).mixed_precision == "bf16"
+
+
+def test_resetting_one_view_or_both() -> None:
+    fill()
+    AcceleratorState._reset_state()
+    assert AcceleratorState._shared_state == {}
+    assert PartialState._shared_state != {}
+    state = fill(mixed_precision="bf16")
+    state._reset_state(reset_partial_state=True)
+    assert PartialState._shared_state == {}
+    assert not is_initialized()
+
+
+def test_deepspeed_plugins_are_selected_by_name() -> None:
+    class Plugin:
+        def __init__(self, config: dict[str, Any]) -> None:
+            self.deepspeed_config = config
+            self.selected = False
+
+        def select(self, _from_accelerator_state: bool = False) -> None:
+            self.selected = True
+
+        def _unselect(self) -> None:
+            self.selected = False
+
+    state = fill()
+    with pytest.raises(ValueError, match="doesn't use DeepSpeed"):
+        state.select_deepspeed_plugin("teacher")
+    student, teacher = Plugin({"bf16": {"enabled": True}}), Plugin({})
+    student.select()
+    state.deepspeed_plugins = {"student": student, "teacher": teacher}
+    state.distributed_type = DistributedType.DEEPSPEED
+    assert state.get_deepspeed_plugin("teacher") is teacher
+    assert state.deepspeed_plugin is student
+    assert state.mixed_precision == "bf16"
+    state.select_deepspeed_plugin("teacher")
+    assert state.deepspeed_plugin is teacher
+    assert state.mixed_precision == "no"
+
+
+def test_the_gradient_state_is_the_clock_itself() -> None:
+    assert GradientState is OwnGradientState
+
+
+def test_do_nothing_does_nothing() -> None:
+    assert do_nothing(1, two=2) is None
