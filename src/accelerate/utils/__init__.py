@@ -10,108 +10,40 @@ from typing import TYPE_CHECKING, Any
 from .tqdm import tqdm
 
 if TYPE_CHECKING:
-    # isort: off  (as many names a line as fit)
+    # As many names a line as fit, so that the page stays a page.
+    # isort: off
     from ..checkpointing import clean_state_dict_for_safetensors, load, save
     from ..clusters import get_cpu_distributed_information
-    from ..collectives import (
-        TORCH_DISTRIBUTED_OPERATION_TYPES,
-        CannotPadNestedTensorWarning,
-        broadcast,
-        broadcast_object_list,
-        copy_tensor_to_devices,
-        gather,
-        gather_object,
-        pad_across_processes,
-        reduce,
-    )
+    from ..collectives import CannotPadNestedTensorWarning, TORCH_DISTRIBUTED_OPERATION_TYPES, broadcast
+    from ..collectives import broadcast_object_list, copy_tensor_to_devices, gather, gather_object
+    from ..collectives import pad_across_processes, reduce
     from ..commands.config.default import write_basic_config
     from ..memory import convert_bytes, find_executable_batch_size, release_memory
-    from ..modules import (
-        get_module_children_bottom_up,
-        get_pretty_name,
-        merge_dicts,
-        model_has_dtensor,
-        recursive_getattr,
-    )
-    from ..names import (
-        MODEL_NAME,
-        OPTIMIZER_NAME,
-        PROFILE_PATTERN_NAME,
-        RNG_STATE_NAME,
-        SAFE_MODEL_NAME,
-        SAFE_WEIGHTS_INDEX_NAME,
-        SAFE_WEIGHTS_NAME,
-        SAFE_WEIGHTS_PATTERN_NAME,
-        SAMPLER_NAME,
-        SCALER_NAME,
-        SCHEDULER_NAME,
-        WEIGHTS_INDEX_NAME,
-        WEIGHTS_NAME,
-        WEIGHTS_PATTERN_NAME,
-    )
-    from ..nested import (
-        TensorInformation,
-        concatenate,
-        convert_to_fp32,
-        find_batch_size,
-        find_device,
-        get_data_structure,
-        honor_type,
-        ignorant_find_batch_size,
-        initialize_tensors,
-        is_namedtuple,
-        is_tensor_information,
-        is_torch_tensor,
-        listify,
-        pad_input_tensors,
-        recursively_apply,
-        send_to_device,
-        slice_tensors,
-    )
-    from ..optional import (
-        deepspeed_required,
-        is_4bit_bnb_available,
-        is_8bit_bnb_available,
-        is_aim_available,
-        is_amdsmi_available,
-        is_bitsandbytes_multi_backend_available,
-        is_bnb_available,
-        is_boto3_available,
-        is_clearml_available,
-        is_comet_ml_available,
-        is_datasets_available,
-        is_deepspeed_available,
-        is_dvclive_available,
-        is_import_timer_available,
-        is_lomo_available,
-        is_matplotlib_available,
-        is_megatron_lm_available,
-        is_mlflow_available,
-        is_msamp_available,
-        is_pandas_available,
-        is_peft_available,
-        is_pippy_available,
-        is_pynvml_available,
-        is_pytest_available,
-        is_rich_available,
-        is_sagemaker_available,
-        is_schedulefree_available,
-        is_swanlab_available,
-        is_tensorboard_available,
-        is_timm_available,
-        is_torchao_available,
-        is_torchdata_available,
-        is_torchdata_stateful_dataloader_available,
-        is_torchvision_available,
-        is_trackio_available,
-        is_transformer_engine_available,
-        is_transformer_engine_mxfp8_available,
-        is_transformers_available,
-        is_triton_available,
-        is_wandb_available,
-        is_weights_only_available,
-        torchao_required,
-    )
+    from ..modules import get_module_children_bottom_up, get_pretty_name, merge_dicts, model_has_dtensor
+    from ..modules import recursive_getattr
+    from ..names import MODEL_NAME, OPTIMIZER_NAME, PROFILE_PATTERN_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME
+    from ..names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME
+    from ..names import SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+    from ..names import WEIGHTS_PATTERN_NAME
+    from ..nested import TensorInformation, concatenate, convert_to_fp32, find_batch_size, find_device
+    from ..nested import get_data_structure, honor_type, ignorant_find_batch_size, initialize_tensors
+    from ..nested import is_namedtuple, is_tensor_information, is_torch_tensor, listify
+    from ..nested import pad_input_tensors, recursively_apply, send_to_device, slice_tensors
+    from ..optional import deepspeed_required, is_4bit_bnb_available, is_8bit_bnb_available
+    from ..optional import is_aim_available, is_amdsmi_available, is_bitsandbytes_multi_backend_available
+    from ..optional import is_bnb_available, is_boto3_available, is_clearml_available
+    from ..optional import is_comet_ml_available, is_datasets_available, is_deepspeed_available
+    from ..optional import is_dvclive_available, is_import_timer_available, is_lomo_available
+    from ..optional import is_matplotlib_available, is_megatron_lm_available, is_mlflow_available
+    from ..optional import is_msamp_available, is_pandas_available, is_peft_available, is_pippy_available
+    from ..optional import is_pynvml_available, is_pytest_available, is_rich_available
+    from ..optional import is_sagemaker_available, is_schedulefree_available, is_swanlab_available
+    from ..optional import is_tensorboard_available, is_timm_available, is_torchao_available
+    from ..optional import is_torchdata_available, is_torchdata_stateful_dataloader_available
+    from ..optional import is_torchvision_available, is_trackio_available
+    from ..optional import is_transformer_engine_available, is_transformer_engine_mxfp8_available
+    from ..optional import is_transformers_available, is_triton_available, is_wandb_available
+    from ..optional import is_weights_only_available, torchao_required
     from ..plugins.accumulation import GradientAccumulationPlugin
     from ..plugins.base import KwargsHandler
     from ..plugins.data import DataLoaderConfiguration
@@ -122,13 +54,9 @@ if TYPE_CHECKING:
     from ..plugins.fsdp import FullyShardedDataParallelPlugin
     from ..plugins.megatron import MegatronLMPlugin
     from ..plugins.megatron_models import add_model_config_to_megatron_parser
-    from ..plugins.parallelism import (
-        DeepSpeedSequenceParallelConfig,
-        ParallelismConfig,
-        TorchContextParallelConfig,
-        TorchTensorParallelConfig,
-        TorchTensorParallelPlugin,
-    )
+    from ..plugins.parallelism import DeepSpeedSequenceParallelConfig, ParallelismConfig
+    from ..plugins.parallelism import TorchContextParallelConfig, TorchTensorParallelConfig
+    from ..plugins.parallelism import TorchTensorParallelPlugin
     from ..plugins.precision import AutocastKwargs, GradScalerKwargs
     from ..plugins.process_group import InitProcessGroupKwargs
     from ..plugins.profile import ProfileKwargs
@@ -137,63 +65,25 @@ if TYPE_CHECKING:
     from ..ports import is_port_in_use
     from ..precision.choose import get_grad_scaler, get_mixed_precision_context_manager
     from ..precision.outputs import convert_outputs_to_fp32
-    from ..probes import (
-        is_bf16_available,
-        is_cuda_available,
-        is_fp8_available,
-        is_fp16_available,
-        is_habana_gaudi1,
-        is_hpu_available,
-        is_mlu_available,
-        is_mps_available,
-        is_musa_available,
-        is_neuron_available,
-        is_npu_available,
-        is_rocm_available,
-        is_sdaa_available,
-        is_torch_xla_available,
-        is_xccl_available,
-        is_xpu_available,
-    )
+    from ..probes import is_bf16_available, is_cuda_available, is_fp16_available, is_fp8_available
+    from ..probes import is_habana_gaudi1, is_hpu_available, is_mlu_available, is_mps_available
+    from ..probes import is_musa_available, is_neuron_available, is_npu_available, is_rocm_available
+    from ..probes import is_sdaa_available, is_torch_xla_available, is_xccl_available, is_xpu_available
     from ..processes import wait_for_everyone
     from ..seeding import set_seed, synchronize_rng_state, synchronize_rng_states
-    from ..settings.env import (
-        are_libraries_initialized,
-        clear_environment,
-        convert_dict_to_env_variables,
-        get_int_from_env,
-        parse_choice_from_env,
-        parse_flag_from_env,
-        patch_environment,
-        purge_accelerate_environment,
-        str_to_bool,
-    )
-    from ..settings.labels import (
-        ComputeEnvironment,
-        CustomDtype,
-        DDPCommunicationHookType,
-        DistributedType,
-        DynamoBackend,
-        LoggerType,
-        PrecisionType,
-        RNGType,
-        SageMakerDistributedType,
-    )
-    from ..strategies.compile import (
-        compile_regions,
-        compile_regions_deepspeed,
-        compile_regions_fsdp2,
-        has_compiled_regions,
-        is_compiled_module,
-    )
+    from ..settings.env import are_libraries_initialized, clear_environment
+    from ..settings.env import convert_dict_to_env_variables, get_int_from_env, parse_choice_from_env
+    from ..settings.env import parse_flag_from_env, patch_environment, purge_accelerate_environment
+    from ..settings.env import str_to_bool
+    from ..settings.labels import ComputeEnvironment, CustomDtype, DDPCommunicationHookType
+    from ..settings.labels import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
+    from ..settings.labels import SageMakerDistributedType
+    from ..strategies.compile import compile_regions, compile_regions_deepspeed, compile_regions_fsdp2
+    from ..strategies.compile import has_compiled_regions, is_compiled_module
     from ..strategies.unwrap import extract_model_from_parallel, is_peft_model
-    from ..versions import (
-        MITA_PROFILING_AVAILABLE_PYTORCH_VERSION,
-        XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
-        check_os_kernel,
-        compare_versions,
-        is_torch_version,
-    )
+    from ..versions import MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
+    from ..versions import XPU_PROFILING_AVAILABLE_PYTORCH_VERSION, check_os_kernel, compare_versions
+    from ..versions import is_torch_version
     # isort: on
 
 # Name -> the room where the one real object lives.
