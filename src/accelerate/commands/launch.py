@@ -92,13 +92,13 @@ def _shown_instead(args: argparse.Namespace, settings: Settings, engine: LaunchE
     return False
 
 
-def run_launch(args: argparse.Namespace) -> int:
-    """The exit code of the program; one process takes the place of this one, where the system can do that."""
+def run_launch(args: argparse.Namespace, *, replace: bool = False) -> int:
+    """The exit code of the program; with ``replace``, one process takes the place of this one."""
     settings, engine, plan = plan_launch(args)
     if _shown_instead(args, settings, engine, plan):
         return 0
     _announce(plan, settings)
-    return engine.become(plan) if isinstance(engine, OneProcess) else engine.run(plan)
+    return engine.become(plan) if replace and isinstance(engine, OneProcess) else engine.run(plan)
 
 
 def complain(command: str, error: Exception) -> int:
@@ -108,15 +108,18 @@ def complain(command: str, error: Exception) -> int:
     return 2
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``accelerate launch``: the program's own, or 2 when the launch was refused."""
+def main(arguments: Sequence[str] | None = None, *, replace: bool | None = None) -> int:
+    """The exit code of ``accelerate launch``: the program's own, or 2 when the launch was refused.
+
+    Called as a command (without ``arguments``), one process takes the place of this one (``replace``).
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = launch_command_parser()
     if not words:
         parser.print_help()
         return 1
     try:
-        return run_launch(parser.parse_args(words))
+        return run_launch(parser.parse_args(words), replace=arguments is None if replace is None else replace)
     except (AccelerateError, FileNotFoundError) as error:
         return complain("accelerate launch", error)
 

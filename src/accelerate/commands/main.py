@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     module = importlib.import_module(f"accelerate.commands.{COMMANDS[name][0]}")
     try:
+        if name == "launch" and arguments is None:  # this process is the command, and nobody's else
+            return module.main(rest, replace=True)
         return module.main(rest)
     except BrokenPipeError:  # `accelerate ... | head`: the reader has seen enough
         sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]  (nothing is left to flush at exit)

@@ -13,6 +13,7 @@ from ..settings import env, file
 from ..settings.run import check_launchable, collect
 from ..settings.tree import Settings
 from .plan import Program
+from .slurm import in_batch_script
 
 _OWN_NAMES: Final = ("config_file", "explain", "dry_run", "training_script", "training_script_args", "func")
 
@@ -42,8 +43,9 @@ def config_path(args: argparse.Namespace) -> Path | None:
 def settings_of(args: argparse.Namespace) -> Settings:
     """All that this launch was told: flag before file before environment before default, checked."""
     path = config_path(args)
-    settings = collect({}, env.snapshot(), flags=given_flags(args), file=path)
-    check_launchable(settings)
+    environ = env.snapshot()
+    settings = collect({}, environ, flags=given_flags(args), file=path)
+    check_launchable(settings, has_allocation=in_batch_script(environ))
     return settings
 
 
@@ -63,8 +65,8 @@ def program_of(args: argparse.Namespace, settings: Settings) -> Program:
         if shutil.which(target) is None:
             raise SettingError(f"--no_python {target}: there is no such command on the PATH.")
         return Program(target, arguments, "command")
-    if not Path(target).exists():
+    if not (Path(target).is_file() or (Path(target) / "__main__.py").is_file()):
         near = sorted(Path(target).parent.glob("*.py"))[:3] if Path(target).parent.is_dir() else []
         hint = f" There are: {', '.join(map(str, near))}." if near else ""
-        raise SettingError(f"The script {target} doesn't exist (looked for it from {Path.cwd()}).{hint}")
+        raise SettingError(f"The script {target!r} doesn't exist (looked for it from {Path.cwd()}).{hint}")
     return Program(target, arguments)

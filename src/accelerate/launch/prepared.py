@@ -174,5 +174,5 @@ class PrepareForLaunch:
         import torch
 
         size = int(env.read("WORLD_SIZE", "1") or 1)
-        store = torch.distributed.FileStore(str(env.read("ACCELERATE_DEBUG_RDV_FILE")), size)
-        torch.distributed.init_process_group("gloo", rank=index, store=store, world_size=size)
+        place = f"file://{env.read('ACCELERATE_DEBUG_RDV_FILE')}"
+        torch.distributed.init_process_group("gloo", init_method=place, rank=index, world_size=size)

@@ -214,7 +214,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(script: Path, capsys: pytest
 
 MISTAKES = {
     "no script": (["--cpu"], "no script to launch"),
-    "missing script": (["--cpu", "nowhere.py"], "nowhere.py doesn't exist"),
+    "missing script": (["--cpu", "nowhere.py"], "'nowhere.py' doesn't exist"),
     "text for a number": (["--num_processes", "two", "s"], "whole number"),
     "zero processes": (["--num_processes", "0", "s"], "at least 1"),
     "fraction": (["--num_processes", "1.5", "s"], "whole number"),
@@ -239,6 +239,21 @@ MISTAKES = {
     "option without effect": (["--fsdp_version", "2", "s"], "no effect"),
     "missing file": (["--config_file", "nowhere.yaml", "s"], "nowhere.yaml"),
     "tpu isn't built": (["--tpu", "s"], "does not have yet"),
+    "no port": (["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "a", "s"], "main_process_port"),
+    "free port for several": (
+        ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "a", "--main_process_port", "0", "s"],
+        "fixed port",
+    ),
+    "device twice": (["--gpu_ids", "0,0", "s"], "twice"),
+    "device list": (["--gpu_ids", "0,,1", "s"], "not a list of devices"),
+    "restarts": (["--max_restarts", "-1", "s"], "at least 0"),
+    "threads": (["--num_cpu_threads_per_process", "0", "s"], "at least 1"),
+    "rendezvous": (["--rdzv_backend", "statc", "s"], "Did you mean 'static'?"),
+    "rendezvous settings": (["--rdzv_conf", "timeout", "s"], "key1=value1"),
+    "unknown backend": (["--dynamo_backend", "inductr", "s"], "INDUCTOR"),
+    "option of another program": (["--learning_rate", "1", "s"], "no option --learning_rate"),
+    "value missing": (["--num_processes"], "expected one argument"),
+    "empty name": (["--cpu", ""], "doesn't exist"),
     "fsdp switch": (["--use_fsdp", "--fsdp_offload_params", "maybe", "s"], "true or false"),
 }
 
@@ -282,6 +297,18 @@ def test_a_mistake_in_the_environment_is_refused_with_the_variable(
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert variable in refused(capsys, str(script))
+
+
+def test_a_rank_that_writes_to_a_terminal_still_does(tmp_path: Path) -> None:
+    pexpect = pytest.importorskip("pexpect")
+    (tmp_path / "s.py").write_text("import os; os.write(2, f'terminal {os.isatty(2)}\\n'.encode())")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    words = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port", "0", "s.py"]
+    child = pexpect.spawn(sys.executable, words, cwd=tmp_path, env=environment, timeout=30, encoding="utf-8")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    assert child.before.count("terminal True") == 2
 
 
 def test_a_busy_port_is_refused(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,6 +356,12 @@ def test_a_script_a_module_and_a_command_are_run(
     assert capfd.readouterr().out.splitlines() == ["ran a b"] * int(num_processes)
 
 
+def test_a_caller_from_python_is_never_replaced(script: Path) -> None:
+    script.write_text("import os, sys; sys.exit(int(os.getppid() != int(sys.argv[1])))")
+    assert launch.main(["--cpu", str(script), str(os.getpid())]) == 0
+    assert main.main(["launch", "--cpu", str(script), str(os.getpid())]) == 0
+
+
 def run_cli(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "accelerate.commands.main", *words]
@@ -341,10 +374,11 @@ def test_the_exit_code_of_the_command_is_the_programs(tmp_path: Path) -> None:
     assert run_cli("launch", "--cpu", "--num_processes", "2", "s.py", cwd=tmp_path).returncode == 5
 
 
-def test_one_process_takes_the_place_of_the_launcher(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [["launch"], ["main", "launch"]])
+def test_one_process_takes_the_place_of_the_launcher(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("import os; print(os.getpid())")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "s.py"]
+    command = [sys.executable, "-m", f"accelerate.commands.{command[0]}", *command[1:], "--cpu", "s.py"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
     out, _ = process.communicate(timeout=60)
     assert int(out) == process.pid
