@@ -7,6 +7,7 @@ from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any, final
 
 from .errors import WorldError
+from .optional import require
 from .processes import in_order
 from .settings import env
 from .world import current_world
@@ -88,3 +89,13 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     if level:
         logger.setLevel(level.upper())
     return MultiProcessAdapter(logger, {})
+
+
+def install_rich_tracebacks() -> None:
+    """Tracebacks of this process are shown by ``rich`` where ``ACCELERATE_ENABLE_RICH`` asks for it.
+
+    Raises:
+        MissingDependency: it is asked for, and ``rich`` isn't installed.
+    """
+    if env.flag("ACCELERATE_ENABLE_RICH"):
+        require("rich.traceback", "rich", purpose="ACCELERATE_ENABLE_RICH").install(show_locals=False)

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 import accelerate.logging as accelerate_logging
-from accelerate.logging import MultiProcessAdapter, get_logger
+from accelerate.logging import MultiProcessAdapter, get_logger, install_rich_tracebacks
 from accelerate.world import World
 from tests.ranks import run_on_ranks
 
@@ -84,6 +86,17 @@ def test_the_adapter_is_a_logger_adapter_with_its_level(monkeypatch: pytest.Monk
     logger.setLevel(logging.ERROR)
     assert isinstance(logger, MultiProcessAdapter) and logger.logger.name == "an.adapter"
     assert not logger.isEnabledFor(logging.WARNING)
+
+
+def test_tracebacks_are_shown_by_rich_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    rich = MagicMock()
+    monkeypatch.setitem(sys.modules, "rich", rich)
+    monkeypatch.setitem(sys.modules, "rich.traceback", rich.traceback)
+    install_rich_tracebacks()
+    rich.traceback.install.assert_not_called()
+    monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "1")
+    install_rich_tracebacks()
+    rich.traceback.install.assert_called_once_with(show_locals=False)
 
 
 def _log_in_order(path: str, levels: tuple[int, ...]) -> None:
