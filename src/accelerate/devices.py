@@ -108,6 +108,14 @@ class DeviceKind:
         """New tensors of this kind land on `device`."""
         self._ask(self.select, device)
 
+    def device_name(self, index: int = 0) -> str:
+        """What the vendor calls the device; empty where it can't be asked."""
+        return str(self._ask("get_device_name", index, otherwise=""))
+
+    def capability(self) -> tuple[int, ...]:
+        """The vendor's generation number of the current device; empty where there is none."""
+        return tuple(self._ask("get_device_capability", otherwise=())) if self.is_available() else ()
+
     def synchronize(self) -> None:
         """Everything queued on the current device has happened."""
         self._ask(self.wait)

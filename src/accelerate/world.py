@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 import torch
 import torch.distributed as dist
 
-from . import clusters, devices
+from . import clusters, devices, hardware
 from .devices import DeviceKind
 from .errors import WorldError
 from .meeting import Meeting
@@ -146,6 +146,7 @@ def join_world(
             _world = _form(seat, asked, backend, timeout, init_method, init_kwargs, facts)
     if kind.select:
         kind.set_device(_world.device)
+        hardware.bind_to_cores(_world.local_rank)
     _leave_at_exit()
     return _world
 
@@ -286,6 +287,8 @@ def _form(
         )
     if kind is devices.CPU:
         _share_cores(seat)
+    elif seat.size > 1:
+        hardware.refuse_missing_links(kind)
     device = _choose_device(kind, asked, seat)
     backend = _choose_backend(kind, seat, backend)
     store = rendezvous.form_group(

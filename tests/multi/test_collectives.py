@@ -131,7 +131,7 @@ def test_reductions_do_what_their_name_says() -> None:
 
 def test_the_mean_of_integers_is_a_clear_error_on_every_rank() -> None:
     def work(world: World) -> float:
-        with pytest.raises(CollectiveError, match="int64 has no exact answer.*float"):
+        with pytest.raises(CollectiveError, match=r"int64 has no exact answer.*float"):
             reduce(torch.tensor([1]), "mean")
         return reduce(torch.tensor([1.0]), "sum").item()  # the ranks are still in step
 

@@ -1,6 +1,8 @@
-"""How often do two processes that train with DDP over gloo abort at exit?  `python tests/slow/exit_aborts.py --runs 200`
+"""How often do two processes that train with DDP over gloo abort at exit?
 
-The user's variables keep the model, the optimizer and the last loss until the interpreter ends. Prints one line per kind
+`python tests/slow/exit_aborts.py --runs 200`
+
+The user's variables keep model, optimizer and loss until the interpreter ends. Prints one line per kind
 of script and exits with 1 if any process ended badly.
 
 Kinds: `silent` never says that it is done, `ending` calls `destroy_process_group` of the state, `raising` ends by

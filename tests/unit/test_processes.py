@@ -43,7 +43,11 @@ def test_parts_put_together_are_the_whole_in_order_and_differ_by_one_at_most(ite
     assert lengths == sorted(lengths, reverse=True)
 
 
-@given(st.lists(st.integers(-99, 99), min_size=1, max_size=40), st.integers(1, 9), st.sampled_from([list, tuple, torch.tensor]))
+@given(
+    st.lists(st.integers(-99, 99), min_size=1, max_size=40),
+    st.integers(1, 9),
+    st.sampled_from([list, tuple, torch.tensor]),
+)
 def test_padded_parts_have_one_length_and_repeat_the_last_element(items: list[int], size: int, container: Any) -> None:
     found = parts(container(items), size, apply_padding=True)
     bare = parts(items, size)

@@ -145,7 +145,7 @@ def test_a_second_one_may_repeat_but_not_contradict() -> None:
     assert fill().mixed_precision == "bf16"
     assert fill(mixed_precision="bf16").__dict__ is first.__dict__
     assert AcceleratorState("bf16", cpu=True).mixed_precision == "bf16"
-    with pytest.raises(ValueError, match="already been initialized.*'fp16'.*'bf16'"):
+    with pytest.raises(ValueError, match=r"already been initialized.*'fp16'.*'bf16'"):
         AcceleratorState(mixed_precision="fp16")
     with pytest.raises(ValueError, match="already been initialized"):
         fill(mixed_precision="no")
