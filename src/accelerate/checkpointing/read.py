@@ -240,12 +240,13 @@ def _streams_of(folder: Path, rank: int, options: Mapping[str, Any]) -> dict[str
 
 
 def _tell(found: LoadedCheckpoint, ranks: Ranks) -> None:
+    told = [note for notes in ranks.everyone(found.notes) for note in notes]
     if not ranks.is_main:
         return
     for name, reason in found.skipped.items():
         _log.warning("Checkpoint %s was skipped: %s", name, reason)
-    for note in found.notes:
-        _log.info("Checkpoint %s: %s", found.folder, note)
+    for note in dict.fromkeys(told):
+        _log.warning("Checkpoint %s: %s", found.folder, note)
 
 
 def load_accelerator_state(
