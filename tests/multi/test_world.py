@@ -236,6 +236,33 @@ def test_a_plain_script_under_torchrun_joins_and_ends_cleanly(tmp_path: Path) ->
     assert finished.stdout.count("trained 2") == 2
 
 
+RESTARTED = """
+import os
+import torch.distributed as dist, torch
+from accelerate.world import join_world
+world = join_world()
+if world.attempt == 0 and world.rank == 1:
+    os._exit(1)
+total = torch.ones(1)
+dist.all_reduce(total)
+print("attempt", world.attempt, "total", int(total))
+"""
+
+
+def test_processes_that_the_elastic_agent_restarts_find_each_other(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RESTARTED)
+    options = ["--nproc-per-node", "2", "--max-restarts", "1", "--master-port", str(free_port())]
+    finished = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, script],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert finished.stdout.count("attempt 1 total 2") == 2, finished.stderr
+
+
 def test_a_rank_that_dies_is_reported_and_not_waited_for() -> None:
     def die() -> None:
         world = join_world()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import socket
+import sys
+import types
 from datetime import timedelta
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 from accelerate import devices, world
 from accelerate.clusters import ClusterSeat
+from accelerate.collectives import gather
 from accelerate.errors import WorldError
 from accelerate.world import (
     World,
@@ -234,3 +238,51 @@ def test_a_replica_without_its_group_is_its_module() -> None:
     assert replica._comm_hooks == []
     assert replica(torch.ones(1, 2)).shape == (1, 2)
     release_ddp(replica)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_accelerators_group_is_bound_to_its_device(
+    two_gpus: devices.DeviceKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formed: dict[str, object] = {}
+
+    def form_group(seat: ClusterSeat, backend: str, **options: object) -> torch.distributed.HashStore:
+        formed.update(options, backend=backend)
+        return torch.distributed.HashStore()
+
+    monkeypatch.setattr("accelerate.rendezvous.form_group", form_group)
+    monkeypatch.setattr(world.hardware, "refuse_missing_links", lambda kind: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: formed.update(set_device=device))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    joined = join_world(timeout=timedelta(seconds=60))
+    assert joined.label == "MULTI_GPU"
+    assert joined.device == torch.device("cuda:1")
+    assert joined.meeting is not None
+    assert joined.meeting.timeout == timedelta(seconds=60)
+    assert formed["backend"] == "nccl"
+    assert formed["device_id"] == formed["set_device"] == torch.device("cuda:1")
+    forget_world()
+    formed.clear()
+    join_world(backend="cuda:nccl,cpu:gloo")
+    assert formed["backend"] == "cuda:nccl,cpu:gloo"
+    assert formed["device_id"] is None
+
+
+def test_a_runtime_that_connects_its_processes_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = types.ModuleType("torch_xla.runtime")
+    answers = {"global_ordinal": 3, "world_size": 8, "local_ordinal": 1, "local_process_count": 4}
+    for name, value in answers.items():
+        setattr(runtime, name, lambda value=value: value)
+    package = types.ModuleType("torch_xla")
+    package.__spec__ = importlib.machinery.ModuleSpec("torch_xla", None)
+    package.device = lambda: torch.device("cpu")  # type: ignore[attr-defined]
+    model = types.ModuleType("torch_xla.core.xla_model")
+    model.get_xla_supported_devices = lambda: ["xla:0"]  # type: ignore[attr-defined]
+    for module in (package, runtime, model, types.ModuleType("torch_xla.core")):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    joined = join_world()
+    assert (joined.rank, joined.size, joined.local_rank, joined.local_size) == (3, 8, 1, 4)
+    assert joined.label == "XLA"
+    assert joined.meeting is None
+    with pytest.raises(NotImplementedError, match="between xla processes"):
+        gather(torch.ones(1))
