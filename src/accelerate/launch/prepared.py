@@ -6,10 +6,11 @@ The documented names under which other programs and tests look at a launch witho
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ..errors import SettingError
+from ..errors import NotBuilt, SettingError
 from ..settings import env
 from ..settings.fp8 import Fp8Options
 from ..settings.tree import Settings
@@ -108,6 +109,21 @@ def prepare_tpu(
         args.vm = args.tpu_vm if getattr(args, "tpu_vm", None) else getattr(args, "vm", None)
         args.tpu = getattr(args, "tpu_name", None)
     return args, current_env
+
+
+def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
+    """The value of a variable that lists paths, with one more path at its end; the variable isn't touched."""
+    paths = [path for path in (env.read(env_var_name, "") or "").split(os.pathsep) if path]
+    return os.pathsep.join([*paths, str(path_to_add)])
+
+
+def prepare_sagemager_args_inputs(sagemaker_config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """(arguments of the estimator, its inputs) of a SageMaker job.
+
+    Raises:
+        NotBuilt: in this version.
+    """
+    raise NotBuilt("SageMaker jobs aren't built yet in this version.")
 
 
 def convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:

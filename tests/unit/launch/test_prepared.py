@@ -12,6 +12,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.launch.prepared import (
     PrepareForLaunch,
     convert_nargs_to_dict,
+    env_var_path_add,
     prepare_multi_gpu_env,
     prepare_simple_launcher_cmd_env,
     prepare_tpu,
@@ -60,3 +61,10 @@ def test_a_prepared_function_knows_its_rank() -> None:
     os.environ.update({"NPROC": "4", "NODE_RANK": "1"})
     PrepareForLaunch(lambda word: seen.append((word, *map(os.environ.get, names))), "MULTI_GPU")(2, "x")
     assert seen == [("x", "6", "2", "1")]
+
+
+def test_a_path_is_added_to_a_list_of_paths() -> None:
+    os.environ["SOME_PATHS"] = "/a"
+    assert env_var_path_add("SOME_PATHS", "/b") == "/a:/b"
+    assert env_var_path_add("NO_PATHS", "/b") == "/b"
+    assert os.environ["SOME_PATHS"] == "/a"
