@@ -137,7 +137,7 @@ SHORT_FLAGS = {"-m": "module", "-q": "quiet", "-t": "tee"}
 SWITCHES = (
     "quiet module no_python debug cpu multi_gpu tpu enable_cpu_affinity dynamo_use_fullgraph dynamo_use_dynamic "
     "dynamo_use_regional_compilation use_deepspeed use_fsdp use_parallelism_config use_megatron_lm same_network "
-    "tpu_cluster tpu_use_sudo downcast_bf16 fp8_use_autocast_during_eval"
+    "tpu_cluster tpu_use_sudo downcast_bf16 fp8_use_autocast_during_eval preflight slurm_wait"
 )
 
 # Defaults of a launched run that the documentation states.

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ..collectives import broadcast_object_list, copy_tensor_to_devices, gather, gather_object
     from ..collectives import pad_across_processes, reduce
     from ..commands.config.default import write_basic_config
+    from ..hardware import check_cuda_fp8_capability, check_cuda_p2p_ib_support, get_current_device_type
+    from ..hardware import get_gpu_info, set_numa_affinity
     from ..memory import convert_bytes, find_executable_batch_size, release_memory
     from ..modules import get_module_children_bottom_up, get_pretty_name, merge_dicts, model_has_dtensor
     from ..modules import recursive_getattr
@@ -113,7 +115,8 @@ _HOMES = {
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION": "versions",
     "add_model_config_to_megatron_parser": "plugins.megatron_models",
     "are_libraries_initialized": "settings.env", "broadcast": "collectives",
-    "broadcast_object_list": "collectives", "check_os_kernel": "versions",
+    "broadcast_object_list": "collectives", "check_cuda_fp8_capability": "hardware",
+    "check_cuda_p2p_ib_support": "hardware", "check_os_kernel": "versions",
     "clean_state_dict_for_safetensors": "checkpointing", "clear_environment": "settings.env",
     "compare_versions": "versions", "compile_regions": "strategies.compile",
     "compile_regions_deepspeed": "strategies.compile", "compile_regions_fsdp2": "strategies.compile",
@@ -122,16 +125,17 @@ _HOMES = {
     "copy_tensor_to_devices": "collectives", "deepspeed_required": "optional",
     "extract_model_from_parallel": "strategies.unwrap", "find_batch_size": "nested", "find_device": "nested",
     "find_executable_batch_size": "memory", "gather": "collectives", "gather_object": "collectives",
-    "get_cpu_distributed_information": "clusters", "get_data_structure": "nested",
-    "get_grad_scaler": "precision.choose", "get_int_from_env": "settings.env",
-    "get_mixed_precision_context_manager": "precision.choose", "get_module_children_bottom_up": "modules",
-    "get_pretty_name": "modules", "has_compiled_regions": "strategies.compile", "honor_type": "nested",
-    "ignorant_find_batch_size": "nested", "initialize_tensors": "nested", "is_4bit_bnb_available": "optional",
-    "is_8bit_bnb_available": "optional", "is_aim_available": "optional", "is_amdsmi_available": "optional",
-    "is_bf16_available": "probes", "is_bitsandbytes_multi_backend_available": "optional",
-    "is_bnb_available": "optional", "is_boto3_available": "optional", "is_clearml_available": "optional",
-    "is_comet_ml_available": "optional", "is_compiled_module": "strategies.compile",
-    "is_cuda_available": "probes", "is_datasets_available": "optional", "is_deepspeed_available": "optional",
+    "get_cpu_distributed_information": "clusters", "get_current_device_type": "hardware",
+    "get_data_structure": "nested", "get_gpu_info": "hardware", "get_grad_scaler": "precision.choose",
+    "get_int_from_env": "settings.env", "get_mixed_precision_context_manager": "precision.choose",
+    "get_module_children_bottom_up": "modules", "get_pretty_name": "modules",
+    "has_compiled_regions": "strategies.compile", "honor_type": "nested", "ignorant_find_batch_size": "nested",
+    "initialize_tensors": "nested", "is_4bit_bnb_available": "optional", "is_8bit_bnb_available": "optional",
+    "is_aim_available": "optional", "is_amdsmi_available": "optional", "is_bf16_available": "probes",
+    "is_bitsandbytes_multi_backend_available": "optional", "is_bnb_available": "optional",
+    "is_boto3_available": "optional", "is_clearml_available": "optional", "is_comet_ml_available": "optional",
+    "is_compiled_module": "strategies.compile", "is_cuda_available": "probes",
+    "is_datasets_available": "optional", "is_deepspeed_available": "optional",
     "is_dvclive_available": "optional", "is_fp16_available": "probes", "is_fp8_available": "probes",
     "is_habana_gaudi1": "probes", "is_hpu_available": "probes", "is_import_timer_available": "optional",
     "is_lomo_available": "optional", "is_matplotlib_available": "optional",
@@ -155,9 +159,10 @@ _HOMES = {
     "parse_choice_from_env": "settings.env", "parse_flag_from_env": "settings.env",
     "patch_environment": "settings.env", "purge_accelerate_environment": "settings.env",
     "recursive_getattr": "modules", "recursively_apply": "nested", "reduce": "collectives",
-    "release_memory": "memory", "save": "checkpointing", "send_to_device": "nested", "set_seed": "seeding",
-    "slice_tensors": "nested", "str_to_bool": "settings.env", "synchronize_rng_state": "seeding",
-    "synchronize_rng_states": "seeding", "torchao_required": "optional", "wait_for_everyone": "processes",
+    "release_memory": "memory", "save": "checkpointing", "send_to_device": "nested",
+    "set_numa_affinity": "hardware", "set_seed": "seeding", "slice_tensors": "nested",
+    "str_to_bool": "settings.env", "synchronize_rng_state": "seeding", "synchronize_rng_states": "seeding",
+    "torchao_required": "optional", "wait_for_everyone": "processes",
     "write_basic_config": "commands.config.default",
 }  # fmt: skip
 
@@ -232,6 +237,8 @@ __all__ = [
     "are_libraries_initialized",
     "broadcast",
     "broadcast_object_list",
+    "check_cuda_fp8_capability",
+    "check_cuda_p2p_ib_support",
     "check_os_kernel",
     "clean_state_dict_for_safetensors",
     "clear_environment",
@@ -253,7 +260,9 @@ __all__ = [
     "gather",
     "gather_object",
     "get_cpu_distributed_information",
+    "get_current_device_type",
     "get_data_structure",
+    "get_gpu_info",
     "get_grad_scaler",
     "get_int_from_env",
     "get_mixed_precision_context_manager",
@@ -342,6 +351,7 @@ __all__ = [
     "release_memory",
     "save",
     "send_to_device",
+    "set_numa_affinity",
     "set_seed",
     "slice_tensors",
     "str_to_bool",
