@@ -109,6 +109,9 @@ def base_environment(settings: Settings, host: Host, per_host: int) -> dict[str,
         environment.update({"KMP_BLOCKTIME": "1"} if "KMP_BLOCKTIME" not in host.environment else {})
         if per_host == 1 and "KMP_AFFINITY" not in host.environment:
             environment["KMP_AFFINITY"] = "granularity=fine,compact,1,0"
+    if host.lacks_links:
+        switches = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+        environment.update({name: "1" for name in switches if name not in host.environment})
     ids = device_ids(settings)
     if ids and host.visible_devices:
         environment[host.visible_devices] = ",".join(ids)

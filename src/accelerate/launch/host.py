@@ -24,6 +24,8 @@ class Host:
     num_devices: int = 0
     #: The variable that says which of the devices a process sees.
     visible_devices: str | None = None
+    #: The devices can't talk to each other directly, and the communication library has to be told.
+    lacks_links: bool = False
     num_cores: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     #: Ports below the plan's wish that something listens on already.
@@ -54,16 +56,19 @@ def num_physical_cores() -> int:
 
 
 @functools.cache
-def _devices() -> tuple[str, int, str | None]:
+def _devices() -> tuple[str, int, str | None, bool]:
     from ..devices import CPU, present
+    from ..hardware import check_cuda_p2p_ib_support
 
     kind, count = present()
-    return (kind.name, 0 if kind is CPU else count, kind.visible_devices or None)
+    num_devices = 0 if kind is CPU else count
+    lacks_links = num_devices > 1 and not check_cuda_p2p_ib_support()
+    return kind.name, num_devices, kind.visible_devices or None, lacks_links
 
 
 def this_host(environment: Mapping[str, str], *, cpu: bool, port: int | None) -> Host:
     """This machine as it is now. ``cpu`` says that devices don't matter: they aren't looked for then."""
-    kind, num_devices, visible_devices = ("cpu", 0, None) if cpu else _devices()
+    kind, num_devices, visible_devices, lacks_links = ("cpu", 0, None, False) if cpu else _devices()
     wanted = DEFAULT_PORT if port is None else port
     busy = frozenset({wanted}) if wanted and is_port_in_use(wanted) else frozenset[int]()
     return Host(
@@ -71,6 +76,7 @@ def this_host(environment: Mapping[str, str], *, cpu: bool, port: int | None) ->
         kind=kind,
         num_devices=num_devices,
         visible_devices=visible_devices,
+        lacks_links=lacks_links,
         num_cores=num_physical_cores(),
         environment=environment,
         busy_ports=busy,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.errors import NotBuilt, SettingError
+from accelerate.errors import SettingError
 from accelerate.launch.choose import ORDER, choose
 from accelerate.launch.engine import PortInUse
 from accelerate.launch.host import Host, num_physical_cores, this_host
@@ -28,7 +28,18 @@ def plan(chosen: Settings, host: Host = CPU_HOST) -> LaunchPlan:
 
 
 def test_the_order_of_engines_can_be_read() -> None:
-    assert [engine.name for engine in ORDER] == ["torchrun", "local", "simple"]
+    assert [engine.name for engine in ORDER] == [
+        "sagemaker",
+        "kubernetes",
+        "ray",
+        "slurm",
+        "tpu",
+        "deepspeed",
+        "mpirun",
+        "torchrun",
+        "local",
+        "simple",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -166,11 +177,14 @@ def test_a_port_that_is_busy_on_machine_0_is_refused() -> None:
         plan(settings(cpu=True, **flags), replace(CPU_HOST, busy_ports=frozenset({7})))
 
 
-def test_an_engine_that_isnt_built_is_refused_by_name() -> None:
-    with pytest.raises(NotBuilt, match="mpirun"):
-        plan(settings(cpu=True, num_processes=2, mpirun_hostfile="hosts"))
-    with pytest.raises(NotBuilt, match="TPU"):
-        plan(settings(tpu=True))
+def test_an_engine_can_be_named() -> None:
+    assert choose(settings(cpu=True, num_processes=1, launcher="torchrun"), CPU_HOST).name == "torchrun"
+    assert choose(settings(cpu=True, num_processes=1, launcher="local"), CPU_HOST).name == "local"
+
+
+def test_a_named_engine_that_cant_do_the_rest_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"--launcher local.*contradicts.*--max_restarts 2"):
+        choose(settings(cpu=True, launcher="local", max_restarts=2), CPU_HOST)
 
 
 def test_gpus_that_arent_there_are_noted() -> None:
