@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 LINE_STYLES = ("-", "--", ":", "-.")
+TITLES = {"loss": "training loss", "accuracy": "held-out accuracy", "f1": "held-out F1"}
 
 
 def plot_curves(runs: Mapping[str, Sequence[Mapping[str, float]]], path: str | Path, title: str) -> Path:
@@ -33,7 +34,7 @@ def plot_curves(runs: Mapping[str, Sequence[Mapping[str, float]]], path: str | P
                 label=name,
             )
         panel.set_xlabel("epoch")
-        panel.set_title(quantity.replace("_", " "))
+        panel.set_title(TITLES.get(quantity, quantity.replace("_", " ")))
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set_ylim(bottom=0 if quantity != "accuracy" else None)
         panel.grid(alpha=0.3)

@@ -36,7 +36,7 @@ WARM_UP_STEPS = 100
 class PairEncoder(nn.Module):
     """A BERT-shaped encoder of two segments, and a classifier that compares what each of them became."""
 
-    def __init__(self, vocabulary_size: int, length: int = 128, width: int = 64, num_layers: int = 1) -> None:
+    def __init__(self, vocabulary_size: int, length: int = 96, width: int = 64, num_layers: int = 1) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary_size, width, padding_idx=PairTokens.PAD)
         self.segments = nn.Embedding(2, width)
@@ -59,11 +59,11 @@ class PairEncoder(nn.Module):
         token_type_ids: torch.Tensor,
         attention_mask: torch.Tensor,
     ) -> torch.Tensor:
-        if self.training:  # forgetting words keeps a small model from learning the passages by heart
-            forgotten = (torch.rand(input_ids.shape, device=input_ids.device) < 0.3) & (input_ids > PairTokens.UNKNOWN)
-            input_ids = input_ids.masked_fill(forgotten, PairTokens.UNKNOWN)
-        hidden = self.words(input_ids) + self.segments(token_type_ids) + self.positions[: input_ids.shape[1]]
         is_word = attention_mask == 1
+        if self.training:  # overlooking words keeps a small model from learning the passages by heart
+            overlooked = torch.rand(input_ids.shape, device=input_ids.device) < 0.3
+            is_word = is_word & ~(overlooked & (input_ids >= PairTokens.UNKNOWN))
+        hidden = self.words(input_ids) + self.segments(token_type_ids) + self.positions[: input_ids.shape[1]]
         hidden = self.layers(hidden, src_key_padding_mask=~is_word)
         importance = self.importance(hidden).float()
         first, second = (
@@ -126,8 +126,8 @@ def small_task(name: str, train: list[tuple[str, str, int]], held_out: list[tupl
         PairTokens(train, vocabulary),
         PairTokens(held_out, vocabulary),
         PairEncoder(max(vocabulary.values()) + 1),
-        learning_rate=3e-3,
-        num_epochs=5,
+        learning_rate=2e-3,
+        num_epochs=4,
         batch_size=32,
     )
 
@@ -182,8 +182,8 @@ def main() -> None:
     parser.add_argument("--train_file", help="CSV or TSV with sentence1, sentence2, label")
     parser.add_argument("--validation_file", help="CSV or TSV with sentence1, sentence2, label")
     parser.add_argument("--batch_size", type=int, help="pairs a process and step: 16 on MRPC, 32 offline")
-    parser.add_argument("--num_epochs", type=int, help="3 on MRPC, 5 offline")
-    parser.add_argument("--learning_rate", type=float, help="2e-5 on MRPC, 3e-3 offline")
+    parser.add_argument("--num_epochs", type=int, help="3 on MRPC, 4 offline")
+    parser.add_argument("--learning_rate", type=float, help="2e-5 on MRPC, 2e-3 offline")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--plot", help="write the curves to this PNG file")
     arguments = parser.parse_args()

@@ -123,7 +123,7 @@ class PairTokens(Dataset[dict[str, torch.Tensor]]):
 
     PAD, CLS, SEP, UNKNOWN = range(4)
 
-    def __init__(self, pairs: list[tuple[str, str, int]], vocabulary: dict[str, int], max_length: int = 128):
+    def __init__(self, pairs: list[tuple[str, str, int]], vocabulary: dict[str, int], max_length: int = 96):
         self.labels = [label for _, _, label in pairs]
         self.rows = [self._encode(first, second, vocabulary, max_length) for first, second, _ in pairs]
 

@@ -55,7 +55,7 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "clusters": ("devices",),
     "meeting": (),
     "rendezvous": ("clusters", "meeting"),
-    "world": ("devices", "clusters", "meeting", "rendezvous"),
+    "world": ("devices", "clusters", "meeting", "rendezvous", "hardware"),
     "plugins": ("devices", "world", "mesh"),
     "mesh": ("world", "devices"),
     "collectives": ("world", "devices", "meeting"),
