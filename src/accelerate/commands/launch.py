@@ -15,6 +15,7 @@ from ..launch.choose import choose
 from ..launch.engine import is_cpu_run
 from ..launch.host import Host, this_host
 from ..launch.plan import LaunchPlan
+from ..launch.preflight import check_cheap
 from ..launch.simple import OneProcess, ProcessFailed
 from ..settings import env, file
 from ..settings.run import launch_options_of, refuse_unbuilt
@@ -51,13 +52,15 @@ def _not_built(args: argparse.Namespace, settings: Settings) -> tuple[str, ...]:
     try:
         refuse_unbuilt(settings)
     except NotBuilt as error:
-        if not (getattr(args, "dry_run", False) or getattr(args, "explain", False)):
+        only_looks = getattr(args, "dry_run", False) or getattr(args, "explain", False) or settings.cluster.preflight
+        if not only_looks:
             raise
         return (str(error),)
     return ()
 
 
-def _announce(plan: LaunchPlan, settings: Settings) -> None:
+def _check_and_announce(plan: LaunchPlan, settings: Settings) -> None:
+    check_cheap(settings, env.snapshot())
     if not settings.launch.quiet:
         for note in plan.notes:
             print(f"accelerate launch: {note}", file=sys.stderr)
@@ -73,7 +76,7 @@ def launch_command(args: argparse.Namespace) -> None:
     settings, engine, plan = plan_launch(args)
     if _shown_instead(args, settings, engine, plan):
         return
-    _announce(plan, settings)
+    _check_and_announce(plan, settings)
     code = engine.run(plan)
     if code != 0:
         if settings.launch.quiet:
@@ -97,7 +100,7 @@ def run_launch(args: argparse.Namespace, *, replace: bool = False) -> int:
     settings, engine, plan = plan_launch(args)
     if _shown_instead(args, settings, engine, plan):
         return 0
-    _announce(plan, settings)
+    _check_and_announce(plan, settings)
     return engine.become(plan) if replace and isinstance(engine, OneProcess) else engine.run(plan)
 
 

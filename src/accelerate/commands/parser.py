@@ -103,6 +103,8 @@ class LaunchParser(argparse.ArgumentParser):
         rest = words[place:]
         if rest[:1] == ["--"]:
             rest = rest[1:]
+        if not rest and getattr(parsed, "preflight", None):
+            rest = [""]  # the check of the machines is the program
         if not rest:
             self.error("there is no script to launch. Usage: accelerate launch [options] script.py [its arguments]")
         parsed.training_script, parsed.training_script_args = rest[0], rest[1:]

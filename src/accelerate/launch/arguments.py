@@ -12,6 +12,7 @@ from ..errors import SettingError
 from ..settings import env, file
 from ..settings.run import check_launchable, collect
 from ..settings.tree import Settings
+from . import preflight
 from .plan import Program
 from .slurm import in_batch_script
 
@@ -50,12 +51,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def program_of(args: argparse.Namespace, settings: Settings) -> Program:
-    """The program to run, which exists.
+    """The program to run, which exists; the check of the machines with ``--preflight``.
 
     Raises:
         SettingError: the script isn't there, or the ways of naming it contradict each other.
     """
     launch = settings.launch
+    if settings.cluster.preflight:
+        return preflight.program_of(settings)
     target, arguments = str(args.training_script), tuple(str(word) for word in args.training_script_args)
     if launch.module and launch.no_python:
         raise SettingError("--module and --no_python contradict each other: give one of them.")

@@ -4,49 +4,54 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from ..errors import NotBuilt
-from .engine import LaunchEngine, is_cpu_run
+from ..errors import SettingError
+from .deepspeed import DeepSpeedLauncher
+from .engine import LaunchEngine
+from .kubernetes import Kubernetes
 from .local import LocalProcesses
+from .mpi import Mpirun
+from .ray import RayTrain
+from .sagemaker import SageMaker
 from .simple import OneProcess
+from .slurm import Slurm
 from .torchrun import Torchrun
+from .tpu import Tpu
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
     from .host import Host
 
-ORDER: Final[tuple[LaunchEngine, ...]] = (Torchrun(), LocalProcesses(), OneProcess())
+#: What our own supervisor can't do.
+_ONLY_TORCHRUN: Final = ("launch.num_machines", "launch.max_restarts", "launch.rdzv_backend", "launch.rdzv_conf")
+
+ORDER: Final[tuple[LaunchEngine, ...]] = (
+    SageMaker(),
+    Kubernetes(),
+    RayTrain(),
+    Slurm(),
+    Tpu(),
+    DeepSpeedLauncher(),
+    Mpirun(),
+    Torchrun(),
+    LocalProcesses(),
+    OneProcess(),
+)
 
 
 def choose(settings: Settings, host: Host) -> LaunchEngine:
-    """The engine for what the user asked for.
+    """The engine for what the user asked for: the one that was named, else the first that suits.
 
     Raises:
-        NotBuilt: what was asked for needs an engine that this version doesn't have.
+        SettingError: the engine that was named can't do what else was asked for.
     """
-    refuse_unbuilt_engines(settings)
-    return next(engine for engine in ORDER if engine.suits(settings, host))
-
-
-def refuse_unbuilt_engines(settings: Settings) -> None:
-    """Returns when the run can be started by one of :data:`ORDER`."""
-    launch = settings.launch
-    if launch.compute_environment == "AMAZON_SAGEMAKER":
-        missing, instead = "SageMaker jobs", "start the script inside the job with this command"
-    elif launch.use_tpu or launch.distributed_type in ("TPU", "XLA"):
-        missing, instead = "TPU machines", "use --cpu or GPUs"
-    elif settings.mpi.mpirun_hostfile is not None and is_cpu_run(settings):
-        missing, instead = (
-            "mpirun",
-            "run `mpirun ... python script.py`, which joins its ranks without a launcher",
-        )
-    elif launch.num_machines > 1 and settings.deepspeed_launch.deepspeed_multinode_launcher not in (
-        None,
-        "standard",
-    ):
-        missing, instead = (
-            "DeepSpeed's own multi-node launchers",
-            "use --deepspeed_multinode_launcher standard",
-        )
-    else:
-        return
-    raise NotBuilt(f"Launching on {missing} isn't built yet in this version; {instead}.")
+    named = settings.cluster.launcher
+    if named is None:
+        return next(engine for engine in ORDER if engine.suits(settings, host))
+    for address in _ONLY_TORCHRUN if named == "local" else ():
+        if settings.was_given(address):
+            raise SettingError(
+                f"{settings.quote('cluster.launcher')} starts processes once, on this machine, which "
+                "contradicts "
+                f"{settings.quote(address)}. Leave one of them out, or give --launcher torchrun."
+            )
+    return next(engine for engine in ORDER if engine.name == named)

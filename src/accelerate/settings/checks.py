@@ -12,6 +12,8 @@ from accelerate.settings.parallelism import ATTENTION_KINDS
 from accelerate.settings.tree import Settings
 
 RENDEZVOUS: Final = ("static", "c10d", "etcd", "etcd-v2")
+#: Launchers that find the machines, and so their meeting place, themselves.
+KNOW_THEIR_HOSTS: Final = ("mpirun", "slurm", "kubernetes", "ray")
 
 
 def check(settings: Settings) -> None:
@@ -20,11 +22,20 @@ def check(settings: Settings) -> None:
         one(settings)
 
 
-def check_launchable(settings: Settings) -> None:
-    """The settings are complete enough to start processes. Raises SettingError."""
+def check_launchable(settings: Settings, *, has_allocation: bool = False) -> None:
+    """The settings are complete enough to start processes. Raises SettingError.
+
+    In the allocation of a scheduler the machines are known, and with them the meeting place.
+    """
     launch = settings.launch
     by_list = settings.mpi.mpirun_hostfile or settings.deepspeed_launch.deepspeed_hostfile
-    if launch.num_machines > 1 and not by_list and settings.sagemaker is None and not settings.tpu.tpu_use_cluster:
+    by_engine = (
+        settings.cluster.launcher in KNOW_THEIR_HOSTS
+        or (has_allocation and settings.cluster.launcher is None and launch.main_process_ip is None)
+        or settings.sagemaker
+        or settings.tpu.tpu_use_cluster
+    )
+    if launch.num_machines > 1 and not by_list and not by_engine:
         for name in ("main_process_ip", "main_process_port"):
             if getattr(launch, name) is None:
                 raise SettingError(

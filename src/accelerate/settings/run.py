@@ -407,7 +407,6 @@ def refuse_unbuilt(settings: Settings) -> None:
         "parallelism": "paradigm.use_parallelism_config" if parallelism is not None else None,
         "fp8": "run.mixed_precision" if settings.run.mixed_precision == "fp8" else None,
         "xla": "launch.use_tpu" if settings.launch.use_tpu else None,
-        "sagemaker": "paradigm.use_sagemaker" if settings.paradigm.use_sagemaker else None,
     }
     for strategy, address in asked.items():
         if address is not None and strategy not in BUILT:

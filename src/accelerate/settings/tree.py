@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from accelerate.settings.cluster_options import ClusterOptions, KubernetesOptions, RayOptions, SlurmOptions
 from accelerate.settings.compile import DynamoOptions
 from accelerate.settings.data import DataLoaderOptions
 from accelerate.settings.ddp import AccumulationOptions
@@ -37,6 +38,10 @@ GROUPS: Final[dict[str, type[OptionGroup]]] = {
     "switches": SwitchOptions,
     "launch": LaunchOptions,
     "mpi": MpiOptions,
+    "cluster": ClusterOptions,
+    "slurm": SlurmOptions,
+    "kubernetes": KubernetesOptions,
+    "ray": RayOptions,
     "compile": DynamoOptions,
     "data": DataLoaderOptions,
     "project": ProjectOptions,
@@ -68,7 +73,18 @@ CONDITIONS: Final = {
 }
 
 #: Groups that only the launcher needs.
-_NOT_EXPORTED: Final = ("launch", "mpi", "data", "project", "accumulation", "tensor")
+_NOT_EXPORTED: Final = (
+    "launch",
+    "mpi",
+    "cluster",
+    "slurm",
+    "kubernetes",
+    "ray",
+    "data",
+    "project",
+    "accumulation",
+    "tensor",
+)
 
 
 @dataclass
@@ -80,6 +96,10 @@ class Settings:
     switches: SwitchOptions = field(default_factory=SwitchOptions)
     launch: LaunchOptions = field(default_factory=LaunchOptions)
     mpi: MpiOptions = field(default_factory=MpiOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
+    kubernetes: KubernetesOptions = field(default_factory=KubernetesOptions)
+    ray: RayOptions = field(default_factory=RayOptions)
     compile: DynamoOptions = field(default_factory=DynamoOptions)
     data: DataLoaderOptions = field(default_factory=DataLoaderOptions)
     project: ProjectOptions = field(default_factory=ProjectOptions)

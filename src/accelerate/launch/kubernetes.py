@@ -1,0 +1,227 @@
+"""Through Kubernetes: a PyTorchJob of Kubeflow, or a JobSet, whose pods run one of torch's agents each.
+
+The script is part of the image. Kubernetes itself replaces ``$(NAME)`` in commands and values, so every ``$``
+of the user's is doubled, which it turns back into one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, final
+
+from ..errors import LaunchError, SettingError
+from ..optional import require
+from ..ports import DEFAULT_PORT
+from .engine import LaunchEngine, base_environment, is_cpu_run
+from .plan import LaunchPlan, Program
+from .remote import job_name, spread, write_files
+
+if TYPE_CHECKING:
+    from ..settings.tree import Settings
+    from .host import Host
+
+#: Kind -> (group, version, plural) of the API.
+APIS: Final = {
+    "PyTorchJob": ("kubeflow.org", "v1", "pytorchjobs"),
+    "JobSet": ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
+}
+#: What a machine is called by the operator, for the agents' command line; Kubernetes fills it in.
+_MACHINE_RANK: Final = {"PyTorchJob": "$(RANK)", "JobSet": "$(JOB_COMPLETION_INDEX)"}
+_DNS_NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,47}[a-z0-9])?")
+
+
+@final
+class Kubernetes(LaunchEngine):
+    """One pod a machine."""
+
+    name = "kubernetes"
+
+    def suits(self, settings: Settings, host: Host) -> bool:
+        """Kubernetes was asked for."""
+        return settings.cluster.launcher == "kubernetes"
+
+    def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
+        """The manifest."""
+        import yaml
+
+        options, launch = settings.kubernetes, settings.launch
+        if options.image is None:
+            raise SettingError("A Kubernetes job needs an image that holds the script: give --k8s_image.")
+        name = options.name or job_name(program)
+        if not _DNS_NAME.fullmatch(name):
+            raise SettingError(
+                f"{settings.quote('kubernetes.name')} is no name that Kubernetes accepts. Give at most 49 "
+                "small "
+                "letters, digits and hyphens, with a letter first."
+            )
+        _, per_pod = spread(settings, host, launch.num_machines)
+        environment = _environment(settings, host, per_pod)
+        command = _agent(settings, program, per_pod, name)
+        pod = _pod(settings, environment, command, per_pod)
+        manifest = _manifest(settings, name, pod, per_pod)
+        path = options.manifest or f"{name}.yaml"
+        return LaunchPlan(
+            engine=f"{self.name}: a {options.kind} of {per_pod} processes in each of {launch.num_machines} pod(s)",
+            argv=tuple(command),
+            environment=environment,
+            rendezvous=f"pod 0 of {name}",
+            engine_options={
+                "namespace": options.namespace,
+                "context": options.context or "",
+                "written": options.manifest is not None,
+            },
+            files={path: yaml.safe_dump(manifest, sort_keys=False, width=100)},
+            notes=(f"`kubectl get {APIS[options.kind][2]} {name} -n {options.namespace}` shows the job",),
+        )
+
+    def rehearse(self, plan: LaunchPlan) -> None:
+        """The plan is printed; the manifest is written where ``--k8s_manifest`` says."""
+        if plan.engine_options["written"]:
+            write_files(plan)
+        print(plan.show())
+
+    def run(self, plan: LaunchPlan) -> int:
+        """0 when the cluster has taken the job.
+
+        Raises:
+            MissingDependency: the official client isn't installed.
+            LaunchError: the cluster refused the job, or can't be reached.
+        """
+        import yaml
+
+        if plan.engine_options["written"]:
+            write_files(plan)
+        (text,) = plan.files.values()
+        submit(yaml.safe_load(text), context=str(plan.engine_options["context"]) or None)
+        return 0
+
+
+def submit(manifest: dict[str, Any], *, context: str | None = None) -> None:
+    """The cluster has the object, and this is said."""
+    client = require("kubernetes.client", purpose="Submitting a job to Kubernetes")
+    config = require("kubernetes.config")
+    kind, metadata = manifest["kind"], manifest["metadata"]
+    group, version, plural = APIS[kind]
+    try:
+        if context is None:
+            try:
+                config.load_incluster_config()
+            except config.ConfigException:  # not inside of a pod
+                config.load_kube_config()
+        else:
+            config.load_kube_config(context=context)
+        client.CustomObjectsApi().create_namespaced_custom_object(
+            group, version, metadata["namespace"], plural, manifest
+        )
+    except config.ConfigException as error:
+        raise LaunchError(f"No Kubernetes cluster is configured here: {error}") from error
+    except client.ApiException as error:
+        hint = {
+            404: f"Is the operator that knows {kind} installed, and the namespace there?",
+            409: "A job of this name is there already: give another --k8s_name, or delete it.",
+        }.get(error.status, "")
+        reason = f"{error.status} {error.reason}"
+        raise LaunchError(f"Kubernetes refused {kind} {metadata['name']}: {reason}. {hint}".strip()) from error
+    print(f"{kind} {metadata['namespace']}/{metadata['name']} was created.")
+
+
+def unexpanded(text: str) -> str:
+    """The text that Kubernetes's own replacing of ``$(NAME)`` turns into the given one."""
+    return text.replace("$", "$$")
+
+
+def _environment(settings: Settings, host: Host, per_pod: int) -> dict[str, str]:
+    environment = base_environment(settings, host, per_pod)
+    # This machine's cores and threads say nothing about the pods.
+    if settings.launch.num_cpu_threads_per_process is None:
+        environment.pop("OMP_NUM_THREADS", None)
+    return environment
+
+
+def _agent(settings: Settings, program: Program, per_pod: int, name: str) -> list[str]:
+    """The command line of each pod: torch's agent, which starts the ranks and starts them again."""
+    launch, kind = settings.launch, settings.kubernetes.kind
+    port = launch.main_process_port or DEFAULT_PORT
+    first, port_there = ("$(MASTER_ADDR)", "$(MASTER_PORT)") if kind == "PyTorchJob" else (_pod_zero(name), str(port))
+    options = {
+        "nnodes": str(launch.num_machines),
+        "nproc-per-node": str(per_pod),
+        "node-rank": _MACHINE_RANK[kind],
+        "master-addr": first,
+        "master-port": port_there,
+        "max-restarts": str(launch.max_restarts),
+        "monitor-interval": str(launch.monitor_interval),
+    }
+    words = [word for option, value in options.items() for word in (f"--{option}", value)]
+    switches = {"module": ["--module"], "command": ["--no-python"], "script": []}[program.kind]
+    users = [unexpanded(word) for word in (program.target, *program.arguments)]
+    return [settings.kubernetes.python, "-m", "torch.distributed.run", *words, *switches, *users]
+
+
+def _pod_zero(name: str) -> str:
+    """The stable DNS name that a JobSet gives its first pod."""
+    return f"{name}-workers-0-0.{name}"
+
+
+def _pod(settings: Settings, environment: dict[str, str], command: Sequence[str], per_pod: int) -> dict[str, Any]:
+    """The template of the pods."""
+    options = settings.kubernetes
+    limits: dict[str, object] = {
+        key: value for key, value in (("cpu", options.cpu), ("memory", options.memory)) if value
+    }
+    if not is_cpu_run(settings):
+        limits[options.device_resource or "nvidia.com/gpu"] = per_pod
+    container: dict[str, Any] = {
+        "name": "pytorch",  # Kubeflow looks for this name
+        "image": options.image,
+        "command": list(command),
+        "env": [{"name": name, "value": unexpanded(value)} for name, value in sorted(environment.items())],
+        # Workers of a data loader hand batches over in shared memory, of which a container has 64 MB
+        # otherwise.
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    if options.working_dir is not None:
+        container["workingDir"] = options.working_dir
+    if limits:
+        container["resources"] = {"limits": limits}
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "containers": [container],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+    }
+    if options.service_account is not None:
+        spec["serviceAccountName"] = options.service_account
+    return {"spec": spec}
+
+
+def _manifest(settings: Settings, name: str, pod: dict[str, Any], per_pod: int) -> dict[str, Any]:
+    options, machines = settings.kubernetes, settings.launch.num_machines
+    group, version, _ = APIS[options.kind]
+    head = {
+        "apiVersion": f"{group}/{version}",
+        "kind": options.kind,
+        "metadata": {"name": name, "namespace": options.namespace},
+    }
+    if options.kind == "JobSet":
+        job = {
+            "parallelism": machines,
+            "completions": machines,
+            "completionMode": "Indexed",
+            "backoffLimit": 0,
+            "template": pod,
+        }
+        workers = {"name": "workers", "replicas": 1, "template": {"spec": job}}
+        # All pods start again together, when one of them is lost with its agent.
+        failures = {"maxRestarts": settings.launch.max_restarts}
+        return {**head, "spec": {"failurePolicy": failures, "replicatedJobs": [workers]}}
+    # Kubeflow's own restart policy stands above the template's.
+    restarts = "OnFailure" if settings.launch.max_restarts else "Never"
+    replicas = {"Master": {"replicas": 1, "restartPolicy": restarts, "template": pod}}
+    if machines > 1:
+        replicas["Worker"] = {"replicas": machines - 1, "restartPolicy": restarts, "template": pod}
+    policy: dict[str, object] = {"cleanPodPolicy": "None"}
+    if settings.launch.max_restarts:
+        policy["backoffLimit"] = settings.launch.max_restarts
+    spec = {"nprocPerNode": str(per_pod), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
+    return {**head, "spec": spec}

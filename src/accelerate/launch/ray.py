@@ -1,0 +1,145 @@
+"""Through Ray Train: one Ray worker a rank, on the cluster that is there.
+
+Ray places the workers and says who is who. The program is a child process of its worker, under the same
+supervisor as local ranks: it starts as it does everywhere, and it dies with the worker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, final
+
+from ..errors import LaunchError
+from ..optional import require
+from ..ports import get_free_port
+from .engine import LaunchEngine, base_environment, is_cpu_run
+from .plan import LaunchPlan, Program
+from .remote import spread
+
+if TYPE_CHECKING:
+    from ..settings.tree import Settings
+    from .host import Host
+
+#: The cluster that runs on this machine, or that RAY_ADDRESS names.
+_EXISTING: Final = "auto"
+
+
+@final
+class RayTrain(LaunchEngine):
+    """A TorchTrainer whose training loop is the program."""
+
+    name = "ray"
+
+    def suits(self, settings: Settings, host: Host) -> bool:
+        """Ray was asked for."""
+        return settings.cluster.launcher == "ray"
+
+    def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
+        """What Ray and its trainer are told."""
+        options = settings.ray
+        total, per_host = spread(settings, host, settings.launch.num_machines)
+        cpus = options.cpus_per_worker
+        return LaunchPlan(
+            engine=f"{self.name}: {total} workers of Ray Train",
+            argv=program.argv("python"),
+            environment=base_environment(settings, host, per_host),
+            rendezvous="the first worker, by Ray Train",
+            engine_options={
+                "address": options.address or host.environment.get("RAY_ADDRESS", _EXISTING),
+                "num_workers": total,
+                "use_gpu": not is_cpu_run(settings) and host.num_devices > 0,
+                "resources_per_worker": None if cpus is None else {"CPU": cpus},
+                "max_failures": settings.launch.max_restarts,
+                "storage_path": options.storage_path,
+                "upload": options.upload,
+                "kind": program.kind,
+            },
+        )
+
+    def run(self, plan: LaunchPlan) -> int:
+        """0 when the program ended well on every worker, else 1.
+
+        Raises:
+            MissingDependency: ``ray[train]`` isn't installed.
+            LaunchError: there is no such cluster.
+        """
+        ray = require("ray", "ray", purpose="Launching through Ray")
+        train, torch_trainer = require("ray.train", "ray"), require("ray.train.torch", "ray")
+        options = plan.engine_options
+        if not ray.is_initialized():
+            _connect(ray, plan)
+        trainer = torch_trainer.TorchTrainer(
+            run_program,
+            train_loop_config={"argv": list(plan.argv), "kind": options["kind"], "environment": dict(plan.environment)},
+            scaling_config=train.ScalingConfig(
+                num_workers=options["num_workers"],
+                use_gpu=options["use_gpu"],
+                resources_per_worker=options["resources_per_worker"],
+            ),
+            # The workers themselves only meet; the program's own group has the devices' backend.
+            torch_config=torch_trainer.TorchConfig(backend="gloo"),
+            run_config=train.RunConfig(
+                storage_path=options["storage_path"],
+                failure_config=train.FailureConfig(max_failures=options["max_failures"]),
+            ),
+        )
+        return _exit_code(trainer)
+
+
+def _connect(ray: Any, plan: LaunchPlan) -> None:
+    runtime: dict[str, Any] = {"env_vars": dict(plan.environment)}
+    if plan.engine_options["upload"]:
+        runtime["working_dir"] = str(plan.cwd)
+    address = plan.engine_options["address"]
+    try:
+        ray.init(address=address, runtime_env=runtime)
+    except (ConnectionError, ValueError) as error:
+        raise LaunchError(
+            f"There is no Ray cluster at {address}: {error}. Start one with `ray start --head`, name "
+            "another with "
+            "--ray_address, or give --ray_address local for one that lives as long as this run."
+        ) from error
+
+
+def _exit_code(trainer: Any) -> int:
+    try:
+        result = trainer.fit()
+    except Exception as error:  # Ray wraps what failed in classes that vary by its version
+        print(f"accelerate launch: a worker of Ray failed: {_last_line(error)}", file=sys.stderr)
+        return 1
+    return 0 if result.error is None else 1
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
+
+
+class ProgramFailed(LaunchError):
+    """The program ended with another exit code than 0 on a worker of Ray; the text is the report."""
+
+
+def run_program(config: Mapping[str, Any]) -> None:
+    """The program has ended well in a process of its own; called in each of Ray's workers."""
+    from ..health.failure import report
+    from .supervise import supervise
+
+    own = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
+    own["MASTER_PORT"] = str(_common_port())
+    argv = list(config["argv"])
+    if config["kind"] != "command":
+        argv[0] = sys.executable
+    plan = LaunchPlan("ray", tuple(argv), {**config["environment"]}, ranks=(own,))
+    code, failures = supervise(plan, dict(os.environ))
+    if code != 0:
+        raise ProgramFailed(report(failures, int(own["WORLD_SIZE"])) or f"exit code {code}")
+
+
+def _common_port() -> int:
+    """A port that was free on the first worker's host; Ray's own group keeps its own."""
+    import torch.distributed as dist
+
+    port: list[int] = [get_free_port()]
+    dist.broadcast_object_list(port, src=0)
+    return port[0]

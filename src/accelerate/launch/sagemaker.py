@@ -1,0 +1,223 @@
+"""Through SageMaker: the script's folder is uploaded and a training job is created.
+
+With version 2 of Amazon's SDK by its HuggingFace estimator, with version 3 by its ModelTrainer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+
+from ..errors import LaunchError, MissingDependency, SettingError
+from ..optional import installed_version, require
+from .engine import LaunchEngine, base_environment
+from .plan import LaunchPlan, Program
+from .remote import Secret, named_file
+
+if TYPE_CHECKING:
+    from ..settings.sagemaker import SageMakerOptions
+    from ..settings.tree import Settings
+    from .host import Host
+
+_NUMBER: Final = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+#: Amazon's own data-parallel library, and torch's launcher in the job for several machines without it.
+_DATA_PARALLEL: Final = {"smdistributed": {"dataparallel": {"enabled": True}}}
+_TORCHRUN: Final = {"torch_distributed": {"enabled": True}}
+
+
+@final
+class SageMaker(LaunchEngine):
+    """A training job of Amazon's."""
+
+    name = "sagemaker"
+
+    def suits(self, settings: Settings, host: Host) -> bool:
+        """The configuration is for SageMaker, and this isn't the job itself."""
+        return settings.sagemaker is not None and settings.launch.compute_environment == "AMAZON_SAGEMAKER"
+
+    def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
+        """What the job is: what runs, on what, with which inputs."""
+        options = settings.sagemaker
+        assert options is not None
+        script = Path(program.target)
+        if program.kind != "script" or script.suffix != ".py":
+            raise SettingError(
+                f"A SageMaker job runs a .py file, not {program.target!r}. Leave -m and --no_python out and "
+                "name a file."
+            )
+        if options.distributed_type == "MODEL_PARALLEL":
+            raise SettingError(
+                f"{settings.quote('sagemaker.distributed_type')} isn't supported. Give NO or DATA_PARALLEL."
+            )
+        job: dict[str, object] = {
+            "entry_point": script.name,
+            "source_dir": str(script.parent),
+            "role": options.iam_role_name,
+            "image_uri": options.image_uri,
+            "instance_type": options.ec2_instance_type,
+            "instance_count": options.num_machines,
+            "base_job_name": options.base_job_name,
+            "transformers_version": options.transformers_version,
+            "pytorch_version": options.pytorch_version,
+            "py_version": options.py_version,
+            "hyperparameters": hyperparameters(program.arguments),
+            "distribution": _distribution(options),
+            "inputs": inputs(settings, options),
+            "metric_definitions": metrics(settings, options),
+            "additional_args": dict(options.additional_args or {}),
+            "profile": options.profile,
+            "region": options.region,
+        }
+        for name in ("aws_access_key_id", "aws_secret_access_key"):
+            value = getattr(options, name)
+            job[name] = None if value is None else Secret(value)
+        return LaunchPlan(
+            engine=f"{self.name}: {options.num_machines} x {options.ec2_instance_type} in {options.region}",
+            argv=("python", script.name, *program.arguments),
+            environment=_environment(settings, host),
+            rendezvous="inside the job",
+            engine_options={name: value for name, value in job.items() if value not in (None, {}, [])},
+        )
+
+    def run(self, plan: LaunchPlan) -> int:
+        """0 when the job has completed, which is waited for.
+
+        Raises:
+            MissingDependency: Amazon's SDK isn't installed.
+            LaunchError: the job failed, or couldn't be created.
+        """
+        version = installed_version("sagemaker")
+        if version is None:
+            raise MissingDependency(
+                "Launching on SageMaker needs Amazon's SDK. Install it with: pip install sagemaker "
+                '(or: pip install "accelerate[sagemaker]")'
+            )
+        start = _start_v2 if int(version.partition(".")[0]) < 3 else _start_v3
+        try:
+            start(plan)
+        except Exception as error:  # the SDK raises classes of botocore and its own; whatever it is, the job isn't done
+            raise LaunchError(f"The SageMaker job didn't complete: {type(error).__name__}: {error}") from error
+        return 0
+
+
+def hyperparameters(words: Sequence[str]) -> dict[str, str]:
+    """The script's arguments as the pairs that a SageMaker job can carry; values stay the text that they are.
+
+    Raises:
+        SettingError: an argument isn't ``--name value``, the only form there is.
+    """
+    pairs: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        bare = name.lstrip("-")
+        if not name.startswith("-") or not bare or _NUMBER.fullmatch(name):
+            raise SettingError(f"SageMaker can only hand on arguments of the form --name value, but there is {word!r}.")
+        if name != (f"--{bare}" if len(bare) > 1 else f"-{bare}"):
+            raise SettingError(f"SageMaker would hand on {name} as --{bare}. Give the script an option of that form.")
+        if not equals:
+            if not rest or (rest[0].startswith("-") and not _NUMBER.fullmatch(rest[0])):
+                raise SettingError(
+                    f"SageMaker can't hand on {name}, which stands alone (store_true). Let the script take "
+                    f"{name} true, and give that."
+                )
+            value = rest.pop(0)
+        if bare in pairs:
+            raise SettingError(f"SageMaker can hand on {name} only once.")
+        pairs[bare] = value
+    return pairs
+
+
+def _table(settings: Settings, option: str, path: str, columns: tuple[str, str]) -> list[tuple[str, str]]:
+    """The rows of a file with two columns, separated by tabs, below a line with their names."""
+    lines = named_file(path, f"sagemaker.{option}", settings).read_text(encoding="utf-8").splitlines()
+    rows: list[tuple[str, str]] = []
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip():
+            continue
+        cells = [cell.strip() for cell in line.split("\t")]
+        if len(cells) != 2 or not all(cells):
+            raise SettingError(
+                f"{path}:{number} isn't a row of {columns[0]} and {columns[1]}, separated by one tab: "
+                f"{line!r}. "
+                "The first line of the file holds the names of the columns."
+            )
+        rows.append((cells[0], cells[1]))
+    return rows
+
+
+def inputs(settings: Settings, options: SageMakerOptions) -> dict[str, str]:
+    """Channel -> location, by the inputs file."""
+    path = options.sagemaker_inputs_file
+    if path is None:
+        return {}
+    return dict(_table(settings, "sagemaker_inputs_file", path, ("channel_name", "data_location")))
+
+
+def metrics(settings: Settings, options: SageMakerOptions) -> list[dict[str, str]]:
+    """Names and regular expressions, by the metrics file."""
+    path = options.sagemaker_metrics_file
+    if path is None:
+        return []
+    rows = _table(settings, "sagemaker_metrics_file", path, ("metric_name", "metric_regex"))
+    return [{"Name": name, "Regex": expression} for name, expression in rows]
+
+
+def _distribution(options: SageMakerOptions) -> Mapping[str, object] | None:
+    if options.distributed_type == "DATA_PARALLEL":
+        return _DATA_PARALLEL
+    return _TORCHRUN if options.num_machines > 1 else None
+
+
+def _environment(settings: Settings, host: Host) -> dict[str, str]:
+    options = settings.sagemaker
+    assert options is not None
+    environment = base_environment(settings, host, 1)
+    for name in ("OMP_NUM_THREADS", host.visible_devices):  # this machine's
+        environment.pop(name or "", None)
+    environment["ACCELERATE_USE_SAGEMAKER"] = "true"
+    environment["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] = options.distributed_type
+    return environment
+
+
+def _session(plan: LaunchPlan) -> Any:
+    """A boto3 session with the keys or the profile of the plan."""
+    boto3 = require("boto3", "sagemaker")
+    options = plan.engine_options
+    keys = {
+        name: secret.value
+        for name in ("aws_access_key_id", "aws_secret_access_key")
+        if isinstance(secret := options.get(name), Secret)
+    }
+    profile = {} if keys or "profile" not in options else {"profile_name": options["profile"]}
+    return boto3.Session(region_name=options["region"], **keys, **profile)
+
+
+def _start_v2(plan: LaunchPlan) -> None:
+    """The job has completed, through the estimator of version 2."""
+    estimators = require("sagemaker.huggingface", "sagemaker")
+    session = require("sagemaker", "sagemaker").Session(boto_session=_session(plan))
+    options = dict(plan.engine_options)
+    taken = (
+        "entry_point source_dir role image_uri instance_type instance_count base_job_name "
+        "transformers_version "
+        "pytorch_version py_version hyperparameters distribution metric_definitions"
+    )
+    given = {name: options[name] for name in taken.split() if name in options}
+    if options.get("image_uri") is not None:  # the image says what it holds
+        given.update(transformers_version=None, pytorch_version=None)
+    additional = options.get("additional_args") or {}
+    assert isinstance(additional, Mapping)
+    estimator = estimators.HuggingFace(
+        **{**given, "environment": dict(plan.environment), "sagemaker_session": session, **additional}
+    )
+    estimator.fit(inputs=options.get("inputs"))
+
+
+def _start_v3(plan: LaunchPlan) -> None:
+    """The job has completed, through the ModelTrainer of version 3."""
+    training = require("sagemaker.train.model_trainer", "sagemaker")
+    configs = require("sagemaker.train.configs", "sagemaker")

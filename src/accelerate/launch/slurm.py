@@ -1,0 +1,241 @@
+"""Through Slurm: inside an allocation by srun, from a login node by a batch script that is written and
+submitted.
+
+The ranks are Slurm's own tasks, which find each other by Slurm's variables. With restarts, or an elastic
+rendezvous, srun starts one of torch's agents a node instead.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, final
+
+from ..clusters import expand_host_list
+from ..errors import SettingError
+from ..ports import DEFAULT_PORT
+from .engine import LaunchEngine, base_environment, is_cpu_run
+from .plan import LaunchPlan, Program
+from .remote import job_name, run_command, spread, write_files
+
+if TYPE_CHECKING:
+    from ..settings.tree import Settings
+    from .host import Host
+
+_FIRST_HOST: Final = "ACCELERATE_FIRST_HOST"
+#: Stands for what only the running job knows.
+_PLACE: Final = "@place@"
+
+
+@final
+class Slurm(LaunchEngine):
+    """srun, now or from a batch job."""
+
+    name = "slurm"
+
+    def suits(self, settings: Settings, host: Host) -> bool:
+        """Slurm was asked for; or several machines are wanted in an allocation, and nobody named their
+        meeting place.
+        """
+        launcher, launch = settings.cluster.launcher, settings.launch
+        if launcher is not None:
+            return launcher == "slurm"
+        in_script = in_batch_script(host.environment)
+        by_hosts = settings.mpi.mpirun_hostfile or settings.deepspeed_launch.deepspeed_hostfile
+        is_local = launch.compute_environment == "LOCAL_MACHINE" and not launch.use_tpu
+        return in_script and is_local and launch.num_machines > 1 and launch.main_process_ip is None and not by_hosts
+
+    def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
+        """srun's command line, or sbatch's and the script."""
+        if is_task(host.environment):
+            raise SettingError(
+                f"{settings.quote('cluster.launcher')}, but this is already task "
+                f"{host.environment['SLURM_PROCID']} of "
+                "an srun. Call `accelerate launch` once, from the batch script; or leave --launcher out."
+            )
+        if "SLURM_JOB_ID" in host.environment:
+            return self._in_allocation(settings, program, host)
+        return self._from_login_node(settings, program, host)
+
+    def run(self, plan: LaunchPlan) -> int:
+        """srun's exit code: that of a failed task; sbatch's when the job was submitted."""
+        write_files(plan)
+        return run_command(plan, "Slurm's client programs aren't installed here")
+
+    def _in_allocation(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
+        allocation = host.environment
+        nodes = num_nodes(settings, allocation)
+        total, per_node = _tasks(settings, host, nodes)
+        environment = base_environment(settings, host, per_node)
+        first = expand_host_list(allocation.get("SLURM_JOB_NODELIST", allocation.get("SLURM_NODELIST", "")))
+        if not has_agents(settings):
+            command, rendezvous = program.argv(), "the first node, by Slurm's variables"
+        else:
+            rendezvous = f"{first[0] if first else host.name}:{_port(settings)}"
+            command = agent(settings, program, nodes, per_node, rendezvous, allocation["SLURM_JOB_ID"])
+        return LaunchPlan(
+            engine=f"{self.name}: {per_node} processes on each of {nodes} node(s) of job {allocation['SLURM_JOB_ID']}",
+            argv=(*_srun(settings, nodes, total, per_node), *command),
+            environment=environment,
+            rendezvous=rendezvous,
+            engine_options={"nodes": ", ".join(first)} if first else {},
+        )
+
+    def _from_login_node(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
+        nodes = settings.launch.num_machines
+        total, per_node = spread(settings, host, nodes)
+        environment = base_environment(settings, host, per_node)
+        # The login node's cores and threads say nothing about the nodes.
+        if settings.launch.num_cpu_threads_per_process is None:
+            environment.pop("OMP_NUM_THREADS", None)
+        name = settings.slurm.job_name or job_name(program)
+        path = settings.slurm.script or f"{name}.sbatch"
+        if has_agents(settings):
+            place = f'"${_FIRST_HOST}:{_port(settings)}"'
+            command = agent(settings, program, nodes, per_node, _PLACE, _PLACE)
+            words = [place if word == _PLACE else shlex.quote(word) for word in command]
+            job = words.index("--rdzv-id") + 1
+            words[job] = '"$SLURM_JOB_ID"'
+        else:
+            words = [shlex.quote(word) for word in program.argv()]
+        start = " ".join([shlex.join(_srun(settings, nodes, total, per_node)), *words])
+        plan = LaunchPlan(
+            engine=f"{self.name}: a batch job of {per_node} processes on each of {nodes} node(s)",
+            argv=("sbatch", *(["--wait"] if settings.slurm.wait else []), path),
+            environment=environment,
+            rendezvous="the first node",
+            notes=("`squeue --me` shows the job, `scancel` ends it",),
+        )
+        text = batch_script(settings, plan, name, nodes, per_node, start)
+        return replace(plan, files={path: text})
+
+
+def in_batch_script(environment: Mapping[str, str]) -> bool:
+    """Whether this is the script or the shell of an allocation, from which srun starts tasks on its nodes."""
+    return "SLURM_JOB_ID" in environment and not is_task(environment)
+
+
+def is_task(environment: Mapping[str, str]) -> bool:
+    """Whether this process was started by an srun, as one of its tasks."""
+    step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
+    return "SLURM_PROCID" in environment and step.isdigit() and int(step) < 0xFFFFFFF0
+
+
+def has_agents(settings: Settings) -> bool:
+    """Whether torch's agents start the ranks, because srun can't restart them."""
+    return settings.launch.max_restarts > 0 or settings.launch.rdzv_backend not in ("static", "")
+
+
+def num_nodes(settings: Settings, allocation: Mapping[str, str]) -> int:
+    """The nodes to use: as many as were asked for, else all of the allocation.
+
+    Raises:
+        SettingError: the allocation has fewer.
+    """
+    text = allocation.get("SLURM_JOB_NUM_NODES", allocation.get("SLURM_NNODES", "1"))
+    there, asked = int(text), settings.launch.num_machines
+    if not settings.was_given("launch.num_machines"):
+        return there
+    if asked > there:
+        raise SettingError(
+            f"{settings.quote('launch.num_machines')}, but the allocation {allocation['SLURM_JOB_ID']} has "
+            f"{there} "
+            f"node(s) (SLURM_JOB_NUM_NODES={text}). Ask Slurm for more, or lower num_machines."
+        )
+    return asked
+
+
+def _tasks(settings: Settings, host: Host, nodes: int) -> tuple[int, int]:
+    """(tasks in all, tasks of each node); Slurm's own numbers where the launch names none."""
+    allocation = host.environment
+    per_node = allocation.get("SLURM_NTASKS_PER_NODE", "")
+    if settings.launch.num_processes is None and is_cpu_run(settings) and per_node.isdigit():
+        return nodes * int(per_node), int(per_node)
+    devices = allocation.get("SLURM_GPUS_ON_NODE", "")
+    return spread(settings, host, nodes, devices=int(devices) if devices.isdigit() else None)
+
+
+def _port(settings: Settings) -> int:
+    return settings.launch.main_process_port or DEFAULT_PORT
+
+
+def _srun(settings: Settings, nodes: int, total: int, per_node: int) -> tuple[str, ...]:
+    tasks, per_node = (nodes, 1) if has_agents(settings) else (total, per_node)
+    words = ["srun", "--nodes", str(nodes), "--ntasks", str(tasks), "--ntasks-per-node", str(per_node)]
+    words += ["--kill-on-bad-exit=1"]
+    if settings.slurm.cpus_per_task is not None:  # srun doesn't take it over from the job
+        words += ["--cpus-per-task", str(settings.slurm.cpus_per_task)]
+    if settings.launch.tee != "0":
+        words += ["--label"]
+    if settings.launch.log_dir is not None:
+        folder = settings.launch.log_dir
+        words += ["--output", f"{folder}/%t.stdout.log", "--error", f"{folder}/%t.stderr.log"]
+    return tuple(words)
+
+
+def agent(
+    settings: Settings, program: Program, nodes: int, per_node: int, endpoint: str, run_id: str
+) -> tuple[str, ...]:
+    """The command line of torch's agent, the same on every node."""
+    launch = settings.launch
+    backend = launch.rdzv_backend if launch.rdzv_backend != "static" else "c10d"
+    options = {
+        "nnodes": str(nodes),
+        "nproc-per-node": str(per_node),
+        "rdzv-backend": backend,
+        "rdzv-endpoint": endpoint,
+        "rdzv-id": run_id,
+        "max-restarts": str(launch.max_restarts),
+        "monitor-interval": str(launch.monitor_interval),
+        **({"rdzv-conf": launch.rdzv_conf} if launch.rdzv_conf else {}),
+    }
+    kind = {"module": ("--module",), "command": ("--no-python",), "script": ()}[program.kind]
+    words = (word for name, value in options.items() for word in (f"--{name}", value))
+    return (sys.executable, "-m", "torch.distributed.run", *words, *kind, program.target, *program.arguments)
+
+
+def batch_script(settings: Settings, plan: LaunchPlan, name: str, nodes: int, per_node: int, start: str) -> str:
+    """The script that sbatch takes: what the job asks for, the run's settings, and one srun."""
+    slurm = settings.slurm
+    tasks = 1 if has_agents(settings) else per_node
+    asked = {
+        "job-name": name,
+        "nodes": str(nodes),
+        "ntasks-per-node": str(tasks),
+        "gpus-per-node": None if is_cpu_run(settings) else str(per_node),
+        "cpus-per-task": None if slurm.cpus_per_task is None else str(slurm.cpus_per_task),
+        "mem": slurm.memory,
+        "time": slurm.time,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "output": slurm.output,
+        "chdir": str(plan.cwd),
+    }
+    lines = ["#!/bin/bash", "# Written by `accelerate launch`."]
+    lines += [f"#SBATCH --{key}={_word(value, key)}" for key, value in asked.items() if value is not None]
+    lines += [f"#SBATCH {_argument(text)}" for text in slurm.arguments or ()]
+    lines += ["", *(slurm.setup or ())]
+    lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(plan.environment.items())]
+    if settings.launch.log_dir is not None:
+        lines.append(f"mkdir -p -- {shlex.quote(settings.launch.log_dir)}")
+    if has_agents(settings):
+        lines.append(f'{_FIRST_HOST}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)')
+    return "\n".join([*lines, f"exec {start}", ""])
+
+
+def _word(value: str, key: str) -> str:
+    """The value as it stands in a comment that sbatch reads: one line, in quotes where it needs them."""
+    if not value.isprintable():
+        raise SettingError(f"The Slurm option {key} can't be {value!r}: it has to be one line of printable text.")
+    return value if not set(value) & set(" '\"\\#") else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _argument(text: str) -> str:
+    """A further argument of sbatch, given whole: --name or --name=value."""
+    name, equals, value = text.partition("=")
+    if not name.startswith("-") or not name.lstrip("-").replace("-", "").isalnum():
+        raise SettingError(f"--slurm_argument {text!r} is no argument of sbatch. Give it whole, such as --exclusive.")
+    return name + equals + (_word(value, name) if equals else "")
