@@ -1,0 +1,82 @@
+"""``accelerate completion``: a script that lets the shell complete subcommands, options and their values."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ..settings.run import launch_options_of
+from .parser import Parser
+
+SHELLS: Final = ("bash", "zsh")
+_SUBCOMMANDS: Final = {"config": "default update show", "completion": " ".join(SHELLS)}
+_TEMPLATE: Final = """\
+# Completion of the command accelerate; put this line into your shell's start-up file:
+#   eval "$(accelerate completion {shell})"
+{prelude}_accelerate() {{
+  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" command="${{COMP_WORDS[1]}}"
+  COMPREPLY=()
+  if [[ $COMP_CWORD -eq 1 ]]; then
+    COMPREPLY=($(compgen -W "{commands}" -- "$word"))
+    return
+  fi
+  case "$command:$before" in
+{values}
+  esac
+  case "$command:$word" in
+    launch:-*|test:-*) COMPREPLY=($(compgen -W "{flags}" -- "$word")) ;;
+{subcommands}
+  esac
+}}
+complete -o default -F _accelerate accelerate
+"""
+
+
+def script(shell: str) -> str:
+    """The completion script for the shell."""
+    from .main import COMMANDS
+
+    values: list[str] = []
+    flags: list[str] = ["--config_file", "--explain", "--dry-run", "--help", "--help-all"]
+    for option in launch_options_of():
+        flags.append(str(option.flag))
+        choices = ("true", "false") if option.kind == "bool" and not option.switch else option.choices
+        if choices:
+            pattern = "|".join(f"launch:{flag}" for flag in option.flags)
+            values.append(f'    {pattern}) COMPREPLY=($(compgen -W "{" ".join(choices)}" -- "$word")); return ;;')
+    subcommands = [
+        f'    {name}:*) [[ $COMP_CWORD -eq 2 ]] && COMPREPLY=($(compgen -W "{words}" -- "$word")) ;;'
+        for name, words in _SUBCOMMANDS.items()
+    ]
+    return _TEMPLATE.format(
+        shell=shell,
+        prelude="autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "",
+        commands=" ".join(COMMANDS),
+        values="\n".join(values),
+        flags=" ".join(flags),
+        subcommands="\n".join(subcommands),
+    )
+
+
+def completion_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """A parser of ``accelerate completion``."""
+    description = 'Print a completion script: eval "$(accelerate completion bash)"'
+    if subparsers is not None:
+        parser = subparsers.add_parser("completion", description=description, allow_abbrev=False)
+    else:
+        parser = Parser(prog="accelerate completion", description=description)
+    parser.add_argument("shell", choices=SHELLS)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, after the script has been printed."""
+    args = completion_command_parser().parse_args(None if arguments is None else list(arguments))
+    print(script(args.shell), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
