@@ -39,7 +39,7 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         *spellings("--accelerate_version"),
         dest="accelerate_version",
         default="latest",
-        help="The version to install: latest, dev, or a number.",
+        help="The version to install: latest, or a number.",
     )
     add("--debug", action="store_true", help="Print the command instead of running it.")
     parser.set_defaults(func=tpu_command_launcher)
@@ -49,9 +49,10 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def _remote_commands(args: argparse.Namespace, content: dict[str, Any]) -> list[str]:
     commands: list[str] = []
     if args.install_accelerate:
-        package = {"dev": "git+https://github.com/huggingface/accelerate.git", "latest": "accelerate"}.get(
-            args.accelerate_version, f"accelerate=={args.accelerate_version}"
-        )
+        if args.accelerate_version == "dev":
+            raise SettingError("--accelerate_version dev has no public address to install from: give a number.")
+        latest = args.accelerate_version == "latest"
+        package = "accelerate" if latest else f"accelerate=={args.accelerate_version}"
         commands.append(f"pip install -U {shlex.quote(package)}")
     command_file = args.command_file or (content.get("command_file") if not args.command else None)
     if command_file is not None:

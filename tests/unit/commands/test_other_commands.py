@@ -1,0 +1,120 @@
+"""env, test, to-fsdp2, tpu-config, and the commands that this version refuses by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import accelerate
+from accelerate.commands import env, estimate, merge, to_fsdp2, tpu
+from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
+from accelerate.errors import NotBuilt
+
+FSDP1 = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+        "fsdp_backward_prefetch": "BACKWARD_PRE",
+        "fsdp_use_orig_params": True,
+        "fsdp_sync_module_states": True,
+        "fsdp_forward_prefetch": False,
+        "fsdp_offload_params": True,
+    },
+}
+
+
+def test_env_prints_versions_devices_variables_and_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("distributed_type: 'NO'\n")
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "INFO")
+    monkeypatch.setenv("ACCELERATE_API_KEY", "secret")
+    assert env.main(["--config_file", str(path)]) == 0
+    out = capsys.readouterr().out
+    for expected in (accelerate.__version__, "PyTorch", "gloo", "ACCELERATE_LOG_LEVEL=INFO", "distributed_type: 'NO'"):
+        assert expected in out
+    assert "secret" not in out
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reshards"),
+    [
+        ("FULL_SHARD", True),
+        ("HYBRID_SHARD", True),
+        ("SHARD_GRAD_OP", False),
+        ("NO_SHARD", False),
+        (1, True),
+        ("2", False),
+    ],
+)
+def test_a_sharding_strategy_becomes_resharding(strategy: object, reshards: bool) -> None:
+    converted = convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": strategy}})
+    assert converted["fsdp_config"] == {"fsdp_reshard_after_forward": reshards, "fsdp_version": 2}
+
+
+def test_what_version_2_has_no_use_for_is_left_out_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    before = yaml.safe_dump(FSDP1)
+    converted = convert_config_to_fsdp2(FSDP1)
+    assert set(converted["fsdp_config"]) == {"fsdp_reshard_after_forward", "fsdp_offload_params", "fsdp_version"}
+    assert capsys.readouterr().err.count("is left out") == 4
+    assert yaml.safe_dump(FSDP1) == before
+
+
+def test_a_file_is_converted_in_place_or_into_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    source.write_text(yaml.safe_dump(FSDP1))
+    assert to_fsdp2.main(["--config_file", str(source)]) == 2
+    assert to_fsdp2.main(["--config_file", str(source), "--output-file", str(target)]) == 0
+    assert to_fsdp2.main(["--config_file", str(source), "--output_file", str(target)]) == 2
+    assert to_fsdp2.main(["--config_file", str(source), "--overwrite"]) == 0
+    assert yaml.safe_load(source.read_text()) == yaml.safe_load(target.read_text())
+    assert "is left out" in capsys.readouterr().err
+
+
+def test_a_file_without_fsdp_and_a_missing_one_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fsdp_config"):
+        convert_config_to_fsdp2({})
+    assert to_fsdp2.main(["--config_file", str(tmp_path / "nowhere.yaml"), "--overwrite"]) == 2
+
+
+def test_tpu_commands_are_one_argument_of_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = tpu.tpu_command_parser()
+    args = parser.parse_args(
+        [
+            "--tpu_name",
+            "t; rm",
+            "--tpu_zone",
+            "z",
+            "--command",
+            "echo",
+            "a b",
+            "--command",
+            "ls",
+            "--install_accelerate",
+        ]
+    )
+    words = tpu.command_line(args, {})
+    assert words[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "t; rm"]
+    assert words[words.index("--command") + 1] == "cd /usr/share; pip install -U accelerate; echo a b; ls"
+    assert words[-2:] == ["--worker", "all"]
+    assert tpu.main(["--tpu_name", "t", "--tpu_zone", "z", "--command", "ls", "--debug"]) == 0
+    assert "gcloud" in capsys.readouterr().out
+
+
+def test_tpu_config_without_a_tpu_or_a_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tpu.main(["--command", "ls"]) == 2
+    assert tpu.main(["--tpu_name", "t", "--tpu_zone", "z"]) == 2
+    version = ["--install_accelerate", "--accelerate_version", "dev"]
+    assert tpu.main(["--tpu_name", "t", "--tpu_zone", "z", *version]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_isnt_built_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimate.main(["bert-base-cased", "--dtypes", "float32"]) == 2
+    assert merge.main([str(tmp_path), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.count("isn't built yet") == 2
+    with pytest.raises(NotBuilt):
+        estimate.gather_data(estimate.estimate_command_parser().parse_args(["m"]))
