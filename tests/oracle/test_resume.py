@@ -362,3 +362,31 @@ def test_a_position_moves_between_split_and_whole_batches() -> None:
     split = prepare_data_loader(DataLoader(range(40), batch_size=8), CPU, 2, 0, split_batches=True)
     split.load_state_dict(state)
     assert next(iter(split)).tolist() == [8, 9, 10, 11]
+
+
+# -- torchdata's loader ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["random", "stateful stream"])
+def test_stateful_loaders_continue_the_order_and_the_dataset(kind: str, num_workers: int) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        return prepare(kind, num_workers, use_stateful_dataloader=True)
+
+    def samples(batches: Any) -> list[float]:
+        return [sample for batch in batches for sample in batch[:, 0].tolist()]
+
+    for stop_after in range(1, 7):
+        set_seed(3)
+        running = loader()
+        batches = iter(running)
+        for _ in range(stop_after):
+            next(batches)
+        state, streams = running.state_dict(), capture_rng_states()
+        expected = samples(batches), samples(running)
+        continued = loader()
+        continued.load_state_dict(state)
+        restore_rng_states(streams)
+        assert (samples(continued), samples(continued)) == expected

@@ -102,7 +102,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
     def reader(self, dataset: Any, collate: Any, **sampling: Any) -> DataLoader[Any]:
         """A torch loader that reads ``dataset`` with the settings of this one; kept where its workers are."""
         kept = self._base
-        if kept is not None and (self.persistent_workers or self.use_stateful_dataloader):
+        if kept is not None and self._keeps_reader:
             for name in _SETTABLE:
                 value = getattr(self, name, None)
                 if getattr(kept, name, None) is not value:
@@ -118,6 +118,10 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
             warnings.simplefilter("ignore")
             self._base = self._reader_class()(dataset, **settings)
         return self._base
+
+    @property
+    def _keeps_reader(self) -> bool:
+        return self.persistent_workers or self.use_stateful_dataloader
 
     def _reader_class(self) -> type[DataLoader[Any]]:
         if not self.use_stateful_dataloader:

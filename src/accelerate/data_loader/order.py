@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, NamedTuple, cast, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
@@ -183,10 +183,7 @@ def enter(batch_sampler: Any, place: Place, num_head: int = 0) -> Entered:
 
 def _enter_at_sample(batch_sampler: BatchSampler, place: Place, num_head: int) -> Entered:
     size = batch_sampler.batch_size
-    indices = iter(cast("Any", batch_sampler.sampler))
-    first = list(islice(indices, num_head * size))
-    rest = chain(first, indices)
-    last = deque(islice(rest, place.samples), maxlen=min(size, NUM_WITNESSES))
+    first, last, rest = _seek(batch_sampler.sampler, place.samples, num_head * size, min(size, NUM_WITNESSES))
 
     def groups() -> Iterator[list[Any]]:
         while group := list(islice(rest, size)):
@@ -194,7 +191,46 @@ def _enter_at_sample(batch_sampler: BatchSampler, place: Place, num_head: int) -
                 yield group
 
     head = [first[start : start + size] for start in range(0, len(first), size)]
-    return Entered(groups(), head, place, witnesses_of(list(last)))
+    return Entered(groups(), head, place, witnesses_of(last))
+
+
+def _seek(sampler: Any, start: int, num_first: int, num_last: int) -> tuple[list[Any], list[Any], Iterator[Any]]:
+    """Some samples of the beginning, some right before ``start``, and all from ``start`` on."""
+    if _is_permutation(sampler):
+        order, rest = _permutation(sampler, start)
+        return order[:num_first].tolist(), order[max(start - num_last, 0) : start].tolist(), rest
+    indices = iter(sampler)
+    first = list(islice(indices, num_first))
+    rest = chain(first, indices)
+    return first, list(deque(islice(rest, start), maxlen=num_last)), rest
+
+
+def _is_permutation(sampler: Any) -> bool:
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+        and sampler.num_samples > 0
+    )
+
+
+def _permutation(sampler: RandomSampler, start: int) -> tuple[torch.Tensor, Iterator[int]]:
+    """The order that torch's random sampler draws, and its samples from ``start`` on.
+
+    It draws what the sampler would draw, but the samples before ``start`` stay in the tensor: making a Python
+    number of each would cost more than drawing the order.
+    """
+    generator = sampler.generator
+    if generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    order = torch.randperm(sampler.num_samples, generator=generator)
+
+    def rest() -> Iterator[int]:
+        yield from order[start:].tolist()
+        torch.randperm(sampler.num_samples, generator=generator)  # the sampler draws one more order at its end
+
+    return order, rest()
 
 
 # -- how an epoch's order begins ---------------------------------------------------------------------------

@@ -46,6 +46,8 @@ class Progress:
 
     def start(self) -> Restored | None:
         """A pass begins; returns the position that it continues from, which is then used up."""
+        if self.drawn is not None and self.drawn.is_last:  # a loop that was left at its last batch has seen it all
+            self.epoch += 1
         restored, self.restored = self.restored, None
         self.begun, self.drawn, self.place = None, None, BEGINNING
         if restored is not None:
@@ -61,13 +63,11 @@ class Progress:
         """No place in an epoch is held any more."""
         self.begun, self.drawn, self.place, self.restored = None, None, BEGINNING, None
 
-    def set_epoch(self, epoch: int) -> bool:
-        """The next pass is that of ``epoch``; returns whether that is news. A place in another epoch is given up."""
-        if epoch == self.epoch:
-            return False
-        self.leave()
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is that of ``epoch``; a place in another epoch is given up, and so is the end of this one."""
+        if epoch != self.epoch or (self.drawn is not None and self.drawn.is_last):
+            self.leave()
         self.epoch = epoch
-        return True
 
     @property
     def is_inside(self) -> bool:

@@ -105,28 +105,25 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self.account: Account | None = None  # the account of batches that a rank-aware sampler dealt
         self._feed = IndexFeed()
         self._announced_epoch: int | None = None
-        self._pass = 0
-        self._is_running = False
+        self._newest_pass: object = None
         self._head: list[Any] = []
         self._stream: StreamReader | None = None
 
     # -- the loop --------------------------------------------------------------------------------------
 
     def __iter__(self) -> Generator[Any, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self._is_running:  # a pass that nobody finished is replaced by this one
-            self.end()
-        self._pass += 1
-        this_pass, self._is_running = self._pass, True
         progress, gradient_state = self.progress, self.gradient_state
         restored = progress.start()
         self._announce_epoch()
         batches = self._read(restored)
         shown = vars(self)  # torch checks every assignment to an attribute of a loader, which costs more than the rest
+        this_pass = shown["_newest_pass"] = object()
         self.begin()
         try:
             for batch, drawn in batches:
                 shown["end_of_dataloader"] = drawn.is_last
                 shown["coverage"] = drawn.coverage
+                shown["_newest_pass"] = this_pass
                 progress.drawn = drawn
                 if gradient_state.active_dataloader is not self:  # another loop delivered in between
                     gradient_state._add_dataloader(self)
@@ -134,8 +131,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             progress.finish()
         finally:
             batches.close()
-            if self._pass == this_pass:
-                self._is_running = False
+            if self._newest_pass is this_pass:  # else another pass over this loader is in the middle of its loop
                 self.end()
 
     def _read(self, restored: Restored | None) -> Generator[Delivery, None, None]:
@@ -174,7 +170,9 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     # -- datasets that are read by index ---------------------------------------------------------------
 
     def _read_map(self, restored: Restored | None) -> Generator[Delivery, None, None]:
-        feed, device, non_blocking, on_host = self._feed, self.device, self._non_blocking, self._stays_on_host
+        # Loops over one loader may be nested, so each has its feed; a reader that is kept keeps its feed.
+        feed = self._feed if self._keeps_reader else IndexFeed()
+        device, non_blocking, on_host = self.device, self._non_blocking, self._stays_on_host
         feed.draw = lambda: self._draw(restored)
         sampling = {"batch_sampler": feed} if self._batches_indices else {"sampler": feed, "batch_size": None}
         reader = self.reader(self.dataset, self.collate_fn, **sampling)
@@ -409,11 +407,11 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     def copy_with(self, **attributes: Any) -> BatchFeeder:
         """The same loader, in the same epoch and at the same place in it, with other attributes."""
         twin = object.__new__(type(self))
-        vars(twin).update(self.__dict__, _base=None, _feed=IndexFeed(), _is_running=False, _pass=0, **attributes)
+        vars(twin).update(self.__dict__, _base=None, _feed=IndexFeed(), _newest_pass=None, **attributes)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_feed": IndexFeed(), "_is_running": False, "_stream": None}
+        return {**super().__getstate__(), "_feed": IndexFeed(), "_newest_pass": None, "_stream": None}
 
 
 def _names(rng_types: Sequence[Any] | None) -> list[str]:

@@ -123,6 +123,7 @@ class StreamReader:
         dataset_state = own.get("stream") if source.num_readers > 1 else restored.dataset
         if own.get("loader") is not None and self.feeder.use_stateful_dataloader:
             self._loader_state = own["loader"]
+            self._is_over = restored.is_finished
         elif self._keeps_state and dataset_state is not None:
             self._dataset_state = dataset_state
             self._is_over = restored.is_finished
@@ -149,7 +150,8 @@ class StreamReader:
     def read(self) -> Generator[tuple[Any, Drawn], None, None]:
         """Every batch, on the device, with its account; each is given out when the next one has been read."""
         if self._is_over:
-            self.source.base.load_state_dict(self._dataset_state)
+            if self._dataset_state is not None:
+                self.source.base.load_state_dict(self._dataset_state)
             return
         with self._beginning():
             batches = self._open()

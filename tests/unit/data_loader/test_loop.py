@@ -118,6 +118,39 @@ def test_the_clock_follows_the_loop_by_every_road() -> None:
     assert not clock.in_dataloader
 
 
+def test_loops_over_the_same_loader_may_be_nested() -> None:
+    clock = GradientState.create()
+    loader = prepared(range(4), batch_size=2, prepare={"gradient_state": clock})
+    seen = [(outer.tolist(), inner.tolist()) for outer in loader for inner in loader]
+    assert seen == [([0, 1], [0, 1]), ([0, 1], [2, 3]), ([2, 3], [0, 1]), ([2, 3], [2, 3])]
+    assert not clock.in_dataloader
+
+
+def test_a_pass_that_is_closed_late_leaves_the_running_one_alone() -> None:
+    clock = GradientState.create()
+    loader = prepared(range(4), batch_size=2, prepare={"gradient_state": clock})
+    held = iter(loader)
+    next(held)
+    for _ in loader:
+        held.close()
+        assert clock.active_dataloader is loader and loader.coverage is not None
+    assert not clock.in_dataloader
+
+
+def test_a_loop_that_stops_at_its_last_batch_has_finished_the_epoch() -> None:
+    loader = prepared(range(4), batch_size=2)
+    batches = iter(loader)
+    next(batches), next(batches)
+    assert loader.iteration == 0
+    list(loader)
+    assert loader.iteration == 2
+    for _ in loader:
+        pass
+    loader.set_epoch(0)
+    list(loader)
+    assert loader.iteration == 1
+
+
 def test_the_loader_that_delivered_last_is_the_active_one() -> None:
     clock = GradientState.create()
     first, second = (prepared(range(6), batch_size=2, prepare={"gradient_state": clock}) for _ in range(2))
@@ -537,3 +570,35 @@ def test_a_dataset_of_several_files_gives_each_rank_its_own() -> None:
             assert keep_real(batch, loader.coverage) is batch
             seen += batch.tolist()
     assert sorted(seen) == [0, 1, 10, 11, 20, 21, 30, 31]
+
+
+def test_persistent_workers_serve_pass_after_pass() -> None:
+    loader = prepared(range(10), batch_size=3, num_workers=1, persistent_workers=True)
+    expected = numbers(DataLoader(range(10), batch_size=3))
+    for _ in loader:
+        break
+    assert numbers(loader) == numbers(loader) == expected
+    assert loader.base_dataloader is not loader
+    state = None
+    for number, _ in enumerate(loader):
+        if number == 1:
+            state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert numbers(loader) == expected[2:]
+
+
+class Mesh:
+    """As much of a device mesh as decides who reads what."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.mesh_dim_names = tuple(sizes)
+        self.mesh = torch.zeros(*sizes.values())
+
+
+@pytest.mark.parametrize("axes", [{"dp_replicate": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}, {"dp": 2, "tp": 2}])
+def test_ranks_that_differ_in_model_axes_only_read_the_same(axes: dict[str, int]) -> None:
+    def batches(rank: int) -> list[list[int]]:
+        loader = DataLoader(range(8), batch_size=2)
+        return numbers(prepare_data_loader(loader, None, 4, rank, torch_device_mesh=Mesh(**axes)))
+
+    assert [batches(rank) for rank in range(4)] == [[[0, 1], [4, 5]]] * 2 + [[[2, 3], [6, 7]]] * 2
