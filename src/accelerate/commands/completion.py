@@ -14,7 +14,7 @@ SHELLS: Final = ("bash", "zsh")
 _SUBCOMMANDS: Final = {"config": "default update show", "completion": " ".join(SHELLS)}
 _TEMPLATE: Final = """\
 # Completion of the command accelerate; put this line into your shell's start-up file:
-#   eval "$(accelerate completion {shell})"
+#   eval "$(accelerate completion {name})"
 {prelude}_accelerate() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" command="${{COMP_WORDS[1]}}"
   COMPREPLY=()
@@ -51,7 +51,7 @@ def script(shell: str) -> str:
         for name, words in _SUBCOMMANDS.items()
     ]
     return _TEMPLATE.format(
-        shell=shell,
+        name=shell,
         prelude="autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "",
         commands=" ".join(COMMANDS),
         values="\n".join(values),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..commands.config.default import write_basic_config
     from ..hardware import check_cuda_fp8_capability, check_cuda_p2p_ib_support, get_current_device_type
     from ..hardware import get_gpu_info, set_numa_affinity
+    from ..launch.prepared import PrepareForLaunch, TORCH_LAUNCH_PARAMS, prepare_simple_launcher_cmd_env
     from ..memory import convert_bytes, find_executable_batch_size, release_memory
     from ..modules import get_module_children_bottom_up, get_pretty_name, merge_dicts, model_has_dtensor
     from ..modules import recursive_getattr
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
     from ..plugins.project import ProjectConfiguration
     from ..plugins.quantization import BnbQuantizationConfig
     from ..ports import is_port_in_use
-    from ..precision.choose import get_grad_scaler, get_mixed_precision_context_manager
+    from ..precision.choose import get_grad_scaler
     from ..precision.outputs import convert_outputs_to_fp32
     from ..probes import is_bf16_available, is_cuda_available, is_fp16_available, is_fp8_available
     from ..probes import is_habana_gaudi1, is_hpu_available, is_mlu_available, is_mps_available
@@ -127,7 +128,7 @@ _HOMES = {
     "find_executable_batch_size": "memory", "gather": "collectives", "gather_object": "collectives",
     "get_cpu_distributed_information": "clusters", "get_current_device_type": "hardware",
     "get_data_structure": "nested", "get_gpu_info": "hardware", "get_grad_scaler": "precision.choose",
-    "get_int_from_env": "settings.env", "get_mixed_precision_context_manager": "precision.choose",
+    "get_int_from_env": "settings.env", "get_mixed_precision_context_manager": "accelerator",
     "get_module_children_bottom_up": "modules", "get_pretty_name": "modules",
     "has_compiled_regions": "strategies.compile", "honor_type": "nested", "ignorant_find_batch_size": "nested",
     "initialize_tensors": "nested", "is_4bit_bnb_available": "optional", "is_8bit_bnb_available": "optional",
@@ -163,7 +164,8 @@ _HOMES = {
     "set_numa_affinity": "hardware", "set_seed": "seeding", "slice_tensors": "nested",
     "str_to_bool": "settings.env", "synchronize_rng_state": "seeding", "synchronize_rng_states": "seeding",
     "torchao_required": "optional", "wait_for_everyone": "processes",
-    "write_basic_config": "commands.config.default",
+    "write_basic_config": "commands.config.default", "PrepareForLaunch": "launch.prepared",
+    "TORCH_LAUNCH_PARAMS": "launch.prepared", "prepare_simple_launcher_cmd_env": "launch.prepared",
 }  # fmt: skip
 
 _MODULES = (
@@ -172,6 +174,7 @@ _MODULES = (
     "deepspeed",
     "environment",
     "imports",
+    "launch",
     "memory",
     "modeling",
     "operations",
@@ -361,6 +364,9 @@ __all__ = [
     "tqdm",
     "wait_for_everyone",
     "write_basic_config",
+    "PrepareForLaunch",
+    "TORCH_LAUNCH_PARAMS",
+    "prepare_simple_launcher_cmd_env",
 ]  # fmt: skip
 
 
