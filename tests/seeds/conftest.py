@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tests.seeds.tools import pending
@@ -15,3 +17,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if late:
                 reason = "; ".join(f"{row}: {waiting[row]}" for row in late)
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device that is not the CPU and is everywhere: torch's `meta`, as one more row of the table."""
+    from accelerate import devices
+
+    row = dataclasses.replace(devices.CPU, name="meta", available="torch:is_grad_enabled")
+    monkeypatch.setattr(devices, "KINDS", (*devices.KINDS, row))
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+    return "meta"

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from tests.ranks import run_on_ranks
 from tests.seeds.tools import ACCELERATE, HERE, LISTINGS, ROOT, launcher, run
 
@@ -64,6 +65,7 @@ def test_one_script_gives_one_result_on_one_and_two_processes_and_in_bf16() -> N
     one = train(per_process=10)
     assert two[0] == pytest.approx(one, abs=1e-5)
     assert two[0] == two[1]
+    AcceleratorState._reset_state(True)
     assert train("bf16", per_process=10) == pytest.approx(one, rel=0.02)
 
 
@@ -290,8 +292,8 @@ def test_the_device_is_chosen_by_what_is_there(present: set[str], chosen: str, m
 
 
 @row("000-20", "001-29")
-def test_placement_reaches_batches_model_and_loaded_optimizer_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+@pytest.mark.usefixtures("fake_device")
+def test_placement_reaches_batches_model_and_loaded_optimizer_state() -> None:
     accelerator = Accelerator()
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -216,8 +216,8 @@ def test_the_precision_is_a_switch_of_the_constructor() -> None:
         ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, 1, 4),
         (
             {
-                "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+                "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
             },
             2,
             3,
@@ -476,8 +476,8 @@ def nest(_: Any) -> dict[str, Any]:
 
 
 @row("001-35", "002-07", "003-09")
-def test_nested_batches_are_placed_and_keep_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+@pytest.mark.usefixtures("fake_device")
+def test_nested_batches_are_placed_and_keep_their_shape() -> None:
     accelerator = Accelerator()
     (batch,) = accelerator.prepare(DataLoader([0], collate_fn=nest))
     assert type(batch["list"]) is list and batch["list"][0].device.type == "meta"

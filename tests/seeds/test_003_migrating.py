@@ -58,8 +58,8 @@ def test_four_objects_come_back_in_their_order_whatever_it_is() -> None:
 
 
 @row("003-06")
-def test_placement_can_be_left_out_for_all_or_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+@pytest.mark.usefixtures("fake_device")
+def test_placement_can_be_left_out_for_all_or_for_one() -> None:
     placed = Accelerator().prepare(nn.Linear(1, 1))
     assert placed.weight.device.type == "meta"
     kept = Accelerator(device_placement=False).prepare(nn.Linear(1, 1))
