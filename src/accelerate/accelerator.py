@@ -99,6 +99,7 @@ class Accelerator:
         scheduler_mode: Literal["samples", "updates"] = "samples",
         **old: Any,
     ) -> None:
+        construction.explain_failures()
         if split_batches is not _NOT_GIVEN:
             old["split_batches"] = split_batches
         loader_options, project_options, mixed_precision = construction.old_spellings(old, mixed_precision)
@@ -239,22 +240,24 @@ class Accelerator:
         self.precision.scaler = scaler
         for optimizer in self._optimizers:
             optimizer.scaler = scaler
-            optimizer._choose_step()
 
     @property
     def native_amp(self) -> bool:
-        """Whether forward passes run under autocast."""
-        return self.__dict__.get("_native_amp", self.precision.is_autocast)
+        """Whether forward passes run under autocast; scripts assign False where they don't trust it."""
+        return self.precision.is_autocast
 
     @native_amp.setter
     def native_amp(self, value: bool) -> None:
-        # Many scripts assign False on devices without autocast; the name has been without effect for years.
-        self.__dict__["_native_amp"] = value
+        self.precision.is_autocast = value
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """The AutocastKwargs of the constructor."""
+        """The AutocastKwargs of the constructor, or what was assigned since."""
         return self._handlers.autocast
+
+    @autocast_handler.setter
+    def autocast_handler(self, handler: AutocastKwargs | None) -> None:
+        self._handlers.autocast = self.precision.handler = handler
 
     @property
     def ddp_handler(self) -> Any:
@@ -277,8 +280,12 @@ class Accelerator:
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
-        """The ProfileKwargs of the constructor."""
+        """The ProfileKwargs of the constructor, or what was assigned since."""
         return self._handlers.profile
+
+    @profile_handler.setter
+    def profile_handler(self, handler: ProfileKwargs | None) -> None:
+        self._handlers.profile = handler
 
     @property
     def fp8_recipe_handler(self) -> Any:
@@ -397,7 +404,7 @@ class Accelerator:
     @property
     def should_save_model(self) -> bool:
         """Whether this process writes weights."""
-        return bool(self.parallelism_config) or bool(self.is_local_main_process)
+        return self.parallelism_config is not None or self.world.is_local_main
 
     @property
     def tensor_parallel_rank(self) -> int:
@@ -512,16 +519,22 @@ class Accelerator:
         """``model`` in its precision, on its device, and, unless ``evaluation_mode``, wrapped for training."""
         if id(model) in self._prepared_models:
             return self._prepared_models[id(model)]
-        if getattr(model, "_is_accelerate_prepared", False):
-            _register(self._models, self.strategy.unwrap(model, keep_torch_compile=False))
-            return model
+        if model.__dict__.get("_is_accelerate_prepared", False):  # by another Accelerator, or before free_memory()
+            inner = self.strategy.unwrap(model, keep_torch_compile=False)
+            self.precision.patch_forward(inner)
+            return self._hold_model(inner, model)
         self.strategy.check_model(model)
-        _register(self._models, model)
         placed = self.device_placement if device_placement is None else device_placement
         prepared = self.strategy.place_model(model, self.precision, placed, evaluation_mode)
+        if evaluation_mode:  # not marked: the same model may be prepared for training later
+            _register(self._models, model)
+            return prepared
         prepared.__dict__["_is_accelerate_prepared"] = True
-        if not evaluation_mode:
-            self._prepared_models[id(model)] = self._prepared_models[id(prepared)] = prepared
+        return self._hold_model(model, prepared)
+
+    def _hold_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
+        _register(self._models, model)
+        self._prepared_models[id(model)] = self._prepared_models[id(prepared)] = prepared
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
@@ -544,6 +557,9 @@ class Accelerator:
         if isinstance(scheduler, AcceleratedScheduler):
             _register(self._schedulers, scheduler)
             return scheduler
+        for known in self._schedulers:
+            if known.scheduler is scheduler:
+                return known
         target = getattr(scheduler, "optimizer", None)
         own = [optimizer for optimizer in self._optimizers if target is optimizer or optimizer.optimizer is target]
         prepared = AcceleratedScheduler(
@@ -796,7 +812,8 @@ class Accelerator:
         Args:
             to: ``"main"`` gathers on rank 0 only; the other ranks get None.
         """
-        if use_gather_object or not is_all_tensors(input_data):
+        as_objects = use_gather_object or not is_all_tensors(input_data)
+        if as_objects:
             gathered = collectives.gather_object(input_data, world=self.world)
         else:
             gathered = collectives.gather(input_data, world=self.world, to=None if to == "all" else 0)
@@ -804,7 +821,7 @@ class Accelerator:
             return None
         loader = self.gradient_state.active_dataloader
         coverage = None if loader is None else loader.coverage
-        return gathered if coverage is None else keep_real(gathered, coverage)
+        return gathered if coverage is None else keep_real(gathered, coverage, as_objects=as_objects)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The elementwise sum, mean or max over ranks, on every rank; ``tensor`` is unchanged."""
@@ -905,7 +922,8 @@ class Accelerator:
             load_kwargs=load_kwargs,
             **load_model_func_kwargs,
         )
-        self.step = loaded.step or 0
+        if loaded.step is not None:
+            self.step = loaded.step
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """``save_state`` and ``load_state`` include ``objects``, in this order.
@@ -926,10 +944,11 @@ class Accelerator:
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """The Accelerator holds nothing any more and device caches are empty; returns a None per object."""
-        for prepared in self._prepared_models.values():
-            self.strategy.release(prepared)
         for model in self._models:
-            self.precision.restore_forward(model)
+            # A wrapper that the caller still holds goes on working; a model that was not wrapped is as it was given.
+            if self._prepared_models.get(id(model), model) is model:
+                self.precision.restore_forward(model)
+                model.__dict__.pop("_is_accelerate_prepared", None)
         for held in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._custom_objects):
             held.clear()
         self._prepared_models.clear()
@@ -973,15 +992,25 @@ class Accelerator:
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
-        left = ("world", "trackers", "_weights", "_save_hooks", "_load_hooks")
-        return {name: value for name, value in self.__dict__.items() if name not in left}
+        left = ("world", "trackers", "_weights", "_save_hooks", "_load_hooks", "_window")
+        state = {name: value for name, value in self.__dict__.items() if name not in left}
+        state["strategy"] = self.strategy.options
+        state["_prepared_models"] = [self._prepared_models.get(id(model)) for model in self._models]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        options, prepared_models = state.pop("strategy"), state.pop("_prepared_models")
         self.__dict__.update(state)
         self.world = join_world(cpu=self.settings.run.use_cpu)
+        self.strategy = strategies.choose(self.settings, self.world, options)
         self.trackers = []
+        self._window = ()
         self._weights = WindowWeights(self.world)
         self._save_hooks, self._load_hooks = checkpointing.Hooks(), checkpointing.Hooks()
+        self._prepared_models = {}
+        for model, prepared in zip(self._models, prepared_models, strict=True):
+            if prepared is not None:
+                self._hold_model(model, prepared)
 
 
 def _register(held: list[Any], obj: Any) -> None:

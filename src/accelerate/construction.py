@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from .errors import SettingError
+from .health.failure import record_uncaught
+from .logging import install_rich_tracebacks
 from .plugins.base import KwargsHandler
 from .plugins.data import DataLoaderConfiguration
 from .plugins.ddp import DistributedDataParallelKwargs
@@ -18,6 +20,7 @@ from .plugins.precision import AutocastKwargs, GradScalerKwargs
 from .plugins.process_group import InitProcessGroupKwargs
 from .plugins.profile import ProfileKwargs
 from .plugins.project import ProjectConfiguration
+from .settings import env
 
 
 @final
@@ -73,6 +76,12 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
                 setattr(handlers, name, handler)
                 break
     return handlers
+
+
+def explain_failures() -> None:
+    """An exception that ends this process is written where its launcher looks, and shown as the user likes it."""
+    install_rich_tracebacks()  # first: it replaces the hook that the other one extends
+    record_uncaught(env.read)
 
 
 _LOADER_SPELLINGS = ("split_batches", "even_batches", "dispatch_batches", "use_seedable_sampler")

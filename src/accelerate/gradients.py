@@ -65,12 +65,14 @@ class GradientState:
         clock._is_xla_gradients_synced = False
         clock._windows = {}
         clock._window = None
+        clock._restored_count = 0
         GradientState._newest = clock
         return clock
 
     _is_xla_gradients_synced: bool
     _windows: dict[Hashable, _Window]
     _window: _Window | None  # the one in hand; None where somebody else than `advance` decides what synchronises
+    _restored_count: int  # where windows begin that are not known yet: their count before an interruption
 
     # -- what the plugin asked for ---------------------------------------------------------------------
 
@@ -120,13 +122,13 @@ class GradientState:
         """One more micro-batch of ``key`` (the models of the window) has begun; returns whether it synchronises."""
         window = self._windows.get(key)
         if window is None:
-            window = self._windows[key] = _Window()
+            window = self._windows[key] = _Window(self._restored_count)
         self._window = window
         if window.is_complete:  # a new window: what lies in the gradients is the last one's
             window.has_gradients = False
         window.is_fresh = True
         if self.sync_with_dataloader and self.end_of_dataloader:
-            window.count = 0
+            window.count = self._restored_count = 0
             window.is_complete = True
         else:
             window.count += 1
@@ -156,12 +158,13 @@ class GradientState:
     @property
     def step(self) -> int:
         """Micro-batches begun since the last loader ended, over the window that is furthest."""
-        return max((window.count for window in self._windows.values()), default=0)
+        return max((window.count for window in self._windows.values()), default=self._restored_count)
 
     @step.setter
     def step(self, value: int) -> None:
-        self._windows = {key: _Window(value) for key in self._windows} or {(): _Window(value)}
+        self._windows.clear()
         self._window = None
+        self._restored_count = value
 
     def count_of(self, key: Hashable) -> int:
         """Micro-batches of ``key`` begun since the last loader ended."""
@@ -217,6 +220,10 @@ class GradientState:
     def __reduce__(self) -> tuple[Any, ...]:
         # A clock belongs to the loop that it counts; what is unpickled follows the newest one.
         return (GradientState, ())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientState:
+        """The same clock: a copied optimizer belongs to the same loop."""
+        return self
 
     def __repr__(self) -> str:
         return (

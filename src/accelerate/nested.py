@@ -105,6 +105,10 @@ def send_to_device(
     """
     if isinstance(tensor, torch.Tensor):  # first, because it is the hot path of the loaders
         return tensor.to(device, non_blocking=non_blocking)
+    move = getattr(tensor, "to", None)
+    if callable(move) and not isinstance(tensor, type) and not (skip_keys and isinstance(tensor, Mapping)):
+        # Before the containers: a PackedSequence or a BatchEncoding knows better what of it moves.
+        return _move(move, device, non_blocking)
     if isinstance(tensor, (tuple, list)):
         items = cast("list[Any]", tensor)
         return honor_type(items, (send_to_device(item, device, non_blocking, skip_keys) for item in items))
@@ -116,12 +120,13 @@ def send_to_device(
             for key, item in mapping.items()
         }
         return _rebuild_mapping(mapping, moved)
-    move = getattr(tensor, "to", None)
-    if move is None or isinstance(tensor, type):
-        return tensor
+    return tensor
+
+
+def _move(move: Callable[..., Any], device: Any, non_blocking: bool) -> Any:
     try:
         return move(device, non_blocking=non_blocking)
-    except TypeError:  # a batch type of the user's whose .to() knows no non_blocking
+    except TypeError:  # a batch type whose .to() knows no non_blocking
         return move(device)
 
 

@@ -55,28 +55,35 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # torch's own __init__ is not run: parameter groups, state and defaults are those of the inner optimizer.
         self.optimizer = optimizer
-        self.scaler = scaler
         self.gradient_state = gradient_state or GradientState()
         self.device_placement = device_placement
         self._is_overflow: bool | Callable[[], bool] = False
         self._accelerate_step_called = False
+        self._has_stepped = False  # since the gradients were last cleared
         self._zero_grad_takes_set_to_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
-        self._choose_step()
-        if device_placement and device is not None:
+        self.scaler = scaler
+        if device_placement:
             _place_state(optimizer, device)
 
-    def _choose_step(self) -> None:
-        """Decided once, so that a step asks only whether it is due."""
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler; libraries assign their own."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        self._scaler = scaler
+        # Decided here, so that a step asks only whether it is due.
         self._act: Callable[[Closure | None], Any] | None = None
         if self.is_fused_into_backward:
             self._act = _do_nothing
-        elif self.scaler is not None:
+        elif scaler is not None:
             self._act = self._scaled_step
 
     @property
     def is_fused_into_backward(self) -> bool:
         """Whether the optimizer already steps during the backward pass (LOMO)."""
-        return type(self.optimizer).__module__.partition(".")[0] == "lomo_optim"
+        return any(base.__module__.partition(".")[0] == "lomo_optim" for base in type(self.optimizer).__mro__)
 
     # -- a step ------------------------------------------------------------------------------------------
 
@@ -84,12 +91,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """The parameters have moved, if this step completes a window and nothing overflowed."""
         if not self.gradient_state.sync_gradients:
             return None
+        self._has_stepped = True
         if self._act is not None:
             return self._act(closure)
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def _scaled_step(self, closure: Closure | None) -> Any:
-        scaler = self.scaler
+        scaler = self._scaler
         result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure=closure)
         found = _overflow_flags(scaler, self.optimizer)
         scaler.update()
@@ -100,11 +108,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Gradients are gone, unless an open accumulation window still needs them.
 
+        Inside a window only gradients that a step has used are cleared.
+
         Raises:
             ValueError: ``set_to_none`` was given to an optimizer that doesn't know it.
         """
-        if self.gradient_state.protects_gradients:
+        clock = self.gradient_state
+        if clock.protects_gradients or not (self._has_stepped or clock.sync_gradients):
             return
+        self._has_stepped = False
         if self._zero_grad_takes_set_to_none:
             self.optimizer.zero_grad(set_to_none=True if set_to_none is None else set_to_none)
         elif set_to_none is None:
@@ -181,17 +193,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {
             "optimizer": self.optimizer,
-            "scaler": self.scaler,
+            "gradient_state": self.gradient_state,
+            "_scaler": self._scaler,
             "device_placement": self.device_placement,
             "_is_overflow": self.step_was_skipped,
             "_accelerate_step_called": self._accelerate_step_called,
+            "_has_stepped": self._has_stepped,
             "_zero_grad_takes_set_to_none": self._zero_grad_takes_set_to_none,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.gradient_state = GradientState()
-        self._choose_step()
+        self.scaler = self._scaler
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
@@ -212,8 +225,8 @@ def _overflow_flags(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
-def _place_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """The state that the optimizer already has lies on ``device``."""
+def _place_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> None:
+    """The state that the optimizer already has lies where its parameters do (on ``device`` while they are meta)."""
     if not optimizer.state:
         return
     for parameter, state in optimizer.state.items():
@@ -221,4 +234,4 @@ def _place_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None
             # torch keeps step counts on the CPU unless the kernel needs them on the device.
             stays = name == "step" and isinstance(value, torch.Tensor) and value.device.type == "cpu"
             if isinstance(value, torch.Tensor) and not stays:
-                state[name] = value.to(parameter.device if parameter.device.type != "meta" else device)
+                state[name] = value.to(device if device and parameter.device.type == "meta" else parameter.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -17,17 +17,40 @@ from . import processes
 from .devices import kind_of
 from .errors import SettingError
 from .gradients import GradientState
+from .precision import choose as choose_precision
 from .settings.env import flag
 from .settings.labels import DistributedType
 from .settings.run import Settings, collect
 from .world import World, current_world, expected_backend, forget_world, join_world, leave_group
 
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "do_nothing", "is_initialized"]
+__all__ = [
+    "AcceleratorState",
+    "DistributedType",
+    "GradientState",
+    "PartialState",
+    "do_nothing",
+    "get_mixed_precision_context_manager",
+    "is_initialized",
+]
 
 
 def is_initialized() -> bool:
     """Whether an Accelerator has filled AcceleratorState."""
     return AcceleratorState._shared_state != {}
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: Any = None
+) -> AbstractContextManager[Any]:
+    """The autocast context of the precision that the Accelerators of this process have; none without `native_amp`.
+
+    Raises:
+        SettingError: no Accelerator was made yet.
+    """
+    if not native_amp:
+        return nullcontext()
+    state = AcceleratorState()
+    return choose_precision(state.mixed_precision, state.device.type).autocast(autocast_kwargs)
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from .data_loader import BatchSamplerShard, DataLoaderShard
 from .logging import get_logger
+from .strategies.ddp import replica_in
 from .world import World
 
 logger = get_logger(__name__)
@@ -36,7 +37,7 @@ def join_uneven_inputs(
         yield
         return
     even = configured if override is None else override
-    inner = [getattr(joinable, "_orig_mod", joinable) for joinable in joinables]
+    inner = [replica_in(joinable) or joinable for joinable in joinables]
     can_join = [joinable for joinable in inner if isinstance(joinable, Joinable)]
     if len(can_join) < len(inner):
         logger.warning(

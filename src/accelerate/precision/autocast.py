@@ -9,7 +9,6 @@ from types import MethodType
 from typing import Any, final
 
 import torch
-from torch.amp.grad_scaler import OptState
 
 from ..nested import convert_to_fp32
 from .base import Precision
@@ -33,67 +32,64 @@ class AutocastPrecision(Precision):
         self.scaler = scaler
         self._device_type = device_type
         self._dtype = _HALF[label]
-        self._handler = handler
+        self.handler = handler
+        self.is_autocast = True
 
     @property
     def label(self) -> str:
         """fp16 or bf16."""
         return self._label
 
-    @property
-    def is_autocast(self) -> bool:
-        """True."""
-        return True
-
     def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:
         """A context in which operations run in half precision, as ``handler`` (or the constructor's) says."""
-        chosen = handler or self._handler
+        if not self.is_autocast:
+            return nullcontext()
+        chosen = handler or self.handler
         if chosen is None:
             return torch.autocast(self._device_type, dtype=self._dtype)
-        if not chosen.enabled:
-            return nullcontext()
-        return torch.autocast(self._device_type, dtype=self._dtype, cache_enabled=chosen.cache_enabled)
+        # Disabled is a context too: inside another autocast block it gives full precision back.
+        return torch.autocast(
+            self._device_type, dtype=self._dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
+        )
 
     def patch_forward(self, model: torch.nn.Module) -> None:
         """``model.forward`` runs under autocast; half-precision outputs are float32 unless asked otherwise."""
-        if "_original_forward" in model.__dict__:
+        if not self.is_autocast or _is_patched(model):
             return
         original = model.forward
         model._original_forward = original  # pyright: ignore[reportArgumentType]
-        converts = self._handler is None or getattr(self._handler, "output_dtype", torch.float32) is not None
-        forward = _autocast_forward(original, self.autocast, convert_to_fp32 if converts else None)
-        model.forward = MethodType(forward, model)
+        converts = self.handler is None or getattr(self.handler, "output_dtype", torch.float32) is not None
+        model.forward = _autocast_forward(model, original, self.autocast, convert_to_fp32 if converts else None)
 
     def restore_forward(self, model: torch.nn.Module) -> None:
         """``model.forward`` is the user's again."""
         restore_forward(model)
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradients of ``optimizer`` are in true units (fp16); a second call in one window changes nothing."""
-        scaler = self.scaler
-        if scaler is None or not scaler.is_enabled():
-            return
-        # GradScaler raises on a second unscale_; a loop that clips twice, or clips two models, is no mistake.
-        if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            scaler.unscale_(optimizer)
+
+def _is_patched(model: torch.nn.Module) -> bool:
+    # A model that was pickled while it was patched has the attribute, and its class's forward.
+    original = model.__dict__.get("_original_forward")
+    return original is not None and model.__dict__.get("forward") != original
 
 
 def _autocast_forward(
+    model: torch.nn.Module,
     original: Callable[..., Any],
     autocast: Callable[[], AbstractContextManager[Any]],
     convert: Callable[[Any], Any] | None,
 ) -> Callable[..., Any]:
-    # Built as a function that takes `self`, so that a deep copy of the model runs the copy's own forward, and a
-    # pickled model comes back with its class's forward.
-    function = original.__func__ if isinstance(original, MethodType) else None
+    is_method = isinstance(original, MethodType)
+    function = original.__func__ if is_method else original
 
-    @wraps(original)
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    @wraps(function)
+    def forward(*args: Any, **kwargs: Any) -> Any:
         with autocast():
-            outputs = function(self, *args, **kwargs) if function else original(*args, **kwargs)
+            outputs = function(*args, **kwargs)
         return outputs if convert is None else convert(outputs)
 
-    return forward
+    # A method stays one, so that a deep copy of the model runs the copy's own forward, a pickled model comes back
+    # with its class's, and the signature that libraries read is the user's.
+    return MethodType(forward, model) if is_method else forward
 
 
 def restore_forward(model: torch.nn.Module) -> None:

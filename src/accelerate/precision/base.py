@@ -7,23 +7,23 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 
 class Precision(ABC):
     """In which number format a model computes. Every moment is a no-op unless the precision acts in it."""
 
-    #: The gradient scaler, where the precision needs one.
+    #: The gradient scaler, where the precision needs one; callers may assign another.
     scaler: Any = None
+    #: Whether forward passes run under autocast; callers may switch it off.
+    is_autocast: bool = False
+    #: The AutocastKwargs, where there are any.
+    handler: Any = None
 
     @property
     @abstractmethod
     def label(self) -> str:
         """The word of the interface: no, fp16, bf16, fp8."""
-
-    @property
-    def is_autocast(self) -> bool:
-        """Whether forward passes run under autocast."""
-        return False
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model with its modules or weights as the precision needs them; called first in ``place``."""
@@ -41,6 +41,12 @@ class Precision(ABC):
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """The gradients of ``optimizer`` are in true units; a second call in one window changes nothing."""
+        scaler = self.scaler
+        if scaler is None or not scaler.is_enabled():
+            return
+        # GradScaler raises on a second unscale_; a loop that clips twice, or clips two models, is no mistake.
+        if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            scaler.unscale_(optimizer)
 
 
 @final

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from ..devices import available_kind, kind_of
 from ..errors import NotBuilt, SettingError
-from ..settings.env import read
 from ..world import current_world
 from .autocast import AutocastPrecision
 from .base import FullPrecision, Precision
@@ -53,19 +51,5 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         return ShardedGradScaler(**kwargs)
-    return make_scaler(_device_type_here(), **kwargs)
-
-
-def get_mixed_precision_context_manager(
-    native_amp: bool = False, autocast_kwargs: Any = None
-) -> AbstractContextManager[Any]:
-    """The autocast context of the state that is set up; a null context when ``native_amp`` is off."""
-    label = read("ACCELERATE_MIXED_PRECISION", "no")
-    if not native_amp or label == "no":
-        return nullcontext()
-    return AutocastPrecision("fp16" if label == "fp16" else "bf16", _device_type_here()).autocast(autocast_kwargs)
-
-
-def _device_type_here() -> str:
     world = current_world()
-    return available_kind().name if world is None else world.device.type
+    return make_scaler(available_kind().name if world is None else world.device.type, **kwargs)

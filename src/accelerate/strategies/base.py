@@ -72,7 +72,7 @@ class Strategy(ABC):
         """``model`` in its precision, on its device, wrapped for training (unless ``evaluation_mode``), compiled."""
         model = precision.convert(model)
         precision.patch_forward(model)
-        if device_placement and not is_placed_by_map(model):
+        if device_placement and not _stays_in_place(model, self.world.device):
             model = model.to(self.world.device)
         if not evaluation_mode:
             model = self.wrap(model)
@@ -121,8 +121,30 @@ class Strategy(ABC):
         """The whole state dict of ``model``, under the names of the user's own module."""
         return (self.unwrap(model, keep_torch_compile=False) if unwrap else model).state_dict()
 
-    def release(self, model: torch.nn.Module) -> None:
-        """``model`` no longer holds the process group."""
+
+def _stays_in_place(model: torch.nn.Module, device: torch.device) -> bool:
+    """Whether ``model`` lies where loading it has put it, for good.
+
+    Raises:
+        PreparationError: quantized weights lie on another device than ``device``.
+    """
+    if is_placed_by_map(model):
+        return True
+    places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+    if places and (getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)):
+        there = {parameter.device for parameter in model.parameters()}
+        if any(place.type != device.type or (place.index or 0) != (device.index or 0) for place in there):
+            raise PreparationError(
+                f"{type(model).__name__} was loaded in 8 or 4 bits on {sorted(places)}, and can't be moved to "
+                f"{device}, where this process computes. Load it with `device_map={{'': accelerator.device}}`."
+            )
+        return True
+    return any(is_sharded(parameter) for parameter in model.parameters())
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` is a DTensor: a piece of a tensor that lies over several devices."""
+    return any(kind.__name__ == "DTensor" for kind in (type(parameter), type(parameter.data)))
 
 
 def is_placed_by_map(model: torch.nn.Module) -> bool:

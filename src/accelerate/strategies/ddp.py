@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import PreparationError
 from ..settings.env import flag
 from ..settings.labels import DistributedType
-from ..world import World, release_ddp
-from .base import Strategy, refuse_device_map
+from ..world import World
+from .base import Strategy, is_sharded, refuse_device_map
+from .compile import uncompiled
 
 
 @final
@@ -86,7 +87,7 @@ class DataParallel(Strategy):
         if not flag("ACCELERATE_BYPASS_DEVICE_MAP"):
             refuse_device_map(model)
         for name, parameter in model.named_parameters():
-            if type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "DTensor":
+            if is_sharded(parameter):
                 raise PreparationError(
                     f"Parameter {name!r} is a DTensor, which replicas can't average. A sharded model needs "
                     "FullyShardedDataParallelPlugin or ParallelismConfig."
@@ -109,24 +110,21 @@ class DataParallel(Strategy):
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """A context in which backward passes keep their gradients to themselves."""
-        replica = _replica_in(model)
+        replica = replica_in(model)
         return nullcontext() if replica is None else replica.no_sync()
 
-    def release(self, model: torch.nn.Module) -> None:
-        """``model`` no longer holds the process group; its module is intact."""
-        replica = _replica_in(model)
-        if replica is not None:
-            release_ddp(replica)
 
-
-def _replica_in(model: torch.nn.Module) -> DistributedDataParallel | None:
-    inner = getattr(model, "_orig_mod", model)
+def replica_in(model: Any) -> DistributedDataParallel | None:
+    """The replica that ``model`` is, or that was compiled into it; None where there is none."""
+    if isinstance(model, DistributedDataParallel):  # first: a Replica answers for the attributes of its module
+        return model
+    inner = uncompiled(model) if isinstance(model, torch.nn.Module) else model
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def trigger_sync_in_backward(model: torch.nn.Module) -> None:
     """The next backward of ``model`` reduces gradients, although its forwards ran under ``no_sync``."""
-    replica = _replica_in(model)
+    replica = replica_in(model)
     if replica is None:
         return
     replica.require_backward_grad_sync = True
