@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from ..settings.labels import ComputeEnvironment, CustomDtype, DDPCommunicationHookType
     from ..settings.labels import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
     from ..settings.labels import SageMakerDistributedType
+    from ..state import get_mixed_precision_context_manager
     from ..strategies.compile import compile_regions, compile_regions_deepspeed, compile_regions_fsdp2
     from ..strategies.compile import has_compiled_regions, is_compiled_module
     from ..strategies.unwrap import extract_model_from_parallel, is_peft_model
@@ -128,7 +129,7 @@ _HOMES = {
     "find_executable_batch_size": "memory", "gather": "collectives", "gather_object": "collectives",
     "get_cpu_distributed_information": "clusters", "get_current_device_type": "hardware",
     "get_data_structure": "nested", "get_gpu_info": "hardware", "get_grad_scaler": "precision.choose",
-    "get_int_from_env": "settings.env", "get_mixed_precision_context_manager": "accelerator",
+    "get_int_from_env": "settings.env", "get_mixed_precision_context_manager": "state",
     "get_module_children_bottom_up": "modules", "get_pretty_name": "modules",
     "has_compiled_regions": "strategies.compile", "honor_type": "nested", "ignorant_find_batch_size": "nested",
     "initialize_tensors": "nested", "is_4bit_bnb_available": "optional", "is_8bit_bnb_available": "optional",
