@@ -1,0 +1,141 @@
+"""Slurm with two virtual nodes on this machine: srun inside an allocation, and a batch job from outside of one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.conftest import NASTY, Launch, needs
+
+CONFIGURATION = """\
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+AuthType=auth/munge
+CryptoType=crypto/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={run}/state
+SlurmdSpoolDir={run}/spool_%n
+SlurmctldPidFile={run}/slurmctld.pid
+SlurmdPidFile={run}/slurmd_%n.pid
+SlurmctldLogFile={run}/slurmctld.log
+SlurmdLogFile={run}/slurmd_%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SchedulerType=sched/backfill
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+SlurmctldPort=16817
+NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=16821-16822 CPUs={cpus} RealMemory=2000 State=UNKNOWN
+PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The variables with which clients reach a cluster of two nodes."""
+    needs("slurmctld", "slurmd", "srun", "munged")
+    if os.geteuid() != 0:
+        pytest.skip("Slurm's daemons need root here")
+    run = tmp_path_factory.mktemp("slurm")
+    for name in ("state", "spool_n1", "spool_n2"):
+        (run / name).mkdir()
+    host = socket.gethostname().partition(".")[0]
+    configuration = run / "slurm.conf"
+    configuration.write_text(CONFIGURATION.format(host=host, run=run, cpus=os.cpu_count() or 1))
+    Path("/run/munge").mkdir(exist_ok=True)
+    shutil.chown("/run/munge", "munge", "munge")
+    daemons = []
+    if subprocess.run(["munge", "-n"], capture_output=True).returncode != 0:
+        as_munge = ("setpriv", "--reuid", "munge", "--regid", "munge", "--clear-groups")
+        daemons.append(subprocess.Popen([*as_munge, "munged", "--foreground"], stderr=subprocess.DEVNULL))
+        wait_until(lambda: subprocess.run(["munge", "-n"], capture_output=True).returncode == 0)
+    # The nodes' tasks see a hosts file of their own, in which the nodes have addresses.
+    hosts = run / "hosts"
+    hosts.write_text(Path("/etc/hosts").read_text() + "\n127.0.0.1 n1 n2\n")
+    inside = ("unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(hosts))
+    for words in (["slurmctld", "-D"], [*inside, "slurmd", "-D", "-N", "n1"], [*inside, "slurmd", "-D", "-N", "n2"]):
+        daemons.append(subprocess.Popen([*words, "-f", str(configuration)], stderr=subprocess.DEVNULL))
+    variables = {"SLURM_CONF": str(configuration)}
+    try:
+        wait_until(lambda: "idle" in states(variables) and "down" not in states(variables))
+        yield variables
+    finally:
+        environment = {**os.environ, **variables}
+        subprocess.run(["scancel", "--user", "root"], env=environment, timeout=20)
+        wait_until(lambda: not subprocess.run(["squeue", "-h"], env=environment, capture_output=True).stdout)
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in reversed(daemons):
+            daemon.wait(20)
+
+
+def states(variables: dict[str, str]) -> str:
+    shown = subprocess.run(
+        ["sinfo", "-h", "-o", "%D %t"], env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    return shown.stdout
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 40) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "Slurm didn't come up"
+        time.sleep(0.2)
+
+
+def test_srun_inside_an_allocation_starts_a_rank_on_each_node(launch: Launch, cluster: dict[str, str]) -> None:
+    launch.variables |= cluster
+    launch.prefix = ("salloc", "--nodes", "2", "--ntasks-per-node", "1", "-Q")
+    code, output = launch("--cpu", "--num_machines", "2", "--num_processes", "2", "who.py", "--out", ".", *NASTY)
+    assert code == 0, output
+    lines = launch.lines()
+    assert [(line["rank"], line["size"], line["local_rank"], line["sum"]) for line in lines] == [
+        (0, 2, 0, 3.0),
+        (1, 2, 0, 3.0),
+    ]
+    assert all(line["arguments"] == list(NASTY) for line in lines)
+    assert not (launch.folder / "pwned").exists()
+
+
+def test_a_batch_job_is_written_submitted_and_waited_for(launch: Launch, cluster: dict[str, str]) -> None:
+    launch.variables |= cluster | {"WANDB_NOTES": "$(touch pwned)"}
+    given = ("--cpu", "--launcher", "slurm", "--num_machines", "2", "--num_processes", "2", "--slurm_wait")
+    setup = ("--slurm_setup", "export FROM_SETUP=1", "--slurm_output", "job's output.txt", "--mixed_precision", "bf16")
+    code, output = launch(*given, *setup, "who.py", "--out", ".", *NASTY)
+    assert code == 0, output
+    lines = launch.lines()
+    assert [(line["rank"], line["size"], line["sum"]) for line in lines] == [(0, 2, 3.0), (1, 2, 3.0)]
+    assert all(line["arguments"] == list(NASTY) and line["precision"] == "bf16" for line in lines)
+    assert all(line["variable"] == "$(touch pwned)" for line in lines)
+    assert (launch.folder / "who.sbatch").exists() and (launch.folder / "job's output.txt").exists()
+    assert not (launch.folder / "pwned").exists()
+
+
+def test_a_batch_job_with_agents_starts_again_after_a_kill(launch: Launch, cluster: dict[str, str]) -> None:
+    launch.variables |= cluster
+    given = ("--cpu", "--launcher", "slurm", "--num_machines", "2", "--num_processes", "2", "--slurm_wait")
+    more = ("--max_restarts", "2", "--main_process_port", "29641", "--slurm_output", "out.txt")
+    code, output = launch(*given, *more, "who.py", "--out", ".", "--fail_rank", "1")
+    output += (launch.folder / "out.txt").read_text()
+    assert code == 0, output
+    lines = launch.lines()
+    assert [(line["rank"], line["sum"]) for line in lines] == [(0, 3.0), (1, 3.0)]
+    assert all(line["attempt"] >= 1 for line in lines)
+
+
+def test_a_failing_job_gives_its_code(launch: Launch, cluster: dict[str, str]) -> None:
+    launch.variables |= cluster
+    given = ("--cpu", "--launcher", "slurm", "--num_machines", "2", "--num_processes", "2", "--slurm_wait")
+    code, output = launch(*given, "--slurm_output", "out.txt", "who.py", "--fail_rank", "0")
+    assert code != 0, output
