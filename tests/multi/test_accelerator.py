@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate import Accelerator
+from accelerate.errors import DistributedOperationException
+from accelerate.plugins.data import DataLoaderConfiguration
 from accelerate.plugins.ddp import DistributedDataParallelKwargs
+from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins.precision import GradScalerKwargs
+from accelerate.settings.labels import DDPCommunicationHookType
 from tests.ranks import RankFailed, run_on_ranks
 
 
@@ -21,6 +30,29 @@ def batches(size: int, batch_size: int, **kwargs: Any) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(7)
     features = torch.randn(size, 3, generator=generator)
     return DataLoader(TensorDataset(features, torch.arange(size)), batch_size=batch_size, **kwargs)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Ten numbers."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """From zero."""
+        return iter(torch.arange(10.0))
+
+
+class Spy(nn.Module):
+    """Remembers the dtype in which it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1, bias=False)
+        self.computed: torch.dtype | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The product."""
+        outputs = self.linear(inputs)
+        self.computed = outputs.dtype
+        return outputs
 
 
 class Network(nn.Module):
@@ -122,6 +154,41 @@ def test_the_sync_can_be_triggered_after_forwards_without_it() -> None:
     assert run_on_ranks(work) == [3.0, 3.0]
 
 
+class Branches(nn.Module):
+    """Two layers, of which a forward may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, inputs: torch.Tensor, through_both: bool = False) -> dict[str, torch.Tensor]:
+        """Through one layer or both."""
+        outputs = self.always(inputs)
+        return {"outputs": self.sometimes(outputs) if through_both else outputs}
+
+
+@pytest.mark.parametrize("last_uses_both", [False, True])
+def test_the_sync_can_be_triggered_where_parameters_stay_unused(last_uses_both: bool) -> None:
+    def work() -> list[float]:
+        handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+        model = accelerator.prepare(Branches())
+        inputs = torch.full((1, 1), float(accelerator.process_index + 1))
+        for _ in range(2):  # twice: the second round starts from what the first one left
+            model.zero_grad()
+            with accelerator.no_sync(model):
+                first = model(inputs, through_both=not last_uses_both)["outputs"].sum()
+                second = model(inputs, through_both=last_uses_both)["outputs"].sum()
+                accelerator.backward(first)
+                accelerator.trigger_sync_in_backward(model)
+                accelerator.backward(second)
+        return [parameter.grad.item() for parameter in model.parameters()]
+
+    assert run_on_ranks(work) == [[3.0, 1.5], [3.0, 1.5]]
+
+
 def test_ddp_arguments_reach_the_replica() -> None:
     def work() -> bool:
         handler = DistributedDataParallelKwargs(find_unused_parameters=True)
@@ -133,6 +200,117 @@ def test_ddp_arguments_reach_the_replica() -> None:
         return prepared.find_unused_parameters
 
     assert run_on_ranks(work) == [True, True]
+
+
+def windows(precision: str, ranks: int) -> tuple[list[float], torch.Tensor]:
+    """Gradient norms before clipping, and final weights, of eight windows of two micro-batches."""
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=2,
+        kwargs_handlers=[GradScalerKwargs(init_scale=4.0, growth_interval=3)],
+    )
+    torch.manual_seed(0)
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, batches(64, 4 // ranks))
+    norms = []
+    for inputs, numbers in loader:
+        with accelerator.accumulate(model):
+            optimizer.zero_grad()
+            accelerator.backward(nn.functional.mse_loss(model(inputs).squeeze(1), numbers.float() / 16))
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+            optimizer.step()
+    assert precision == "no" or accelerator.scaler.get_scale() > 4.0
+    return norms, accelerator.unwrap_model(model).linear.weight.detach()
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_accumulated_and_clipped_windows_are_those_of_one_process(precision: str) -> None:
+    ((expected, weight),) = run_on_ranks(windows, 1, precision, 1)
+    (norms, first), (_, second) = run_on_ranks(windows, 2, precision, 2)
+    tolerance = 1e-6 if precision == "no" else 1e-2
+    assert len(norms) == 8 and norms == pytest.approx(expected, rel=tolerance)
+    assert torch.equal(first, second) and torch.allclose(first, weight, atol=tolerance)
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16", "power_sgd", "batched_power_sgd"])
+def test_compressed_gradients_are_the_same_on_every_rank_and_near_the_mean(hook: str) -> None:
+    def work() -> tuple[torch.Tensor, torch.Tensor]:
+        handler = DistributedDataParallelKwargs(
+            comm_hook=DDPCommunicationHookType(hook), comm_state_option={"start_powerSGD_iter": 2}
+        )
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+        torch.manual_seed(accelerator.process_index)
+        inputs, model = torch.randn(4, 8), nn.Linear(8, 8, bias=False)  # its gradient has rank one
+        prepared = accelerator.prepare(model)
+        for _ in range(4):  # past the iterations that low-rank hooks leave uncompressed
+            prepared.zero_grad()
+            accelerator.backward(prepared(inputs).sum())
+        own = torch.autograd.grad(model(inputs).sum(), model.weight)[0]
+        return model.weight.grad, accelerator.reduce(own, "mean")
+
+    (first, mean), (second, _) = run_on_ranks(work)
+    assert torch.equal(first, second) and torch.allclose(first, mean, atol=0.05, rtol=0.05)
+
+
+def test_a_replica_that_is_still_held_goes_on_synchronising_after_free_memory() -> None:
+    def work() -> list[Any]:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = Spy()
+        prepared = accelerator.prepare(model)
+        accelerator.free_memory()
+        accelerator.backward(prepared(torch.full((1, 1), float(accelerator.process_index + 1))).sum())
+        again = accelerator.prepare(prepared)
+        return [model.linear.weight.grad.item(), model.computed, again is prepared, accelerator._models == [model]]
+
+    assert run_on_ranks(work) == [[1.5, torch.bfloat16, True, True]] * 2
+
+
+def test_a_model_evaluated_first_is_a_replica_when_it_is_trained() -> None:
+    def work() -> bool:
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(1, 1)
+        accelerator.prepare_model(model, evaluation_mode=True)
+        accelerator.free_memory()
+        return isinstance(accelerator.prepare(model), DistributedDataParallel)
+
+    assert run_on_ranks(work) == [True, True]
+
+
+@pytest.mark.parametrize("compiled", ["by the user", "by regions"])
+def test_gradients_stay_local_in_a_window_when_the_model_inside_the_replica_is_compiled(compiled: str) -> None:
+    def work() -> list[bool]:
+        plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True) if compiled == "by regions" else None
+        accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False)] * 1)
+        whole = nn.Sequential(*model)
+        prepared = accelerator.prepare(whole if plugin else torch.compile(whole, backend="eager"))
+        own = []
+        for context in (accelerator.no_sync(model=prepared), nullcontext()):
+            whole.zero_grad()
+            with context:
+                accelerator.backward(prepared(torch.full((1, 1), float(accelerator.process_index + 1))).sum())
+            own.append(whole[0].weight.grad.item() == accelerator.process_index + 1)
+        return own
+
+    assert run_on_ranks(work) == [[True, False]] * 2
+
+
+def test_models_with_windows_of_their_own_are_synchronised_in_turn() -> None:
+    def work() -> list[tuple[bool, bool]]:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        models = accelerator.prepare(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+        seen = []
+        for model in models * 2:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.full((1, 1), float(accelerator.process_index + 1))).sum())
+            gathered = accelerator.gather(model.module.weight.grad.view(1))
+            seen.append((accelerator.sync_gradients, bool(gathered[0] == gathered[1])))
+        return seen
+
+    assert run_on_ranks(work) == [[(False, False), (False, False), (True, True), (True, True)]] * 2
 
 
 # -- methods beside forward ------------------------------------------------------------------------------------
@@ -221,6 +399,26 @@ def test_objects_are_gathered_one_per_sample() -> None:
     assert run_on_ranks(work) == [[f"sample {n}" for n in range(5)]] * 2
 
 
+def test_rows_that_are_not_one_per_sample_are_gathered_by_the_account_of_the_batch() -> None:
+    def work() -> list[Any]:
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(batches(5, 2))
+        answers: list[Any] = [[], [], [], []]
+        for _, numbers in loader:
+            two_rows, per_rank = numbers.repeat_interleave(2), torch.tensor(float(len(numbers)))
+            answers[0] += accelerator.gather_for_metrics(two_rows).tolist()
+            answers[1].append(accelerator.gather_for_metrics(per_rank).numel())
+            answers[2].append(accelerator.gather_for_metrics(torch.ones(3, 7)).shape[0])
+            answers[3] += [int(n) for n in accelerator.gather_for_metrics([*numbers], use_gather_object=True)]
+        return answers
+
+    for two_rows, per_rank, strangers, objects in run_on_ranks(work):
+        assert two_rows == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+        assert per_rank == [2, 1], "a rank without a real sample has no value"
+        assert strangers == [6, 6], "rows that can't belong to the samples come back whole"
+        assert objects == [0, 1, 2, 3, 4]
+
+
 # -- several ranks, one program --------------------------------------------------------------------------------
 
 
@@ -266,6 +464,75 @@ def test_ranks_with_unequal_batches_can_join() -> None:
 
     (first, weight), (second, same) = run_on_ranks(work)
     assert (first, second) == (2, 1) and weight == same
+
+
+def joined(even_batches: bool | None, configured: bool = True, stops_at: int = -1) -> tuple[list[int], bool]:
+    """How many batches there were inside and after the block, and whether the setting was restored."""
+    configuration = DataLoaderConfiguration(even_batches=configured)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    model, loader = accelerator.prepare(nn.Linear(3, 1), batches(10, 4))
+    counts = [0, 0]
+    with contextlib.suppress(KeyError), accelerator.join_uneven_inputs([model], even_batches=even_batches):
+        for inputs, _ in loader:
+            accelerator.backward(model(inputs).sum())
+            counts[0] += 1
+            if counts[0] == stops_at:
+                raise KeyError
+    counts[1] = len(list(loader))
+    return counts, loader.batch_sampler.even_batches is configured
+
+
+def test_even_batches_are_overridden_inside_the_block_only() -> None:
+    assert run_on_ranks(joined, 2, None) == [([2, 2], True)] * 2, "even batches leave nothing to join"
+    assert run_on_ranks(joined, 2, False) == [([2, 2], True), ([1, 2], True)]
+    assert run_on_ranks(joined, 2, None, False) == [([2, 2], True), ([1, 1], True)]
+    assert run_on_ranks(joined, 2, True, False) == [([2, 2], True), ([2, 1], True)]
+    assert run_on_ranks(joined, 2, True, True, 1) == [([1, 2], True)] * 2, "restored after an error too"
+
+
+def test_what_cannot_be_joined_takes_part_as_it_is() -> None:
+    def work() -> list[int]:
+        accelerator = Accelerator(cpu=True)
+        frozen = accelerator.prepare(nn.Linear(3, 1).requires_grad_(False))
+        model, loader = accelerator.prepare(nn.Linear(3, 1), batches(10, 4))
+        streamed = accelerator.prepare(DataLoader(Stream(), batch_size=4))
+        counts = [0, 0]
+        with accelerator.join_uneven_inputs([frozen, model], even_batches=False):
+            for inputs, _ in loader:
+                accelerator.backward((model(inputs) + frozen(inputs)).sum())
+                counts[0] += 1
+        counts[1] = len(list(streamed))
+        return counts
+
+    assert run_on_ranks(work) == [[2, 2], [1, 2]]
+
+
+def test_in_debug_mode_unequal_shapes_are_an_error_that_names_them() -> None:
+    def work() -> str:
+        accelerator = Accelerator(cpu=True)
+        assert accelerator.world.debug and accelerator.state.debug
+        loader = accelerator.prepare(batches(8, 2))
+        assert [len(accelerator.gather(numbers)) for _, numbers in loader] == [4, 4]
+        try:
+            accelerator.gather(torch.ones(accelerator.process_index + 1, 2))
+        except DistributedOperationException as error:
+            return str(error)
+        return "no error"
+
+    for text in run_on_ranks(work, environment={"ACCELERATE_DEBUG_MODE": "1"}):
+        assert "[1, 2]" in text and "[2, 2]" in text and "gather" in text
+
+
+def test_an_accelerator_with_replicas_survives_pickling() -> None:
+    def work() -> tuple[bool, float]:
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(nn.Linear(1, 1, bias=False))
+        again = pickle.loads(pickle.dumps(accelerator))
+        prepared = again.prepare(again._models[0])
+        again.backward(prepared(torch.full((1, 1), float(again.process_index + 1))).sum())
+        return isinstance(prepared, DistributedDataParallel), again._models[0].weight.grad.item()
+
+    assert run_on_ranks(work) == [(True, 1.5)] * 2
 
 
 def test_a_failure_before_the_others_releases_them() -> None:

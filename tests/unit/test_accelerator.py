@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
@@ -32,7 +32,7 @@ def parts(size: int = 8, batch_size: int = 2) -> tuple[nn.Module, torch.optim.Op
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.randn(size, 3), torch.randn(size, 1))
-    return model, optimizer, LambdaLR(optimizer, lambda count: 0.9**count), DataLoader(data, batch_size=batch_size)
+    return model, optimizer, ExponentialLR(optimizer, 0.9), DataLoader(data, batch_size=batch_size)
 
 
 # -- prepare ---------------------------------------------------------------------------------------------------
@@ -71,6 +71,29 @@ def test_nothing_to_prepare_and_misfitting_placements_are_refused() -> None:
         accelerator.prepare()
     with pytest.raises(ValueError, match="device_placement"):
         accelerator.prepare(nn.Linear(1, 1), device_placement=[True, False])
+
+
+def test_raw_objects_given_again_come_back_prepared_once() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, scheduler, _ = parts()
+    once = accelerator.prepare(model, optimizer, scheduler)
+    twice = accelerator.prepare(model, optimizer, scheduler)
+    assert all(first is second for first, second in zip(once, twice, strict=True))
+    assert len(accelerator._optimizers) == len(accelerator._schedulers) == 1
+
+
+def test_several_models_optimizers_and_schedules_find_each_other() -> None:
+    accelerator = Accelerator(cpu=True)
+    (first, first_sgd, first_rate, loader), (second, second_sgd, second_rate, _) = parts(), parts()
+    order = (second_rate, first, second_sgd, loader, second, first_rate, first_sgd)
+    second_rate, first, second_sgd, loader, second, first_rate, first_sgd = accelerator.prepare(*order)
+    assert first_rate.optimizers == [first_sgd] and second_rate.optimizers == [second_sgd]
+    assert accelerator._models == [first, second] and accelerator._optimizers == [second_sgd, first_sgd]
+    accelerator.backward(first(torch.ones(1, 3)).sum())
+    before = second.weight.detach().clone()
+    first_sgd.step()
+    first_rate.step()
+    assert torch.equal(second.weight, before) and second_rate.get_last_lr() == [0.1] != first_rate.get_last_lr()
 
 
 def test_a_scheduler_built_on_the_prepared_optimizer_finds_it() -> None:
@@ -112,6 +135,31 @@ def train(accelerator: Accelerator | None, micro_batches: int = 1, clears_first:
 def test_one_process_trains_exactly_like_the_plain_loop(steps: int, clears_first: bool) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     assert torch.equal(train(accelerator, clears_first=clears_first), train(None, steps))
+
+
+def test_gradients_that_the_user_computed_are_kept_inside_a_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, _, _ = parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    seen = []
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            model(torch.ones(1, 3)).sum().backward()  # not through the Accelerator
+            seen.append(model.bias.grad.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == [1.0, 2.0, 1.0, 2.0]
+
+
+def test_a_restored_count_continues_the_window_it_was_in() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.step = 2
+    syncs = []
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            syncs.append(accelerator.sync_gradients)
+    assert syncs == [True, False, False, True] and accelerator.step == 6
 
 
 def test_accumulation_given_as_a_plugin_or_as_a_number_but_not_both() -> None:
@@ -199,7 +247,7 @@ def test_autocast_can_be_switched_off_inside() -> None:
     with accelerator.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
         with accelerator.autocast(AutocastKwargs(enabled=False)):
-            pass
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
     with accelerator.autocast(AutocastKwargs(enabled=False)):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
 
@@ -240,6 +288,95 @@ def test_free_memory_gives_everything_back() -> None:
     accelerator.prepare(model, optimizer, loader)
     assert accelerator.free_memory(model, optimizer) == [None, None]
     assert not accelerator._models and not accelerator._optimizers and "forward" not in model.__dict__
+
+
+def test_a_model_trains_in_its_precision_again_after_free_memory() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(Spy())
+    accelerator.free_memory()
+    again = accelerator.prepare(model)
+    again(torch.ones(1, 2))
+    assert again is model and model.computed is torch.bfloat16 and accelerator._models == [model]
+
+
+def test_a_model_prepared_for_evaluation_can_be_prepared_for_training() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = Spy()
+    evaluated = accelerator.prepare_model(model, evaluation_mode=True)
+    assert evaluated is model and not accelerator._prepared_models, "nothing says that it is ready for training"
+    assert accelerator.prepare(model) is model and accelerator._models == [model]
+
+
+def test_autocast_is_off_where_a_script_says_so() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    assert accelerator.native_amp
+    accelerator.native_amp = False
+    model = accelerator.prepare(Spy())
+    model(torch.ones(1, 2))
+    assert model.computed is torch.float32 and not accelerator.native_amp
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_handlers_may_be_assigned_later() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    accelerator.profile_handler = handler = ProfileKwargs(activities=["cpu"])
+    assert accelerator.profile_handler is handler
+
+
+def test_a_scaler_that_a_library_assigns_is_the_one_that_steps() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _, _ = parts()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    assert optimizer.scaler is accelerator.scaler
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    assert model.bias.grad.item() == 8.0
+    norm = accelerator.clip_grad_norm_(model.parameters(), 100.0)
+    assert model.bias.grad.item() == 1.0 and norm.item() == pytest.approx(2.0)
+    optimizer.step()
+    assert accelerator.scaler.get_scale() == 16.0 and not accelerator.optimizer_step_was_skipped
+    optimizer.scaler = None  # per optimizer, as some libraries do
+    accelerator.scaler = None
+    optimizer.zero_grad()
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    assert model.bias.grad.item() == 1.0
+
+
+def test_the_context_of_the_documented_function_is_the_accelerators_precision() -> None:
+    from accelerate.utils import get_mixed_precision_context_manager
+
+    with pytest.raises(ValueError, match="Accelerator"):
+        get_mixed_precision_context_manager(native_amp=True)
+    Accelerator(cpu=True, mixed_precision="bf16")
+    for native_amp, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        with get_mixed_precision_context_manager(native_amp):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is dtype
+
+
+class Quantized(nn.Linear):
+    """A model as a quantizing loader leaves it: it refuses to be moved."""
+
+    is_loaded_in_8bit = True
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Not supported."""
+        raise ValueError("`.to` is not supported for 8-bit models")
+
+
+def test_a_quantized_model_stays_where_it_was_loaded() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = Quantized(2, 2)
+    model.hf_device_map = {"": "cpu"}
+    assert accelerator.prepare(model) is model
+    elsewhere = Quantized(2, 2, device="meta")
+    elsewhere.hf_device_map = {"": "meta"}
+    with pytest.raises(PreparationError, match=r"8 or 4 bits.*device_map"):
+        accelerator.prepare(elsewhere)
 
 
 def test_a_compiled_model_unwraps_to_the_users() -> None:
@@ -324,10 +461,19 @@ def test_two_accelerators_share_the_world_and_not_the_clock() -> None:
 
 
 def test_it_survives_pickling_with_what_it_holds() -> None:
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(*parts()[:2])
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    accelerator.prepare(*parts())
     again = pickle.loads(pickle.dumps(accelerator))
-    assert again.device == accelerator.device and len(again._optimizers) == 1
+    assert again.device == accelerator.device and again.world is accelerator.world
+    assert [len(held) for held in (again._models, again._optimizers, again._schedulers, again._dataloaders)] == [1] * 4
+    (model,), (optimizer,), (loader,) = again._models, again._optimizers, again._dataloaders
+    assert again.prepare(model) is model and again.gradient_accumulation_steps == 2
+    before = model.weight.detach().clone()
+    for inputs, _ in loader:
+        with again.accumulate(model):
+            again.backward(model(inputs).sum())
+            optimizer.step()
+    assert not torch.equal(model.weight, before)
 
 
 def test_collectives_are_valid_in_one_process() -> None:

@@ -36,6 +36,19 @@ def test_send_to_device_moves_mappings_and_keeps_their_class() -> None:
     assert moved["text"] == ["a"]
 
 
+class Packed(Pair):
+    """A container that knows which of its parts move, as torch's PackedSequence does."""
+
+    def to(self, device: torch.device) -> Packed:
+        """Only the left part is there."""
+        return Packed(self.left.to(device), self.right)
+
+
+def test_a_container_that_knows_how_to_move_is_asked() -> None:
+    moved = nested.send_to_device([Packed(torch.ones(2), torch.ones(1))], torch.device("meta"))[0]
+    assert type(moved) is Packed and moved.left.device.type == "meta" and moved.right.device.type == "cpu"
+
+
 def test_send_to_device_works_for_a_batch_type_that_knows_no_non_blocking() -> None:
     class Batch:
         def __init__(self, device: str = "cpu") -> None:

@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors  # what torch's own forward looks for unused parameters with
 
 from ..errors import PreparationError
 from ..settings.env import flag
@@ -30,6 +31,10 @@ class Replica(DistributedDataParallel):
     computes gradients through the model's layers without passing through ``forward`` would leave them
     unsynchronised, silently.
     """
+
+    #: Of forwards without synchronisation whose backward is still to come: tensors that lead into their graphs.
+    #: Kept only where torch looks for unused parameters.
+    awaiting_backward: dict[object, list[torch.Tensor]]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -106,6 +111,9 @@ class DataParallel(Strategy):
         replica = Replica(model, device_ids=[device.index] if on_one_device else None, **kwargs)
         if handler is not None:
             handler.register_comm_hook(replica)
+        replica.awaiting_backward = {}
+        if replica.find_unused_parameters and not replica.static_graph:
+            replica.register_forward_hook(_remember_outputs)
         return replica
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -122,12 +130,35 @@ def replica_in(model: Any) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
+def _remember_outputs(replica: Replica, _: Any, output: Any) -> None:
+    """``trigger_sync_in_backward`` will know which parameters the backward of this forward reaches."""
+    if not torch.is_grad_enabled():
+        return
+    awaiting = replica.awaiting_backward
+    if replica.require_backward_grad_sync:
+        awaiting.clear()
+        return
+    forward, outputs = object(), [tensor for tensor in _find_tensors(output) if tensor.requires_grad]
+    # An empty slice leads into the graph, and keeps no activations alive.
+    awaiting[forward] = [tensor.narrow(0, 0, 0).sum() if tensor.ndim else tensor for tensor in outputs]
+
+    def forget(_: torch.Tensor) -> None:
+        awaiting.pop(forward, None)
+
+    for tensor in outputs:
+        tensor.register_hook(forget)
+
+
 def trigger_sync_in_backward(model: torch.nn.Module) -> None:
-    """The next backward of ``model`` reduces gradients, although its forwards ran under ``no_sync``."""
+    """The next backward of ``model`` reduces gradients, although its forwards ran under ``no_sync``.
+
+    Where torch looks for unused parameters, call it when that backward is the only one still to come.
+    """
     replica = replica_in(model)
     if replica is None:
         return
     replica.require_backward_grad_sync = True
     replica.require_forward_param_sync = True
     # What DDP.forward would have done for a synchronising forward.
-    replica.reducer.prepare_for_backward([])  # pyright: ignore[reportAttributeAccessIssue]
+    outputs = [tensor for tensors in getattr(replica, "awaiting_backward", {}).values() for tensor in tensors]
+    replica.reducer.prepare_for_backward(outputs)  # pyright: ignore[reportAttributeAccessIssue]
