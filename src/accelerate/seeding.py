@@ -47,6 +47,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
+def seed_host_streams(seed: int) -> None:
+    """The streams of the host start from ``seed`` (NumPy's only where the program uses NumPy)."""
+    random.seed(seed)
+    # Not torch.manual_seed: where a device isn't initialised yet, that leaves it a note at every call.
+    torch.default_generator.manual_seed(seed)
+    if "numpy" in sys.modules:
+        _numpy().seed(seed % 2**32)
+
+
 def _numpy() -> Any:
     import numpy
 

@@ -21,6 +21,7 @@ from accelerate.seeding import capture_rng_states, restore_rng_states, set_seed
 
 CPU = torch.device("cpu")
 SIZE = 23
+OF_LOADER = ("augments", "persistent_workers", "worker_init_fn")
 
 
 class Noisy(Dataset):
@@ -109,9 +110,9 @@ class Buckets(Sampler):
         return 5
 
 
-def loader_of(kind: str, num_workers: int = 0) -> DataLoader:
-    augment = num_workers == 0  # the streams of workers end with them
-    keep: dict[str, Any] = {"batch_size": 4, "num_workers": num_workers}
+def loader_of(kind: str, num_workers: int = 0, augments: bool | None = None, **options: Any) -> DataLoader:
+    augment = num_workers == 0 if augments is None else augments
+    keep: dict[str, Any] = {"batch_size": 4, "num_workers": num_workers, **options}
     if kind == "stream":
         return DataLoader(Stream(augment), **keep)
     if kind == "shuffled stream":
@@ -122,7 +123,7 @@ def loader_of(kind: str, num_workers: int = 0) -> DataLoader:
     if kind == "buckets":
         return DataLoader(dataset, batch_sampler=Buckets(), num_workers=num_workers)
     if kind == "no batches":
-        return DataLoader(dataset, batch_size=None, shuffle=True, num_workers=num_workers)
+        return DataLoader(dataset, shuffle=True, **{**keep, "batch_size": None})
     if kind == "drop last":
         return DataLoader(dataset, shuffle=True, drop_last=True, **keep)
     samplers: dict[str, Callable[[], Any]] = {
@@ -137,8 +138,10 @@ def loader_of(kind: str, num_workers: int = 0) -> DataLoader:
 
 
 def prepare(kind: str, num_workers: int = 0, share: int = 0, count: int = 1, **options: Any) -> Any:
+    of_loader = {name: options.pop(name) for name in OF_LOADER if name in options}
     options = {"use_seedable_sampler": kind == "seedable", "dispatch_batches": False, **options}
-    return prepare_data_loader(loader_of(kind, num_workers), CPU, count, share, put_on_device=True, **options)
+    loader = loader_of(kind, num_workers, **of_loader)
+    return prepare_data_loader(loader, CPU, count, share, put_on_device=True, **options)
 
 
 Trace = list[tuple[Any, ...]]
@@ -206,6 +209,27 @@ def test_each_share_of_a_sharded_loader_continues_alike(kind: str, count: int) -
 @pytest.mark.parametrize("stop_after", [1, 4, 6, 7])
 def test_loaders_with_workers_continue_alike(kind: str, stop_after: int) -> None:
     check(kind, stop_after, num_workers=2)
+
+
+@pytest.mark.parametrize("kind", ["random", "generator"])
+@pytest.mark.parametrize(("stop_after", "persistent"), [(2, False), (9, False), (2, True), (6, True), (9, True)])
+def test_augmentation_in_workers_continues_alike(kind: str, stop_after: int, persistent: bool) -> None:
+    check(kind, stop_after, num_workers=2, augments=True, persistent_workers=persistent)
+
+
+def test_augmentation_in_workers_continues_alike_where_each_worker_seeds_itself() -> None:
+    check("random", 3, num_workers=2, augments=True, worker_init_fn=seed_from_own_seed)
+
+
+def test_batches_of_one_epoch_and_equal_batches_of_two_are_augmented_differently() -> None:
+    loader = prepare("sequential", 2, augments=True)
+    epochs = [torch.cat([batch[:, 1] for batch in loader]) for _ in range(2)]
+    assert len(set(torch.cat(epochs).tolist())) == 2 * SIZE
+
+
+def seed_from_own_seed(worker_id: int) -> None:
+    """As libraries do it: their seed, plus the rank, plus what torch gave this worker."""
+    set_seed(torch.initial_seed() % 2**32 + 7)
 
 
 @pytest.mark.parametrize("kind", ["stream", "shuffled stream"])

@@ -43,6 +43,7 @@ class Progress:
     place: Place = BEGINNING  # where the running epoch was entered
     drawn: Drawn | None = None  # the batch that was delivered last in the running epoch
     restored: Restored | None = None  # read from a checkpoint, not continued yet
+    own: Mapping[str, Any] = field(default_factory=dict)  # what only this rank knows, and holds for a whole pass
 
     def start(self) -> Restored | None:
         """A pass begins; returns the position that it continues from, which is then used up."""
@@ -80,7 +81,7 @@ class Progress:
         if restored is not None:
             return _state_of(restored)
         if drawn is not None:
-            own = dict(drawn.own or {})
+            own = dict(drawn.own or self.own)
             return _state_of(
                 Restored(
                     self.epoch,
@@ -95,7 +96,7 @@ class Progress:
             )
         inside = self.place != BEGINNING
         order = (self.begun or {}) if inside else ready
-        return _state_of(Restored(self.epoch, self.place, shares, order, is_finished=not inside))
+        return _state_of(Restored(self.epoch, self.place, shares, order, own=self.own, is_finished=not inside))
 
     def load(self, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The next pass continues from ``state``; returns the sampler's state where that lies between two epochs."""
@@ -116,7 +117,7 @@ class Progress:
                 f"{sorted(map(str, state))}. Pass what state_dict() of a prepared loader returned."
             ) from error
         self.leave()
-        self.epoch = restored.epoch
+        self.epoch, self.own = restored.epoch, restored.own
         if restored.place == BEGINNING:
             return restored.order
         self.restored = restored

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Final, cast, final
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.gradients import GradientState
 from accelerate.nested import send_to_device
@@ -29,6 +29,7 @@ from .order import BEGINNING, Drawn, Order, Place, SkipBatchSampler, agree, ente
 from .position import Progress, Restored
 from .shard import Account, BatchSamplerShard, IterableDatasetShard, draw_whole
 from .stream import ResumeWarning, StreamReader, StreamSource
+from .worker_streams import KeyedIndices
 
 Delivery = tuple[Any, Drawn]
 _HOST: Final = torch.device("cpu")
@@ -41,14 +42,16 @@ class IndexFeed:
 
     def __init__(self) -> None:
         self.draw: Callable[[], Iterator[Drawn]] = _nothing
+        self.key: Callable[[Drawn], Any] | None = None  # the indices as workers get them
         self.accounts: deque[Drawn] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         # A new queue for every pass: workers may still hold batches of a pass that was left.
-        accounts = self.accounts = deque()
+        accounts, key = deque[Drawn](), self.key
+        self.accounts = accounts
         for drawn in self.draw():
             accounts.append(drawn)
-            yield drawn.indices
+            yield drawn.indices if key is None else key(drawn)
 
 
 def _is_on_host(batch: Any) -> bool:
@@ -176,13 +179,54 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         feed.draw = lambda: self._draw(restored)
         sampling = {"batch_sampler": feed} if self._batches_indices else {"sampler": feed, "batch_size": None}
         reader = self.reader(self.dataset, self.collate_fn, **sampling)
-        # A pass that continues another one draws nothing from the streams that this one didn't draw.
-        with _torch_stream_unchanged() if restored is not None else nullcontext():
+        feed.key = self._keys() if self.num_workers else None
+        with self._beginning(reader, restored):
             batches = iter(reader)
         for batch in batches:
             if device is not None and not (on_host and _is_on_host(batch)):
                 batch = send_to_device(batch, device, non_blocking=non_blocking)
             yield batch, feed.accounts.popleft()
+
+    @contextmanager
+    def _beginning(self, reader: DataLoader[Any], restored: Restored | None) -> Iterator[None]:
+        """A block in which torch's loader begins, and draws the seed of its workers."""
+        progress, generator, rank = self.progress, self.generator, list(self.rank_and_size())
+        starts_workers = self.num_workers > 0 and getattr(reader, "_iterator", None) is None
+        known = progress.own.get("workers") if progress.own.get("rank") == rank else None
+        if starts_workers and known is not None and (restored is not None or self.persistent_workers):
+            # Workers of the saved run, begun again: this run draws nothing for them.
+            before = None if generator is None else generator.get_state()
+            with host_streams({"torch": known if generator is None else host_stream("torch")}):
+                if generator is not None:
+                    generator.set_state(known)
+                yield
+            if generator is not None and before is not None and restored is None:
+                generator.set_state(before)
+            return
+        if starts_workers:
+            state = host_stream("torch") if generator is None else generator.get_state()
+            progress.own = {"rank": rank, "workers": state}
+        # A pass that continues another one draws nothing from the streams that this one didn't draw.
+        with _torch_stream_unchanged() if restored is not None else nullcontext():
+            yield
+
+    def _keys(self) -> Callable[[Drawn], KeyedIndices]:
+        """From what is drawn, in order, to the indices with the number that the batch has among all ranks' batches."""
+        root, _ = unskipped(self.index_sampler)
+        epoch, groups = self.progress.epoch, -1
+        if isinstance(root, BatchSamplerShard):
+            index, stride = root.process_index, root.num_processes if root.split_batches else 1
+        else:
+            index, stride = (self.rank_and_size()[0] if self.rank_shares > 1 else 0), self.rank_shares
+
+        def keyed(drawn: Drawn) -> KeyedIndices:
+            nonlocal groups
+            if groups < 0:
+                groups = self.progress.place.groups
+            number, groups = groups * stride + index, drawn.groups
+            return KeyedIndices(drawn.indices, epoch, number)
+
+        return keyed
 
     @property
     def _batches_indices(self) -> bool:
@@ -342,6 +386,8 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         """
         ready = self.progress.load(state_dict)
         self._announced_epoch = None
+        if self.persistent_workers:
+            self._base = None  # the workers of the saved run began otherwise than those that live
         if ready is None:
             return
         if not isinstance(self.dataset, IterableDataset):
