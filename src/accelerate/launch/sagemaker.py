@@ -5,6 +5,7 @@ With version 2 of Amazon's SDK by its HuggingFace estimator, with version 3 by i
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -116,8 +117,10 @@ def hyperparameters(words: Sequence[str]) -> dict[str, str]:
         bare = name.lstrip("-")
         if not name.startswith("-") or not bare or _NUMBER.fullmatch(name):
             raise SettingError(f"SageMaker can only hand on arguments of the form --name value, but there is {word!r}.")
-        if name != (f"--{bare}" if len(bare) > 1 else f"-{bare}"):
-            raise SettingError(f"SageMaker would hand on {name} as --{bare}. Give the script an option of that form.")
+        if name != f"--{bare}" or len(bare) == 1:  # one letter gets one hyphen from version 2, two from version 3
+            raise SettingError(
+                f"SageMaker can't hand on {name}, only --names of several letters. Spell the option out."
+            )
         if not equals:
             if not rest or (rest[0].startswith("-") and not _NUMBER.fullmatch(rest[0])):
                 raise SettingError(
@@ -219,5 +222,46 @@ def _start_v2(plan: LaunchPlan) -> None:
 
 def _start_v3(plan: LaunchPlan) -> None:
     """The job has completed, through the ModelTrainer of version 3."""
-    training = require("sagemaker.train.model_trainer", "sagemaker")
+    trainers = require("sagemaker.train.model_trainer", "sagemaker")
     configs = require("sagemaker.train.configs", "sagemaker")
+    distributed = require("sagemaker.train.distributed", "sagemaker")
+    session = require("sagemaker.core.helper.session_helper", "sagemaker").Session(boto_session=_session(plan))
+    options = plan.engine_options
+    additional, channels = options.get("additional_args", {}), options.get("inputs", {})
+    parameters = options.get("hyperparameters", {})
+    assert isinstance(additional, Mapping) and isinstance(channels, Mapping) and isinstance(parameters, Mapping)
+    given: dict[str, Any] = {
+        "role": options["role"],
+        "base_job_name": options["base_job_name"],
+        "training_image": options.get("image_uri") or _image(plan),
+        "source_code": configs.SourceCode(source_dir=options["source_dir"], entry_script=options["entry_point"]),
+        "compute": configs.Compute(instance_type=options["instance_type"], instance_count=options["instance_count"]),
+        # The job decodes each once; version 2 encodes them itself.
+        "hyperparameters": {name: json.dumps(value) for name, value in parameters.items()},
+        "environment": dict(plan.environment),
+        "sagemaker_session": session,
+        # Version 3 has no other launcher for data parallelism than torch's.
+        "distributed": distributed.Torchrun() if "distribution" in options else None,
+    }
+    trainer = trainers.ModelTrainer(**{**given, **additional})
+    definitions = options.get("metric_definitions", [])
+    assert isinstance(definitions, list)
+    if definitions:
+        rows = [configs.MetricDefinition(name=row["Name"], regex=row["Regex"]) for row in definitions]
+        trainer = trainer.with_metric_definitions(rows)
+    data = [configs.InputData(channel_name=name, data_source=place) for name, place in channels.items()]
+    trainer.train(input_data_config=data or None)
+
+
+def _image(plan: LaunchPlan) -> str:
+    """The image that the estimator of version 2 would choose for these versions."""
+    options = plan.engine_options
+    return require("sagemaker.core.image_uris", "sagemaker").retrieve(
+        framework="huggingface",
+        region=options["region"],
+        version=options["transformers_version"],
+        base_framework_version=f"pytorch{options['pytorch_version']}",
+        py_version=options["py_version"],
+        instance_type=options["instance_type"],
+        image_scope="training",
+    )
