@@ -602,6 +602,8 @@ class Accelerator:
             use_stateful_dataloader=config.use_stateful_dataloader,
             torch_device_mesh=self.torch_device_mesh,
             gradient_state=self.gradient_state,
+            index_free_shuffle=config.index_free_shuffle,
+            prefetch_to_device=config.prefetch_to_device,
         )
         _register(self._dataloaders, prepared)
         return prepared
@@ -687,8 +689,8 @@ class Accelerator:
             weight: how many items ``loss`` sums over: an int, or a tensor on the device.
             kwargs: for ``torch.Tensor.backward``; ``learning_rate`` for LOMO optimizers.
         """
-        self.gradient_state.note_backward()
-        if "learning_rate" in kwargs:
+        steps = self.gradient_state.note_backward()
+        if kwargs and "learning_rate" in kwargs:
             learning_rate = kwargs.pop("learning_rate")
             if self.has_lomo_optimizer:
                 self.lomo_backward(loss, learning_rate)
@@ -703,9 +705,8 @@ class Accelerator:
                 parameters=self._window_parameters,
             )
             return
-        if self._weights:
+        if self._weights.pending:
             self._weights.refuse_unweighted(self._window)
-        steps = self.gradient_state.num_steps
         if steps != 1:
             loss = loss / steps
         self.strategy.backward(loss, self.precision.scaler, **kwargs)

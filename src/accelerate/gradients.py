@@ -23,7 +23,6 @@ class _Window:
     count: int = 0  # micro-batches begun since the last loader ended
     is_complete: bool = True  # the micro-batch in hand is the last one
     has_gradients: bool = False  # a backward has run since the window began
-    is_fresh: bool = True  # no backward has run in the micro-batch in hand
 
 
 class RunningLoader(Protocol):
@@ -43,6 +42,10 @@ class GradientState:
     _newest: ClassVar[GradientState | None] = None
 
     sync_gradients: bool
+    #: Whether ``zero_grad`` would now lose gradients that the window in hand still needs. A loop may clear at its end,
+    #: after the step, or at its top, before the forward; at the top of a window's last micro-batch the gradients of
+    #: the earlier ones are still wanted.
+    protects_gradients: bool
     plugin_kwargs: dict[str, Any]
     dataloader_references: list[weakref.ReferenceType[Any] | None]
 
@@ -59,6 +62,7 @@ class GradientState:
         """A new clock, from now on the newest."""
         clock = object.__new__(cls)
         clock.sync_gradients = True
+        clock.protects_gradients = False
         clock.plugin_kwargs = gradient_accumulation_plugin.to_kwargs() if gradient_accumulation_plugin else {}
         # None stands first, so that the active loader is simply the last entry.
         clock.dataloader_references = [None]
@@ -126,34 +130,25 @@ class GradientState:
         self._window = window
         if window.is_complete:  # a new window: what lies in the gradients is the last one's
             window.has_gradients = False
-        window.is_fresh = True
-        if self.sync_with_dataloader and self.end_of_dataloader:
+        # This runs in every micro-batch, so the properties below are written out.
+        asked, reference = self.plugin_kwargs, self.dataloader_references[-1]
+        loader = None if reference is None else reference()
+        if loader is not None and loader.end_of_dataloader and asked.get("sync_with_dataloader", True):
             window.count = self._restored_count = 0
-            window.is_complete = True
+            is_complete = True
         else:
             window.count += 1
-            window.is_complete = window.count % self.num_steps == 0
-        self.sync_gradients = window.is_complete
-        return window.is_complete
+            is_complete = window.count % asked.get("num_steps", 1) == 0
+        window.is_complete = self.sync_gradients = is_complete
+        self.protects_gradients = window.has_gradients
+        return is_complete
 
-    def note_backward(self) -> None:
-        """A backward has run in the micro-batch in hand."""
-        window = self._window
-        if window is not None:
-            window.has_gradients = True
-            window.is_fresh = False
-
-    @property
-    def protects_gradients(self) -> bool:
-        """Whether ``zero_grad`` would now lose gradients that the window in hand still needs.
-
-        A loop may clear at its end, after the step, or at its top, before the forward; at the top of a window's
-        last micro-batch the gradients of the earlier ones are still wanted.
-        """
-        window = self._window
-        if window is None:
-            return not self.sync_gradients
-        return window.has_gradients and (window.is_fresh or not self.sync_gradients)
+    def note_backward(self) -> int:
+        """A backward runs in the micro-batch in hand; returns among how many micro-batches its loss is one."""
+        if self._window is not None:
+            self._window.has_gradients = True
+        self.protects_gradients = not self.sync_gradients
+        return self.plugin_kwargs.get("num_steps", 1)
 
     @property
     def step(self) -> int:
@@ -172,6 +167,7 @@ class GradientState:
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
+        self.protects_gradients = not sync_gradients
         self._window = None
 
     # -- the loaders -----------------------------------------------------------------------------------

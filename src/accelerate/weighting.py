@@ -24,11 +24,8 @@ class WindowWeights:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._pending: dict[Hashable, Any] = {}
-
-    def __bool__(self) -> bool:
-        """Whether some window has weighted micro-batches behind it."""
-        return bool(self._pending)
+        #: The weight so far of every window that has weighted micro-batches behind it.
+        self.pending: dict[Hashable, Any] = {}
 
     def refuse_unweighted(self, key: Hashable) -> None:
         """Raises if the window of ``key`` already has weighted micro-batches.
@@ -36,7 +33,7 @@ class WindowWeights:
         Raises:
             PreparationError: ``backward(loss)`` after ``backward(loss, weight=...)`` in one window.
         """
-        if key in self._pending:
+        if key in self.pending:
             raise PreparationError(
                 "backward(loss) without a weight, in a window whose earlier micro-batches had one: the two can't be "
                 "averaged together. Pass weight= in every micro-batch of the window, or in none."
@@ -53,10 +50,10 @@ class WindowWeights:
         parameters: Callable[[], Iterable[torch.nn.Parameter]],
     ) -> None:
         """``backward(loss)`` has run; if it completes the window, gradients are those of the weighted mean."""
-        earlier = self._pending.pop(key, None)
+        earlier = self.pending.pop(key, None)
         total = weight if earlier is None else earlier + weight
         if not completes_window:
-            self._pending[key] = total
+            self.pending[key] = total
             backward(loss)
             return
         factor = self._factor(total, loss.device)
