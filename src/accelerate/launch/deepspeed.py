@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, final
 from ..errors import SettingError
 from ..ports import DEFAULT_PORT
 from .engine import LaunchEngine, base_environment
-from .parcel import pack
 from .plan import LaunchPlan, Program
 from .remote import hosts_of, named_file, run_command, spread, travelling
 
@@ -46,6 +45,8 @@ class DeepSpeedLauncher(LaunchEngine):
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
         """The command line of ``deepspeed``."""
+        from .parcel import pack
+
         launch = settings.launch
         launcher = settings.deepspeed_launch.deepspeed_multinode_launcher or "pdsh"
         total, per_host = spread(settings, host, launch.num_machines)

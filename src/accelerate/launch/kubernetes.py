@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..errors import LaunchError, SettingError
-from ..optional import require
 from ..ports import DEFAULT_PORT
 from .engine import LaunchEngine, base_environment, is_cpu_run
 from .plan import LaunchPlan, Program
@@ -28,7 +27,7 @@ APIS: Final = {
 }
 #: What a machine is called by the operator, for the agents' command line; Kubernetes fills it in.
 _MACHINE_RANK: Final = {"PyTorchJob": "$(RANK)", "JobSet": "$(JOB_COMPLETION_INDEX)"}
-_DNS_NAME: Final = re.compile(r"[a-z]([-a-z0-9]{0,47}[a-z0-9])?")
+_DNS_NAME: Final = r"[a-z]([-a-z0-9]{0,47}[a-z0-9])?"
 
 
 @final
@@ -49,7 +48,7 @@ class Kubernetes(LaunchEngine):
         if options.image is None:
             raise SettingError("A Kubernetes job needs an image that holds the script: give --k8s_image.")
         name = options.name or job_name(program)
-        if not _DNS_NAME.fullmatch(name):
+        if not re.fullmatch(_DNS_NAME, name):
             raise SettingError(
                 f"{settings.quote('kubernetes.name')} is no name that Kubernetes accepts. Give at most 49 "
                 "small "
@@ -99,6 +98,8 @@ class Kubernetes(LaunchEngine):
 
 def submit(manifest: dict[str, Any], *, context: str | None = None) -> None:
     """The cluster has the object, and this is said."""
+    from ..optional import require
+
     client = require("kubernetes.client", purpose="Submitting a job to Kubernetes")
     config = require("kubernetes.config")
     kind, metadata = manifest["kind"], manifest["metadata"]

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..errors import LaunchError
-from ..optional import require
 from ..ports import get_free_port
 from .engine import LaunchEngine, base_environment, is_cpu_run
 from .plan import LaunchPlan, Program
@@ -65,6 +64,8 @@ class RayTrain(LaunchEngine):
             MissingDependency: ``ray[train]`` isn't installed.
             LaunchError: there is no such cluster.
         """
+        from ..optional import require
+
         ray = require("ray", "ray", purpose="Launching through Ray")
         train, torch_trainer = require("ray.train", "ray"), require("ray.train.torch", "ray")
         options = plan.engine_options

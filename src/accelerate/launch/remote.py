@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from .plan import LaunchPlan, Program
 
 #: Variables of the launching shell that a process on another machine needs as well.
-_TRAVELLING: Final = re.compile(
+_TRAVELLING: Final = (
     r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_PREFIX|LANG|TMPDIR|"
     r"(ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG|TORCH|TORCHINDUCTOR|NCCL|GLOO|TP_SOCKET|UCX|FI|OMP|KMP|MKL|"
     r"CUDA|HF|TRANSFORMERS|TOKENIZERS|PYTHON|WANDB|MLFLOW|PYTORCH)_\w+"
 )
-_SECRET: Final = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE", re.IGNORECASE)
+_SECRET: Final = r"(?i)TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE"
 
 
 @final
@@ -47,7 +47,7 @@ class Secret:
 
 def looks_secret(name: str) -> bool:
     """Whether a variable of this name usually holds something that must not be copied around."""
-    return _SECRET.search(name) is not None and not name.startswith("TOKENIZERS_")
+    return re.search(_SECRET, name) is not None and not name.startswith("TOKENIZERS_")
 
 
 def travelling(environment: Mapping[str, str]) -> dict[str, str]:
@@ -55,7 +55,7 @@ def travelling(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if _TRAVELLING.fullmatch(name) and not looks_secret(name) and "\n" not in value
+        if re.fullmatch(_TRAVELLING, name) and not looks_secret(name) and "\n" not in value
     }
 
 

@@ -5,14 +5,12 @@ With version 2 of Amazon's SDK by its HuggingFace estimator, with version 3 by i
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..errors import LaunchError, MissingDependency, SettingError
-from ..optional import installed_version, require
 from .engine import LaunchEngine, base_environment
 from .plan import LaunchPlan, Program
 from .remote import Secret, named_file
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from ..settings.tree import Settings
     from .host import Host
 
-_NUMBER: Final = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_NUMBER: Final = r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
 #: Amazon's own data-parallel library, and torch's launcher in the job for several machines without it.
 _DATA_PARALLEL: Final = {"smdistributed": {"dataparallel": {"enabled": True}}}
 _TORCHRUN: Final = {"torch_distributed": {"enabled": True}}
@@ -89,6 +87,8 @@ class SageMaker(LaunchEngine):
             MissingDependency: Amazon's SDK isn't installed.
             LaunchError: the job failed, or couldn't be created.
         """
+        from ..optional import installed_version
+
         version = installed_version("sagemaker")
         if version is None:
             raise MissingDependency(
@@ -115,14 +115,14 @@ def hyperparameters(words: Sequence[str]) -> dict[str, str]:
         word = rest.pop(0)
         name, equals, value = word.partition("=")
         bare = name.lstrip("-")
-        if not name.startswith("-") or not bare or _NUMBER.fullmatch(name):
+        if not name.startswith("-") or not bare or re.fullmatch(_NUMBER, name):
             raise SettingError(f"SageMaker can only hand on arguments of the form --name value, but there is {word!r}.")
         if name != f"--{bare}" or len(bare) == 1:  # one letter gets one hyphen from version 2, two from version 3
             raise SettingError(
                 f"SageMaker can't hand on {name}, only --names of several letters. Spell the option out."
             )
         if not equals:
-            if not rest or (rest[0].startswith("-") and not _NUMBER.fullmatch(rest[0])):
+            if not rest or (rest[0].startswith("-") and not re.fullmatch(_NUMBER, rest[0])):
                 raise SettingError(
                     f"SageMaker can't hand on {name}, which stands alone (store_true). Let the script take "
                     f"{name} true, and give that."
@@ -188,6 +188,8 @@ def _environment(settings: Settings, host: Host) -> dict[str, str]:
 
 def _session(plan: LaunchPlan) -> Any:
     """A boto3 session with the keys or the profile of the plan."""
+    from ..optional import require
+
     boto3 = require("boto3", "sagemaker")
     options = plan.engine_options
     keys = {
@@ -201,6 +203,8 @@ def _session(plan: LaunchPlan) -> Any:
 
 def _start_v2(plan: LaunchPlan) -> None:
     """The job has completed, through the estimator of version 2."""
+    from ..optional import require
+
     estimators = require("sagemaker.huggingface", "sagemaker")
     session = require("sagemaker", "sagemaker").Session(boto_session=_session(plan))
     options = dict(plan.engine_options)
@@ -222,6 +226,10 @@ def _start_v2(plan: LaunchPlan) -> None:
 
 def _start_v3(plan: LaunchPlan) -> None:
     """The job has completed, through the ModelTrainer of version 3."""
+    import json
+
+    from ..optional import require
+
     trainers = require("sagemaker.train.model_trainer", "sagemaker")
     configs = require("sagemaker.train.configs", "sagemaker")
     distributed = require("sagemaker.train.distributed", "sagemaker")
@@ -255,6 +263,8 @@ def _start_v3(plan: LaunchPlan) -> None:
 
 def _image(plan: LaunchPlan) -> str:
     """The image that the estimator of version 2 would choose for these versions."""
+    from ..optional import require
+
     options = plan.engine_options
     return require("sagemaker.core.image_uris", "sagemaker").retrieve(
         framework="huggingface",

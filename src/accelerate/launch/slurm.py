@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, final
 
-from ..clusters import expand_host_list
 from ..errors import SettingError
 from ..ports import DEFAULT_PORT
 from .engine import LaunchEngine, base_environment, is_cpu_run
@@ -65,6 +64,8 @@ class Slurm(LaunchEngine):
         return run_command(plan, "Slurm's client programs aren't installed here")
 
     def _in_allocation(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
+        from ..clusters import expand_host_list
+
         allocation = host.environment
         nodes = num_nodes(settings, allocation)
         total, per_node = _tasks(settings, host, nodes)

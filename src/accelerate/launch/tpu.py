@@ -7,8 +7,6 @@ a script's function on each device.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..errors import LaunchError, SettingError
-from ..optional import require
 from .engine import LaunchEngine, base_environment
 from .plan import LaunchPlan, Program
 from .remote import run_command
@@ -104,6 +101,8 @@ def call(index: int, target: str, is_module: bool, function: str, arguments: Seq
 
 
 def _load(target: str, is_module: bool) -> Any:
+    import importlib.util
+
     if is_module:
         return importlib.import_module(target)
     path = Path(target)
@@ -119,6 +118,10 @@ def _load(target: str, is_module: bool) -> Any:
 
 def main(words: Sequence[str] | None = None) -> None:
     """The script's function has returned on each device of this host."""
+    import argparse
+
+    from ..optional import require
+
     parser = argparse.ArgumentParser(prog="python -m accelerate.launch.tpu", allow_abbrev=False)
     parser.add_argument("--function", default="main")
     parser.add_argument("--num_processes", type=int)
