@@ -32,7 +32,7 @@ FLOORS: Final[dict[str, int]] = {
             "errors optional versions nested names ports flag",
             "settings",
             "devices clusters world plugins mesh collectives processes seeding logging memory modules progress probes"
-            " hardware meeting rendezvous",
+            " hardware courier meeting roll_call rendezvous",
             "precision data_loader checkpointing tracking device_map hooks offload optimizer scheduler gradients"
             " weighting health",
             "strategies",
@@ -53,8 +53,10 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "versions": ("errors",),
     # ground: a device, then who I am, then how ranks talk, then what is built on talking
     "clusters": ("devices",),
-    "meeting": (),
-    "rendezvous": ("clusters", "meeting"),
+    "courier": (),
+    "meeting": ("courier",),
+    "roll_call": ("clusters",),
+    "rendezvous": ("clusters", "courier", "meeting", "roll_call"),
     "world": ("devices", "clusters", "meeting", "rendezvous", "hardware"),
     "plugins": ("devices", "world", "mesh"),
     "mesh": ("world", "devices"),
@@ -71,7 +73,9 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "optimizer": ("gradients",),
     "scheduler": ("gradients", "optimizer"),
     "data_loader": ("gradients",),
-    "offload": ("hooks", "device_map"),
+    "offload": ("checkpointing",),
+    "device_map": ("checkpointing", "offload"),
+    "hooks": ("device_map", "offload"),
     # house
     "accelerator": ("state", "construction", "uneven"),
     "local_sgd": ("accelerator", "state"),
@@ -119,6 +123,9 @@ FUNCTION_LIMIT: Final = 60
 
 # Foreign objects that are asked what they can do: (file, attribute) -> whose object it is.
 FOREIGN_HASATTR: Final[dict[tuple[str, str], str]] = {}
+
+# Rooms whose classes are subclassed from outside; settings/ holds the plain options that plugins inherit.
+PUBLIC_CLASS_ROOMS: Final = ("settings/", "plugins/", "tracking/", "hooks/", "test_utils/", "errors.py")
 
 # Internal classes that are concrete and subclassed all the same: class name -> why.
 OPEN_CLASSES: Final[dict[str, str]] = {
@@ -392,6 +399,12 @@ def test_no_import_circle() -> None:
     )
 
 
+def test_the_table_of_neighbours_has_no_circle() -> None:
+    graph = {room: set(NEIGHBOURS.get(room, ())) for room in FLOORS}
+    circles = [" <-> ".join(sorted(circle)) for circle in _strong_components(graph) if len(circle) > 1]
+    holds(circles, "A circle between rooms is allowed by the table.")
+
+
 def _strong_components(graph: dict[str, set[str]]) -> list[list[str]]:
     order: list[str] = []
     seen: set[str] = set()
@@ -430,8 +443,14 @@ def _strong_components(graph: dict[str, set[str]]) -> list[list[str]]:
 # ----------------------------------------------------------------------------------------------- torch
 
 
-def _eager_dependencies(module: str) -> Iterator[Import]:
-    return (edge for edge in imports() if edge.file.module == module and not edge.lazy and not edge.typing_only)
+@functools.cache
+def eager_imports() -> dict[str, list[Import]]:
+    """What each module imports as soon as it is imported itself."""
+    found: dict[str, list[Import]] = {module: [] for module in modules()}
+    for edge in imports():
+        if not edge.lazy and not edge.typing_only:
+            found[edge.file.module].append(edge)
+    return found
 
 
 def _with_parents(module: str) -> list[str]:
@@ -449,7 +468,7 @@ def test_torch_free_files_do_not_reach_torch_at_import() -> None:
         reached = {module for module, _ in waiting}
         while waiting:
             module, road = waiting.pop()
-            for edge in _eager_dependencies(module):
+            for edge in eager_imports()[module]:
                 if not edge.ours:
                     if room(edge.target) == "torch":
                         findings.append(
@@ -705,8 +724,8 @@ def test_internal_classes_are_abstract_or_final() -> None:
     public = _old_class_names()
     findings = []
     for file in files():
-        if is_in(file, OLD_ADDRESSES) or is_in(file, ("settings/", "test_utils/", "errors.py")):
-            continue  # settings: plain options that the public option classes inherit
+        if is_in(file, OLD_ADDRESSES) or is_in(file, PUBLIC_CLASS_ROOMS):
+            continue
         for node in ast.walk(file.tree):
             if not isinstance(node, ast.ClassDef) or node.name in public or node.name in OPEN_CLASSES:
                 continue
@@ -831,7 +850,7 @@ def test_no_room_waits_empty() -> None:
 def house(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
     """A pretended package made of the given files, read by the same rules."""
     package = tmp_path / "src" / "accelerate"
-    caches = (files, modules, imports, code_lines)
+    caches = (files, modules, imports, eager_imports, code_lines)
 
     def build(**sources: str) -> None:
         for name, text in {"__init__": "", **sources}.items():
