@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar, final
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from ..errors import CheckpointError
 
 if TYPE_CHECKING:
+    from ..meeting import Meeting
     from ..world import World
 
 T = TypeVar("T")
 
+#: How often a rank with a save in the background tells the others that it is alive.
+PULSE_SECONDS: Final = 2.0
+#: A rank that has said nothing for so long is taken for dead.
+SILENCE_SECONDS: Final = 60.0
+_SHORTEST_SLEEP_SECONDS: Final = 1e-4
+_LONGEST_SLEEP_SECONDS: Final = 0.05
+
 
 @final
 class Ranks:
-    """Who takes part, from a world or from one process by itself."""
+    """Who takes part, from a world or from one process by itself.
 
-    def __init__(self, world: World | None = None) -> None:
+    Args:
+        conversation: how they talk where the training's own process group must be left alone.
+    """
+
+    def __init__(self, world: World | None = None, conversation: Conversation | None = None) -> None:
         self._world = world
+        self._conversation = conversation
         self.rank = world.rank if world else 0
         self.size = world.size if world else 1
         self.local_rank = world.local_rank if world else 0
@@ -37,6 +55,8 @@ class Ranks:
         """What every rank said, in rank order; all ranks wait here for each other."""
         if self._world is None or not self._world.is_distributed:
             return [value]
+        if self._conversation is not None:
+            return self._conversation.everyone(value)
         from ..collectives import gather_object
 
         return list(gather_object([value], world=self._world))
@@ -57,3 +77,104 @@ class Ranks:
             raise error
         reasons = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
         raise kind(f"can't {what}: {reasons}") from error
+
+    def close(self) -> None:
+        """Every rank has heard everything that was said (or is dead); nothing more is said."""
+        if self._conversation is not None:
+            self._conversation.close()
+
+
+@final
+class Conversation:
+    """What the ranks of a world say to each other through its store, from any thread, beside the training.
+
+    No collective is involved, so the training's process group is never touched, and a rank may take as long as its
+    disk does: each tells the others every few seconds that it is alive, and only one that falls silent is given up.
+    """
+
+    def __init__(self, meeting: Meeting, name: str) -> None:
+        from torch._C._distributed_c10d import PrefixStore  # its public name is no export to type checkers
+
+        self._store = PrefixStore(name, meeting.store)
+        self.rank, self.size = meeting.rank, meeting.size
+        self._number = 0
+        self._lost = False
+        self._over = threading.Event()
+        self._pulse = threading.Thread(target=self._beat, name="checkpoint pulse", daemon=True)
+        self._pulse.start()
+
+    def everyone(self, value: T) -> list[T]:
+        """What every rank said as its n-th word.
+
+        Raises:
+            CheckpointError: a rank has died, or the store has gone with its process.
+        """
+        from .codec import decode, encode, inline, inlined_tensor
+
+        self._number += 1
+        word = json.dumps(inline(encode(value, "what a rank tells the others")))
+        self._ask(lambda: self._store.set(self._key(self.rank), word))
+        told: list[T] = []
+        for rank in range(self.size):
+            heard: dict[str, Any] = json.loads(self._wait_for(self._key(rank), rank))
+            told.append(decode(heard["state"], lambda key, heard=heard: inlined_tensor(heard, key)))
+        if self._number > 2:  # all are past the word before, so nobody reads the one before that any more
+            self._forget(f"{self._number - 2}/{self.rank}")
+        return told
+
+    def close(self) -> None:
+        """Every living rank has heard the last word, as far as this rank keeps the store for the others."""
+        try:
+            self._store.add("closed", 1)
+            if self.rank == 0 and not self._lost:
+                last_news, seen = time.monotonic(), -1
+                while (count := self._store.add("closed", 0)) < self.size:
+                    if count != seen:
+                        last_news, seen = time.monotonic(), count
+                    if time.monotonic() - last_news > SILENCE_SECONDS:
+                        break
+                    time.sleep(_LONGEST_SLEEP_SECONDS)
+        except RuntimeError:
+            pass  # the store's process has ended: nobody is left to be told
+        finally:
+            self._over.set()
+
+    # ------------------------------------------------------------------------------------------ the store
+
+    def _key(self, rank: int) -> str:
+        return f"{self._number}/{rank}"
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise CheckpointError("the process that keeps the ranks' store (rank 0, or the launcher) has ended") from (
+                error
+            )
+
+    def _wait_for(self, key: str, rank: int) -> str:
+        sleep_seconds = _SHORTEST_SLEEP_SECONDS
+        last_news, seen = time.monotonic(), -1
+        while not self._ask(lambda: self._store.check([key])):
+            now = time.monotonic()
+            if sleep_seconds >= _LONGEST_SLEEP_SECONDS:
+                beats = self._ask(lambda: self._store.add(f"pulse/{rank}", 0))
+                if beats != seen:
+                    last_news, seen = now, beats
+                elif now - last_news > SILENCE_SECONDS:
+                    self._lost = True
+                    raise CheckpointError(f"rank {rank} has given no sign of life for {SILENCE_SECONDS:.0f} s")
+            time.sleep(sleep_seconds)
+            sleep_seconds = min(_LONGEST_SLEEP_SECONDS, sleep_seconds * 1.5)
+        return self._ask(lambda: self._store.get(key)).decode()
+
+    def _forget(self, key: str) -> None:
+        with suppress(RuntimeError, NotImplementedError):  # a store that can't forget, such as a file
+            self._store.delete_key(key)
+
+    def _beat(self) -> None:
+        while not self._over.wait(PULSE_SECONDS):
+            try:
+                self._store.add(f"pulse/{self.rank}", 1)
+            except RuntimeError:
+                return  # the store is gone; whoever waits is told so by its own call

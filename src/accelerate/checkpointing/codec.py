@@ -79,12 +79,6 @@ class Encoded:
     document: Any
     tensors: dict[str, torch.Tensor]
 
-    def snapshot(self) -> Encoded:
-        """The same value in host memory of its own, whatever happens to the original from now on."""
-        return Encoded(
-            self.document, {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.tensors.items()}
-        )
-
     @property
     def num_tensor_bytes(self) -> int:
         """How many bytes the tensors take."""

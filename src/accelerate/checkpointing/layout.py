@@ -30,7 +30,8 @@ from ..names import (
     SCHEDULER_NAME,
 )
 from .codec import read_pickle, write_pickle
-from .objects import Create, read_state, write_state
+from .draft import Create
+from .objects import read_state
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,10 @@ class Slot:
         """The classic file of object ``number``."""
         return f"{self.classic_stem}{self._suffix(number)}.{self.classic_extension}"
 
-    def write(self, create: Create, value: Any, number: int = 0, *, what: str, classic: bool = False) -> None:
-        """The state of object ``number`` is written; ``what`` is how an error calls it."""
-        if classic:
-            with create(self.classic_name(number), pickle=True) as file:
-                write_pickle(value, file)
-        else:
-            write_state(create, self.name(number), value, name=what, beside=self.tensors_beside)
+    def write_pickle(self, create: Create, value: Any, number: int = 0) -> None:
+        """The state of object ``number`` is in its classic file."""
+        with create(self.classic_name(number), pickle=True) as file:
+            write_pickle(value, file)
 
     def holds(self, folder: Path, number: int = 0) -> bool:
         """Whether ``folder`` has the state of object ``number``, in either format."""

@@ -20,9 +20,15 @@ from uuid import uuid4
 
 from ..errors import CheckpointError
 from ..names import MANIFEST_NAME
+from .meter import SILENT, Meter
+from .place import Place, place_of
 
 FORMAT: Final = "accelerate-checkpoint"
 FORMAT_VERSION: Final = 1
+#: A file of this name keeps a checkpoint for good. The manifest doesn't list it: it may come and go.
+PIN_NAME: Final = "pinned"
+#: Where files arrive one by one, this one is the first to come and the last to go.
+UNFINISHED_NAME: Final = ".unfinished"
 _CHUNK_BYTES: Final = 2 << 20
 _NUM_READERS: Final = 4
 
@@ -116,22 +122,23 @@ def _stays_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and bool(path.parts)
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: Path | Place) -> Manifest | None:
     """The manifest of the checkpoint in ``folder``; None when there is none.
 
     Raises:
         CheckpointError: there is one that can't be trusted.
     """
+    place = place_of(folder)
     try:
-        data = (folder / MANIFEST_NAME).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+        data = place.read(MANIFEST_NAME)
+    except FileNotFoundError:
         return None
     except OSError as error:
         raise CheckpointError(f"{MANIFEST_NAME} can't be read ({error})") from error
     return Manifest.from_bytes(data)
 
 
-def measure(path: Path) -> FileRecord:
+def measure(path: Path, meter: Meter = SILENT) -> FileRecord:
     """The size and checksum of a file as it lies on disk."""
     checksum = size = 0
     buffer = bytearray(_CHUNK_BYTES)
@@ -140,17 +147,23 @@ def measure(path: Path) -> FileRecord:
         while count := file.readinto(buffer):
             checksum = zlib.crc32(view[:count], checksum)
             size += count
+            meter.advance(count)
     return FileRecord(size, checksum)
 
 
 def problems(
-    folder: Path, files: Mapping[str, FileRecord], *, contents: bool, names: Iterable[str] | None = None
+    folder: Path,
+    files: Mapping[str, FileRecord],
+    *,
+    contents: bool,
+    names: Iterable[str] | None = None,
+    meter: Meter = SILENT,
 ) -> list[str]:
     """Each way in which files in ``folder`` differ from ``files``; with ``contents``, every byte is read."""
     chosen = sorted(files) if names is None else list(names)
 
     def check(name: str) -> str | None:
-        return _problem(folder / name, files[name], contents)
+        return _problem(folder / name, files[name], contents, meter)
 
     if contents and len(chosen) > 1:  # summing leaves the interpreter free for the next file
         with ThreadPoolExecutor(min(len(chosen), _NUM_READERS)) as pool:
@@ -160,11 +173,11 @@ def problems(
     return [f"{name}: {reason}" for name, reason in zip(chosen, found, strict=True) if reason is not None]
 
 
-def _problem(path: Path, record: FileRecord, contents: bool) -> str | None:
+def _problem(path: Path, record: FileRecord, contents: bool, meter: Meter) -> str | None:
     try:
         size = path.stat().st_size
         differs = size != record.size or not contents
-        return record.difference(FileRecord(size, record.crc32) if differs else measure(path))
+        return record.difference(FileRecord(size, record.crc32) if differs else measure(path, meter))
     except FileNotFoundError:
         return "missing"
     except OSError as error:

@@ -31,7 +31,8 @@ from .codec import (
     read_pickle,
     write_pickle,
 )
-from .store import SealedFile, flush
+from .draft import Create, SealedFile
+from .store import flush
 from .tensor_files import open_tensors, write_tensors
 from .weights import clean_state_dict_for_safetensors
 
@@ -93,8 +94,6 @@ def check_registrable(objects: Iterable[object]) -> None:
 
 
 # ------------------------------------------------------------------------------------ states in a folder
-
-Create = Callable[..., Any]
 
 
 def write_state(create: Create, stem: str, value: Any, *, name: str, beside: bool) -> None:

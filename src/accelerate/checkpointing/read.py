@@ -15,10 +15,14 @@ from ..seeding import restore_rng_states, set_seed
 from ..settings.project import ProjectOptions
 from ..world import current_world
 from .agreement import Ranks
+from .draft import Store
 from .layout import CUSTOM, LOADER, OPTIMIZER, RANDOM, SCALER, SCHEDULER, Slot, from_classic_streams
-from .manifest import Manifest, read_manifest
-from .series import is_classic, numbered, series_folder
-from .store import CheckpointStore
+from .manifest import UNFINISHED_NAME, Manifest
+from .meter import Meter
+from .place import Place, place_of
+from .remote import open_store
+from .selection import Selection
+from .series import is_classic, numbered, series_place, written
 from .tensor_files import raw_bytes
 from .weights import load_weights
 
@@ -35,18 +39,33 @@ class LoadedCheckpoint:
     """What was loaded, and what the person who resumes should know.
 
     Attributes:
-        folder: where it lies.
+        folder: its address.
         step: the step that was saved with it; None when none was.
         manifest: what was saved; None for a folder of another program.
         skipped: newer checkpoints that were passed over, each with the reason.
         notes: what could not be restored exactly, and what changed since the save.
     """
 
-    folder: Path
+    folder: str
     step: int | None = None
     manifest: Manifest | None = None
     skipped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that was saved with it."""
+        return None if self.manifest is None else self.manifest.details.get("epoch")
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics that were saved with it."""
+        return {} if self.manifest is None else self.manifest.details.get("metrics", {})
+
+    @property
+    def selection(self) -> Selection:
+        """What of the run was saved."""
+        return Selection.from_details({} if self.manifest is None else self.manifest.details)
 
 
 def read_checkpoint(
@@ -54,17 +73,7 @@ def read_checkpoint(
     *,
     world: World | None = None,
     project: ProjectOptions | None = None,
-    models: Sequence[Any] = (),
-    optimizers: Sequence[Any] = (),
-    schedulers: Sequence[Any] = (),
-    dataloaders: Sequence[Any] = (),
-    scaler: Any = None,
-    custom_objects: Sequence[Any] = (),
-    pre_hooks: Iterable[Callable[..., None]] = (),
-    map_location: Any = None,
-    load_kwargs: Mapping[str, Any] | None = None,
-    read_parts: Callable[[Path, Manifest | None], None] | None = None,
-    **load_model_options: Any,
+    **objects: Any,
 ) -> LoadedCheckpoint:
     """Every given object has the state that the checkpoint holds; a collective.
 
@@ -72,103 +81,186 @@ def read_checkpoint(
     are named, with the reason, in the result and in one warning.
 
     Args:
-        pre_hooks: called as ``hook(models, folder)`` on every rank; a hook may take models out of the list.
-        map_location: None, ``"cpu"`` or ``"on_device"``; for old pickles anything ``torch.load`` takes.
-        load_kwargs: for ``torch.load`` of old files; ``{"weights_only": False}`` lets their pickles run code.
-        read_parts: reads what a strategy saved in its own way.
-        load_model_options: for ``model.load_state_dict``: ``strict``, ``assign``.
+        objects: the fields of :class:`Receivers`: ``models=``, ``optimizers=``, ...; and ``strict``, ``assign`` for
+            ``model.load_state_dict``.
 
     Raises:
         CheckpointNotFound: nothing is there to load.
         CheckpointError: on every rank, when any rank failed.
     """
-    if isinstance(map_location, str) and map_location not in _MAP_LOCATIONS:
-        raise TypeError(f"map_location={map_location!r}: expected None, 'cpu' or 'on_device'")
-    found = _find(input_dir, world, project or ProjectOptions())
+    receivers = Receivers.of(objects)
+    store, found = _find(input_dir, Ranks(world), project or ProjectOptions())
+    return _restore(store, found, receivers)
+
+
+def resume_checkpoint(
+    root: str | PathLike[str] | None = None,
+    *,
+    world: World | None = None,
+    project: ProjectOptions | None = None,
+    **objects: Any,
+) -> LoadedCheckpoint | None:
+    """As :func:`read_checkpoint`, from the newest valid checkpoint in ``root``; None where the run is new.
+
+    ``root`` may be a folder of checkpoints, numbered or not, or one checkpoint; without it, it is the project's
+    series. Saves that never finished don't count: a run that was killed during its first save starts anew.
+
+    Raises:
+        CheckpointError: there are checkpoints, and not one is whole: a fresh start would hide that.
+    """
+    receivers = Receivers.of(objects)
+    project = project or ProjectOptions()
+    if root is None and project.project_dir is None:
+        raise CheckpointNotFound(
+            "resume() needs a folder, or a project_dir whose checkpoints it then continues from: give "
+            "Accelerator(project_dir=...) or ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+        )
     ranks = Ranks(world)
-    options = dict(load_kwargs or {})
-    options["map_location"] = "cpu" if map_location in _MAP_LOCATIONS else map_location
-    error: Exception | None = None
-    try:
-        remaining = list(models)
-        for hook in pre_hooks:
-            hook(remaining, str(found.folder))
-        if read_parts is not None:
-            read_parts(found.folder, found.manifest)
-        for index, model in enumerate(remaining):
-            pickle_options = {key: value for key, value in options.items() if key != "map_location"}
-            load_weights(model, found.folder, index, load_kwargs=pickle_options, **load_model_options)
-        _read_shared(found.folder, optimizers, schedulers, scaler, custom_objects, options)
-        _read_own(found, ranks, dataloaders, options)
-    except Exception as problem:  # raised again below, once the other ranks know of it
-        error = problem
-    ranks.agree(error, f"load {found.folder}")
-    _tell(found, ranks)
-    return found
+    place = place_of(root or project.project_dir or ".")
+    located = _newest(_candidates(place, ranks), ranks, where=str(place))
+    if located is None:
+        return None
+    return _restore(*located, receivers)
+
+
+@dataclass
+@final
+class Receivers:
+    """The live objects that a checkpoint is given back to, and how.
+
+    Attributes:
+        pre_hooks: called as ``hook(models, folder)`` on every rank; a hook may take models out of the list.
+        may_pickle: those of the registered objects whose saved state may be a pickle that runs code.
+        map_location: None, ``"cpu"`` or ``"on_device"``; for old pickles anything ``torch.load`` takes.
+        load_kwargs: for ``torch.load`` of old files; ``{"weights_only": False}`` lets their pickles run code.
+        read_parts: reads what a strategy saved in its own way.
+        model_only: only the models are loaded, whatever else the checkpoint holds.
+    """
+
+    models: Sequence[Any] = ()
+    optimizers: Sequence[Any] = ()
+    schedulers: Sequence[Any] = ()
+    dataloaders: Sequence[Any] = ()
+    scaler: Any = None
+    custom_objects: Sequence[Any] = ()
+    may_pickle: Sequence[Any] = ()
+    pre_hooks: Iterable[Callable[..., None]] = ()
+    map_location: Any = None
+    load_kwargs: Mapping[str, Any] | None = None
+    read_parts: Callable[[Path, Manifest | None], None] | None = None
+    model_only: bool = False
+    load_model_options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, objects: dict[str, Any]) -> Receivers:
+        """Named arguments, where those that are none of the fields are for ``model.load_state_dict``."""
+        own = {name: value for name, value in objects.items() if name in cls.__dataclass_fields__}
+        receivers = cls(**own, load_model_options={k: v for k, v in objects.items() if k not in own})
+        location = receivers.map_location
+        if isinstance(location, str) and location not in _MAP_LOCATIONS:
+            raise TypeError(f"map_location={location!r}: expected None, 'cpu' or 'on_device'")
+        return receivers
+
+    @property
+    def pickle_options(self) -> dict[str, Any]:
+        """What ``torch.load`` of old files is given."""
+        location = "cpu" if self.map_location in _MAP_LOCATIONS else self.map_location
+        return {**(self.load_kwargs or {}), "map_location": location}
 
 
 # ------------------------------------------------------------------------------------------------- finding
 
 
-def _find(input_dir: str | PathLike[str] | None, world: World | None, project: ProjectOptions) -> LoadedCheckpoint:
+def _find(
+    input_dir: str | PathLike[str] | None, ranks: Ranks, project: ProjectOptions
+) -> tuple[Store, LoadedCheckpoint]:
     if input_dir is not None:
-        store = CheckpointStore(input_dir, world)
+        store = open_store(input_dir, ranks)
         store.require()
         reason = store.problem()
         if reason is not None and not _is_foreign(store):
-            raise CheckpointError(f"{store.folder} can't be loaded: {reason}")
-        return _found(store)
+            store.close()
+            raise CheckpointError(f"{store.address} can't be loaded: {reason}")
+        return store, _found(store)
     if not project.automatic_checkpoint_naming or project.project_dir is None:
         raise CheckpointNotFound(
             "load_state() needs an input_dir, or ProjectConfiguration(automatic_checkpoint_naming=True) with a "
             "project_dir, whose newest valid checkpoint it then takes."
         )
-    newest = find_newest(series_folder(project.project_dir), world)
+    root = series_place(project.project_dir)
+    newest = _newest(_on_all(numbered(root), ranks), ranks, where=str(root))
     if newest is None:
-        raise CheckpointNotFound(f"no checkpoint in {series_folder(project.project_dir)}")
+        raise CheckpointNotFound(f"no checkpoint in {root}")
     return newest
 
 
+def _on_all(found: Iterable[tuple[Any, Place]], ranks: Ranks) -> list[str]:
+    """The addresses that the main process sees, newest first."""
+    return ranks.everyone([str(place) for _, place in found][::-1] if ranks.is_main else [])[0]
+
+
 def find_newest(root: str | PathLike[str], world: World | None = None) -> LoadedCheckpoint | None:
-    """The newest numbered checkpoint in ``root`` that is whole on every rank; None when ``root`` has none at all.
+    """The newest checkpoint in ``root`` that is whole on every rank; None when ``root`` has none at all.
 
     Raises:
         CheckpointError: there are some, and not one is whole; the text says why, one by one.
     """
-    folder = Path(root)
-    folders = Ranks(world).everyone([path.name for _, path in reversed(numbered(folder))])[0]
+    ranks = Ranks(world)
+    located = _newest(_candidates(root, ranks), ranks, where=str(root))
+    if located is None:
+        return None
+    located[0].close()
+    return located[1]
+
+
+def _candidates(root: str | PathLike[str] | Place, ranks: Ranks) -> list[str]:
+    """The addresses of all checkpoints in ``root``, newest first; what was never committed is none."""
+    error: Exception | None = None
+    found: list[tuple[Any, Place]] = []
+    try:
+        if ranks.is_main:
+            found = written(root)
+    except Exception as problem:  # a network's errors have many names; raised again on every rank
+        error = problem
+    ranks.agree(error, f"look for checkpoints in {root}")
+    return _on_all(found, ranks)
+
+
+def _newest(addresses: Iterable[str], ranks: Ranks, *, where: str) -> tuple[Store, LoadedCheckpoint] | None:
     skipped: dict[str, str] = {}
-    for name in folders:
-        store = CheckpointStore(folder / name, world)
+    for address in addresses:
+        store = open_store(address, ranks)
         try:
             store.require()
             reason = store.problem()
         except CheckpointNotFound as error:
             reason = str(error)
-        if reason is None or (is_classic(folder / name) and _is_foreign(store)):
+        if reason is None or (is_classic(place_of(store.readable)) and _is_foreign(store)):
             found = _found(store)
             found.skipped = skipped
-            return found
-        skipped[name] = reason
+            return store, found
+        store.close()
+        skipped[address.rpartition("/")[2]] = reason
     if not skipped:
         return None
     reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
-    raise CheckpointError(f"no valid checkpoint in {folder}: {reasons}")
+    raise CheckpointError(f"no valid checkpoint in {where}: {reasons}")
 
 
-def _is_foreign(store: CheckpointStore) -> bool:
+def _is_foreign(store: Store) -> bool:
     """A folder that another program saved: it has no manifest, and none of the files that only we write."""
+    folder = store.readable
     try:
         managed = store.manifest() is not None
     except CheckpointError:
         managed = True
-    own = any(store.folder.glob(f"{RANDOM.stem}_*.json"))
-    return all(store.ranks.everyone(not managed and not own and any(store.folder.iterdir())))
+    own = any(folder.glob(f"{RANDOM.stem}_*.json")) or (folder / UNFINISHED_NAME).exists()
+    return all(store.ranks.everyone(not managed and not own and folder.is_dir() and any(folder.iterdir())))
 
 
-def _found(store: CheckpointStore) -> LoadedCheckpoint:
-    manifest = read_manifest(store.folder)
-    found = LoadedCheckpoint(store.folder, None if manifest is None else manifest.step, manifest)
+def _found(store: Store) -> LoadedCheckpoint:
+    manifest = store.manifest()
+    found = LoadedCheckpoint(store.address, None if manifest is None else manifest.step, manifest)
     if manifest is None:
         found.notes.append("it has no manifest (another program wrote it), so nothing could be verified")
     elif manifest.world_size != store.ranks.size:
@@ -179,28 +271,70 @@ def _found(store: CheckpointStore) -> LoadedCheckpoint:
 # ------------------------------------------------------------------------------------------------- reading
 
 
-def _read_shared(
-    folder: Path,
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-    scaler: Any,
-    custom_objects: Sequence[Any],
-    options: Mapping[str, Any],
-) -> None:
-    for number, optimizer in enumerate(optimizers):
-        optimizer.load_state_dict(OPTIMIZER.read(folder, number, **options))
-    for number, scheduler in enumerate(schedulers):
-        scheduler.load_state_dict(SCHEDULER.read(folder, number, **options))
-    if scaler is not None:
-        scaler.load_state_dict(SCALER.read(folder, **options))
-    num_saved = _count(CUSTOM, folder)
-    if num_saved != len(custom_objects):
+def _restore(store: Store, found: LoadedCheckpoint, receivers: Receivers) -> LoadedCheckpoint:
+    """Every receiver has its state; on an error on any rank, all raise."""
+    error: Exception | None = None
+    try:
+        _read(found, store, receivers)
+    except Exception as problem:  # raised again below, once the other ranks know of it
+        error = problem
+    try:
+        store.ranks.agree(error, f"load {found.folder}")
+    finally:
+        store.close()
+    _tell(found, store.ranks)
+    return found
+
+
+def _read(found: LoadedCheckpoint, store: Store, receivers: Receivers) -> None:
+    folder, selection = store.readable, found.selection
+    if selection.model_only and not receivers.model_only and _wants_more(receivers):
         raise CheckpointError(
-            f"{folder} holds {num_saved} registered objects, but {len(custom_objects)} are registered now. Call "
+            "it holds models only (it was saved with Selection(model_only=True)); load it with model_only=True"
+        )
+    remaining = list(receivers.models)
+    for hook in receivers.pre_hooks:
+        hook(remaining, str(folder))
+    if receivers.read_parts is not None:
+        receivers.read_parts(folder, found.manifest)
+    sizes = {} if found.manifest is None else {name: file.size for name, file in found.manifest.files.items()}
+    with Meter(f"Loading {folder.name}", sum(sizes.values()), shown=store.ranks.is_main) as meter:
+        for index, model in enumerate(remaining):
+            loaded = load_weights(
+                model,
+                folder,
+                index,
+                load_kwargs={k: v for k, v in receivers.pickle_options.items() if k != "map_location"},
+                may_lack=selection.leaves_out,
+                **receivers.load_model_options,
+            )
+            meter.advance(sum(sizes.get(name, 0) for name in loaded.files))
+        if not receivers.model_only:
+            _read_shared(folder, receivers)
+            _read_own(found, folder, store.ranks, receivers)
+
+
+def _wants_more(receivers: Receivers) -> bool:
+    return bool(receivers.optimizers or receivers.schedulers or receivers.custom_objects or receivers.scaler)
+
+
+def _read_shared(folder: Path, receivers: Receivers) -> None:
+    options = receivers.pickle_options
+    for number, optimizer in enumerate(receivers.optimizers):
+        optimizer.load_state_dict(OPTIMIZER.read(folder, number, **options))
+    for number, scheduler in enumerate(receivers.schedulers):
+        scheduler.load_state_dict(SCHEDULER.read(folder, number, **options))
+    if receivers.scaler is not None:
+        receivers.scaler.load_state_dict(SCALER.read(folder, **options))
+    num_saved, objects = _count(CUSTOM, folder), receivers.custom_objects
+    if num_saved != len(objects):
+        raise CheckpointError(
+            f"{folder} holds {num_saved} registered objects, but {len(objects)} are registered now. Call "
             "register_for_checkpointing with the same objects, in the same order, as the run that saved it."
         )
-    for number, obj in enumerate(custom_objects):
-        obj.load_state_dict(CUSTOM.read(folder, number, **options))
+    for number, obj in enumerate(objects):
+        trusted = {"weights_only": False} if any(obj is one for one in receivers.may_pickle) else {}
+        obj.load_state_dict(CUSTOM.read(folder, number, **{**options, **trusted}))
 
 
 def _count(slot: Slot, folder: Path) -> int:
@@ -210,12 +344,12 @@ def _count(slot: Slot, folder: Path) -> int:
     return number
 
 
-def _read_own(found: LoadedCheckpoint, ranks: Ranks, dataloaders: Sequence[Any], options: Mapping[str, Any]) -> None:
-    folder = found.folder
+def _read_own(found: LoadedCheckpoint, folder: Path, ranks: Ranks, receivers: Receivers) -> None:
+    options = receivers.pickle_options
     own: dict[str, Any] = {}
     if RANDOM.holds(folder, ranks.rank):
         own = _streams_of(folder, ranks.rank, options)
-    for number, loader in enumerate(dataloaders):
+    for number, loader in enumerate(receivers.dataloaders):
         if not LOADER.holds(folder, number):
             continue
         state = LOADER.read(folder, number, **options)

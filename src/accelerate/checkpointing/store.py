@@ -18,10 +18,9 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
@@ -30,7 +29,9 @@ from uuid import uuid4
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import MANIFEST_NAME
 from .agreement import Ranks
-from .manifest import FileRecord, Manifest, measure, problems, read_manifest
+from .draft import Draft, Store
+from .manifest import PIN_NAME, FileRecord, Manifest, measure, problems, read_manifest
+from .meter import Meter
 
 if TYPE_CHECKING:
     from ..world import World
@@ -39,143 +40,75 @@ _STAGING: Final = ".{name}.tmp-"
 
 
 @final
-class SealedFile:
-    """A file that is measured while it is written, and flushed to disk when closed."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by close())
-        self._size = 0
-        self._checksum = 0
-
-    def write(self, data: Any, /) -> int:
-        """All of ``data`` is in the file (not yet on disk)."""
-        rest = memoryview(data).cast("B")
-        while rest:
-            count = self._file.write(rest)
-            self._checksum = zlib.crc32(rest[:count], self._checksum)
-            self._size += count
-            rest = rest[count:]
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        """Nothing is held back: the file has no buffer."""
-
-    def seal(self) -> FileRecord:
-        """The file is on disk; what it must be from now on."""
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return FileRecord(self._size, self._checksum)
-
-    def close(self) -> None:
-        """The file is closed, on disk or not."""
-        self._file.close()
-
-
-@dataclass
-@final
-class Draft:
-    """A checkpoint that is being written: the staging folder, and which of its files this rank writes.
-
-    Attributes:
-        folder: where files go; hooks and strategies may write into it by any means.
-        is_writer: this rank writes the files that all ranks have in common.
-        ranks: the processes that write this checkpoint together.
-    """
-
-    folder: Path
-    is_writer: bool
-    ranks: Ranks
-    is_committer: bool = True
-    records: dict[str, FileRecord] = field(default_factory=dict)
-    pickled: list[str] = field(default_factory=list)
-    details: dict[str, Any] = field(default_factory=dict)
-
-    @contextmanager
-    def create(self, name: str, *, pickle: bool = False) -> Iterator[SealedFile]:
-        """A new file of the checkpoint, measured and flushed at the end of the block."""
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = SealedFile(path)
-        try:
-            yield file
-            self.records[name] = file.seal()
-        finally:
-            file.close()
-        if pickle:
-            self.pickled.append(name)
-
-
-@final
-class CheckpointStore:
-    """The folder of one checkpoint.
+class CheckpointStore(Store):
+    """The folder of one checkpoint, on a disk.
 
     Args:
         folder: where the checkpoint is, or will be.
         world: who takes part; None is one process by itself.
         on_each_node: the common files are written once per node instead of once (nodes that share the folder
             share the files).
+        ranks: who takes part and how they talk, in place of ``world``.
     """
 
-    def __init__(self, folder: str | PathLike[str], world: World | None = None, *, on_each_node: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        world: World | None = None,
+        *,
+        on_each_node: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.folder = Path(os.path.realpath(folder))
-        self.ranks = Ranks(world)
+        self.ranks = ranks or Ranks(world)
         self.on_each_node = on_each_node
         self._moving = False
 
+    @property
+    def address(self) -> str:
+        """The folder's path."""
+        return str(self.folder)
+
     # ------------------------------------------------------------------------------------------- writing
 
-    @contextmanager
-    def draft(self, description: Manifest | None = None) -> Iterator[Draft]:
-        """A staging folder for the block; on a clean exit of the block on every rank, the checkpoint.
+    def begin(self, description: Manifest | None = None) -> Draft:
+        """A staging folder beside this one: on each node one, where nodes don't share the disk."""
+        draft = Draft(Path(), False, self.ranks, False, description or Manifest({}))
+        try:
+            self._stage(draft)
+        except BaseException:  # a rank that has made its folder learns here that another could not
+            self.abandon(draft)
+            raise
+        return draft
 
-        ``description`` is the manifest to be, without files. All ranks enter and leave together.
-
-        Raises:
-            CheckpointError: on every rank, when any rank failed; the text names that rank and its reason.
-        """
-        what = f"save {self.folder}"
-        made: list[Path] = []
-        with ExitStack() as held:
-            try:
-                draft = self._stage(made, held)
-                try:
-                    yield draft
-                except Exception as error:  # raised again below, once the other ranks know of it
-                    self.ranks.agree(error, what)
-                    raise
-                self.ranks.agree(None, what)
-                self._commit(draft, description or Manifest({}))
-            except BaseException:  # a draft that did not become a checkpoint leaves nothing behind
-                if not self._moving:  # else the next reader finishes the move
-                    for staging in made:
-                        shutil.rmtree(staging, ignore_errors=True)
-                raise
-
-    def _stage(self, made: list[Path], held: ExitStack) -> Draft:
+    def _stage(self, draft: Draft) -> None:
         what = f"save {self.folder}"
         error: Exception | None = None
         try:
             if self.ranks.is_main:
-                made.append(self._make_staging(held))
+                self._make_staging(draft)
         except OSError as problem:
             error = problem
         self.ranks.agree(error, what)
-        first = next(path for path in self.ranks.everyone(made[0] if made else None) if path is not None)
+        first = next(path for path in self._staged(draft) if path is not None)
         try:
             if self.ranks.is_local_main and not first.exists():
-                made.append(self._make_staging(held))  # this node has a disk of its own
+                self._make_staging(draft)  # this node has a disk of its own
         except OSError as problem:
             error = problem
         self.ranks.agree(error, what)
-        folders = [path for path in self.ranks.everyone(made[0] if made else None) if path is not None]
+        folders = [path for path in self._staged(draft) if path is not None]
         visible = [path for path in folders if path.exists()]
         if not visible:
             error = FileNotFoundError(f"none of the staging folders is visible on this rank: {folders[0]}")
         self.ranks.agree(error, what)
-        writes = bool(made) and (self.ranks.is_main or self.on_each_node)
-        return Draft(visible[0], is_writer=writes, ranks=self.ranks, is_committer=bool(made))
+        draft.folder = visible[0]
+        draft.is_writer = draft.is_committer and (self.ranks.is_main or self.on_each_node)
 
-    def _make_staging(self, held: ExitStack) -> Path:
+    def _staged(self, draft: Draft) -> list[Path | None]:
+        return self.ranks.everyone(draft.folder if draft.is_committer else None)
+
+    def _make_staging(self, draft: Draft) -> None:
         parent = self.folder.parent
         if self.folder.exists():
             if not self.folder.is_dir():
@@ -186,17 +119,25 @@ class CheckpointStore:
         parent.mkdir(parents=True, exist_ok=True)
         staging = parent / f"{_STAGING.format(name=self.folder.name)}{uuid4().hex}"
         staging.mkdir()
-        held.callback(os.close, _lock(staging))
-        return staging
+        draft.held.callback(os.close, _lock(staging))
+        draft.folder, draft.is_committer = staging, True
 
-    def _commit(self, draft: Draft, description: Manifest) -> None:
+    def abandon(self, draft: Draft) -> None:
+        """The staging folder is gone, unless its files are on the move already: then the next reader finishes that."""
+        draft.held.close()
+        if draft.is_committer and not self._moving:
+            shutil.rmtree(draft.folder, ignore_errors=True)
+
+    def commit(self, draft: Draft) -> None:
+        """The staged files, measured and on disk, and the manifest are in the folder."""
         what = f"commit {self.folder}"
-        told = self.ranks.everyone((draft.folder, draft.records, draft.pickled, draft.details))
+        records = {name: (record.size, record.crc32) for name, record in draft.records.items()}
+        told = self.ranks.everyone((draft.folder, records, draft.pickled, draft.details))
         error: Exception | None = None
         try:
             if draft.is_committer:
                 mine = [entry for entry in told if entry[0] == draft.folder]
-                self._write_manifest(draft.folder, mine, description)
+                self._write_manifest(draft.folder, mine, draft.description)
         except (OSError, CheckpointError) as problem:
             error = problem
         self.ranks.agree(error, what)
@@ -212,10 +153,10 @@ class CheckpointStore:
     def _write_manifest(
         self,
         staging: Path,
-        told: list[tuple[Path, dict[str, FileRecord], list[str], dict[str, Any]]],
+        told: list[tuple[Path, dict[str, tuple[int, int]], list[str], dict[str, Any]]],
         description: Manifest,
     ) -> None:
-        recorded = {name: record for entry in told for name, record in entry[1].items()}
+        recorded = {name: FileRecord(*record) for entry in told for name, record in entry[1].items()}
         pickled = tuple(sorted({name for entry in told for name in entry[2]}))
         details = {**description.details}
         for entry in reversed(told):
@@ -224,6 +165,8 @@ class CheckpointStore:
         for name in _file_names(staging):
             if name == MANIFEST_NAME:
                 raise CheckpointError(f"{name} in a checkpoint folder is this library's own; write another name")
+            if name == PIN_NAME:
+                continue
             record = recorded.get(name)
             if record is None or (staging / name).stat().st_size != record.size:
                 flush(staging / name)
@@ -289,12 +232,16 @@ class CheckpointStore:
 
     # ------------------------------------------------------------------------------------------- reading
 
-    def manifest(self) -> Manifest | None:
-        """The manifest of the checkpoint here; None for a folder without one.
+    @property
+    def readable(self) -> Path:
+        """The folder itself."""
+        return self.folder
 
-        Raises:
-            CheckpointError: it is torn, foreign, or of a newer format.
-        """
+    def close(self) -> None:
+        """Nothing was fetched."""
+
+    def manifest(self) -> Manifest | None:
+        """The manifest of the checkpoint here; None for a folder without one."""
         return read_manifest(self.folder)
 
     def recover(self) -> bool:
@@ -321,31 +268,26 @@ class CheckpointStore:
             self.folder, manifest.files, contents=True, names=moved
         )
 
-    def problem(self, *, contents: bool = True) -> str | None:
-        """Why the checkpoint here must not be loaded; None when it is whole.
-
-        With ``contents``, every byte of it is read, and the ranks of a node share the work: a collective.
-
-        Raises:
-            CheckpointNotFound: there is no folder.
-        """
+    def problem(self) -> str | None:
+        """Why the checkpoint here must not be loaded; the ranks of a node share the reading."""
         reason: str | None = None
         try:
-            reason = self._problem_here(contents)
+            reason = self._problem_here()
         except CheckpointError as error:
             reason = str(error)
-        found = self.ranks.everyone(reason) if contents else [reason]
+        found = self.ranks.everyone(reason)
         return "; ".join(dict.fromkeys(text for text in found if text)) or None
 
-    def _problem_here(self, contents: bool) -> str | None:
+    def _problem_here(self) -> str | None:
         manifest = self.manifest()
         if manifest is None:
             return f"no {MANIFEST_NAME}: the save never finished, or another program wrote the folder"
-        names = sorted(manifest.files)
-        if contents:  # spread by size, so that no rank of the node reads most of the bytes
-            names.sort(key=lambda name: -manifest.files[name].size)
-            names = names[self.ranks.local_rank :: self.ranks.local_size]
-        return "; ".join(problems(self.folder, manifest.files, contents=contents, names=names)) or None
+        # spread by size, so that no rank of the node reads most of the bytes
+        names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+        names = names[self.ranks.local_rank :: self.ranks.local_size]
+        num_bytes = sum(manifest.files[name].size for name in names)
+        with Meter(f"Checking {self.folder.name}", num_bytes, shown=self.ranks.is_main) as meter:
+            return "; ".join(problems(self.folder, manifest.files, contents=True, names=names, meter=meter)) or None
 
     def require(self) -> None:
         """The folder is there (a crash's unfinished commit is finished first).

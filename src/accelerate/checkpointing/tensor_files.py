@@ -53,17 +53,27 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(cast(Any, flat.view(torch.uint8).numpy())) if flat.numel() else memoryview(b"")
 
 
+def check_tensor(name: str, tensor: torch.Tensor) -> str:
+    """How the format spells the tensor's dtype.
+
+    Raises:
+        CheckpointError: the tensor has a dtype or a layout that the format doesn't know.
+    """
+    spelled = SAFETENSORS_NAMES.get(tensor.dtype)
+    if spelled is None or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CheckpointError(
+            f"{name}: a {tensor.dtype} tensor of layout {tensor.layout} has no place in a safetensors "
+            "file. Convert it first, or save with safe_serialization=False."
+        )
+    return spelled
+
+
 def _header(tensors: Mapping[str, torch.Tensor], names: list[str], metadata: Mapping[str, str] | None) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name in names:
         tensor = tensors[name]
-        dtype = SAFETENSORS_NAMES.get(tensor.dtype)
-        if dtype is None or tensor.layout is not torch.strided or tensor.is_quantized:
-            raise CheckpointError(
-                f"{name}: a {tensor.dtype} tensor of layout {tensor.layout} has no place in a safetensors "
-                "file. Convert it first, or save with safe_serialization=False."
-            )
+        dtype = check_tensor(name, tensor)
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end

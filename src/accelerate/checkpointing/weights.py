@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from os import PathLike
@@ -26,8 +26,9 @@ from ..errors import CheckpointError, CheckpointNotFound
 from ..names import MODEL_NAME, SAFE_MODEL_NAME
 from .agreement import Ranks
 from .codec import read_pickle, write_pickle
-from .store import SealedFile, flush
-from .tensor_files import TensorFile, open_tensors, write_tensors
+from .draft import Create, SealedFile
+from .store import flush
+from .tensor_files import TensorFile, check_tensor, open_tensors, write_tensors
 
 if TYPE_CHECKING:
     from ..world import World
@@ -103,13 +104,27 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _check_writable(state_dict: Mapping[str, Any]) -> None:
+def check_weights(state_dict: Mapping[str, Any], *, safe_serialization: bool) -> None:
+    """The weights can be written.
+
+    Raises:
+        CheckpointError: a tensor has no values, or no place in the format.
+    """
     meta = [name for name, value in state_dict.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if meta:
         raise CheckpointError(
             f"can't save weights without values: {', '.join(meta[:5])}{' ...' if len(meta) > 5 else ''} "
             f"({len(meta)} on the meta device). Load or initialise the model first."
         )
+    if not safe_serialization:
+        return
+    for name, value in state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{name} is a {type(value)}: safetensors files hold tensors only. "
+                "Save with safe_serialization=False, or keep it out of the model's state dict."
+            )
+        check_tensor(name, value)
 
 
 # ------------------------------------------------------------------------------------------------- the files
@@ -164,9 +179,6 @@ def _split(state_dict: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list
     return shards
 
 
-Create = Callable[..., AbstractContextManager[SealedFile]]
-
-
 def write_weights(
     create: Create,
     state_dict: Mapping[str, Any],
@@ -180,16 +192,10 @@ def write_weights(
     Raises:
         CheckpointError: a tensor has no values, or no place in the format.
     """
-    _check_writable(state_dict)
+    check_weights(state_dict, safe_serialization=safe_serialization)
     names = WeightNames.of(index, safe=safe_serialization)
     if safe_serialization:
         dropped = shared_names(state_dict)
-        foreign = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
-        if foreign:
-            raise CheckpointError(
-                f"{foreign[0]} is a {type(state_dict[foreign[0]])}: safetensors files hold tensors only. "
-                "Save with safe_serialization=False, or keep it out of the model's state dict."
-            )
         state_dict = {name: value for name, value in state_dict.items() if name not in dropped}
     if max_shard_size is None:
         shards = [list(state_dict)]
@@ -371,11 +377,13 @@ def load_weights(
     strict: bool = True,
     map_location: Any = "cpu",
     load_kwargs: Mapping[str, Any] | None = None,
+    may_lack: Callable[[str], bool] | None = None,
     **load_state_dict_options: Any,
-) -> Any:
-    """``model`` has the weights in ``folder``; what ``load_state_dict`` says about keys is handed back.
+) -> LoadedWeights:
+    """``model`` has the weights in ``folder``.
 
     A name that was left out because it shares its tensor with another is filled where the model ties them too.
+    ``may_lack(name)`` is true for weights that were left out on purpose: the model keeps its own.
 
     Raises:
         CheckpointError: the files can't be read, or, with ``strict``, don't fit the model.
@@ -384,15 +392,24 @@ def load_weights(
         state = weights.state_dict()
         if load_state_dict_options.get("assign"):
             state = {name: value.clone() for name, value in state.items()}
-        ties = _ties(model)
+        own = model.state_dict(keep_vars=True)
+        ties = shared_names(own)
         state |= {first: state[name] for name, first in ties.items() if name in state and first not in state}
         state |= {name: state[first] for name, first in ties.items() if first in state and name not in state}
+        if may_lack is not None:
+            state |= {name: value for name, value in own.items() if name not in state and may_lack(name)}
         try:
-            return model.load_state_dict(state, strict=strict, **load_state_dict_options)
+            keys = model.load_state_dict(state, strict=strict, **load_state_dict_options)
         except RuntimeError as error:
             files = ", ".join(weights.files)
             raise CheckpointError(f"{files} in {folder} doesn't fit the model: {error}") from error
+        return LoadedWeights(keys, list(weights.files))
 
 
-def _ties(model: torch.nn.Module) -> dict[str, str]:
-    return shared_names(model.state_dict(keep_vars=True))
+@dataclass(frozen=True)
+@final
+class LoadedWeights:
+    """What ``load_state_dict`` said about names, and the files that were read."""
+
+    keys: Any
+    files: list[str]

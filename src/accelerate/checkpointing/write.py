@@ -5,18 +5,29 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from ..errors import CheckpointError, SettingError
 from ..seeding import capture_rng_states
 from ..settings.project import ProjectOptions
 from ..world import current_world
-from .layout import CUSTOM, LOADER, OPTIMIZER, RANDOM, SCALER, SCHEDULER, to_classic_streams
-from .manifest import Manifest
-from .series import next_number, numbered_folder, prune, series_folder
-from .store import CheckpointStore, Draft
+from .agreement import Conversation, Ranks
+from .background import Background
+from .codec import encode
+from .content import Late, Part, Pickled, State, Weights
+from .draft import Draft, Store
+from .layout import CUSTOM, LOADER, OPTIMIZER, RANDOM, SCALER, SCHEDULER, Slot, to_classic_streams
+from .manifest import PIN_NAME, Manifest
+from .meter import SILENT, Meter
+from .place import LocalPlace
+from .remote import open_store
+from .selection import EVERYTHING, Selection
+from .series import next_number, numbered_place, prune, series_place
+from .store import CheckpointStore
 from .weights import stale_weights, write_weights
 
 if TYPE_CHECKING:
@@ -24,136 +35,288 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+#: Writes what a strategy saves in its own way. It may hand back a function that does the writing later, from values
+#: that nobody changes meanwhile: an asynchronous save calls it from another thread.
+WriteParts = Callable[[Draft], Callable[[], None] | None]
 
-def write_checkpoint(
-    output_dir: str | PathLike[str] | None = None,
-    *,
-    world: World | None = None,
-    project: ProjectOptions | None = None,
-    models: Sequence[Any] = (),
-    weights: Iterable[Mapping[str, Any]] = (),
-    optimizers: Sequence[Any] = (),
-    schedulers: Sequence[Any] = (),
-    dataloaders: Sequence[Any] = (),
-    scaler: Any = None,
-    custom_objects: Sequence[Any] = (),
-    step: int = 0,
-    strategy: str = "NO",
-    safe_serialization: bool = True,
-    pre_hooks: Iterable[Callable[..., None]] = (),
-    write_parts: Callable[[Draft], None] | None = None,
-    details: Mapping[str, Any] | None = None,
-) -> str:
-    """A committed checkpoint of all that is given, on every rank's return; its folder is handed back.
 
-    A collective. With automatic naming the folder is the next number of the project's series and ``output_dir``
-    is not used; ``project.iteration`` then moves on, and older checkpoints beyond ``total_limit`` are removed.
+@dataclass
+@final
+class Contents:
+    """The live objects of a run, as far as a checkpoint is made of them.
 
-    Args:
-        world: the processes that save together; None is this process alone.
+    Attributes:
         models: handed to the hooks.
         weights: one state dict per model, as the main process writes it. Hooks may take entries out.
-        step: given back by :func:`read_checkpoint`.
-        strategy: the label that the manifest records.
-        pre_hooks: called as ``hook(models, weights, folder)`` with the *staging* folder, on every rank.
-        write_parts: writes what a strategy saves in its own way, through the draft or into ``draft.folder``.
-        details: JSON values that the manifest records: epoch, metrics.
-
-    Raises:
-        CheckpointError: on every rank, when any rank failed; whatever was there before still is.
-        EncodingError: a state can't be written without pickle; the text names the object and the path.
+        custom_objects: what the user registered.
+        may_pickle: those of them that are saved as pickles.
     """
-    project = project or ProjectOptions()
-    classic = project.checkpoint_format == "classic"
-    store, number = _target(output_dir, world, project)
-    remaining = [dict(state) for state in weights]
-    manifest = Manifest(
-        {},
-        step=step,
-        strategy=strategy,
-        checkpoint_format=project.checkpoint_format,
-        details={**(details or {}), **({} if number is None else {"iteration": number})},
-    )
-    with store.draft(manifest) as draft:
-        for hook in pre_hooks:
-            hook(list(models), remaining, str(draft.folder))
-        if write_parts is not None:
-            write_parts(draft)
-        if draft.is_writer:
-            for index, state in enumerate(remaining):
-                write_weights(draft.create, state, index=index, safe_serialization=safe_serialization)
-            _write_shared(draft, optimizers, schedulers, dataloaders, scaler, custom_objects, classic)
-        _write_own(draft, dataloaders, step, classic)
-    _clear_stale_weights(store, len(remaining), classic)
-    if number is not None:
-        _close_number(store, project, number)
-    return str(store.folder)
 
+    models: Sequence[Any] = ()
+    weights: Iterable[Mapping[str, Any]] = ()
+    optimizers: Sequence[Any] = ()
+    schedulers: Sequence[Any] = ()
+    dataloaders: Sequence[Any] = ()
+    scaler: Any = None
+    custom_objects: Sequence[Any] = ()
+    may_pickle: Sequence[Any] = ()
+    step: int = 0
+    classic: bool = False
+    safe_serialization: bool = True
 
-def _target(
-    output_dir: str | PathLike[str] | None, world: World | None, project: ProjectOptions
-) -> tuple[CheckpointStore, int | None]:
-    on_each_node = project.save_on_each_node
-    if not project.automatic_checkpoint_naming:
-        if output_dir is None:
-            raise SettingError(
-                "save_state() needs an output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
-            )
-        return CheckpointStore(output_dir, world, on_each_node=on_each_node), None
-    if project.project_dir is None:
-        raise SettingError(
-            "automatic_checkpoint_naming needs a project_dir: give Accelerator(project_dir=...) or "
-            "ProjectConfiguration(project_dir=...)."
-        )
-    root = series_folder(project.project_dir)
-    numbers = CheckpointStore(root, world).ranks.everyone(next_number(root, project.iteration))
-    return CheckpointStore(numbered_folder(root, numbers[0]), world, on_each_node=on_each_node), numbers[0]
+    # ------------------------------------------------------------------------------------------ as parts
 
+    def of_weights(self, weights: Sequence[Mapping[str, Any]], selection: Selection) -> list[Part]:
+        """The weights of every model."""
+        chosen = [selection.of(state) for state in weights]
+        if self.safe_serialization:
+            return [Weights(state, index) for index, state in enumerate(chosen)]
+        return [
+            Pickled(partial(write_weights, state_dict=state, index=index, safe_serialization=False))
+            for index, state in enumerate(chosen)
+        ]
 
-def _write_shared(
-    draft: Draft,
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-    dataloaders: Sequence[Any],
-    scaler: Any,
-    custom_objects: Sequence[Any],
-    classic: bool,
-) -> None:
-    for slot, kind, objects in (
-        (OPTIMIZER, "optimizer", optimizers),
-        (SCHEDULER, "scheduler", schedulers),
-        (CUSTOM, "registered object", custom_objects),
-    ):
-        for number, obj in enumerate(objects):
-            what = f"{kind} {number} ({type(obj).__qualname__}).state_dict()"
-            slot.write(draft.create, obj.state_dict(), number, what=what, classic=classic)
-    for number, loader in enumerate(dataloaders):
-        if _keeps_state(loader):
-            what = f"data loader {number}.state_dict()"
-            LOADER.write(draft.create, loader.state_dict(), number, what=what, classic=classic)
-    if scaler is not None:
-        SCALER.write(draft.create, scaler.state_dict(), what="scaler.state_dict()", classic=classic)
+    def shared(self) -> list[Part]:
+        """What all ranks have in common besides weights."""
+        parts: list[Part] = []
+        for slot, kind, objects in (
+            (OPTIMIZER, "optimizer", self.optimizers),
+            (SCHEDULER, "scheduler", self.schedulers),
+            (CUSTOM, "registered object", self.custom_objects),
+        ):
+            for number, obj in enumerate(objects):
+                what = f"{kind} {number} ({type(obj).__qualname__}).state_dict()"
+                is_pickle = slot is CUSTOM and any(obj is one for one in self.may_pickle)
+                parts.append(self._part(slot, obj.state_dict(), number, what, is_pickle))
+        for number, loader in enumerate(self.dataloaders):
+            if _keeps_state(loader):
+                parts.append(self._part(LOADER, loader.state_dict(), number, f"data loader {number}.state_dict()"))
+        if self.scaler is not None:
+            parts.append(self._part(SCALER, self.scaler.state_dict(), 0, "scaler.state_dict()"))
+        return parts
 
+    def own(self, rank: int) -> Part:
+        """The random streams of this rank, and the part of each loader's state that only this rank has."""
+        streams = capture_rng_states(self.step)
+        if self.classic:
+            return self._part(RANDOM, to_classic_streams(streams), rank, "random streams")
+        states = [loader.state_dict() if _keeps_state(loader) else None for loader in self.dataloaders]
+        own = [state.get("own") if isinstance(state, Mapping) else None for state in states]
+        return self._part(RANDOM, {"streams": streams, "loaders": own}, rank, "random streams")
 
-def _write_own(draft: Draft, dataloaders: Sequence[Any], step: int, classic: bool) -> None:
-    """The random streams of this rank, and the part of each loader's state that only this rank has."""
-    streams = capture_rng_states(step)
-    if classic:
-        RANDOM.write(draft.create, to_classic_streams(streams), draft.ranks.rank, what="random streams", classic=True)
-        return
-    own: list[Any] = []
-    for loader in dataloaders:
-        state = loader.state_dict() if _keeps_state(loader) else None
-        own.append(state.get("own") if isinstance(state, Mapping) else None)
-    value = {"streams": streams, "loaders": own}
-    RANDOM.write(draft.create, value, draft.ranks.rank, what="random streams")
+    def epoch(self) -> int | None:
+        """The epoch of the first loader that knows it."""
+        states = (loader.state_dict() for loader in self.dataloaders if _keeps_state(loader))
+        found = (state.get("epoch") for state in states if isinstance(state, Mapping))
+        return next((epoch for epoch in found if isinstance(epoch, int)), None)
+
+    def _part(self, slot: Slot, value: Any, number: int, what: str, is_pickle: bool = False) -> Part:
+        if self.classic or is_pickle:
+            return Pickled(partial(slot.write_pickle, value=value, number=number))
+        return State(slot.name(number), encode(value, what), beside=slot.tensors_beside)
 
 
 def _keeps_state(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
-def _clear_stale_weights(store: CheckpointStore, num_models: int, classic: bool) -> None:
+@dataclass
+@final
+class Saving:
+    """One save on its way: where to, and what follows the commit."""
+
+    store: Store
+    project: ProjectOptions
+    number: int | None
+    selection: Selection
+    pin: bool
+    parts: list[Part] = field(default_factory=list)
+    num_models: int = 0
+
+    def write(self, draft: Draft, *, shown: bool) -> None:
+        """Every part is a file of the draft."""
+        num_bytes = sum(tensor.numel() * tensor.element_size() for part in self.parts for tensor in part.tensors())
+        name = self.store.address.rpartition("/")[2]
+        with Meter(f"Saving {name}", num_bytes, shown=shown and draft.ranks.is_main) as draft.meter:
+            for part in self.parts:
+                part.write(draft.create)
+        draft.meter = SILENT
+
+    def close(self) -> None:
+        """After the commit: no stale files, no checkpoints beyond the limits."""
+        if isinstance(self.store, CheckpointStore):
+            _clear_stale_weights(self.store, self.num_models)
+        if self.number is not None and self.project.total_limit is not None:
+            _prune(self.store, self.project)
+
+    def finish_in_background(self, draft: Draft) -> None:
+        """The kept parts are a committed checkpoint; runs in a thread of its own."""
+        try:
+            with self.store.sealing(draft):
+                self.write(draft, shown=False)
+            self.close()
+        finally:
+            self.parts.clear()
+            self.store.ranks.close()
+
+
+def write_checkpoint(
+    output_dir: str | PathLike[str] | None = None,
+    *,
+    world: World | None = None,
+    project: ProjectOptions | None = None,
+    step: int = 0,
+    strategy: str = "NO",
+    safe_serialization: bool = True,
+    pre_hooks: Iterable[Callable[..., None]] = (),
+    write_parts: WriteParts | None = None,
+    details: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    select: Selection | None = None,
+    pin: bool = False,
+    background: Background | None = None,
+    asynchronous: bool = False,
+    **objects: Any,
+) -> str:
+    """A committed checkpoint of all that is given, on every rank's return; its folder is handed back.
+
+    A collective. With automatic naming the folder is the next number of the project's series and ``output_dir``
+    is not used; ``project.iteration`` then moves on, and older checkpoints beyond the project's limits are removed.
+
+    Args:
+        world: the processes that save together; None is this process alone.
+        step: given back by :func:`read_checkpoint`.
+        strategy: the label that the manifest records.
+        pre_hooks: called as ``hook(models, weights, folder)`` with the *staging* folder, on every rank.
+        write_parts: writes what a strategy saves in its own way, through the draft or into ``draft.folder``.
+        details: JSON values that the manifest records; ``epoch`` is shown in listings.
+        metrics: numbers that the manifest records; the best checkpoints by one of them can be kept.
+        select: leaves a part out, or converts it.
+        pin: the checkpoint is kept, whatever the limits say.
+        background: where a save may still be under way: this one begins when that one is committed.
+        asynchronous: return as soon as the state is copied to host memory, and write in the background.
+        objects: the fields of :class:`Contents`: ``weights=``, ``optimizers=``, ...
+
+    Raises:
+        CheckpointError: on every rank, when any rank failed; whatever was there before still is. An asynchronous
+            save raises when the next one begins, from ``background.wait()``, or ends the program with status 1.
+        EncodingError: a state can't be written without pickle; the text names the object and the path.
+    """
+    if background is not None:
+        background.wait()
+    project, select = project or ProjectOptions(), select or EVERYTHING
+    contents = Contents(
+        step=step, classic=project.checkpoint_format == "classic", safe_serialization=safe_serialization, **objects
+    )
+    asynchronous = asynchronous and background is not None
+    ranks = _ranks(world, asynchronous)
+    saving = _saving(output_dir, ranks, project, select, pin)
+    manifest = Manifest(
+        {},
+        step=step,
+        strategy=strategy,
+        checkpoint_format=project.checkpoint_format,
+        details=_details(details, metrics, saving, contents),
+    )
+    try:
+        draft = saving.store.begin(manifest)
+        collect = partial(_collect, saving, contents, draft, list(pre_hooks), write_parts)
+        if asynchronous and background is not None:
+            with saving.store.together(draft):
+                collect()
+                background.memory.keep(saving.parts)
+            background.start(partial(saving.finish_in_background, draft))
+        else:
+            with saving.store.sealing(draft):
+                collect()
+                saving.write(draft, shown=True)
+            saving.close()
+    except BaseException:  # the conversation ends, whatever ended the save
+        ranks.close()
+        raise
+    if saving.number is not None:
+        project.iteration = saving.number + 1
+    return saving.store.address
+
+
+def _ranks(world: World | None, asynchronous: bool) -> Ranks:
+    if not asynchronous or world is None or not world.is_distributed:
+        return Ranks(world)
+    if world.meeting is None:
+        raise SettingError(
+            "asynchronous saving needs the key-value store of a process group, which this runtime doesn't have; "
+            "save with asynchronous=False."
+        )
+    number = world.meeting.begin("save_state")
+    return Ranks(world, Conversation(world.meeting, f"save/{number}"))
+
+
+def _saving(
+    output_dir: str | PathLike[str] | None,
+    ranks: Ranks,
+    project: ProjectOptions,
+    select: Selection,
+    pin: bool,
+) -> Saving:
+    on_each_node = project.save_on_each_node
+    if not project.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise SettingError(
+                "save_state() needs an output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
+            )
+        return Saving(open_store(output_dir, ranks, on_each_node=on_each_node), project, None, select, pin)
+    if project.project_dir is None:
+        raise SettingError(
+            "automatic_checkpoint_naming needs a project_dir: give Accelerator(project_dir=...) or "
+            "ProjectConfiguration(project_dir=...)."
+        )
+    root = series_place(project.project_dir)
+    number = ranks.everyone(next_number(root, project.iteration) if ranks.is_main else 0)[0]
+    store = open_store(numbered_place(root, number), ranks, on_each_node=on_each_node)
+    return Saving(store, project, number, select, pin)
+
+
+def _details(
+    details: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None, saving: Saving, contents: Contents
+) -> dict[str, Any]:
+    found = dict(details or {})
+    if found.get("epoch") is None and (epoch := contents.epoch()) is not None:
+        found["epoch"] = epoch
+    if metrics:
+        found["metrics"] = {name: float(value) for name, value in metrics.items()}
+    if saving.selection != EVERYTHING:
+        found["selection"] = saving.selection.to_details()
+    if saving.number is not None:
+        found["iteration"] = saving.number
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _collect(
+    saving: Saving,
+    contents: Contents,
+    draft: Draft,
+    pre_hooks: Iterable[Callable[..., None]],
+    write_parts: WriteParts | None,
+) -> None:
+    """The parts that this rank writes are known; nothing of them is written but what hooks write themselves."""
+    weights = [dict(state) for state in contents.weights]
+    for hook in pre_hooks:
+        hook(list(contents.models), weights, str(draft.folder))
+    saving.num_models = len(weights)
+    later = write_parts(draft) if write_parts is not None else None
+    if later is not None:
+        saving.parts.append(Late(later))
+    if draft.is_writer:
+        saving.parts += contents.of_weights(weights, saving.selection)
+        if not saving.selection.model_only:
+            saving.parts += contents.shared()
+        if saving.pin:
+            (draft.folder / PIN_NAME).touch()
+    if not saving.selection.model_only:
+        saving.parts.append(contents.own(draft.ranks.rank))
+
+
+def _clear_stale_weights(store: CheckpointStore, num_models: int) -> None:
     """Weights that an unmanaged save left in the folder, and that would now be found beside ours, are gone."""
     if not store.ranks.is_local_main:
         return
@@ -164,15 +327,16 @@ def _clear_stale_weights(store: CheckpointStore, num_models: int, classic: bool)
             (store.folder / name).unlink(missing_ok=True)
 
 
-def _close_number(store: CheckpointStore, project: ProjectOptions, number: int) -> None:
-    project.iteration = number + 1
-    if project.total_limit is None:
+def _prune(store: Store, project: ProjectOptions) -> None:
+    is_local = isinstance(store, CheckpointStore)
+    if not (store.ranks.is_main or (is_local and store.ranks.is_local_main and store.on_each_node)):
         return
-    if store.ranks.is_main or (store.ranks.is_local_main and store.on_each_node):
-        try:
-            prune(store.folder.parent, project.total_limit, store.folder)
-        except OSError as error:  # the new checkpoint is safe; a full disk is for the next save to report
-            _log.warning("Older checkpoints in %s could not be removed: %s", store.folder.parent, error)
+    assert project.project_dir is not None
+    root = LocalPlace(store.folder.parent) if is_local else series_place(project.project_dir)
+    try:
+        prune(root, project, Path(store.address).name)
+    except Exception as error:  # the new checkpoint is safe; a disk or a network that fails is for the next save
+        _log.warning("Older checkpoints in %s could not be removed: %s", root, error)
 
 
 def save_accelerator_state(

@@ -16,11 +16,14 @@ class ProjectConfiguration(ProjectOptions):
 
     ``checkpoint_format="safe"`` writes files that hold no pickle; ``"classic"`` the names and layout that
     other tools know from before. Both are read.
+
+    Of numbered checkpoints the newest ``total_limit`` are kept (None: all), and besides: every ``keep_every``-th, the
+    ``keep_best`` by ``best_metric``, and those that were saved with ``pin=True``.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        settle(self, "total_limit", "iteration", "checkpoint_format")
+        settle(self, "total_limit", "iteration", "checkpoint_format", "keep_every", "best_mode", "keep_best")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:

@@ -22,3 +22,12 @@ class ProjectOptions(OptionGroup, title="Project"):
         "safe: safetensors and JSON; classic: the older file names with pickles.",
         choices=("safe", "classic"),
     )
+    keep_every: int | None = option(
+        None, "Every checkpoint whose number this divides is kept, beside the newest total_limit.", minimum=1
+    )
+    best_metric: str | None = option(
+        None, "The checkpoints that are best by this metric of save_state(metrics=...) are kept as well."
+    )
+    best_mode: str = option("min", "Whether less or more of the metric is better.", choices=("min", "max"))
+    keep_best: int = option(1, "How many of the best checkpoints are kept.", minimum=1)
+    save_asynchronously: bool = option(False, "save_state() returns as soon as the state is copied to host memory.")

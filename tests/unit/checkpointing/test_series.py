@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from accelerate.checkpointing import list_checkpoints, read_checkpoint, write_checkpoint
+from accelerate.checkpointing.place import place_of
 from accelerate.checkpointing.series import next_number, prune
 from accelerate.errors import CheckpointError, CheckpointNotFound
 from accelerate.settings.project import ProjectOptions
@@ -41,7 +42,7 @@ def test_folders_are_numbered_from_zero(tmp_path: Path) -> None:
 def test_a_new_process_continues_the_numbers_on_disk(tmp_path: Path) -> None:
     for number in range(12):
         save(project(tmp_path), number)  # a fresh configuration each time, as after a restart
-    assert next_number(tmp_path / "checkpoints") == 12
+    assert next_number(place_of(tmp_path / "checkpoints")) == 12
     assert load(project(tmp_path)) == (11, 11.0, [])
 
 
@@ -117,7 +118,8 @@ def test_folders_and_files_of_other_names_are_left_alone(tmp_path: Path) -> None
 def test_a_newer_number_than_the_committed_one_is_never_removed(tmp_path: Path) -> None:
     options = project(tmp_path)
     folders = [save(options, step) for step in range(4)]
-    prune(folders[0].parent, 1, folders[1])
+    options.total_limit = 1
+    prune(place_of(folders[0].parent), options, "checkpoint_1")
     assert names(tmp_path) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
 
 
@@ -126,7 +128,7 @@ def test_a_listing_shows_what_is_there_and_what_is_wrong(tmp_path: Path) -> None
     folders = [save(options, step) for step in range(2)]
     (folders[0] / "model.safetensors").unlink()
     entries = list_checkpoints(tmp_path)
-    assert [entry.folder.name for entry in entries] == ["checkpoint_0", "checkpoint_1"]
+    assert [entry.name for entry in entries] == ["checkpoint_0", "checkpoint_1"]
     assert [entry.problem for entry in entries] == ["model.safetensors: missing", None]
     assert [entry.manifest.step for entry in entries if entry.manifest] == [0, 1]
     assert entries[1].num_bytes > 100

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from accelerate.checkpointing import store as store_module
+from accelerate.checkpointing.draft import Draft
 from accelerate.checkpointing.manifest import Manifest, read_manifest
-from accelerate.checkpointing.store import CheckpointStore, Draft
+from accelerate.checkpointing.store import CheckpointStore
 from accelerate.errors import CheckpointError, CheckpointNotFound
 
 
