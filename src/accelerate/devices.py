@@ -15,6 +15,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
@@ -65,6 +66,9 @@ class DeviceKind:
     memory_left: str = "mem_get_info"
     bf16: str = "is_bf16_supported"  # a call, or always, or never
     fp16: str = _ALWAYS
+    stream: str = "Stream"  # makes a queue of work beside the current one
+    stream_scope: str = "stream"
+    stream_now: str = "current_stream"
 
     # ------------------------------------------------------------------------------ asked in-process
 
@@ -119,6 +123,18 @@ class DeviceKind:
     def synchronize(self) -> None:
         """Everything queued on the current device has happened."""
         self._ask(self.wait)
+
+    def side_stream(self, device: torch.device) -> Any:
+        """A new stream of `device`, beside the current one; None where this kind has none."""
+        return self._ask(self.stream, device)
+
+    def in_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A block whose work is queued on `stream`."""
+        return self._ask(self.stream_scope, stream)
+
+    def current_stream(self, device: torch.device) -> Any:
+        """The stream of `device` on which work is queued now."""
+        return self._ask(self.stream_now, device)
 
     def empty_cache(self) -> None:
         """Memory that torch keeps for reuse is handed back to the driver."""
@@ -224,12 +240,13 @@ KINDS: Final[tuple[DeviceKind, ...]] = (
         clear="", seed_call="torch_xla.core.xla_model:set_rng_state",
         rng_read="torch_xla.core.xla_model:get_rng_state", rng_write="torch_xla.core.xla_model:set_rng_state",
         rng_is_list=False, memory_used="", memory_peak="", memory_peak_reset="", memory_left="", bf16=_ALWAYS,
+        stream="",
     ),
     DeviceKind(
         "mps", "NO", "torch.mps", available="torch.backends.mps:is_available", select="",
         seed_call="manual_seed", rng_read="get_rng_state", rng_write="set_rng_state", rng_is_list=False,
         memory_used="current_allocated_memory", memory_peak="", memory_peak_reset="",
-        memory_left="recommended_max_memory", bf16="accelerate.devices:is_macos_14",
+        memory_left="recommended_max_memory", bf16="accelerate.devices:is_macos_14", stream="",
     ),
     DeviceKind(
         "mlu", "MULTI_MLU", "torch.mlu", extension="torch_mlu", backend="cncl",
@@ -266,7 +283,7 @@ KINDS: Final[tuple[DeviceKind, ...]] = (
     ),
     DeviceKind(
         "cpu", "MULTI_CPU", "torch.cpu", backend="gloo", select="", clear="", seed_call="", rng_read="",
-        rng_write="", memory_used="", memory_peak="", memory_peak_reset="", memory_left="", bf16=_ALWAYS,
+        rng_write="", memory_used="", memory_peak="", memory_peak_reset="", memory_left="", bf16=_ALWAYS, stream="",
     ),
 )  # fmt: skip
 

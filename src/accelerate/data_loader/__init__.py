@@ -6,6 +6,7 @@ from .adapter import DataLoaderAdapter, DataLoaderStateMixin
 from .aware import AlreadyShardedWarning
 from .coverage import BatchCoverage, keep_real
 from .dispatch import DataLoaderDispatcher
+from .index_free import IndexFreeSampler
 from .order import SeedableRandomSampler, SkipBatchSampler
 from .prefetch import BatchFeeder, DataLoaderShard, get_sampler
 from .prepare import prepare_data_loader
@@ -22,6 +23,7 @@ __all__ = [
     "DataLoaderDispatcher",
     "DataLoaderShard",
     "DataLoaderStateMixin",
+    "IndexFreeSampler",
     "IterableDatasetShard",
     "ResumeWarning",
     "SeedableRandomSampler",

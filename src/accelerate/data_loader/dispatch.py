@@ -117,6 +117,7 @@ class DataLoaderDispatcher(BatchFeeder):
     # -- rank 0 alone draws and reads ------------------------------------------------------------------
 
     _draws_on_every_rank = False
+    _stages_batches = False  # what the ranks get has come through the device already
 
     @property
     def _num_head(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, final
 
@@ -23,8 +24,10 @@ from torch.utils.data.distributed import DistributedSampler
 from accelerate.seeding import capture_host_streams, host_streams
 
 from .coverage import BatchCoverage
+from .index_free import IndexFreeSampler
 
 NUM_WITNESSES = 8
+NUM_AHEAD = 4096  # samples of a known order that are turned into Python numbers at a time
 
 # Samplers whose code is known: what they draw, they draw from their own generator or from torch's on the host.
 _DRAW_FROM_TORCH = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -52,6 +55,9 @@ class SeedableRandomSampler(RandomSampler):
     def set_epoch(self, epoch: int) -> None:
         """The next pass is that of ``epoch``."""
         self.epoch = epoch
+
+
+_SEEDED = (SeedableRandomSampler, IndexFreeSampler)
 
 
 class SkipBatchSampler(BatchSampler):
@@ -168,22 +174,25 @@ def enter(batch_sampler: Any, place: Place, num_head: int = 0) -> Entered:
 
     Torch's own batch sampler is entered at the sample, others at the batch.
     """
-    if place == BEGINNING:
-        groups = iter(batch_sampler)
-        head = list(islice(groups, num_head))
-        return Entered(chain(head, groups) if head else groups, head, place)
     if type(batch_sampler) is BatchSampler:
-        return _enter_at_sample(batch_sampler, place, num_head)
+        order = known_order(batch_sampler.sampler)
+        if order is not None:
+            return _enter_known(batch_sampler, order, place, num_head)
+        if place != BEGINNING:
+            return _enter_at_sample(batch_sampler, place, num_head)
     groups = iter(batch_sampler)
     head = list(islice(groups, num_head))
-    rest = chain(head, groups)
+    rest = chain(head, groups) if head else groups
     skipped = deque(islice(rest, place.groups), maxlen=1)
     return Entered(rest, head, place, witnesses_of(skipped[-1]) if skipped else [])
 
 
 def _enter_at_sample(batch_sampler: BatchSampler, place: Place, num_head: int) -> Entered:
     size = batch_sampler.batch_size
-    first, last, rest = _seek(batch_sampler.sampler, place.samples, num_head * size, min(size, NUM_WITNESSES))
+    indices = iter(batch_sampler.sampler)
+    first = list(islice(indices, num_head * size))
+    rest = chain(first, indices)
+    last = deque(islice(rest, place.samples), maxlen=min(size, NUM_WITNESSES))
 
     def groups() -> Iterator[list[Any]]:
         while group := list(islice(rest, size)):
@@ -194,43 +203,79 @@ def _enter_at_sample(batch_sampler: BatchSampler, place: Place, num_head: int) -
     return Entered(groups(), head, place, witnesses_of(last))
 
 
-def _seek(sampler: Any, start: int, num_first: int, num_last: int) -> tuple[list[Any], list[Any], Iterator[Any]]:
-    """Some samples of the beginning, some right before ``start``, and all from ``start`` on."""
-    if _is_permutation(sampler):
-        order, rest = _permutation(sampler, start)
-        return order[:num_first].tolist(), order[max(start - num_last, 0) : start].tolist(), rest
-    indices = iter(sampler)
-    first = list(islice(indices, num_first))
-    rest = chain(first, indices)
-    return first, list(deque(islice(rest, start), maxlen=num_last)), rest
+# -- orders that are known as a whole ----------------------------------------------------------------------
 
 
-def _is_permutation(sampler: Any) -> bool:
-    return (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-        and sampler.num_samples > 0
-    )
+@final
+@dataclass(frozen=True)
+class KnownOrder:
+    """An order of which any part can be had at once."""
+
+    length: int
+    part: Callable[[int, int], list[Any]]
+    finish: Callable[[], object]  # what the sampler does when it has given its last sample
 
 
-def _permutation(sampler: RandomSampler, start: int) -> tuple[torch.Tensor, Iterator[int]]:
-    """The order that torch's random sampler draws, and its samples from ``start`` on.
+def known_order(sampler: Any) -> KnownOrder | None:
+    """The order that ``sampler`` begins now, where its code is known and no sample depends on drawing the others.
 
-    It draws what the sampler would draw, but the samples before ``start`` stay in the tensor: making a Python
-    number of each would cost more than drawing the order.
+    What the sampler would draw has been drawn.
     """
+    kind = type(sampler)
+    if kind is SequentialSampler:
+        return KnownOrder(len(sampler), lambda start, stop: list(range(start, stop)), lambda: None)
+    if kind is IndexFreeSampler:
+        order = sampler.order()
+        return KnownOrder(
+            len(sampler), lambda start, stop: order.at(start, stop).tolist(), partial(_to_next_epoch, sampler)
+        )
+    if kind not in (RandomSampler, SeedableRandomSampler) or not _is_permutation(sampler):
+        return None
     generator = sampler.generator
-    if generator is None:
+    if kind is SeedableRandomSampler:
+        if generator is None:
+            generator = sampler.generator = torch.Generator()
+        generator.manual_seed(sampler.epoch + sampler.initial_seed)
+    elif generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    order = torch.randperm(sampler.num_samples, generator=generator)
+    size = sampler.num_samples
+    indices = torch.randperm(size, generator=generator)
 
-    def rest() -> Iterator[int]:
-        yield from order[start:].tolist()
-        torch.randperm(sampler.num_samples, generator=generator)  # the sampler draws one more order at its end
+    def finish() -> None:
+        torch.randperm(size, generator=generator)  # torch's sampler draws one more order at its end
+        if kind is SeedableRandomSampler:
+            _to_next_epoch(sampler)
 
-    return order, rest()
+    # Only the part that is needed becomes Python numbers: of a long order, all of them would cost more than it.
+    return KnownOrder(size, lambda start, stop: indices[start:stop].tolist(), finish)
+
+
+def _to_next_epoch(sampler: Any) -> None:
+    sampler.set_epoch(sampler.epoch + 1)
+
+
+def _is_permutation(sampler: RandomSampler) -> bool:
+    size = sampler.num_samples
+    return not sampler.replacement and size == len(sampler.data_source) and size > 0
+
+
+def _enter_known(batch_sampler: BatchSampler, order: KnownOrder, place: Place, num_head: int) -> Entered:
+    size, length, part = batch_sampler.batch_size, order.length, order.part
+    end = length - length % size if batch_sampler.drop_last else length
+    per_chunk = size * max(NUM_AHEAD // size, 1)
+
+    def groups() -> Iterator[list[Any]]:
+        for start in range(place.samples, end, per_chunk):
+            chunk = part(start, min(start + per_chunk, end))
+            for position in range(0, len(chunk), size):
+                yield chunk[position : position + size]
+        order.finish()
+
+    first = part(0, min(num_head * size, end)) if num_head else []
+    head = [first[start : start + size] for start in range(0, len(first), size)]
+    stands = min(place.samples, length)
+    return Entered(groups(), head, place, witnesses_of(part(max(stands - min(size, NUM_WITNESSES), 0), stands)))
 
 
 # -- how an epoch's order begins ---------------------------------------------------------------------------
@@ -262,8 +307,8 @@ class Order:
         generators = [getattr(sampler, "generator", None) for sampler in samplers]
         own = [found for found in generators if isinstance(found, torch.Generator)]
         self.generator: torch.Generator | None = generator or (own[0] if own else None)
-        self.seedable: SeedableRandomSampler | None = next(
-            (sampler for sampler in samplers if isinstance(sampler, SeedableRandomSampler)), None
+        self.seedable: SeedableRandomSampler | IndexFreeSampler | None = next(
+            (sampler for sampler in samplers if isinstance(sampler, _SEEDED)), None
         )
         foreign = [sampler for sampler in samplers if not isinstance(sampler, ours)]
         self.stateful: Any = next((sampler for sampler in foreign if _has_state(sampler)), None)
@@ -312,7 +357,7 @@ def _streams_of(samplers: Sequence[Any]) -> tuple[str, ...]:
     streams: tuple[str, ...] = ()
     for sampler in samplers:
         kind = type(sampler)
-        if kind in _DRAW_NOTHING or kind is SeedableRandomSampler:
+        if kind in _DRAW_NOTHING or kind in _SEEDED:
             continue
         if kind not in _DRAW_FROM_TORCH:
             return ("torch", "python", "numpy")

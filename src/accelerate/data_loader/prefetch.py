@@ -8,6 +8,7 @@ from abc import ABC
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from time import perf_counter
 from typing import Any, Final, cast, final
 
 import torch
@@ -28,6 +29,7 @@ from .adapter import DataLoaderAdapter, DataLoaderStateMixin
 from .order import BEGINNING, Drawn, Order, Place, SkipBatchSampler, agree, enter, samplers_of, unskipped
 from .position import Progress, Restored
 from .shard import Account, BatchSamplerShard, IterableDatasetShard, draw_whole
+from .staging import DeviceStage, stage_for, staged
 from .stream import ResumeWarning, StreamReader, StreamSource
 from .worker_streams import KeyedIndices
 
@@ -91,6 +93,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         iteration: int = 0,
         *,
         gradient_state: GradientState | None = None,
+        prefetch_to_device: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
@@ -100,6 +103,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self.skip_batches = skip_batches
         self.gradient_state = gradient_state
         self.torch_device_mesh = torch_device_mesh
+        self.prefetch_to_device = prefetch_to_device
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self._is_accelerate_prepared = True
@@ -111,6 +115,10 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self._newest_pass: object = None
         self._head: list[Any] = []
         self._stream: StreamReader | None = None
+        self._stage: DeviceStage | None = None  # copies the batches of the running pass; else they are copied as read
+        self.data_wait_seconds = 0.0  # how long the loop has waited for batches, in the running or the last pass
+
+    _stages_batches = True
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -118,12 +126,18 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         progress, gradient_state = self.progress, self.gradient_state
         restored = progress.start()
         self._announce_epoch()
+        stage = self._stage = stage_for(self.device) if self.prefetch_to_device and self._stages_batches else None
         batches = self._read(restored)
+        if stage is not None:
+            batches = staged(batches, stage, self.prefetch_to_device if self.num_workers else 0)
         shown = vars(self)  # torch checks every assignment to an attribute of a loader, which costs more than the rest
         this_pass = shown["_newest_pass"] = object()
         self.begin()
+        shown["data_wait_seconds"] = 0.0
+        asked = perf_counter()
         try:
             for batch, drawn in batches:
+                shown["data_wait_seconds"] += perf_counter() - asked
                 shown["end_of_dataloader"] = drawn.is_last
                 shown["coverage"] = drawn.coverage
                 shown["_newest_pass"] = this_pass
@@ -131,6 +145,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
                 if gradient_state.active_dataloader is not self:  # another loop delivered in between
                     gradient_state._add_dataloader(self)
                 yield batch
+                asked = perf_counter()
             progress.finish()
         finally:
             batches.close()
@@ -152,7 +167,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     def place_batch(self, batch: Any) -> Any:
         """``batch`` on the device of this loader."""
-        if self.device is None or (self._stays_on_host and _is_on_host(batch)):
+        if self.device is None or self._stage is not None or (self._stays_on_host and _is_on_host(batch)):
             return batch
         return send_to_device(batch, self.device, non_blocking=self._non_blocking)
 
@@ -175,7 +190,8 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     def _read_map(self, restored: Restored | None) -> Generator[Delivery, None, None]:
         # Loops over one loader may be nested, so each has its feed; a reader that is kept keeps its feed.
         feed = self._feed if self._keeps_reader else IndexFeed()
-        device, non_blocking, on_host = self.device, self._non_blocking, self._stays_on_host
+        device = self.device if self._stage is None else None
+        non_blocking, on_host = self._non_blocking, self._stays_on_host
         feed.draw = lambda: self._draw(restored)
         sampling = {"batch_sampler": feed} if self._batches_indices else {"sampler": feed, "batch_size": None}
         reader = self.reader(self.dataset, self.collate_fn, **sampling)
@@ -457,7 +473,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_feed": IndexFeed(), "_newest_pass": None, "_stream": None}
+        return {**super().__getstate__(), "_feed": IndexFeed(), "_newest_pass": None, "_stream": None, "_stage": None}
 
 
 def _names(rng_types: Sequence[Any] | None) -> list[str]:

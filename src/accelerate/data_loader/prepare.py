@@ -18,6 +18,7 @@ from accelerate.world import current_world
 
 from .aware import AlreadyShardedWarning, account_of, rank_aware_part
 from .dispatch import DataLoaderDispatcher
+from .index_free import IndexFreeSampler
 from .order import SeedableRandomSampler
 from .prefetch import BatchFeeder, DataLoaderShard
 from .shard import BatchSamplerShard, IterableDatasetShard
@@ -46,6 +47,8 @@ def prepare_data_loader(
     *,
     gradient_state: GradientState | None = None,
     share: DataShare | None = None,
+    index_free_shuffle: bool = False,
+    prefetch_to_device: int = 0,
 ) -> BatchFeeder:
     """A loader over the same data of which every process gets its part, on its device.
 
@@ -65,6 +68,8 @@ def prepare_data_loader(
         torch_device_mesh: ranks that differ only in its model-parallel axes get the same data.
         gradient_state: the accumulation clock that the loader reports to; the newest one, if left out.
         share: which part of the data this process gets; takes the place of the two counts and the mesh.
+        index_free_shuffle: a shuffled order is computed instead of kept in memory; seeded like the seedable one.
+        prefetch_to_device: how many batches are on their way to the device while one is in use.
 
     Raises:
         PreparationError: the settings contradict each other or the loader.
@@ -88,9 +93,11 @@ def prepare_data_loader(
         "torch_device_mesh": torch_device_mesh,
         "gradient_state": gradient_state if gradient_state is not None else GradientState(),
         "device": device if put_on_device else None,
+        "prefetch_to_device": prefetch_to_device if put_on_device else 0,
         **arguments_of(dataloader),
     }
-    sampler = _seedable(dataloader, data_seed) if use_seedable_sampler else None
+    is_reseeded = use_seedable_sampler or index_free_shuffle
+    sampler = _seedable(dataloader, data_seed, index_free_shuffle) if is_reseeded else None
     aware = rank_aware_part(dataloader, share.count)
     if aware is not None:
         return _as_it_is(dataloader, aware, share, common)
@@ -172,25 +179,29 @@ def _sampling(dataloader: DataLoader[Any], root: Any) -> dict[str, Any]:
     return {"batch_sampler": root}
 
 
-def _seedable(dataloader: DataLoader[Any], data_seed: int | None) -> Any:
-    """The loader's batch sampler over a seedable sampler; None where its sampler isn't torch's random one."""
+def _seedable(dataloader: DataLoader[Any], data_seed: int | None, is_index_free: bool) -> Any:
+    """The loader's batch sampler over a seeded sampler; None where its sampler isn't torch's random one."""
     batch_sampler: Any = dataloader.batch_sampler
     sampler = getattr(batch_sampler, "sampler", None) if batch_sampler is not None else dataloader.sampler
     if type(sampler) is not RandomSampler:
         return None
-    seedable = SeedableRandomSampler(
-        sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
-        generator=sampler.generator,
-        data_seed=data_seed,
-    )
+    is_whole = not sampler.replacement and sampler._num_samples is None
+    if is_index_free and is_whole:
+        seeded: Any = IndexFreeSampler(sampler.data_source, data_seed)
+    else:
+        seeded = SeedableRandomSampler(
+            sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler._num_samples,
+            generator=sampler.generator,
+            data_seed=data_seed,
+        )
     if batch_sampler is None:
-        return seedable
+        return seeded
     if type(batch_sampler) is BatchSampler:
-        return BatchSampler(seedable, batch_sampler.batch_size, batch_sampler.drop_last)
+        return BatchSampler(seeded, batch_sampler.batch_size, batch_sampler.drop_last)
     changed = copy.copy(batch_sampler)  # the user's own object keeps its sampler
-    changed.sampler = seedable
+    changed.sampler = seeded
     return changed
 
 

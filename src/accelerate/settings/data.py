@@ -24,3 +24,9 @@ class DataLoaderOptions(OptionGroup, title="Data loaders"):
     data_seed: int | None = option(None, "The seed of the seedable sampler; None: torch's initial seed.")
     non_blocking: bool = option(False, "Copy batches to the device without waiting (with pinned memory).")
     use_stateful_dataloader: bool = option(False, "Use torchdata's StatefulDataLoader.")
+    index_free_shuffle: bool = option(
+        False, "Compute the shuffled order sample by sample instead of keeping it in memory (for very many samples)."
+    )
+    prefetch_to_device: int = option(
+        0, "How many batches are on their way to the device while one is in use; 0: copied when asked for.", minimum=0
+    )
