@@ -7,19 +7,26 @@ that are in the same number with different operations will never meet, and are t
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
+from .courier import Courier, Silence
 from .errors import CollectiveError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+Answer = TypeVar("Answer")
+
 #: How long an operation may take before the others are asked where they are.
 PATIENCE_SECONDS: Final = 2.0
+#: How long the keeper of the store may take to answer before it counts as unreachable.
+_SILENCE_SECONDS: Final = 10.0
+_FAREWELL_SECONDS: Final = 2.0
 #: Up to this many ranks, each tells where it is at every operation; beyond, only when it has to wait.
 _NUM_TALKATIVE: Final = 128
 _SHORTEST_SLEEP_SECONDS: Final = 5e-5
@@ -46,6 +53,7 @@ class Meeting:
         self.number = 0
         self.operation = ""
         self.site = ""
+        self._courier = Courier("accelerate_meeting")
 
     # ------------------------------------------------------------------------------------ taking part
 
@@ -61,14 +69,20 @@ class Meeting:
     def wait_for_everyone(self, operation: str = "wait_for_everyone") -> None:
         """Every rank has come here. Raises CollectiveError when one never will, or doesn't within the timeout."""
         number = self.begin(operation)
-        try:
-            if self.store.add(f"{number}/arrived", 1) == self.size:
-                self.store.set(f"{number}/open", "1")
-                self._forget(number)
-                return
-        except RuntimeError as error:
-            raise CollectiveError(self._store_is_gone()) from error
-        self.wait_for_key(f"{number}/open")
+
+        def arrive() -> bool:
+            is_last = self.store.add(f"{number}/{operation}/arrived", 1) == self.size
+            if is_last:
+                self.store.set(f"{number}/{operation}/open", "1")
+                self._forget(number - 1, operation)
+            return is_last
+
+        if not self._ask(arrive):
+            self.wait_for_key(f"{number}/{operation}/open")
+
+    def announce(self, key: str) -> None:
+        """Whoever waits for `key` may go on."""
+        self._ask(lambda: self.store.set(key, "1"))
 
     def wait_for_key(self, key: str, setter: int | None = None) -> None:
         """Rank `setter` has set `key`. Raises CollectiveError when it never will, or doesn't within the timeout."""
@@ -101,56 +115,78 @@ class Meeting:
         `mismatch` is given the descriptions and the call sites of all ranks and returns what is wrong, if anything.
         """
         number = self.number
-        self.store.set(f"{number}/call/{self.rank}", f"{self.site}{_SEPARATOR}{description}")
+        self._ask(lambda: self.store.set(f"{number}/call/{self.rank}", f"{self.site}{_SEPARATOR}{description}"))
         keys = [f"{number}/call/{rank}" for rank in range(self.size)]
         self._wait_until(lambda: self.store.check(keys))
-        sites, descriptions = zip(*(self.store.get(key).decode().split(_SEPARATOR, 1) for key in keys), strict=True)
+        calls = self._ask(lambda: [self.store.get(key).decode() for key in keys])
+        sites, descriptions = zip(*(call.split(_SEPARATOR, 1) for call in calls), strict=True)
         wrong = mismatch(list(descriptions), list(sites))
         if wrong is not None:
             raise CollectiveError(wrong)
 
     def leave(self) -> None:
         """The others can learn that this rank takes part in nothing any more."""
-        try:
+
+        def say_goodbye() -> None:
             self.store.set(f"left/{self.rank}", str(self.number))
             self.store.set("left", "1")
-        except RuntimeError:
-            pass  # the rank that keeps the store is gone already: nobody is left to be told
+            self.store.check(["left"])  # an answer: what was sent before has arrived
+
+        # Whoever keeps the store may be gone already: then nobody is left to be told.
+        with contextlib.suppress(RuntimeError):
+            self._courier.ask(say_goodbye, _FAREWELL_SECONDS)
+        self._courier.dismiss()
+
+    def _ask(self, call: Callable[[], Answer]) -> Answer:
+        """What the store answers. Raises CollectiveError when its keeper has ended, or doesn't answer."""
+        try:
+            return self._courier.ask(call, self._silence_seconds())
+        except Silence as error:
+            raise CollectiveError(self._store_is_silent()) from error
+        except RuntimeError as error:
+            raise CollectiveError(self._store_is_gone()) from error
+
+    def _silence_seconds(self) -> float:
+        return min(_SILENCE_SECONDS, max(1.0, self.timeout.total_seconds()))
 
     # ---------------------------------------------------------------------------------------- waiting
 
     def _wait_until(self, ready: Callable[[], bool], setter: int | None = None) -> None:
-        # Polled: a blocking wait would hold the store's connection, and torch logs every wait that times out.
         start = time.monotonic()
         next_look = start + PATIENCE_SECONDS
+        while not self._ask(lambda: self._poll(ready)):
+            now = time.monotonic()
+            if now - start > self.timeout.total_seconds():
+                raise CollectiveError(self._too_late())
+            if now >= next_look:
+                verdict = self._verdict(setter)
+                if verdict is not None and not self._ask(ready):
+                    raise CollectiveError(verdict)
+                next_look = now + min(30.0, max(PATIENCE_SECONDS, (now - start) / 4))
+
+    def _poll(self, ready: Callable[[], bool]) -> bool:
+        # Polled: a blocking wait would hold the store's connection, and torch logs every wait that times out.
+        until = time.monotonic() + min(PATIENCE_SECONDS, self.timeout.total_seconds()) / 2
         sleep_seconds = _SHORTEST_SLEEP_SECONDS
         longest = min(1.0, _LONGEST_SLEEP_SECONDS * max(1.0, self.size / 8))
-        try:
-            while not ready():
-                now = time.monotonic()
-                if now - start > self.timeout.total_seconds():
-                    raise CollectiveError(self._too_late())
-                if now > next_look:
-                    verdict = self._verdict(setter)
-                    if verdict is not None and not ready():
-                        raise CollectiveError(verdict)
-                    next_look = now + min(30.0, max(PATIENCE_SECONDS, (now - start) / 4))
-                time.sleep(sleep_seconds)
-                sleep_seconds = min(longest, sleep_seconds * 1.5)
-        except RuntimeError as error:
-            if isinstance(error, CollectiveError):
-                raise
-            raise CollectiveError(self._store_is_gone()) from error
+        while not ready():
+            if time.monotonic() > until:
+                return False
+            time.sleep(sleep_seconds)
+            sleep_seconds = min(longest, sleep_seconds * 1.5)
+        return True
 
     def _tell(self) -> None:
+        if self._courier.is_lost:
+            raise CollectiveError(self._store_is_silent())
         try:
             self.store.set(f"at/{self.rank}", _SEPARATOR.join((str(self.number), self.operation, self.site)))
         except RuntimeError as error:
             raise CollectiveError(self._store_is_gone()) from error
 
-    def _forget(self, number: int) -> None:
+    def _forget(self, number: int, operation: str) -> None:
         """Keys of the operations that everybody has passed are gone from the store."""
-        for key in (f"{number - 1}/arrived", f"{number - 1}/open"):
+        for key in (f"{number}/{operation}/arrived", f"{number}/{operation}/open"):
             try:
                 self.store.delete_key(key)
             except (RuntimeError, NotImplementedError):
@@ -163,19 +199,22 @@ class Meeting:
         try:
             if self.size > _NUM_TALKATIVE:
                 self._tell()
-            for rank in range(self.size):
-                if rank == self.rank:
-                    continue
-                where = self._where(rank)
-                if where is not None and where[0] == self.number and where[1] != self.operation:
-                    return self._different(rank, where)
-                if where is not None and rank == setter and where[0] > self.number and where[1] in _NEEDS_ALL:
-                    return self._inside(rank, where)
-                left_after = self._left_after(rank)
-                if left_after is not None and left_after < self.number:
-                    return self._left(rank)
-        except RuntimeError:
-            return self._store_is_gone()
+            return self._ask(lambda: self._look_around(setter))
+        except CollectiveError as error:
+            return str(error)
+
+    def _look_around(self, setter: int | None) -> str | None:
+        for rank in range(self.size):
+            if rank == self.rank:
+                continue
+            where = self._where(rank)
+            if where is not None and where[0] == self.number and where[1] != self.operation:
+                return self._different(rank, where)
+            if where is not None and rank == setter and where[0] > self.number and where[1] in _NEEDS_ALL:
+                return self._inside(rank, where)
+            left_after = self._left_after(rank)
+            if left_after is not None and left_after < self.number:
+                return self._left(rank)
         return None
 
     def _where(self, rank: int) -> tuple[int, str, str] | None:
@@ -220,7 +259,7 @@ class Meeting:
         )
 
     def _too_late(self) -> str:
-        absent = [rank for rank in range(self.size) if rank != self.rank and not self._is_here(rank)]
+        absent = self._ask(lambda: [rank for rank in range(self.size) if rank != self.rank and not self._is_here(rank)])
         who = f"Not there: rank {', '.join(map(str, absent))}. " if absent else ""
         return (
             f"{self._me()} and has waited {self.timeout.total_seconds():.0f} s for the others. {who}Where a rank "
@@ -229,16 +268,20 @@ class Meeting:
         )
 
     def _is_here(self, rank: int) -> bool:
-        try:
-            where = self._where(rank)
-        except RuntimeError:
-            return False
+        where = self._where(rank)
         return where is not None and where[0] >= self.number
 
     def _store_is_gone(self) -> str:
         return (
             f"{self._me()}, but the process that keeps the ranks' store (rank 0, or the launcher) has ended. Its own "
             "error, or the end of its program, is the cause; look at its output."
+        )
+
+    def _store_is_silent(self) -> str:
+        return (
+            f"{self._me()}, but the host that keeps the ranks' store (rank 0's, or the launcher's) hasn't "
+            f"answered for {self._silence_seconds():.0f} s. It is frozen "
+            "or cut off from this host; look at the network between them."
         )
 
 

@@ -70,7 +70,7 @@ def _goes_first(world: World, operation: str, first_rank: int) -> Generator[None
         yield
     finally:
         # Released whatever happened: what failed here raises here, and the others find out by themselves.
-        meeting.store.set(done, "1")
+        meeting.announce(done)
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def in_order(world: World | None = None) -> Generator[None]:
     try:
         yield
     finally:
-        meeting.store.set(f"{number}/done/{here.rank}", "1")
+        meeting.announce(f"{number}/done/{here.rank}")
 
 
 # ----------------------------------------------------------------------------------------------- guards

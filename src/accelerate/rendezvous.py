@@ -1,12 +1,12 @@
 """Many processes, one process group: where they meet, and what is said when they can't.
 
-Every attempt of an elastic launcher, and every world that one process joins in turn, has its own prefix in the store:
-addresses that an earlier attempt left behind are never seen.
+Every world has its own prefix in the store, agreed on by roll call: addresses that an earlier attempt left behind are
+never seen.
 """
 
 from __future__ import annotations
 
-import os
+import logging
 import socket
 import time
 from dataclasses import replace
@@ -19,21 +19,26 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from . import roll_call
 from .clusters import ClusterSeat
 from .errors import WorldError
 from .settings.env import read
 
 #: How long to wait for the other processes to appear, unless a timeout was asked for.
 RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=10)
-_POLL_SECONDS: Final = 0.01
-_READING_SECONDS: Final = 2.0
+#: How long a name may stay unknown: the address of a pod is announced only after it has started.
+_LOOKUP_SECONDS: Final = 60.0
+_LOOKUP_PAUSE_SECONDS: Final = 1.0
+
+logger = logging.getLogger(__name__)
+#: Stores that this process keeps for others: they outlive the world, because a slower rank may still be reading.
+_kept: list[Store] = []
 
 
 def form_group(
     seat: ClusterSeat,
     backend: str,
     *,
-    generation: int,
     timeout: timedelta | None = None,
     init_method: str | None = None,
     device_id: torch.device | None = None,
@@ -46,9 +51,8 @@ def form_group(
     """
     patience = timeout or RENDEZVOUS_TIMEOUT
     shared = options.pop("store", None) or _meeting_place(seat, init_method, patience)
-    store = PrefixStore(f"attempt_{seat.attempt}/world_{generation}", shared)
     try:
-        _agree_on_places(store, seat, patience)
+        store = PrefixStore(roll_call.answer(shared, seat, patience), shared)
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
@@ -91,12 +95,38 @@ def _meeting_place(seat: ClusterSeat, init_method: str | None, patience: timedel
 def _tcp_store(seat: ClusterSeat, patience: timedelta, source: str) -> Store:
     is_kept_by_agent = read("TORCHELASTIC_USE_AGENT_STORE") == "True"
     keeps_store = seat.rank == 0 and not is_kept_by_agent
+    if not keeps_store:
+        _look_up(seat, patience, source)
     try:
-        return TCPStore(
+        store = TCPStore(
             seat.address, seat.port, is_master=keeps_store, timeout=patience, wait_for_workers=False, multi_tenant=True
         )
     except (RuntimeError, ValueError) as error:
         raise WorldError(_unreachable(seat, patience, source, keeps_store, error)) from error
+    if keeps_store:
+        _kept.append(store)
+    return store
+
+
+def _look_up(seat: ClusterSeat, patience: timedelta, source: str) -> None:
+    """The address has a meaning here; torch would go on asking, in silence, for the whole patience."""
+    start = time.monotonic()
+    limit = min(_LOOKUP_SECONDS, patience.total_seconds())
+    has_told = False
+    while True:
+        try:
+            socket.getaddrinfo(seat.address, seat.port, type=socket.SOCK_STREAM)
+            return
+        except OSError as error:
+            if time.monotonic() - start > limit:
+                raise WorldError(
+                    f"The address of rank 0, {seat.address!r}, is not known on this host ({source}): {error}. Check "
+                    "its spelling, or give the number of the address."
+                ) from error
+            if not has_told:
+                logger.warning("%r is not known on this host yet (%s); asking for %.0f s.", seat.address, error, limit)
+                has_told = True
+            time.sleep(min(_LOOKUP_PAUSE_SECONDS, limit))
 
 
 def _unreachable(seat: ClusterSeat, patience: timedelta, source: str, keeps_store: bool, error: Exception) -> str:
@@ -123,82 +153,3 @@ def _is_in_use(error: Exception) -> bool:
 
 def _place(seat: ClusterSeat, init_method: str | None) -> str:
     return init_method or f"{seat.address}:{seat.port}"
-
-
-def _agree_on_places(store: Store, seat: ClusterSeat, patience: timedelta) -> None:
-    """All ranks are here, each once, and mean a world of the same size."""
-    me = f"{seat.size}|{socket.gethostname()}, process {os.getpid()}"
-    deadline = time.monotonic() + patience.total_seconds()
-    is_alone_in_place = store.add(f"claims/{seat.rank}", 1) == 1
-    if not is_alone_in_place:
-        store.set(
-            "refused",
-            f"two processes say that they are rank {seat.rank}: {_holder(store, seat.rank)[1]}, and "
-            f"{me.partition('|')[2]}. Each needs its own RANK; check the machine ranks given to the launcher",
-        )
-    else:
-        store.set(f"seat/{seat.rank}", me)
-    if seat.rank == 0 and is_alone_in_place:
-        verdict = _count_ranks(store, seat, deadline)
-        store.set("verdict", verdict)
-        if verdict:
-            _wait_for_readers(store, seat)
-    elif _appears(store, "verdict", deadline):
-        verdict = store.get("verdict").decode() or _compare_sizes(store, seat.rank, seat.size, 0)
-        store.add("readers", 1)
-    else:
-        verdict = (
-            f"rank {seat.rank} waited {patience.total_seconds():.0f} s for rank 0, which never said that all are here"
-        )
-    if verdict:
-        raise WorldError(f"The world of {seat.size} processes (rank {seat.rank} here) can't form: {verdict}.")
-
-
-def _count_ranks(store: Store, seat: ClusterSeat, deadline: float) -> str:
-    for rank in range(1, seat.size):
-        is_there = _appears(store, f"seat/{rank}", deadline)
-        if store.check(["refused"]):
-            return store.get("refused").decode()
-        if not is_there:
-            absent = [other for other in range(seat.size) if not store.check([f"seat/{other}"])]
-            return (
-                f"rank {', '.join(map(str, absent))} of {seat.size} didn't come to {seat.address}:{seat.port} in time. "
-                f"Check that as many processes were started as WORLD_SIZE={seat.size} says, and with this address"
-            )
-        wrong = _compare_sizes(store, 0, seat.size, rank)
-        if wrong:
-            return wrong
-    return ""
-
-
-def _wait_for_readers(store: Store, seat: ClusterSeat) -> None:
-    """Those who are here have read the verdict, or had time to: this process may keep the store, and ends."""
-    deadline = time.monotonic() + _READING_SECONDS
-    num_here = sum(store.add(f"claims/{rank}", 0) for rank in range(seat.size)) - 1
-    while store.add("readers", 0) < num_here and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-
-
-def _compare_sizes(store: Store, mine: int, size: int, other: int) -> str:
-    other_size, holder = _holder(store, other)
-    if int(other_size) == size:
-        return ""
-    return (
-        f"rank {mine} was told that there are {size} processes, rank {other} ({holder}) that there are {other_size}. "
-        "Give every launcher the same number of machines and processes (WORLD_SIZE)"
-    )
-
-
-def _holder(store: Store, rank: int) -> tuple[str, str]:
-    size, _, holder = store.get(f"seat/{rank}").decode().partition("|")
-    return size, holder
-
-
-def _appears(store: Store, key: str, deadline: float) -> bool:
-    while not store.check([key]):
-        if key != "verdict" and store.check(["refused"]):
-            return False
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True

@@ -86,7 +86,7 @@ class World:
 _world: World | None = None
 _forgotten: World | None = None  # left behind by forget_world; its ranks still meet
 _releasers: list[Callable[[], object]] = []
-_generations: dict[tuple[int, int], int] = {}  # by process and attempt: a forked child starts anew
+_num_adopted: dict[int, int] = {}  # by process: a forked child starts anew
 _exit_hooked: set[int] = set()
 
 
@@ -294,7 +294,6 @@ def _form(
     store = rendezvous.form_group(
         seat,
         backend,
-        generation=_next_generation(seat.attempt),
         timeout=timeout,
         init_method=init_method,
         device_id=device if kind.binds_group and backend == kind.backend else None,
@@ -329,7 +328,9 @@ def _adopt(asked: torch.device | str | None, timeout: timedelta | None, facts: d
     if meeting is None or (meeting.rank, meeting.size) != (rank, size):
         from .rendezvous import store_of_group
 
-        store = store_of_group(_next_generation())
+        number = _num_adopted.get(os.getpid(), 0)
+        _num_adopted[os.getpid()] = number + 1
+        store = store_of_group(number)
         meeting = Meeting(store, rank, size, timeout or DEFAULT_TIMEOUT)
     return World(rank, size, local_rank, local_size, device, backend=dist.get_backend(), meeting=meeting, **facts)
 
@@ -348,13 +349,6 @@ def _join_runtime(kind: DeviceKind, facts: dict[str, Any]) -> World:
         backend=kind.backend,
         **facts,
     )
-
-
-def _next_generation(attempt: int = 0) -> int:
-    """How many worlds this process has joined before, in this attempt."""
-    key = (os.getpid(), attempt)
-    _generations[key] = _generations.get(key, -1) + 1
-    return _generations[key]
 
 
 def _share_cores(seat: ClusterSeat) -> None:

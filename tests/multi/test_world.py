@@ -179,22 +179,24 @@ def test_two_processes_with_one_rank_are_refused() -> None:
         assert "RANK" in message
 
 
-def test_an_attempt_sees_nothing_of_the_one_before() -> None:
+def test_what_an_earlier_attempt_left_in_the_store_is_never_taken_for_the_living() -> None:
     port = free_port()
 
-    def attempt() -> int:
-        # One store outlives the attempts, as a launcher's does; rank 0 of the first attempt never comes.
-        store = dist.TCPStore(
-            "127.0.0.1", port, is_master=os.environ["RANK"] == "0", wait_for_workers=False, multi_tenant=True
-        )
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-        if os.environ["RANK"] == "1":
-            with pytest.raises(WorldError):
-                join_world(store=store, timeout=timedelta(seconds=1))
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-        return join_world(store=store).attempt
+    def attempt() -> tuple[int, float]:
+        # One store outlives the attempts, as a launcher's does. Dead processes have knocked, with other sizes too.
+        rank = os.environ["RANK"]
+        store = dist.TCPStore("127.0.0.1", port, is_master=rank == "0", wait_for_workers=False, multi_tenant=True)
+        if rank == "0":
+            for dead in ("0|2|a", "1|2|b", "1|4|c", "3|4|d"):
+                store.set(f"knock/{store.add('knocks', 1)}", f"{dead}|gone, process 1")
+        # The count of restarts is each host's own.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1" if rank == "0" else "0"
+        world = join_world(store=store, timeout=timedelta(seconds=30))
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return world.attempt, float(total)
 
-    assert run_on_ranks(attempt) == [1, 1]
+    assert run_on_ranks(attempt, 2) == [(1, 2.0), (0, 2.0)]
 
 
 SCRIPT = """

@@ -1,0 +1,81 @@
+"""Who is here: ranks as threads around a store in memory, in which the dead have left their traces."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore
+
+from accelerate import roll_call
+from accelerate.clusters import ClusterSeat
+from accelerate.errors import WorldError
+
+
+def seat(rank: int, size: int) -> ClusterSeat:
+    return ClusterSeat(rank, size, rank, size, "node1", 29500, "torchrun")
+
+
+def call(store: HashStore, *seats: ClusterSeat, seconds: float = 10) -> list[str]:
+    """The name that each process came back with, or the text of its error."""
+
+    def answer(one: ClusterSeat) -> str:
+        try:
+            return roll_call.answer(store, one, timedelta(seconds=seconds))
+        except WorldError as error:
+            return f"refused: {error}"
+
+    with ThreadPoolExecutor(len(seats)) as pool:
+        return list(pool.map(answer, seats))
+
+
+def test_all_agree_on_a_name_that_is_new_each_time() -> None:
+    store = HashStore()
+    first = call(store, *(seat(rank, 4) for rank in range(4)))
+    second = call(store, *(seat(rank, 4) for rank in range(4)))
+    assert len(set(first)) == len(set(second)) == 1
+    assert first[0].startswith("world_")
+    assert first[0] != second[0]
+
+
+def test_the_dead_are_not_counted_nor_heard() -> None:
+    store = HashStore()
+    for dead in ("0|2|a", "1|2|b", "1|9|c", "7|9|d"):
+        store.set(f"knock/{store.add('knocks', 1)}", f"{dead}|gone, process 1")
+    names = call(store, seat(0, 2), seat(1, 2))
+    assert len(set(names)) == 1
+    assert names[0].startswith("world_")
+
+
+def test_the_size_may_change_between_attempts() -> None:
+    store = HashStore()
+    call(store, seat(0, 3), seat(1, 3), seat(2, 3))
+    names = call(store, seat(0, 2), seat(1, 2))
+    assert names[0] == names[1]
+    assert names[0].startswith("world_")
+
+
+def test_sizes_that_differ_are_told_to_everybody() -> None:
+    for answer in call(HashStore(), seat(0, 2), seat(1, 3)):
+        assert "rank 0 was told that there are 2 processes, rank 1" in answer
+        assert "that there are 3" in answer
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 1), (0, 2, 2)])
+def test_a_rank_that_is_taken_twice_is_told_to_everybody(ranks: tuple[int, ...]) -> None:
+    for answer in call(HashStore(), *(seat(rank, 3) for rank in ranks)):
+        assert f"two processes say that they are rank {ranks[1]}" in answer
+
+
+def test_two_rank_zeros_dont_both_form_a_world() -> None:
+    answers = call(HashStore(), seat(0, 2), seat(0, 2), seconds=1)
+    assert any("two processes say that they are rank 0" in answer for answer in answers)
+    assert all(answer.startswith("refused") for answer in answers)
+
+
+def test_the_absent_are_named_and_so_is_a_missing_rank_zero() -> None:
+    (answer,) = call(HashStore(), seat(0, 3), seconds=0.2)
+    assert "rank 1, 2 of 3 didn't come to node1:29500 in time" in answer
+    (answer,) = call(HashStore(), seat(1, 3), seconds=0.2)
+    assert "rank 1 waited 0 s for rank 0 to invite it" in answer
