@@ -13,7 +13,18 @@ __version__ = "1.14.0"
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator
+    from .big_modeling import (
+        cpu_offload,
+        cpu_offload_with_hook,
+        disk_offload,
+        dispatch_model,
+        init_empty_weights,
+        init_on_device,
+        load_checkpoint_and_dispatch,
+    )
     from .data_loader import skip_first_batches
+    from .device_map.load import load_checkpoint_in_model
+    from .device_map.plan import infer_auto_device_map
     from .launchers import debug_launcher, notebook_launcher
     from .memory import find_executable_batch_size
     from .optional import is_rich_available
@@ -44,9 +55,18 @@ _HOMES = {
     "ParallelismConfig": "plugins.parallelism",
     "PartialState": "state",
     "ProfileKwargs": "plugins.profile",
+    "cpu_offload": "big_modeling",
+    "cpu_offload_with_hook": "big_modeling",
     "debug_launcher": "launchers",
+    "disk_offload": "big_modeling",
+    "dispatch_model": "big_modeling",
     "find_executable_batch_size": "memory",
+    "infer_auto_device_map": "device_map.plan",
+    "init_empty_weights": "big_modeling",
+    "init_on_device": "big_modeling",
     "is_rich_available": "optional",
+    "load_checkpoint_and_dispatch": "big_modeling",
+    "load_checkpoint_in_model": "device_map.load",
     "notebook_launcher": "launchers",
     "skip_first_batches": "data_loader",
     "synchronize_rng_states": "seeding",
@@ -88,9 +108,18 @@ __all__ = [
     "PartialState",
     "ProfileKwargs",
     "__version__",
+    "cpu_offload",
+    "cpu_offload_with_hook",
     "debug_launcher",
+    "disk_offload",
+    "dispatch_model",
     "find_executable_batch_size",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
     "is_rich_available",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
     "notebook_launcher",
     "skip_first_batches",
     "synchronize_rng_states",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..collectives import TORCH_DISTRIBUTED_OPERATION_TYPES
+from ..hooks.casting import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from ..names import (
     FSDP_MODEL_NAME,
     MODEL_NAME,
@@ -61,6 +62,7 @@ __all__ = [
     "SAMPLER_NAME",
     "SCALER_NAME",
     "SCHEDULER_NAME",
+    "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
     "TORCH_DISTRIBUTED_OPERATION_TYPES",
     "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",

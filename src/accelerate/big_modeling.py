@@ -1,0 +1,537 @@
+"""Models larger than memory: built without values, spread over devices, brought piece by piece while they run."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from os import PathLike
+from typing import Any, Literal, TypeVar, final
+
+import torch
+from torch import nn
+
+from .device_map.budget import Bytes, Place, get_balanced_memory, get_max_memory
+from .device_map.load import load_checkpoint_in_model, load_onto_devices
+from .device_map.place import TiedCopies, rebuilt
+from .device_map.plan import check_device_map, infer_auto_device_map
+from .device_map.sizes import ByteDtype
+from .device_map.tensors import DISK, Device, as_device
+from .device_map.tied import check_tied_parameters_on_same_device, device_of, find_tied_parameters, retie_parameters
+from .devices import CPU, KINDS
+from .errors import PreparationError, SettingError
+from .hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    LayerwiseCastingHook,
+    UserCpuOffloadHook,
+    _accelerate_added_attributes,
+    add_hook_to_module,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+)
+from .hooks.casting import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from .offload import OffloadedWeightsLoader, offload_state_dict
+from .offload.folder import Entry, read_index
+from .settings.env import flag
+
+_log = logging.getLogger(__name__)
+
+Module = TypeVar("Module", bound=nn.Module)
+AutoMap = Literal["auto", "balanced", "balanced_low_0", "sequential"]
+SkipKeys = str | list[str] | None
+
+
+# ------------------------------------------------------------------------------------- built without values
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Parameters that are made in the block have no values and take no memory.
+
+    Buffers have values, unless ``include_buffers`` (left out: ``ACCELERATE_INIT_INCLUDE_BUFFERS``).
+    """
+    with init_on_device(torch.device("meta"), include_buffers=include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: Device, include_buffers: bool | None = None) -> Iterator[None]:
+    """Parameters that modules get in the block, in this thread, lie on ``device``; buffers too if asked."""
+    if include_buffers is None:
+        include_buffers = flag("ACCELERATE_INIT_INCLUDE_BUFFERS")
+    target = as_device(device)
+    if include_buffers:
+        with target:
+            yield
+        return
+    with _Registration.onto(target):
+        yield
+
+
+@final
+class _Registration:
+    """``Module.register_parameter``, which in some threads puts parameters on a device of their own.
+
+    torch has no switch that is for parameters only, so the method is replaced while some thread is in a block; which
+    device a thread wants is the thread's own matter.
+    """
+
+    lock = threading.Lock()
+    num_blocks = 0
+    original: Any = None
+    wanted = threading.local()
+
+    @classmethod
+    @contextmanager
+    def onto(cls, device: torch.device) -> Iterator[None]:
+        """Parameters registered in this block and thread are on ``device``."""
+        before = getattr(cls.wanted, "device", None)
+        cls.wanted.device = device
+        cls._enter()
+        try:
+            yield
+        finally:
+            cls._leave()
+            cls.wanted.device = before
+
+    @classmethod
+    def _enter(cls) -> None:
+        with cls.lock:
+            if cls.num_blocks == 0:
+                cls.original = nn.Module.register_parameter
+                nn.Module.register_parameter = cls._registering(cls.original)
+            cls.num_blocks += 1
+
+    @classmethod
+    def _leave(cls) -> None:
+        with cls.lock:
+            cls.num_blocks -= 1
+            if cls.num_blocks == 0:
+                nn.Module.register_parameter = cls.original
+
+    @classmethod
+    def _registering(cls, original: Callable[..., None]) -> Callable[..., None]:
+        @wraps(original)
+        def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            original(module, name, param)
+            device = getattr(cls.wanted, "device", None)
+            # One that is there already stays the same object: tied weights stay tied.
+            if device is not None and param is not None and param.device != device:
+                moved: Any = rebuilt(param, param.detach().to(device))
+                module._parameters[name] = moved
+
+        return register_parameter
+
+
+# -------------------------------------------------------------------------------- one device, weights elsewhere
+
+
+def _first_device(model: nn.Module) -> torch.device:
+    found = next(model.parameters(), None)
+    return torch.device(CPU.name) if found is None or found.is_meta else found.device
+
+
+def _offloaded(
+    model: Module,
+    execution_device: Device | None,
+    weights: Mapping[str, torch.Tensor],
+    offload_buffers: bool,
+    preload_module_classes: list[str] | None,
+) -> Module:
+    device = _first_device(model) if execution_device is None else execution_device
+    # First, because it has to see where the inputs came from before they move.
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=device,
+        offload=True,
+        offload_buffers=offload_buffers,
+        weights_map=weights,
+        preload_module_classes=preload_module_classes,
+    )
+    return model
+
+
+def cpu_offload(
+    model: Module,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: list[str] | None = None,
+) -> Module:
+    """The weights wait in host memory, and are on ``execution_device`` only while their module runs."""
+    weights = {name: each.detach().to("cpu") for name, each in model.state_dict().items()}
+    return _offloaded(
+        model, execution_device, weights if state_dict is None else state_dict, offload_buffers, preload_module_classes
+    )
+
+
+def disk_offload(
+    model: Module,
+    offload_dir: str | PathLike[str],
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: list[str] | None = None,
+) -> Module:
+    """The weights wait in files, and are on ``execution_device`` only while their module runs.
+
+    A folder that holds the weights of such a model is used as it is, else they are written there.
+
+    Raises:
+        PreparationError: the folder holds the weights of another model.
+    """
+    state = model.state_dict()
+    index = read_index(offload_dir)
+    if not index:
+        offload_state_dict(offload_dir, state)
+    else:
+        _check_folder(model, state, index, offload_dir)
+    weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    return _offloaded(model, execution_device, weights, offload_buffers, preload_module_classes)
+
+
+def _check_folder(model: nn.Module, state: Mapping[str, Any], index: Mapping[str, Entry], folder: object) -> None:
+    missing = [name for name in state if name not in index]
+    other = [
+        f"{name} is {tuple(index[name]['shape'])} there and {tuple(each.shape)} here"
+        for name, each in state.items()
+        if name in index and "shape" in index[name] and list(each.shape) != list(index[name]["shape"])
+    ]
+    if missing or other:
+        what = f"it lacks {', '.join(missing[:5])}" if missing else "; ".join(other[:5])
+        raise PreparationError(
+            f"{folder} holds the offloaded weights of another model than this {type(model).__name__}: {what}. Give an "
+            "empty folder."
+        )
+
+
+def cpu_offload_with_hook(
+    model: Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+) -> tuple[Module, UserCpuOffloadHook]:
+    """The model waits in host memory as a whole, comes when it is called, and stays until its hook's ``offload()``.
+
+    ``prev_module_hook``, of the stage before, is offloaded just before this model comes.
+    """
+    hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+# ------------------------------------------------------------------------------------------- several devices
+
+
+def dispatch_model(
+    model: Module,
+    device_map: Mapping[str, Any],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: str | PathLike[str] | None = None,
+    offload_index: Mapping[str, Entry] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: SkipKeys = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+) -> Module:
+    """Every part of the model is on its device, those on slower ones come to ``main_device`` while they run.
+
+    Weights on disk are read from ``offload_index`` or ``offload_dir``, and written to ``offload_dir`` first where the
+    model has them still. The map is on the model as ``hf_device_map``.
+
+    Raises:
+        SettingError: the map leaves parts out, or sends some to disk and nothing says where.
+    """
+    check_device_map(model, device_map)
+    places = set(device_map.values())
+    if len(places) == 1 and DISK not in places and not force_hooks and not _refuses_to_move(model):
+        _settle_on(model, next(iter(places)))
+    else:
+        _spread(
+            model,
+            device_map,
+            main_device,
+            state_dict,
+            offload_dir,
+            offload_index,
+            offload_buffers,
+            skip_keys,
+            preload_module_classes,
+        )
+    model.hf_device_map = dict(device_map)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    return model
+
+
+def _refuses_to_move(model: Any) -> bool:
+    """bitsandbytes models stay where they were quantised."""
+    quantized = getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)
+    return bool(quantized) and "bitsandbytes" in str(getattr(model, "quantization_method", "bitsandbytes")).lower()
+
+
+def _settle_on(model: nn.Module, place: Any) -> None:
+    ties = find_tied_parameters(model)
+    model.to(as_device(place))
+    retie_parameters(model, ties)
+
+
+def _main_device(device_map: Mapping[str, Any]) -> Any:
+    return next((place for place in device_map.values() if place not in (CPU.name, DISK)), CPU.name)
+
+
+def _is_host(device: Any) -> bool:
+    """Whether a device computes in host memory: nothing is won by taking weights away from there."""
+    kind = as_device(device).type
+    return kind == CPU.name or any(row.name == kind and not row.select for row in KINDS)
+
+
+def _spread(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    main_device: Device | None,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    offload_dir: str | PathLike[str] | None,
+    offload_index: Mapping[str, Entry] | None,
+    offload_buffers: bool,
+    skip_keys: SkipKeys,
+    preload_module_classes: list[str] | None,
+) -> None:
+    main: Any = _main_device(device_map) if main_device is None else main_device
+    away = (DISK,) if _is_host(main) else (CPU.name, DISK)
+    on_disk = [name for name, place in device_map.items() if place == DISK]
+    if on_disk and offload_dir is None and offload_index is None:
+        raise SettingError(
+            f"The device map sends {', '.join(on_disk[:5])}{', ...' if len(on_disk) > 5 else ''} to disk: give "
+            "`offload_dir`, where their weights are or are to be written, or the `offload_index` of a checkpoint."
+        )
+    ties = find_tied_parameters(model)
+    check_tied_parameters_on_same_device(ties, device_map)
+    weights = _waiting_weights(model, device_map, away, state_dict, offload_dir, offload_index, ties)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={name: main if place in away else place for name, place in device_map.items()},
+        offload={name: place in away for name, place in device_map.items()},
+        offload_buffers=offload_buffers,
+        weights_map=weights,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=_tied_copies(model, ties, weights),
+    )
+    _keep_together(model, ties)
+    _guard_moves(model)
+
+
+def _waiting_weights(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    away: tuple[str, ...],
+    state_dict: Mapping[str, torch.Tensor] | None,
+    offload_dir: str | PathLike[str] | None,
+    offload_index: Mapping[str, Entry] | None,
+    ties: list[list[str]],
+) -> OffloadedWeightsLoader | None:
+    """The weights of the parts that are away, wherever they wait; None where nothing is away."""
+    present = model.state_dict()
+    names = {place: [name for name in present if device_of(name, device_map) == place] for place in away}
+    if not any(names.values()):
+        return None
+    held = dict(state_dict or {})
+    for name in names.get(CPU.name, ()):
+        if name not in held and not present[name].is_meta:
+            held[name] = present[name].detach().to("cpu")
+    index: dict[str, Entry] = dict(offload_index or {})
+    if offload_dir is not None and offload_index is None:
+        index = read_index(offload_dir)
+        unwritten = {
+            name: present[name]
+            for name in names.get(DISK, ())
+            if name not in index and name not in held and not present[name].is_meta
+        }
+        if unwritten:
+            offload_state_dict(offload_dir, unwritten)
+            index = read_index(offload_dir)
+    weights = OffloadedWeightsLoader(state_dict=held, save_folder=offload_dir, index=index)
+    for group in ties:
+        known = next((name for name in group if name in weights), None)
+        for name in group if known is not None else ():
+            weights.alias(name, known)  # pyright: ignore[reportArgumentType]
+    return weights
+
+
+def _tied_copies(model: nn.Module, ties: list[list[str]], weights: Mapping[str, torch.Tensor] | None) -> TiedCopies:
+    """For each tied weight the address by which its names recognise each other, here and where it waits."""
+    copies: dict[int, dict[torch.device, torch.Tensor]] = {}
+    for group in ties:
+        here: dict[torch.device, torch.Tensor] = {}
+        for name in group:
+            parameter = model.get_parameter(name)
+            if not parameter.is_meta:
+                copies[parameter.data_ptr()] = here
+            if weights is not None and name in weights:
+                copies[weights[name].data_ptr()] = here
+    return copies
+
+
+def _keep_together(model: nn.Module, ties: list[list[str]]) -> None:
+    """Tied weights that ended on one device are one there."""
+    for group in ties:
+        devices: dict[torch.device, list[str]] = {}
+        for name in group:
+            devices.setdefault(model.get_parameter(name).device, []).append(name)
+        retie_parameters(model, [names for device, names in devices.items() if device.type != "meta"])
+
+
+def _guard_moves(model: Any) -> None:
+    """Moving the model by hand warns, and is refused while some of its weights are away."""
+
+    def guarded(move: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(move)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            _log.warning(
+                "You shouldn't move a model that is dispatched using accelerate hooks: its hooks move inputs and "
+                "weights themselves. Take the hooks off first, with remove_hook_from_submodules."
+            )
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise RuntimeError(
+                    f"You can't move this {type(model).__name__}: some of its weights are offloaded to the host or to "
+                    "disk, and come only while their module runs."
+                )
+            return move(*args, **kwargs)
+
+        return wrapper
+
+    for name in _accelerate_added_attributes:
+        move = getattr(model, name, None)
+        if callable(move):
+            model.__dict__[name] = guarded(move)
+
+
+def load_checkpoint_and_dispatch(
+    model: Module,
+    checkpoint: str | PathLike[str],
+    device_map: Mapping[str, Any] | AutoMap | None = None,
+    max_memory: Mapping[Place, Bytes | str] | None = None,
+    no_split_module_classes: str | list[str] | None = None,
+    offload_folder: str | PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: ByteDtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: SkipKeys = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> Module:
+    """The model has the weights of the checkpoint and is dispatched; without ``device_map`` it is only loaded.
+
+    A text lets the map be inferred: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators,
+    ``"balanced_low_0"`` leaves the first one as free as possible, ``"sequential"`` fills one after the other. Weights
+    that go to disk stay in the checkpoint's own safetensors files.
+
+    Raises:
+        SettingError: ``device_map`` is a text that names no way.
+        CheckpointError: the checkpoint is broken, or isn't one of this model.
+    """
+    del offload_state_dict
+    if isinstance(device_map, str):
+        device_map = _inferred(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    index = load_onto_devices(
+        model,
+        checkpoint,
+        device_map,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model,
+        device_map,
+        offload_dir=offload_folder,
+        offload_index=index or None,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def _inferred(
+    model: nn.Module,
+    way: str,
+    max_memory: Mapping[Place, Bytes | str] | None,
+    no_split_module_classes: str | list[str] | None,
+    dtype: ByteDtype | None,
+    offload_buffers: bool,
+) -> Mapping[str, Any]:
+    ways = ("auto", "balanced", "balanced_low_0", "sequential")
+    if way not in ways:
+        raise SettingError(f"device_map={way!r}: as a text it is one of {', '.join(map(repr, ways))}, else a mapping.")
+    if way == "sequential":
+        budget = get_max_memory(max_memory)
+    else:
+        budget = get_balanced_memory(
+            model, max_memory, no_split_module_classes, dtype=dtype, low_zero=way == "balanced_low_0"
+        )
+    return infer_auto_device_map(model, budget, no_split_module_classes, dtype=dtype, offload_buffers=offload_buffers)
+
+
+# ---------------------------------------------------------------------------------------------- small dtypes
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | list[str] | tuple[str, ...] | None = None,
+    skip_modules_classes: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Linear and convolution layers keep their weights in ``storage_dtype`` and compute in ``compute_dtype``.
+
+    Left out are layers whose dotted name matches one of the patterns, and modules of the given classes with all they
+    hold.
+    """
+    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
+    _cast_layers(module, storage_dtype, compute_dtype, patterns, skip_modules_classes or (), non_blocking, "")
+
+
+def _cast_layers(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    patterns: list[str],
+    classes: Any,
+    non_blocking: bool,
+    name: str,
+) -> None:
+    if isinstance(module, classes) or any(re.search(pattern, name) for pattern in patterns):
+        return
+    if isinstance(module, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
+        add_hook_to_module(module, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+        return
+    for own, child in module.named_children():
+        path = f"{name}.{own}" if name else own
+        _cast_layers(child, storage_dtype, compute_dtype, patterns, classes, non_blocking, path)
+
+
+__all__ = [
+    "attach_align_device_hook_on_blocks",
+    "attach_layerwise_casting_hooks",
+    "check_device_map",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+]

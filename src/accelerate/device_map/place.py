@@ -1,0 +1,173 @@
+"""One tensor of a module on its device, with its class and its ties kept."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, MutableMapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..devices import CPU
+from ..errors import PreparationError
+from ..memory import clear_device_cache
+from .tensors import Device, as_device
+
+#: Address of a tensor -> device -> the one copy of it there.
+TiedCopies = MutableMapping[int, dict[torch.device, torch.Tensor]]
+
+#: Parameter classes, by name, whose values don't have the shape of the weight they stand for.
+_PACKED = frozenset({"Params4bit", "FP4Params"})
+#: Parameter classes, by name, that quantise when they move to a device, from values in ordinary precision.
+_QUANTISE_ON_MOVE = frozenset({"Int8Params", *_PACKED})
+#: Tensor classes, by name, that carry quantised values themselves and are assigned as they are.
+_QUANTISED = frozenset({"QTensor", "QBitsTensor", "QBytesTensor", "AffineQuantizedTensor", "TorchAOBaseTensor"})
+
+
+def owner_and_name(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
+    """The submodule that holds the tensor with a dotted name, and its name there.
+
+    Raises:
+        PreparationError: there is no such tensor.
+    """
+    owner: Any = module
+    path, _, own = tensor_name.rpartition(".")
+    for part in path.split(".") if path else ():
+        owner = owner._modules.get(part)
+        if owner is None:
+            raise PreparationError(f"{type(module).__name__} has no part {path!r}, which should hold {own!r}.")
+    if own not in owner._parameters and own not in owner._buffers:
+        raise PreparationError(f"{tensor_name!r} is no parameter and no buffer of {type(module).__name__}.")
+    return owner, own
+
+
+def rebuilt(old: torch.Tensor, value: torch.Tensor, *, requires_grad: bool | None = None) -> torch.Tensor:
+    """A parameter of the class, the marks and the gradient flag of ``old``, with ``value`` as its values."""
+    wants_grad = old.requires_grad if requires_grad is None else requires_grad
+    wants_grad = wants_grad and (value.is_floating_point() or value.is_complex())
+    if type(old) is nn.Parameter:
+        new = nn.Parameter(value, requires_grad=wants_grad)
+    else:
+        known = inspect.signature(type(old).__new__).parameters
+        options = {name: each for name, each in vars(old).items() if name in known}
+        new = cast(Any, type(old))(value, **{**options, "requires_grad": wants_grad})
+    for name, each in vars(old).items():
+        if name not in vars(new):
+            setattr(new, name, each)
+    return new
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: torch.Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: TiedCopies | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """The named parameter or buffer lies on ``device``, with the values ``value`` where given.
+
+    It keeps its dtype unless ``dtype`` is given, its class and its gradient flag. With ``tied_params_map``, tensors
+    that were one become one on the new device too.
+
+    Raises:
+        PreparationError: there is no such tensor, its shape is another one, or it has no values to move.
+    """
+    owner, name = owner_and_name(module, tensor_name)
+    is_buffer = name in owner._buffers
+    slots = cast("dict[str, torch.Tensor | None]", owner._buffers if is_buffer else owner._parameters)
+    old = slots[name]
+    target = as_device(device)
+    if old is None:
+        if value is not None:
+            slots[name] = _converted(value, None, dtype).to(target, non_blocking=non_blocking)
+        return
+    tied_to = _address_in(tied_params_map, old if value is None else value)
+    shared = tied_params_map[tied_to].get(target) if tied_params_map is not None and tied_to is not None else None
+    if shared is not None:
+        slots[name] = shared
+        return
+    _check(old, value, target, tensor_name, module)
+    if value is None and old.device == target and dtype is None:
+        new = old
+    else:
+        # Moved before it is converted where that makes the transfer smaller is the caller's business; here, the
+        # conversion happens where the values are, so that the device never holds both.
+        with torch.no_grad():
+            new = _moved(old, value, dtype, target, fp16_statistics, non_blocking, is_buffer)
+    slots[name] = new
+    if tied_params_map is not None and tied_to is not None:
+        tied_params_map[tied_to][target] = new
+    if clear_cache and target.type not in (CPU.name, "meta") and new is not old:
+        clear_device_cache()
+
+
+def _address_in(tied: Mapping[int, Any] | None, tensor: torch.Tensor) -> int | None:
+    if not tied or tensor.is_meta:
+        return None
+    address = tensor.data_ptr()
+    return address if address in tied else None
+
+
+def _check(old: torch.Tensor, value: torch.Tensor | None, target: torch.device, name: str, module: nn.Module) -> None:
+    if value is None:
+        if old.is_meta and target.type != "meta":
+            raise PreparationError(
+                f"{name} of {type(module).__name__} is on the meta device, which holds no values: give `value` to put "
+                f"it on {target}."
+            )
+        return
+    if old.shape != value.shape and type(old).__name__ not in _PACKED:
+        raise PreparationError(
+            f"{name} of {type(module).__name__} has shape {tuple(old.shape)}, and the value given has "
+            f"{tuple(value.shape)}: this looks like the checkpoint of another model."
+        )
+
+
+def _converted(value: torch.Tensor, old: torch.Tensor | None, dtype: str | torch.dtype | None) -> torch.Tensor:
+    """``value`` in the asked dtype, else in the one that the tensor has; only floats are converted when asked."""
+    if dtype is not None:
+        wanted = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+        return value.to(wanted) if value.is_floating_point() or value.is_complex() else value
+    return value if old is None else value.to(old.dtype)
+
+
+def _moved(
+    old: torch.Tensor,
+    value: torch.Tensor | None,
+    dtype: str | torch.dtype | None,
+    target: torch.device,
+    statistics: torch.Tensor | None,
+    non_blocking: bool,
+    is_buffer: bool,
+) -> torch.Tensor:
+    kind = type(old).__name__
+    if value is None:
+        source = old if is_buffer else old.data
+        source = _converted(source, None, dtype)
+    elif type(value).__name__ in _QUANTISED or kind in _QUANTISE_ON_MOVE:
+        source = value
+    else:
+        source = _converted(value, old, dtype)
+    if kind in _QUANTISE_ON_MOVE:
+        return _quantised(old, source, target, statistics, non_blocking)
+    moved = source.to(target, non_blocking=non_blocking)
+    if is_buffer:
+        return moved
+    return rebuilt(old, moved)
+
+
+def _quantised(
+    old: torch.Tensor, source: torch.Tensor, target: torch.device, statistics: torch.Tensor | None, non_blocking: bool
+) -> torch.Tensor:
+    """A bitsandbytes parameter on ``target``; values of ordinary precision are quantised by the move."""
+    if statistics is not None:  # int8 values that were quantised before, with the scale of each row
+        new: Any = rebuilt(old, source.to(target, non_blocking=non_blocking), requires_grad=False)
+        new.SCB = statistics.to(target, non_blocking=non_blocking)
+        return new
+    new = rebuilt(old, source, requires_grad=False)
+    return new.to(target, non_blocking=non_blocking)

@@ -1,0 +1,150 @@
+"""A hook around the forward of one module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..devices import CPU, KINDS
+
+M = TypeVar("M", bound=nn.Module)
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: Methods that are replaced on single models by guards, which go when the hooks go.
+_accelerate_added_attributes = ["to", *(kind.name for kind in KINDS if kind.select and kind is not CPU)]
+
+
+def untraced(function: Function) -> Function:
+    """``function``, marked for torch's compiler: it is called as it is, and not looked into."""
+    # The mark is what torch.compiler.disable leaves too, but that function imports the whole compiler.
+    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+    function._torchdynamo_disable_msg = "hooks move weights and inputs"  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+class ModelHook:
+    """What happens around the forward of a module. Nothing does; subclasses fill in the moments they need."""
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """The hook has just been added; the module that is handed back takes the place of the given one."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with which forward runs."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """What the caller of the module gets."""
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """The module is as it was before the hook."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks, each moment in the order in which they are given."""
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Every hook has been told."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments after all hooks."""
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """The output after all hooks."""
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Every hook has been undone."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module's own forward, between the two moments of its hook."""
+    # Both are looked up on the module, so that a copy of the module has its own, and a library may replace them.
+    hook = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    if getattr(hook, "no_grad", False):
+        with torch.no_grad():
+            output = module._old_forward(*args, **kwargs)
+    else:
+        output = module._old_forward(*args, **kwargs)
+    return hook.post_forward(module, output)
+
+
+def add_hook_to_module(module: M, hook: Any, append: bool = False) -> M:
+    """The module, whose forward now runs inside ``hook``; with ``append``, inside the hook it has first.
+
+    A hook is anything with the four methods of :class:`ModelHook`. Without ``append`` a hook that the module has is
+    replaced, without being undone.
+    """
+    before: Any = module.__dict__.get("_hf_hook")
+    if append and before is not None:
+        remove_hook_from_module(module)
+        hook = SequentialHook(before, hook)
+    old_forward = module.__dict__.get("_old_forward", module.forward)
+    module._old_forward = old_forward
+    module = hook.init_hook(module)
+    module._hf_hook = hook
+    _set_forward(module, functools.update_wrapper(functools.partial(hooked_forward, module), old_forward))
+    return module
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    if isinstance(module, torch.fx.GraphModule):
+        # A traced module has a class of its own, and takes its forward from there.
+        type(module).forward = forward
+    else:
+        module.forward = forward
+
+
+def remove_hook_from_module(module: M, recurse: bool = False) -> M:
+    """The module without its hook, with its own forward; those of all submodules too with ``recurse``."""
+    hook: Any = module.__dict__.get("_hf_hook")
+    if hook is not None:
+        module = hook.detach_hook(module)
+        del module._hf_hook
+    if "_old_forward" in module.__dict__:
+        _restore_forward(module)
+    for name in _accelerate_added_attributes:
+        module.__dict__.pop(name, None)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse=True)
+    return module
+
+
+def _restore_forward(module: Any) -> None:
+    old = module._old_forward
+    del module._old_forward
+    if isinstance(module, torch.fx.GraphModule):
+        type(module).forward = getattr(old, "__func__", old)
+        return
+    module.__dict__.pop("forward", None)
+    if module.forward != old:  # the module had a forward of its own before the hook
+        module.forward = old
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """No hook is left on the module and all it holds."""
+    remove_hook_from_module(module, recurse=True)

@@ -1,0 +1,23 @@
+"""Old address: weights on disk."""
+
+from __future__ import annotations
+
+from ..offload import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    load_offloaded_weight,
+    offload_state_dict,
+    offload_weight,
+    save_offload_index,
+)
+
+__all__ = [
+    "OffloadedWeightsLoader",
+    "PrefixedDataset",
+    "extract_submodules_state_dict",
+    "load_offloaded_weight",
+    "offload_state_dict",
+    "offload_weight",
+    "save_offload_index",
+]
