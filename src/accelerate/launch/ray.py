@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..errors import LaunchError
@@ -73,7 +74,13 @@ class RayTrain(LaunchEngine):
             _connect(ray, plan)
         trainer = torch_trainer.TorchTrainer(
             run_program,
-            train_loop_config={"argv": list(plan.argv), "kind": options["kind"], "environment": dict(plan.environment)},
+            train_loop_config={
+                "argv": list(plan.argv),
+                "kind": options["kind"],
+                "environment": dict(plan.environment),
+                "folder": str(plan.cwd),
+                "upload": options["upload"],
+            },
             scaling_config=train.ScalingConfig(
                 num_workers=options["num_workers"],
                 use_gpu=options["use_gpu"],
@@ -126,15 +133,18 @@ def run_program(config: Mapping[str, Any]) -> None:
     from ..health.failure import report
     from .supervise import supervise
 
-    own = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
-    own["MASTER_PORT"] = str(_common_port())
+    world = {name: os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
+    own = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK")}
+    world["MASTER_PORT"] = str(_common_port())
     argv = list(config["argv"])
     if config["kind"] != "command":
         argv[0] = sys.executable
-    plan = LaunchPlan("ray", tuple(argv), {**config["environment"]}, ranks=(own,))
+    # Ray has gone to a folder of its own by now; what was uploaded stands first on the path that it set.
+    folder = os.environ["PYTHONPATH"].partition(os.pathsep)[0] if config["upload"] else config["folder"]
+    plan = LaunchPlan("ray", tuple(argv), {**config["environment"], **world}, ranks=(own,), cwd=Path(folder))
     code, failures = supervise(plan, dict(os.environ))
     if code != 0:
-        raise ProgramFailed(report(failures, int(own["WORLD_SIZE"])) or f"exit code {code}")
+        raise ProgramFailed(report(failures, plan.num_processes) or f"exit code {code}")
 
 
 def _common_port() -> int:
