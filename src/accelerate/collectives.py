@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import warnings
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
@@ -39,6 +40,7 @@ _CARRIED: Final = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
 _ON_HOST: Final = ("gloo", "mpi")
+_LARGEST_TOGETHER: Final = 4 << 20  # bytes: up to here, copying tensors into one message costs less than a message
 _OF_OBJECTS: Final = ("gather_object", "broadcast_object_list")  # whatever their size, they travel pickled
 
 
@@ -163,8 +165,55 @@ def gather(tensor: Any, *, world: World | None = None, to: int | None = None) ->
     here = world_or_joined(world)
     if here.size == 1:
         return tensor
-    gathered = recursively_apply(_gather_one, tensor, here, to, error_on_other_type=True)
+    leaves: list[torch.Tensor] = []
+    recursively_apply(leaves.append, tensor, error_on_other_type=True)
+    if _travel_together(leaves):
+        joined = _gather_together(leaves, here, to)
+        return None if joined is None else recursively_apply(lambda _: next(joined), tensor)
+    gathered = recursively_apply(_gather_one, tensor, here, to)
     return gathered if to is None or to == here.rank else None
+
+
+def _travel_together(leaves: list[torch.Tensor]) -> bool:
+    """Whether one message for all is cheaper than one each: there are several, and copying them costs little."""
+    if len(leaves) < 2 or any(leaf.device != leaves[0].device or leaf.is_complex() for leaf in leaves):
+        return False
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves) <= _LARGEST_TOGETHER
+
+
+def _gather_together(leaves: list[torch.Tensor], world: World, to: int | None) -> Iterator[torch.Tensor] | None:
+    """Every leaf joined with those of all ranks, in one message per rank; None where `to` is another rank."""
+    # The message begins with a sum of what it is made of: equally long messages of other shapes are not mixed up.
+    header = torch.tensor([zlib.crc32(repr([(leaf.shape, leaf.dtype) for leaf in leaves]).encode())])
+    parts = [header if leaves[0].is_cpu else header.to(leaves[0].device)]
+    parts += [leaf.detach().contiguous() for leaf in leaves]
+    message = torch.cat([_as_bytes(part) for part in parts])
+    joined = _gather_one(message, world, to)
+    if joined is None:
+        return None
+    rows = joined.view(world.size, -1)
+    if joined.is_cpu and not bool((rows[:, :8] == rows[0, :8]).all()):
+        raise CollectiveError(
+            "`gather`: the ranks gave tensors of different shapes or dtypes. Pad them first "
+            "(`pad_across_processes`); ACCELERATE_DEBUG_MODE=true shows what each rank gave."
+        )
+    return _taken_apart(rows, leaves)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, filled up so that whatever follows begins where any dtype may begin."""
+    flat = tensor.reshape(-1).view(torch.uint8)
+    missing = -flat.shape[0] % 8
+    return flat if not missing else torch.nn.functional.pad(flat, (0, missing))
+
+
+def _taken_apart(rows: torch.Tensor, leaves: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    position = 8
+    for leaf in leaves:
+        num_bytes = leaf.numel() * leaf.element_size()
+        own = rows[:, position : position + num_bytes].contiguous().view(leaf.dtype)
+        yield own.view(rows.shape[0] * leaf.shape[0], *leaf.shape[1:]) if leaf.ndim else own.view(-1)
+        position += num_bytes + -num_bytes % 8
 
 
 def _gather_one(tensor: torch.Tensor, world: World, to: int | None) -> torch.Tensor | None:
