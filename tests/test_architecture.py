@@ -34,9 +34,9 @@ FLOORS: Final[dict[str, int]] = {
             "devices clusters world plugins mesh collectives processes seeding logging memory modules progress probes"
             " hardware courier meeting roll_call rendezvous",
             "precision data_loader checkpointing tracking device_map hooks offload optimizer scheduler gradients"
-            " weighting health",
+            " weighting metrics health",
             "strategies",
-            "accelerator construction uneven state local_sgd inference big_modeling quantize test_utils",
+            "accelerator construction uneven pace state local_sgd inference big_modeling quantize test_utils",
             "accelerate utils launchers parallelism_config memory_utils",  # accelerate: the front door itself
         )
     )
@@ -73,11 +73,12 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "optimizer": ("gradients",),
     "scheduler": ("gradients", "optimizer"),
     "data_loader": ("gradients",),
+    "metrics": ("gradients",),
     "offload": ("checkpointing",),
     "device_map": ("checkpointing", "offload"),
     "hooks": ("device_map", "offload"),
     # house
-    "accelerator": ("state", "construction", "uneven"),
+    "accelerator": ("state", "construction", "uneven", "pace"),
     "local_sgd": ("accelerator", "state"),
     "test_utils": ("accelerator", "state", "local_sgd", "big_modeling", "inference"),
     # doors: importing is what they are for
@@ -87,7 +88,9 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
 }
 
 # What one strategy may take from another file of strategies/.
-SHARED_STRATEGY_FILES: Final = frozenset({"base", "bundle", "rebind", "compile", "tensor", "context", "unwrap"})
+SHARED_STRATEGY_FILES: Final = frozenset(
+    "base bundle rebind compile tensor context unwrap norms units recompute shard_setup shard_saving".split()
+)
 
 # Without torch at import, also through what they import.
 TORCH_FREE: Final = (

@@ -13,14 +13,16 @@ from typing import Any, Literal
 
 import torch
 
-from . import checkpointing, collectives, construction, processes, strategies, tracking
+from . import checkpointing, collectives, construction, pace, processes, strategies, tracking
 from .data_loader import prepare_data_loader, skip_first_batches
 from .data_loader.coverage import keep_real
 from .errors import PreparationError
 from .flag import Flag
 from .gradients import GradientState
+from .hooks.values import get_state_dict_offloaded_model as get_state_dict_offloaded_model  # an old address
 from .logging import get_logger
 from .memory import release_memory
+from .metrics import StreamingMean
 from .names import PROFILE_PATTERN_NAME
 from .nested import is_all_tensors
 from .optimizer import AcceleratedOptimizer
@@ -35,13 +37,13 @@ from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from .plugins.precision import AutocastKwargs
 from .plugins.profile import ProfileKwargs
 from .plugins.project import ProjectConfiguration
-from .precision import choose as choose_precision
 from .scheduler import AcceleratedScheduler
 from .settings.labels import DistributedType
 from .settings.run import collect, refuse_unbuilt
 from .state import AcceleratorState
-from .strategies.bundle import Bundle, Role
+from .strategies.bundle import Bundle, Role, Slot
 from .strategies.ddp import trigger_sync_in_backward
+from .strategies.rebind import Names
 from .uneven import join_uneven_inputs
 from .weighting import WindowWeights
 from .world import join_world, leave_world
@@ -127,18 +129,16 @@ class Accelerator:
             }
         )
         refuse_unbuilt(self.settings)
+        plugins["fsdp_plugin"] = construction.fsdp_plugin(
+            fsdp_plugin or AcceleratorState._shared_state.get("fsdp_plugin"), self.settings
+        )
         self.dynamo_plugin = construction.dynamo_plugin(dynamo_plugin, dynamo_backend)
         run = self.settings.run
         self.world = join_world(
             cpu=run.use_cpu, debug=run.debug, **construction.process_group_options(self._handlers.init)
         )
         self.state = AcceleratorState._fill(self.settings, self.world, dynamo_plugin=self.dynamo_plugin, **plugins)
-        self.precision = choose_precision(
-            self.state.mixed_precision,
-            self.world.device.type,
-            autocast_handler=self._handlers.autocast,
-            scaler_handler=self._handlers.scaler,
-        )
+        self.precision = construction.precision(self.state.mixed_precision, self.world, self._handlers, plugins)
         self.gradient_state = GradientState.create(
             gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=run.gradient_accumulation_steps)
         )
@@ -505,8 +505,9 @@ class Accelerator:
         """
         bundle = Bundle.sort(args, device_placement, self.device_placement)
         self.strategy.check(bundle)
-        for slot in bundle.of(Role.MODEL):
-            slot.current = self.prepare_model(slot.current, device_placement=slot.device_placement)
+        with self._optimizers_following(bundle):
+            for slot in bundle.of(Role.MODEL):
+                slot.current = self.prepare_model(slot.current, device_placement=slot.device_placement)
         for slot in bundle.of(Role.LOADER):
             slot.current = self.prepare_data_loader(slot.current, device_placement=slot.device_placement)
         for slot in bundle.of(Role.OPTIMIZER):
@@ -514,6 +515,25 @@ class Accelerator:
         for slot in bundle.of(Role.SCHEDULER):  # last: a scheduler looks for its prepared optimizer
             slot.current = self.prepare_scheduler(slot.current)
         return bundle.unsort()
+
+    @contextmanager
+    def _optimizers_following(self, bundle: Bundle) -> Iterator[None]:
+        """After the block the optimizers train the parameters that the models have then."""
+        models = [slot for slot in bundle.of(Role.MODEL) if id(slot.current) not in self._prepared_models]
+        optimizers = [slot.current for slot in bundle.of(Role.OPTIMIZER)]
+        if not models or not optimizers:
+            yield
+            return
+        held = Names(optimizers, self._named_parameters(models))
+        try:
+            yield
+        finally:
+            held.resolve(dict(self._named_parameters(models)))
+
+    def _named_parameters(self, slots: Sequence[Slot]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for number, slot in enumerate(slots):
+            for name, parameter in self.strategy.named_parameters(slot.current):
+                yield f"{number}.{name}", parameter
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """``model`` in its precision, on its device, and, unless ``evaluation_mode``, wrapped for training."""
@@ -824,6 +844,10 @@ class Accelerator:
         coverage = None if loader is None else loader.coverage
         return gathered if coverage is None else keep_real(gathered, coverage, as_objects=as_objects)
 
+    def streaming_mean(self) -> StreamingMean:
+        """A mean over samples of all ranks, each once, of which every rank keeps two numbers."""
+        return StreamingMean(self.world, self.gradient_state)
+
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The elementwise sum, mean or max over ranks, on every rank; ``tensor`` is unchanged."""
         return collectives.reduce(tensor, reduction, scale, world=self.world)
@@ -877,13 +901,13 @@ class Accelerator:
         Raises:
             CheckpointError: on every rank, when writing failed on any.
         """
+        model_only = getattr(save_model_func_kwargs.get("select"), "model_only", False)
         return checkpointing.write_checkpoint(
             output_dir,
             world=self.world,
             project=self.project_configuration,
             models=self._models,
-            weights=[self.strategy.full_state_dict(model) for model in self._models],
-            optimizers=self._optimizers,
+            **self.strategy.saved(self._models, self._optimizers, model_only=model_only),
             schedulers=self._schedulers,
             dataloaders=self._dataloaders,
             scaler=self.scaler,
@@ -892,6 +916,7 @@ class Accelerator:
             strategy=str(self.distributed_type),
             safe_serialization=safe_serialization,
             pre_hooks=self._save_hooks,
+            details={"pace": pace.pace_of(self.world, self._dataloaders, self.gradient_state)},
             **save_model_func_kwargs,
         )
 
@@ -899,11 +924,18 @@ class Accelerator:
         self,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
+        *,
+        keep_global_batch: bool = False,
         **load_model_func_kwargs: Any,
     ) -> None:
         """Everything prepared and registered continues from a checkpoint: by default the project's newest valid one.
 
-        Loaders continue at the next unseen batch, in the order of the interrupted epoch.
+        Loaders continue at the next unseen batch, in the order of the interrupted epoch, also on another number of
+        ranks; what that changes is said once.
+
+        Args:
+            keep_global_batch: set ``gradient_accumulation_steps`` so that an update is made of as many samples as
+                when the checkpoint was saved.
 
         Raises:
             CheckpointNotFound: there is none.
@@ -920,11 +952,13 @@ class Accelerator:
             scaler=self.scaler,
             custom_objects=self._custom_objects,
             pre_hooks=self._load_hooks,
+            access=self.strategy.access,
             load_kwargs=load_kwargs,
             **load_model_func_kwargs,
         )
-        if loaded.step is not None:
-            self.step = loaded.step
+        pace.go_on(
+            loaded, self.world, self._dataloaders, self.gradient_state, keep_global_batch=keep_global_batch
+        )
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """``save_state`` and ``load_state`` include ``objects``, in this order.

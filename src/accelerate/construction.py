@@ -15,12 +15,17 @@ from .plugins.data import DataLoaderConfiguration
 from .plugins.ddp import DistributedDataParallelKwargs
 from .plugins.dynamo import TorchDynamoPlugin
 from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from .plugins.fsdp import FullyShardedDataParallelPlugin
 from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from .plugins.precision import AutocastKwargs, GradScalerKwargs
 from .plugins.process_group import InitProcessGroupKwargs
 from .plugins.profile import ProfileKwargs
 from .plugins.project import ProjectConfiguration
+from .precision import Precision
+from .precision import choose as choose_precision
 from .settings import env
+from .settings.run import Settings
+from .world import World
 
 
 @final
@@ -139,6 +144,29 @@ def dynamo_plugin(plugin: Any, backend: Any) -> TorchDynamoPlugin:
     if plugin is not None:
         return plugin
     return TorchDynamoPlugin(backend=backend) if backend is not None else TorchDynamoPlugin()
+
+
+def fsdp_plugin(plugin: Any, settings: Settings) -> Any:
+    """``plugin``, or one from the environment where the launcher asked for FSDP, in the run's precision; or None."""
+    if settings.fsdp is None:
+        return None
+    plugin = plugin if plugin is not None else FullyShardedDataParallelPlugin()
+    if settings.run.mixed_precision != "no":
+        plugin.set_mixed_precision(settings.run.mixed_precision)
+    env.publish({"ACCELERATE_USE_FSDP": True, "FSDP_VERSION": plugin.fsdp_version})
+    return plugin
+
+
+def precision(label: str, world: World, handlers: Handlers, plugins: dict[str, Any]) -> Precision:
+    """The precision that ``label`` means in ``world``, with the handlers' options."""
+    is_sharded = plugins["fsdp_plugin"] is not None and world.backend is not None
+    return choose_precision(
+        label,
+        world.device.type,
+        autocast_handler=handlers.autocast,
+        scaler_handler=handlers.scaler,
+        shards_over=world if is_sharded else None,
+    )
 
 
 def parallelism(config: Any, torch_tp_plugin: Any) -> Any:

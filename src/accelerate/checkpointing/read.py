@@ -14,7 +14,9 @@ from ..errors import CheckpointError, CheckpointNotFound
 from ..seeding import restore_rng_states, set_seed
 from ..settings.project import ProjectOptions
 from ..world import current_world
+from . import sharded
 from .agreement import Ranks
+from .codec import read_pickle
 from .draft import Store
 from .layout import CUSTOM, LOADER, OPTIMIZER, RANDOM, SCALER, SCHEDULER, Slot, from_classic_streams
 from .manifest import UNFINISHED_NAME, Manifest
@@ -135,6 +137,7 @@ class Receivers:
         load_kwargs: for ``torch.load`` of old files; ``{"weights_only": False}`` lets their pickles run code.
         read_parts: reads what a strategy saved in its own way.
         model_only: only the models are loaded, whatever else the checkpoint holds.
+        access: how models and optimizers take state that lies over the ranks.
     """
 
     models: Sequence[Any] = ()
@@ -149,6 +152,7 @@ class Receivers:
     load_kwargs: Mapping[str, Any] | None = None
     read_parts: Callable[[Path, Manifest | None], None] | None = None
     model_only: bool = False
+    access: sharded.StateAccess = field(default_factory=sharded.InPlace)
     load_model_options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -300,18 +304,34 @@ def _read(found: LoadedCheckpoint, store: Store, receivers: Receivers) -> None:
     sizes = {} if found.manifest is None else {name: file.size for name, file in found.manifest.files.items()}
     with Meter(f"Loading {folder.name}", sum(sizes.values()), shown=store.ranks.is_main) as meter:
         for index, model in enumerate(remaining):
-            loaded = load_weights(
-                model,
-                folder,
-                index,
-                load_kwargs={k: v for k, v in receivers.pickle_options.items() if k != "map_location"},
-                may_lack=selection.leaves_out,
-                **receivers.load_model_options,
-            )
-            meter.advance(sum(sizes.get(name, 0) for name in loaded.files))
+            files = _read_model(model, folder, index, receivers, selection)
+            meter.advance(sum(sizes.get(name, 0) for name in files))
         if not receivers.model_only:
             _read_shared(folder, receivers)
             _read_own(found, folder, store.ranks, receivers)
+
+
+def _read_model(model: Any, folder: Path, index: int, receivers: Receivers, selection: Selection) -> list[str]:
+    """``model`` has its weights, in whatever form they lie in ``folder``; the files that were read."""
+    access, options = receivers.access, receivers.load_model_options
+    shards = sharded.weights_folder(folder, index)
+    if sharded.is_sharded(shards):
+        sharded.read_model_shards(access, model, shards, **options)
+        return [f"{shards.name}/{path.name}" for path in shards.iterdir()]
+    classic = sharded.classic_weights(folder, index)
+    if classic.is_file():
+        state = read_pickle(classic, **receivers.pickle_options)
+        access.receiver(model).load_state_dict(state, **options)
+        return [classic.name]
+    loaded = load_weights(
+        access.receiver(model),
+        folder,
+        index,
+        load_kwargs={k: v for k, v in receivers.pickle_options.items() if k != "map_location"},
+        may_lack=selection.leaves_out,
+        **options,
+    )
+    return list(loaded.files)
 
 
 def _wants_more(receivers: Receivers) -> bool:
@@ -321,7 +341,12 @@ def _wants_more(receivers: Receivers) -> bool:
 def _read_shared(folder: Path, receivers: Receivers) -> None:
     options = receivers.pickle_options
     for number, optimizer in enumerate(receivers.optimizers):
-        optimizer.load_state_dict(OPTIMIZER.read(folder, number, **options))
+        shards = sharded.optimizer_folder(folder, number)
+        if sharded.is_sharded(shards):
+            sharded.read_optimizer_shards(receivers.access, optimizer, receivers.models, shards)
+            continue
+        state = OPTIMIZER.read(folder, number, **options)
+        receivers.access.take_whole_optimizer(optimizer, receivers.models, state)
     for number, scheduler in enumerate(receivers.schedulers):
         scheduler.load_state_dict(SCHEDULER.read(folder, number, **options))
     if receivers.scaler is not None:

@@ -8,13 +8,23 @@ import torch
 
 from ..devices import available_kind, kind_of
 from ..errors import NotBuilt, SettingError
-from ..world import current_world
+from ..world import World, current_world
 from .autocast import AutocastPrecision
 from .base import FullPrecision, Precision
 
 
-def choose(label: str, device_type: str, *, autocast_handler: Any = None, scaler_handler: Any = None) -> Precision:
+def choose(
+    label: str,
+    device_type: str,
+    *,
+    autocast_handler: Any = None,
+    scaler_handler: Any = None,
+    shards_over: World | None = None,
+) -> Precision:
     """The precision that ``label`` (no, fp16, bf16, fp8) means on ``device_type``.
+
+    Args:
+        shards_over: the processes over which gradients lie in pieces; None where each has them whole.
 
     Raises:
         SettingError: the device can't compute in that precision.
@@ -26,7 +36,8 @@ def choose(label: str, device_type: str, *, autocast_handler: Any = None, scaler
         _refuse_bf16_without_hardware(device_type)
         return AutocastPrecision("bf16", device_type, handler=autocast_handler)
     if label == "fp16":
-        scaler = make_scaler(device_type, **(scaler_handler.to_kwargs() if scaler_handler else {}))
+        kwargs = scaler_handler.to_kwargs() if scaler_handler else {}
+        scaler = make_scaler(device_type, **kwargs) if shards_over is None else _sharded(shards_over, kwargs)
         return AutocastPrecision("fp16", device_type, scaler=scaler, handler=autocast_handler)
     if label == "fp8":
         raise NotBuilt("mixed_precision='fp8' isn't built in this version. Use 'bf16' or 'fp16'.")
@@ -38,6 +49,12 @@ def _refuse_bf16_without_hardware(device_type: str) -> None:
         raise SettingError(
             f"mixed_precision='bf16': this {device_type} device can't compute in bfloat16. Use 'fp16' or 'no'."
         )
+
+
+def _sharded(world: World, kwargs: dict[str, Any]) -> Any:
+    from .sharded_scaler import ShardedScaler  # imports torch's distributed tensors
+
+    return ShardedScaler(world, **kwargs)
 
 
 def make_scaler(device_type: str, **kwargs: Any) -> Any:

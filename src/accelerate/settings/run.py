@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 #: What this version can do at runtime; everything else is refused by name.
-BUILT: Final = ("single", "ddp")
+BUILT: Final = ("single", "ddp", "fsdp")
 
 #: Constructor arguments -> options.
 ARGUMENTS: Final = {

@@ -6,19 +6,22 @@ A strategy is one file. Adding one is that file plus one line in ``strategies/__
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 
+from ..checkpointing.sharded import InPlace, StateAccess
 from ..errors import PreparationError
+from ..hooks.values import get_state_dict_offloaded_model, has_offloaded_params
 from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..world import World
 from .bundle import Bundle, Role
 from .compile import compile_model
+from .rebind import canonical_name, parameters_by_name
 from .unwrap import unwrap
 
 
@@ -89,6 +92,10 @@ class Strategy(ABC):
         """The model that the user gave."""
         return unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
+    def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters that train ``model``, prepared or not, under every name of the user's own model."""
+        return parameters_by_name(self.unwrap(model, keep_torch_compile=False))
+
     # -- training ------------------------------------------------------------------------------------------
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -119,7 +126,19 @@ class Strategy(ABC):
 
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict of ``model``, under the names of the user's own module."""
-        return (self.unwrap(model, keep_torch_compile=False) if unwrap else model).state_dict()
+        inner = self.unwrap(model, keep_torch_compile=False) if unwrap else model
+        if any(has_offloaded_params(module) for module in inner.modules()):
+            return get_state_dict_offloaded_model(inner)
+        return inner.state_dict()
+
+    @property
+    def access(self) -> StateAccess:
+        """How checkpoints give and take the state of prepared models and their optimizers."""
+        return InPlace(self.named_parameters, canonical_name)
+
+    def saved(self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False) -> dict[str, Any]:
+        """What a checkpoint is written from: ``weights``, ``optimizers`` and ``write_parts``. A collective."""
+        return {"weights": [self.full_state_dict(model) for model in models], "optimizers": optimizers}
 
 
 def _stays_in_place(model: torch.nn.Module, device: torch.device) -> bool:
@@ -128,7 +147,7 @@ def _stays_in_place(model: torch.nn.Module, device: torch.device) -> bool:
     Raises:
         PreparationError: quantized weights lie on another device than ``device``.
     """
-    if is_placed_by_map(model):
+    if is_placed_by_map(model) or any(has_offloaded_params(module) for module in model.modules()):
         return True
     places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     if places and (getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)):

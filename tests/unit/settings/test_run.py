@@ -317,12 +317,10 @@ def test_launcher_matters_stay_with_the_launcher() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environ", "named"),
     [
-        ({}, {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true"),
         ({}, {"ACCELERATE_USE_DEEPSPEED": "1"}, "ACCELERATE_USE_DEEPSPEED"),
         ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron"),
         ({}, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "ACCELERATE_USE_PARALLELISM_CONFIG"),
         ({"mixed_precision": "fp8"}, {}, "mixed_precision=fp8"),
-        ({"fsdp_plugin": FsdpOptions()}, {}, "fsdp_plugin"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(arguments: dict[str, Any], environ: dict[str, str], named: str) -> None:

@@ -1,0 +1,207 @@
+"""Parameters, gradients and optimizer state in shards: torch's ``fully_shard`` (FSDP, version 2).
+
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023. Real on CPU ranks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+from ..errors import PreparationError
+from ..precision import Precision
+from ..settings.labels import DistributedType
+from ..world import World
+from .base import Strategy, is_sharded
+from .bundle import Bundle, Role
+from .compile import compile_model, compile_regions_fsdp2, uncompiled
+from .norms import clip_pieces, own_piece
+from .rebind import inner_optimizer
+from .recompute import recompute_activations
+from .shard_saving import saved_as
+from .shard_setup import replicate_rest, send_from_main, upcast_trainable
+from .units import find_ignored, find_units
+
+
+@final
+class FullyShard(Strategy):
+    """Every rank keeps a piece of each parameter; units are gathered while they compute."""
+
+    def __init__(self, world: World, options: Any) -> None:
+        super().__init__(world, options)
+        self._mesh: DeviceMesh | None = None
+
+    @classmethod
+    def suits(cls, settings: Any, world: World) -> bool:
+        """True where FSDP 2 was asked for and there is a process group."""
+        return world.backend is not None and settings.fsdp is not None and settings.fsdp.fsdp_version == 2
+
+    @property
+    def label(self) -> DistributedType:
+        """FSDP."""
+        return DistributedType.FSDP
+
+    @property
+    def plugin(self) -> Any:
+        """The FullyShardedDataParallelPlugin, as it is now."""
+        return self.options.plugins["fsdp_plugin"]
+
+    # -- placing -------------------------------------------------------------------------------------------
+
+    def check(self, bundle: Bundle) -> None:
+        """Raises unless one model comes together with its optimizer."""
+        super().check(bundle)
+        fresh = [slot.current for slot in bundle.of(Role.MODEL) if not _is_placed(slot.current)]
+        if len(fresh) > 1:
+            raise PreparationError(
+                f"prepare() got {len(fresh)} models. Only one model is supported at a time when using FSDP2: call "
+                "prepare(model, optimizer) once for each."
+            )
+        optimizers = [inner_optimizer(slot.current) for slot in bundle.of(Role.OPTIMIZER)]
+        loose = [optimizer for optimizer in optimizers if not _follows(optimizer, fresh)]
+        trains = any(parameter.requires_grad for model in fresh for parameter in model.parameters())
+        if loose or (trains and not optimizers):
+            missing = "its model" if loose else "its optimizer"
+            raise PreparationError(
+                f"prepare() got {'an optimizer' if loose else 'a model'} without {missing}. When using FSDP2, a model "
+                "and optimizer must be passed together to `Accelerator.prepare()`, as the optimizer needs to have its "
+                "parameters replaced when the model is sharded. For evaluation only, use "
+                "prepare_model(model, evaluation_mode=True)."
+            )
+
+    def place_model(
+        self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """``model`` in its precision, recomputing, compiled and sharded, in this order."""
+        if evaluation_mode or isinstance(model, FSDPModule):
+            return super().place_model(model, precision, device_placement, evaluation_mode=True)
+        plugin = self.plugin
+        model = precision.convert(model)
+        if precision.label != "no":
+            plugin.set_mixed_precision(precision.label)
+            upcast_trainable(model)
+        plugin.set_auto_wrap_policy(model)
+        ignored = find_ignored(plugin.ignored_modules, model)
+        units = find_units(model, plugin.auto_wrap_policy, ignored)
+        if plugin.activation_checkpointing:
+            recompute_activations(units, offload=plugin.activation_checkpointing_offload)
+        precision.patch_forward(model)
+        self._compile_regions(model)
+        self._shard(model, units, ignored, keeps_outputs=precision.is_autocast)
+        dynamo = self.options.dynamo_plugin
+        return model if dynamo is None or dynamo.use_regional_compilation else compile_model(model, dynamo)
+
+    def _compile_regions(self, model: torch.nn.Module) -> None:
+        dynamo = self.options.dynamo_plugin
+        if dynamo is not None and dynamo.use_regional_compilation and str(dynamo.backend) != "NO":
+            compile_regions_fsdp2(model, **dynamo.to_kwargs())
+
+    def _shard(
+        self,
+        model: torch.nn.Module,
+        units: list[torch.nn.Module],
+        ignored: list[torch.nn.Module],
+        *,
+        keeps_outputs: bool,
+    ) -> None:
+        """``units`` and, around them, ``model`` are sharded; what isn't lies on the device, the same on all ranks.
+
+        Args:
+            keeps_outputs: the model's own forward has decided the dtype of its outputs.
+        """
+        plugin, mesh = self.plugin, self.mesh()
+        ignored_parameters = {parameter for module in ignored for parameter in module.parameters()}
+        options: dict[str, Any] = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
+        if plugin.mixed_precision_policy is not None:
+            options["mp_policy"] = plugin.mixed_precision_policy
+        if ignored_parameters:
+            options["ignored_params"] = ignored_parameters
+        sends = plugin.cpu_ram_efficient_loading
+        for unit in [*units, model]:
+            if sends:  # unit by unit, so that at no time a rank but the first has the whole model
+                send_from_main(model, unit, self.world)
+                if ignored_parameters:
+                    ignored_parameters |= {p for module in ignored for p in module.parameters()}
+            # The root keeps what it gathered, by torch's own rule, unless nothing is to be freed anyway.
+            if unit is not model or not plugin.reshard_after_forward:
+                options["reshard_after_forward"] = plugin.reshard_after_forward
+            else:
+                options.pop("reshard_after_forward", None)
+            if unit is model and keeps_outputs and "mp_policy" in options:
+                options["mp_policy"] = replace(options["mp_policy"], output_dtype=None)
+            fully_shard(unit, **options)
+        replicate_rest(model, mesh, self.world)
+        if callable(getattr(model, "generate", None)):
+            register_fsdp_forward_method(model, "generate")
+
+    def mesh(self) -> DeviceMesh:
+        """The ranks over which parameters are sharded: the last axis; over the first of two they are replicated."""
+        if self._mesh is None:
+            config = self.options.plugins.get("parallelism_config")
+            kind = self.world.device.type
+            whole = None if config is None else config.get_device_mesh(kind)
+            if config is not None and whole is not None:
+                self._mesh = whole[tuple(config.fsdp_dim_names)]
+            else:
+                self._mesh = init_device_mesh(kind, (self.world.size,), mesh_dim_names=("dp_shard",))
+        assert self._mesh is not None
+        return self._mesh
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A context in which backward passes keep whole gradients on each rank."""
+        sharded = uncompiled(model)
+        return _without_reduction(sharded) if isinstance(sharded, FSDPModule) else nullcontext()
+
+    def clip_grad_norm(
+        self,
+        parameters: Iterable[torch.Tensor] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """The global norm is at most ``max_norm``; a collective."""
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return clip_pieces(chosen, max_norm, norm_type, self.world.device, error_if_nonfinite)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """No gradient element is larger than ``clip_value`` in size."""
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        for gradient in [own_piece(parameter.grad) for parameter in chosen if parameter.grad is not None]:
+            gradient.clamp_(-clip_value, clip_value)
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict on the main process, in CPU memory; an empty one elsewhere. A collective."""
+        return self.access.whole_model(self.unwrap(model, keep_torch_compile=False), self.world.is_main)
+
+    def saved(self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False) -> dict[str, Any]:
+        """Weights and optimizers in shards, or gathered, as the plugin says."""
+        return saved_as(self.plugin, self.access, models, optimizers, self.world, model_only)
+
+
+@contextmanager
+def _without_reduction(model: FSDPModule) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def _is_placed(model: torch.nn.Module) -> bool:
+    return isinstance(uncompiled(model), FSDPModule)
+
+
+def _follows(optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) -> bool:
+    """Whether the optimizer trains one of ``models``, or parameters that are sharded already."""
+    ours = {id(parameter) for model in models for parameter in model.parameters()}
+    return any(id(p) in ours or is_sharded(p) for group in optimizer.param_groups for p in group["params"])
