@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.algorithms.join import Join, Joinable
 
 from .data_loader import BatchSamplerShard, DataLoaderShard
+from .data_loader.order import unskipped
 from .logging import get_logger
 from .strategies.ddp import replica_in
 from .world import World
@@ -59,7 +60,7 @@ def join_uneven_inputs(
 def _override_even_batches(loaders: Sequence[Any], value: bool) -> list[tuple[Any, bool]]:
     changed: list[tuple[Any, bool]] = []
     for loader in loaders:
-        sampler = loader.batch_sampler if isinstance(loader, DataLoaderShard) else None
+        sampler = unskipped(loader.batch_sampler)[0] if isinstance(loader, DataLoaderShard) else None
         if not isinstance(sampler, BatchSamplerShard):
             logger.warning_once(
                 "join_uneven_inputs(even_batches=...) leaves iterable and dispatched loaders as they are."

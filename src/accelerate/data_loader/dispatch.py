@@ -139,6 +139,9 @@ class DataLoaderDispatcher(BatchFeeder):
     def _shares(self) -> int:
         return self.share().count
 
+    def _own_index(self) -> int:
+        return self.share().index
+
     def _entrance(self, root: Any, skipped: int, restored: Restored | None) -> Place:
         if skipped:
             groups = skipped * self.batches_per_round

@@ -424,6 +424,21 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     # -- what callers ask ------------------------------------------------------------------------------
 
     @property
+    def own_rows(self) -> tuple[int, int] | None:
+        """Of this rank's batch in hand: how many leading rows are real, and how many there are; None if unknown."""
+        coverage = self.coverage
+        if coverage is None:
+            return None
+        index = self._own_index() if len(coverage.size) > 1 else 0
+        return coverage.real[index], coverage.size[index]
+
+    def _own_index(self) -> int:
+        root, _ = unskipped(self.index_sampler)
+        shard = root if isinstance(root, BatchSamplerShard) else self.dataset
+        own = shard.process_index if isinstance(shard, (BatchSamplerShard, IterableDatasetShard)) else None
+        return self.rank_and_size()[0] if own is None else own
+
+    @property
     def total_batch_size(self) -> int:
         """Samples that all ranks take at once."""
         root, _ = unskipped(self.index_sampler)
