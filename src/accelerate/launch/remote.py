@@ -68,7 +68,8 @@ def spread(settings: Settings, host: Host, num_machines: int, *, devices: int | 
         SettingError: the number can't be spread evenly.
     """
     total = settings.launch.num_processes
-    if total is None:
+    # A launch of one machine settles on 1 process where nobody gave a number; that says nothing about several.
+    if total is None or not settings.was_given("launch.num_processes"):
         known = len(device_ids(settings)) or (host.num_devices if devices is None else devices)
         return (num_machines * max(1, known), max(1, known)) if not is_cpu_run(settings) else (num_machines, 1)
     if total % num_machines:

@@ -152,7 +152,7 @@ def _tasks(settings: Settings, host: Host, nodes: int) -> tuple[int, int]:
     """(tasks in all, tasks of each node); Slurm's own numbers where the launch names none."""
     allocation = host.environment
     per_node = allocation.get("SLURM_NTASKS_PER_NODE", "")
-    if settings.launch.num_processes is None and is_cpu_run(settings) and per_node.isdigit():
+    if not settings.was_given("launch.num_processes") and is_cpu_run(settings) and per_node.isdigit():
         return nodes * int(per_node), int(per_node)
     devices = allocation.get("SLURM_GPUS_ON_NODE", "")
     return spread(settings, host, nodes, devices=int(devices) if devices.isdigit() else None)

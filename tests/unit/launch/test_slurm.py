@@ -54,6 +54,12 @@ def test_one_rank_a_device_of_the_allocation() -> None:
     assert "8 processes on each of 2 node(s)" in made.engine
 
 
+def test_slurms_own_number_of_tasks_counts_where_none_is_given() -> None:
+    environment = {**BATCH, "SLURM_NTASKS_PER_NODE": "3"}
+    assert "3 processes on each of 2" in plan(host=replace(CPU_HOST, environment=environment), cpu=True).engine
+    assert "1 processes on each of 2" in plan(host=replace(CPU_HOST, environment=BATCH), cpu=True).engine
+
+
 def test_more_machines_than_the_allocation_has_are_refused() -> None:
     with pytest.raises(SettingError, match=r"--num_machines 3.*allocation 17 has 2 node"):
         plan(host=replace(CPU_HOST, environment=BATCH), cpu=True, num_processes=3, num_machines=3)
