@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,8 +46,14 @@ def script(tmp_path: Path) -> Path:
 
 def told(stdout: str) -> list[dict[str, object]]:
     """What each process said, in rank order."""
-    lines = [line.partition("TOLD ")[2] for line in stdout.splitlines() if "TOLD " in line]
-    return sorted((json.loads(line) for line in lines), key=lambda facts: facts["process_index"])
+    found = re.findall(r"TOLD (\{[^{}]*\})", stdout)  # also where two processes share a line
+    return sorted((json.loads(text) for text in found), key=lambda facts: facts["process_index"])
+
+
+def with_own_port(path: Path) -> Path:
+    """The file also names a free port, so that tests side by side don't meet on the default one."""
+    path.write_text(f"{path.read_text()}main_process_port: {free_port()}\n")
+    return path
 
 
 @row("001-03", "002-02")
@@ -127,7 +134,7 @@ def test_every_launcher_joins_one_world_without_a_word_about_the_cpu(script: Pat
 def test_config_then_launch(script: Path, tmp_path: Path) -> None:
     home = {"HF_HOME": str(tmp_path / "home")}
     run([*ACCELERATE, "config"], typed="0\n1\n1\n2\nno\n", **home)  # this machine, multi-CPU, 1 machine, 2, no
-    assert (tmp_path / "home" / "accelerate" / "default_config.yaml").exists()
+    with_own_port(tmp_path / "home" / "accelerate" / "default_config.yaml")
     facts = told(run([*ACCELERATE, "launch", script.name], folder=tmp_path, **home).stdout)
     assert [fact["ranks"] for fact in facts] == [[0, 1], [0, 1]]
 
@@ -140,6 +147,7 @@ def test_the_file_can_be_edited_and_an_unknown_key_is_named_with_its_line(script
     known = yaml.safe_load(path.read_text())
     known.update(distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
     path.write_text(yaml.safe_dump(known))
+    with_own_port(path)
     assert len(told(run([*ACCELERATE, "launch", script], **home).stdout)) == 2
     path.write_text(path.read_text() + "num_procesess: 3\n")
     refused = run([*ACCELERATE, "launch", script], expect=None, **home)

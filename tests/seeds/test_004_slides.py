@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DataLoaderConfiguration, gather_object
 from tests.ranks import RankFailed, run_on_ranks
-from tests.seeds.test_001_commands import STATE, told
+from tests.seeds.test_001_commands import STATE, told, with_own_port
 from tests.seeds.tools import launcher, run
 
 row = pytest.mark.row
@@ -160,6 +160,7 @@ def test_a_path_with_dots_is_launched_with_what_the_file_says(tmp_path: Path) ->
     (tmp_path / "told.py").write_text(STATE)
     config = tmp_path / "old.yaml"
     config.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\nfp16: true\n")
+    with_own_port(config)
     odd = tmp_path / "scripts" / ".." / "told.py"
     words = launcher("accelerate")[:4]
     facts = told(run([*words[:3], "launch", "--config_file", config, odd]).stdout)

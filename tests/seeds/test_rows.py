@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 
 from tests.seeds.tools import HERE, pending, rows
 
 
+@functools.cache
 def rows_with_tests() -> dict[str, list[str]]:
     """Row -> the tests that carry it."""
     found: dict[str, list[str]] = {}

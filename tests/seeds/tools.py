@@ -45,7 +45,7 @@ def run(
     *,
     typed: str | None = None,
     folder: Path | None = None,
-    timeout_seconds: float = 90,
+    timeout_seconds: float = 110,
     expect: int | None = 0,
     **extra: str,
 ) -> subprocess.CompletedProcess[str]:
