@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test multi check fix bench docs build
+.PHONY: help setup demo test multi engines check fix bench docs build
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
@@ -26,6 +26,10 @@ test: setup      ## run every test
 
 multi: setup     ## run the tests that need several processes
 	$(BIN)/python -m pytest tests/multi
+
+engines: setup   ## install mpirun, Slurm, Ray, ... and run the tests that start them (minutes)
+	tests/engines/setup.sh
+	$(BIN)/python -m pytest -m engines tests/engines
 
 check: setup     ## lint, types, architecture
 	$(BIN)/ruff check .
