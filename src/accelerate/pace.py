@@ -15,7 +15,7 @@ logger = get_logger(__name__)
 
 
 def pace_of(world: World, loaders: Sequence[Any], clock: GradientState) -> dict[str, Any]:
-    """What a checkpoint notes of it: ranks, micro-batches per update, samples that all ranks take at once, by loader."""
+    """What a checkpoint notes: ranks, micro-batches per update, and per loader the samples of all ranks at once."""
     samples = [getattr(loader, "total_batch_size", None) for loader in loaders]
     return {"ranks": world.size, "steps": clock.num_steps, "samples": samples}
 
@@ -47,11 +47,13 @@ def go_on(
     needed = _steps_needed(before, now)
     changes = _changes(before, now)
     if keep_global_batch and needed != now["steps"]:
-        _check(needed, before, now, str(loaded.folder))
+        steps = _whole(needed)
+        if steps is None:
+            raise CheckpointError(_cant_keep(before, now, str(loaded.folder)))
         windows, begun = divmod(clock.step, before["steps"])
-        clock.num_steps = int(needed)
-        clock.step = windows * int(needed)
-        changes.append(f"gradient_accumulation_steps: {now['steps']} -> {int(needed)}, which keeps the global batch")
+        clock.num_steps = steps
+        clock.step = windows * steps
+        changes.append(f"gradient_accumulation_steps: {now['steps']} -> {steps}, which keeps the global batch")
         if begun:
             changes.append("it was saved inside an update, whose first micro-batches are lost")
     elif needed != now["steps"]:
@@ -83,17 +85,21 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return changes
 
 
+def _whole(needed: float | None) -> int | None:
+    return int(needed) if needed is not None and needed >= 1 and needed == int(needed) else None
+
+
 def _offer(needed: float | None) -> str:
-    if needed is None or needed < 1 or needed != int(needed):
+    steps = _whole(needed)
+    if steps is None:
         return "no whole number of micro-batches gives the global batch of before"
-    return f"load_state(keep_global_batch=True) would keep it, with gradient_accumulation_steps={int(needed)}"
+    return f"load_state(keep_global_batch=True) would keep it, with gradient_accumulation_steps={steps}"
 
 
-def _check(needed: float | None, before: Mapping[str, Any], now: Mapping[str, Any], folder: str) -> None:
-    if needed is not None and needed >= 1 and needed == int(needed):
-        return
-    raise CheckpointError(
-        f"keep_global_batch=True: {folder} was saved with {_batch(before)} samples per update ({before['ranks']} ranks). "
-        f"{now['ranks']} ranks take {_batch(now)} samples in {now['steps']} micro-batches, and no whole number of "
-        "micro-batches makes as many. Choose a batch size per rank that divides them, or leave keep_global_batch out."
+def _cant_keep(before: Mapping[str, Any], now: Mapping[str, Any], folder: str) -> str:
+    return (
+        f"keep_global_batch=True: {folder} was saved with {_batch(before)} samples per update by {before['ranks']} "
+        f"ranks. {now['ranks']} ranks take {_batch(now)} samples in {now['steps']} micro-batches, and no whole number "
+        "of micro-batches makes as many. Choose a batch size per rank that divides them, or leave keep_global_batch "
+        "out."
     )

@@ -68,7 +68,7 @@ def state_of(optimizer: Any) -> list[Any]:
     ]
 
 
-def continued(folder: str, keep: bool = False, steps: int = 1) -> tuple[list[int], list[Any], list[int], list[str], int]:
+def continued(folder: str, keep: bool = False, steps: int = 1) -> tuple[Any, ...]:
     """Goes on to the end of the epoch; samples, optimizer as loaded, the next epoch's samples, what was said, steps."""
     notes = Notes()
     logging.getLogger("accelerate.pace").addHandler(notes)

@@ -11,11 +11,11 @@ import json
 import multiprocessing
 import os
 import random
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,8 @@ def train(folder: str, notes: str, num_workers: int, batch_size: int = 2, **load
     accelerator = Accelerator(cpu=True, project_config=project, dataloader_config=config)
     set_seed(5, device_specific=True)
     model, optimizer, schedule, loader = objects(accelerator, num_workers, batch_size)
-    try:
+    with suppress(CheckpointNotFound):  # the run is new
         accelerator.load_state()
-    except CheckpointNotFound:
-        pass
     note = noter(f"{notes}.{accelerator.process_index}")
     while loader.iteration < EPOCHS:
         for ids, rows in loader:
@@ -158,7 +156,7 @@ class Attempt:
         """SIGKILL to every rank, to ``first`` a little earlier; returns how many were alive."""
         alive = [process for process in self.processes if process.is_alive()]
         if first is not None:
-            os.kill(self.processes[first].pid or 0, signal.SIGKILL)
+            self.processes[first].kill()
             time.sleep(lead_seconds)
         for process in self.processes:
             process.kill()

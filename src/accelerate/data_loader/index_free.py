@@ -67,6 +67,7 @@ def _mixed(numbers: torch.Tensor) -> torch.Tensor:
     return numbers ^ (numbers >> 31 & ((1 << 33) - 1))
 
 
+@final
 class IndexFreeSampler(Sampler[int]):
     """Each sample of ``data_source`` once, in an order decided by the seed and the epoch, without a list of it.
 

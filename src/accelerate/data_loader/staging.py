@@ -8,7 +8,7 @@ that the device has been given before.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any, TypeVar, final
 
 import torch
@@ -57,18 +57,14 @@ def staged(
 ) -> Generator[tuple[Any, Account], None, None]:
     """What ``source`` gives, on the device; up to ``depth`` further batches are on their way."""
     waiting: deque[tuple[tuple[Any, Any], Account]] = deque()
-
-    def delivered() -> Iterator[tuple[Any, Account]]:
-        sent, account = waiting.popleft()
-        yield stage.receive(sent), account
-
     try:
         for batch, account in source:
             waiting.append((stage.send(batch), account))
             if len(waiting) > depth:
-                yield from delivered()
-        while waiting:
-            yield from delivered()
+                sent, account = waiting.popleft()
+                yield stage.receive(sent), account
+        for sent, account in waiting:
+            yield stage.receive(sent), account
     finally:
         source.close()
 

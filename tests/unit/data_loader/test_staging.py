@@ -47,9 +47,7 @@ def scope(stream: FakeStream):
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A device with streams, as one more row of the table; the log of what they were told."""
     module = ModuleType("fake_streams")
-    vars(module).update(
-        Stream=FakeStream, stream=scope, current_stream=lambda device: FakeStream(device, "current")
-    )
+    vars(module).update(Stream=FakeStream, stream=scope, current_stream=lambda device: FakeStream(device, "current"))
     monkeypatch.setitem(sys.modules, "fake_streams", module)
     row = replace(
         devices.CPU,

@@ -1,0 +1,141 @@
+"""Loops that part ways on some rank end, with the result or with an error that says why; none of them hangs.
+
+Every loop runs on real processes with a limit far below the timeout of the process group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate import Accelerator
+from accelerate.data_loader import skip_first_batches
+from accelerate.errors import CollectiveError
+from accelerate.utils import DataLoaderConfiguration
+from tests.ranks import run_on_ranks
+
+LIMIT_SECONDS = 40.0
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(20))
+
+
+def prepared(**options: Any) -> tuple[Any, ...]:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def step(accelerator: Any, model: Any, optimizer: Any, samples: torch.Tensor) -> None:
+    accelerator.backward(model(samples[:, None].float()).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def uneven(skips: bool) -> int:
+    accelerator, model, optimizer = prepared(even_batches=True)
+    loader = accelerator.prepare_data_loader(DataLoader(range(7), batch_size=1))
+    if skips:
+        loader = skip_first_batches(loader, 1)
+        accelerator._dataloaders.append(loader)
+    count = 0
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for samples in loader:
+            step(accelerator, model, optimizer, samples)
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize(("skips", "counts"), [(False, [4, 3]), (True, [3, 2])])
+def test_uneven_inputs_are_joined(skips: bool, counts: list[int]) -> None:
+    assert run_on_ranks(uneven, 2, skips, timeout_seconds=LIMIT_SECONDS) == counts
+
+
+def stops_together(dispatches: bool) -> int:
+    accelerator, model, optimizer = prepared(dispatch_batches=dispatches)
+    loader = accelerator.prepare_data_loader(DataLoader(Stream(), batch_size=2))
+    count = 0
+    for samples in loader:
+        step(accelerator, model, optimizer, samples)
+        count += 1
+        if accelerator.process_index == 1 and count == 3:
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            break
+    accelerator.wait_for_everyone()
+    return count
+
+
+@pytest.mark.parametrize("dispatches", [False, True])
+def test_one_rank_that_wants_to_stop_stops_all_by_the_trigger(dispatches: bool) -> None:
+    assert run_on_ranks(stops_together, 2, dispatches, timeout_seconds=LIMIT_SECONDS) == [3, 3]
+
+
+def breaks_alone(kind: str) -> str:
+    """Rank 1 leaves the loop; what the others do next can't work, and says so."""
+    accelerator, model, optimizer = prepared(dispatch_batches=kind == "dispatched")
+    loader = accelerator.prepare_data_loader(DataLoader(Stream(), batch_size=2))
+    try:
+        for number, samples in enumerate(loader):
+            if accelerator.process_index == 1 and number == 2:
+                break
+            if kind == "metrics":
+                accelerator.gather_for_metrics(samples)
+            elif kind == "training":
+                step(accelerator, model, optimizer, samples)
+        accelerator.wait_for_everyone()
+    except (CollectiveError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["dispatched", "metrics"])
+def test_a_rank_that_breaks_alone_is_named_instead_of_waited_for(kind: str) -> None:
+    said = run_on_ranks(breaks_alone, 2, kind, timeout_seconds=LIMIT_SECONDS)
+    assert all(text.startswith("CollectiveError") for text in said), said
+    assert "wait_for_everyone" in said[0]
+
+
+def breaks_and_goes_on() -> list[list[int]]:
+    """Rank 1 leaves its evaluation early; nothing in that loop needs the others, so the next one is whole."""
+    accelerator = prepared()[0]
+    loader = accelerator.prepare_data_loader(DataLoader(range(11), batch_size=2, shuffle=True))
+    for number, _ in enumerate(loader):
+        if accelerator.process_index == 1 and number == 1:
+            break
+    accelerator.wait_for_everyone()
+    loader.set_epoch(1)
+    return [sorted(s for batch in loader for s in accelerator.gather_for_metrics(batch).tolist())]
+
+
+def test_a_loop_without_communication_may_be_left_by_one_rank() -> None:
+    assert run_on_ranks(breaks_and_goes_on, 2, timeout_seconds=LIMIT_SECONDS) == [[list(range(11))]] * 2
+
+
+def raises_while_reading() -> str:
+    class Broken(IterableDataset):
+        def __iter__(self):
+            yield from range(4)
+            raise OSError("the disk is gone")
+
+    accelerator = prepared()[0]
+    loader = accelerator.prepare_data_loader(DataLoader(Broken(), batch_size=1))
+    try:
+        for _ in loader:
+            pass
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_failure_of_the_rank_that_reads_for_all_reaches_all() -> None:
+    said = run_on_ranks(raises_while_reading, 2, timeout_seconds=LIMIT_SECONDS)
+    assert all("the disk is gone" in text for text in said)
