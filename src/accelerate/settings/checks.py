@@ -179,6 +179,19 @@ def _check_launcher(settings: Settings) -> None:
         )
 
 
+def _check_cluster(settings: Settings) -> None:
+    """Flags of one cluster's engine are a mistake where another one starts the run."""
+    for group in ("slurm", "kubernetes", "ray"):
+        given = [
+            name for name, source in settings.sources.items() if source.kind == "flag" and name.startswith(f"{group}.")
+        ]
+        if given and settings.cluster.launcher != group:
+            raise SettingError(
+                f"{settings.quote(given[0])} was given, but the run isn't started through {group}, so that it would "
+                f"have no effect. Give `--launcher {group}`, or leave it out."
+            )
+
+
 def _check_fsdp(settings: Settings) -> None:
     fsdp = settings.fsdp
     if fsdp is None or settings.source_of("fsdp.fsdp_version").kind == "argument":
@@ -329,6 +342,7 @@ _CHECKS: Final[tuple[Callable[[Settings], None], ...]] = (
     _check_processes,
     _check_devices,
     _check_launcher,
+    _check_cluster,
     _check_fsdp,
     _check_deepspeed,
     _check_parallelism,

@@ -25,7 +25,8 @@ class ClusterOptions(OptionGroup, title="Clusters", key="", flag=""):
 
     launcher: str | None = option(
         None,
-        "Who starts the processes; follows from the other settings when it is not given.",
+        "Who starts the processes: local, torchrun, mpirun, deepspeed, slurm, kubernetes or ray; follows from the "
+        "other settings when it is not given.",
         choices=LAUNCHERS,
     )
     mpi_flavor: str | None = option(
@@ -56,7 +57,7 @@ class SlurmOptions(OptionGroup, title="Slurm", section="slurm_config", key="slur
     output: str | None = option(None, "The file of the job's output; Slurm's own default when it is not given.")
     arguments: list[str] | None = option(
         None,
-        "One more argument of sbatch, such as --constraint=a100 (may be given several times).",
+        "One more argument of sbatch: --slurm_argument=--constraint=a100 (may be given several times).",
         flag="--slurm_argument",
         repeat=True,
     )

@@ -113,7 +113,8 @@ def test_a_job_is_called_like_its_script() -> None:
 
 def test_only_who_asks_for_kubernetes_gets_it() -> None:
     assert choose(settings(launcher="kubernetes"), CPU_HOST).name == "kubernetes"
-    assert choose(settings(k8s_image="x"), CPU_HOST).name == "simple"
+    with pytest.raises(SettingError, match=r"--k8s_image x.*--launcher kubernetes"):
+        settings(k8s_image="x")
 
 
 def test_a_dry_run_writes_the_manifest_only_where_it_was_asked_to(
