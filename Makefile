@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test multi engines check fix bench docs build
+.PHONY: help setup demo test multi oracle engines check fix bench docs build
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
@@ -26,6 +26,9 @@ test: setup      ## run every test
 
 multi: setup     ## run the tests that need several processes
 	$(BIN)/python -m pytest tests/multi
+
+oracle: setup    ## exactness: every sample once, exact resume, 50 random kills, gradients; ends with a table
+	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/oracle
 
 engines: setup   ## install mpirun, Slurm, Ray, ... and run the tests that start them (minutes)
 	tests/engines/setup.sh

@@ -1,11 +1,12 @@
 """Every sample of an evaluation reaches the metric exactly once, on 1, 2 and 4 real ranks, whatever the loop does.
 
 Each run goes through a grid of loaders; a cell is right when what ``gather_for_metrics`` returned, joined over the
-loop, is what a loop over the bare loader in one process sees. The table is printed with ``pytest -s``.
+loop, is what a loop over the bare loader in one process sees. ``RUN_SLOW=1`` goes through many more sizes.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,9 +20,10 @@ from accelerate.data_loader import skip_first_batches
 from accelerate.utils import DataLoaderConfiguration
 from tests.ranks import run_on_ranks
 
-SIZES = (0, 1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 23)
-BATCHES = (1, 3, 4)
-WORLDS = (1, 2, 4)
+IS_SLOW = "RUN_SLOW" in os.environ
+SIZES = tuple(range(41)) if IS_SLOW else (0, 1, 2, 3, 5, 7, 8, 9, 12, 16, 17, 23)
+BATCHES = (1, 2, 3, 4, 5, 8) if IS_SLOW else (1, 3, 4)
+WORLDS = (1, 2, 3, 4) if IS_SLOW else (1, 2, 4)
 
 
 class Stream(IterableDataset):
@@ -61,6 +63,9 @@ def kinds(size: int, batch: int, drop_last: bool, num_ranks: int) -> Iterator[tu
     yield "split stream", DataLoader(Stream(size), **whole), {**split, "dispatch_batches": False}
     yield "split dispatched", DataLoader(Stream(size), **whole), {**split, **dispatch}
     yield "batch sampler", DataLoader(range(size), batch_sampler=BatchSampler(range(size), batch, drop_last)), {}
+    yield "index-free map", DataLoader(range(size), shuffle=size > 0, **keep), {"index_free_shuffle": True}
+    yield "uneven map", DataLoader(range(size), shuffle=size > 0, **keep), {"even_batches": False}
+    yield "uneven split map", DataLoader(range(size), **whole), {**split, "even_batches": False}
     if not drop_last:
         yield "no batches", DataLoader(torch.arange(size), batch_size=None), {}
         sampler = BatchSampler(SequentialSampler(range(size)), batch, False)
@@ -94,7 +99,10 @@ def grid() -> dict[str, list[int]]:
                     loader = prepared(accelerator, loader, settings)
                     found: list[int] = []
                     for values in loader:
-                        found += ids(accelerator.gather_for_metrics(values))
+                        # Ranks with different numbers of batches can't gather batch by batch.
+                        found += ids(values if "uneven" in name else accelerator.gather_for_metrics(values))
+                    if "uneven" in name:
+                        found = accelerator.gather_for_metrics(found, use_gather_object=True)
                     num_promised = promised(name, size, batch, drop_last, accelerator.num_processes)
                     is_right = len(found) == len(set(found)) == num_promised and set(found) <= set(range(size))
                     cell = table.setdefault(name, [0, 0])
@@ -105,13 +113,14 @@ def grid() -> dict[str, list[int]]:
     return table
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_ranks", WORLDS)
-def test_each_sample_is_evaluated_once_whatever_reads_it(num_ranks: int) -> None:
-    tables = run_on_ranks(grid, num_ranks, timeout_seconds=300)
+def test_each_sample_is_evaluated_once_whatever_reads_it(num_ranks: int, cells: Any) -> None:
+    tables = run_on_ranks(grid, num_ranks, timeout_seconds=600)
     assert all(table == tables[0] for table in tables)
-    print(f"\n{num_ranks} ranks: kind, cells tried, cells right")
     for name, (tried, right) in tables[0].items():
-        print(f"  {name:40s} {tried:5d} {right:5d}")
+        if tried:
+            cells(f"{name}, {num_ranks} ranks", tried, right)
     assert not [name for name in tables[0] if name.startswith("wrong")]
 
 

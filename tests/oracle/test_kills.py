@@ -1,6 +1,6 @@
 """A run that is killed at random instants, over and over, is bit for bit the run that nobody disturbed.
 
-A handful of kills in every test run; ``RUN_SLOW=1 pytest -s tests/oracle/test_kills.py`` makes 50 and prints a table.
+A handful of kills in every test run; ``RUN_SLOW=1 pytest tests/oracle/test_kills.py`` makes 50.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def differences(notes: Path, expected: list[dict[str, Any]]) -> tuple[int, list[
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("num_ranks", "num_workers", "num_kills"), PLAN if IS_SLOW else QUICK_PLAN)
-def test_a_killed_run_is_the_undisturbed_one(num_ranks: int, num_workers: int, num_kills: int, tmp_path: Path) -> None:
+def test_a_killed_run_is_the_undisturbed_one(
+    num_ranks: int, num_workers: int, num_kills: int, tmp_path: Path, cells: Any
+) -> None:
     chance = random.Random(1000 * num_ranks + num_workers)
     (tmp_path / "undisturbed").mkdir()
     expected, seconds = undisturbed(tmp_path / "undisturbed", num_ranks, num_workers)
@@ -79,4 +81,5 @@ def test_a_killed_run_is_the_undisturbed_one(num_ranks: int, num_workers: int, n
         count, wrong = differences(folder / "notes", expected)
         compared += count
         assert not wrong, "\n".join(wrong[:20])
-    print(f"\n{num_ranks} ranks, {num_workers} workers: {kills} kills, {trial} runs, {compared} steps compared, equal")
+    cells(f"kills, {num_ranks} ranks, {num_workers} workers", kills, kills)
+    cells(f"steps of those runs, {num_ranks} ranks, {num_workers} workers", compared, compared)
