@@ -149,7 +149,10 @@ def test_the_seat_of_a_recorded_environment(name: str) -> None:
 
 
 REFUSED = {
-    "a world without a rank": ({"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, ["WORLD_SIZE=2", "LOCAL_RANK=1", "RANK isn't set"]),
+    "a world without a rank": (
+        {"WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+        ["WORLD_SIZE=2", "LOCAL_RANK=1", "RANK isn't set"],
+    ),
     "a rank without a world": ({"RANK": "1"}, ["RANK=1", "WORLD_SIZE isn't set"]),
     "a rank beyond the world": ({"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
     "a local rank beyond the host": (
@@ -174,7 +177,10 @@ REFUSED = {
     "Slurm and WORLD_SIZE disagree": ({**SLURM, "WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "Slurm", "6"]),
     "Open MPI and RANK disagree": ({**OPEN_MPI, "RANK": "0"}, ["RANK=0", "Open MPI", "1"]),
     "a port beyond the last": ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, ["MASTER_PORT=70000"]),
-    "a restart count that is none": ({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "x"}, ["TORCHELASTIC_RESTART_COUNT='x'"]),
+    "a restart count that is none": (
+        {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "x"},
+        ["TORCHELASTIC_RESTART_COUNT='x'"],
+    ),
 }
 
 
