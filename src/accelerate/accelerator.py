@@ -553,7 +553,7 @@ class Accelerator:
         return self._hold_model(model, prepared)
 
     def _hold_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
-        _register(self._models, model)
+        _register(self._models, self.strategy.held(model, prepared))
         self._prepared_models[id(model)] = self._prepared_models[id(prepared)] = prepared
         return prepared
 

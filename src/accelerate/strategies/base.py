@@ -92,6 +92,10 @@ class Strategy(ABC):
         """The model that the user gave."""
         return unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
+    def held(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
+        """Which of the two the Accelerator saves, hands to hooks and looks for gradients in."""
+        return model
+
     def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The parameters that train ``model``, prepared or not, under every name of the user's own model."""
         return parameters_by_name(self.unwrap(model, keep_torch_compile=False))

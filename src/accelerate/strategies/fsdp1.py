@@ -1,0 +1,209 @@
+"""Parameters, gradients and optimizer state in shards of flat parameters: torch's FullyShardedDataParallel.
+
+The older of the two ways; ``fsdp_version=2`` is simpler and has fewer conditions. Real on CPU ranks too.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, final
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from ..checkpointing.sharded import StateAccess
+from ..precision import Precision
+from ..settings.labels import DistributedType
+from ..world import World
+from .base import Strategy
+from .compile import compile_model, uncompiled
+from .flat_state import FlatAccess, flat_parameters, remember_names
+from .norms import Axes, scale_to, total_norm
+from .recompute import recompute_activations
+from .shard_saving import saved_as
+from .shard_setup import replicate_rest, send_from_main, upcast_trainable
+from .units import find_ignored, find_units
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+@final
+class FlatShard(Strategy):
+    """Every rank keeps a piece of each flat parameter; units are gathered while they compute."""
+
+    def __init__(self, world: World, options: Any) -> None:
+        super().__init__(world, options)
+        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    @classmethod
+    def suits(cls, settings: Any, world: World) -> bool:
+        """True where FSDP 1 was asked for and there is a process group."""
+        return world.backend is not None and settings.fsdp is not None and settings.fsdp.fsdp_version == 1
+
+    @property
+    def label(self) -> DistributedType:
+        """FSDP."""
+        return DistributedType.FSDP
+
+    @property
+    def plugin(self) -> Any:
+        """The FullyShardedDataParallelPlugin, as it is now."""
+        return self.options.plugins["fsdp_plugin"]
+
+    # -- placing -------------------------------------------------------------------------------------------
+
+    def place_model(
+        self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """``model`` in its precision, recomputing, wrapped and compiled, in this order."""
+        if isinstance(uncompiled(model), FullyShardedDataParallel):
+            precision.patch_forward(self.unwrap(model, keep_torch_compile=False))
+            return model
+        if evaluation_mode:
+            return super().place_model(model, precision, device_placement, evaluation_mode=True)
+        plugin = self.plugin
+        model = precision.convert(model)
+        if precision.label != "no":
+            plugin.set_mixed_precision(precision.label)
+            upcast_trainable(model)
+        precision.patch_forward(model)
+        plugin.set_auto_wrap_policy(model)
+        ignored = find_ignored(plugin.ignored_modules, model)
+        if plugin.activation_checkpointing:
+            recompute_activations(find_units(model, plugin.auto_wrap_policy, ignored))
+        names = [name for name, _ in model.named_parameters()]
+        with warnings.catch_warnings():  # torch's words on what the user's choice will become one day
+            warnings.simplefilter("ignore", FutureWarning)
+            wrapped = self._wrapped(model, ignored)
+        remember_names(wrapped, names)
+        self._roots.add(wrapped)
+        dynamo = self.options.dynamo_plugin
+        return wrapped if dynamo is None else compile_model(wrapped, dynamo)
+
+    def _wrapped(self, model: torch.nn.Module, ignored: list[torch.nn.Module]) -> FullyShardedDataParallel:
+        plugin, on_cpu = self.plugin, self.world.device.type == "cpu"
+        sync, init = plugin.sync_module_states, plugin.param_init_fn
+        if sync and on_cpu:  # torch's own way of sending needs an accelerator
+            send_from_main(model, model, self.world)
+            replicate_rest(model, self._mesh(), self.world)
+            sync, init = False, None
+        options: dict[str, Any] = {} if on_cpu else {"cpu_offload": plugin.cpu_offload}  # it is there already
+        return FullyShardedDataParallel(
+            model,
+            device_mesh=self._mesh(),
+            sharding_strategy=plugin.sharding_strategy,
+            auto_wrap_policy=plugin.auto_wrap_policy,
+            mixed_precision=plugin.mixed_precision_policy,
+            sync_module_states=sync,
+            backward_prefetch=plugin.backward_prefetch,
+            forward_prefetch=plugin.forward_prefetch,
+            use_orig_params=plugin.use_orig_params,
+            param_init_fn=init and ensure_weights_retied(init, model, self.world.device),
+            ignored_modules=ignored or None,
+            limit_all_gathers=plugin.limit_all_gathers,
+            device_id=self.world.device,
+            **options,
+        )
+
+    def _mesh(self) -> DeviceMesh:
+        """All ranks in one axis; hosts by ranks of a host where shards are replicated over hosts."""
+        size, local = self.world.size, self.world.local_size
+        if self.plugin.sharding_strategy in _HYBRID:
+            shape, names = (size // local, local), ("dp_replicate", "dp_shard")
+        else:
+            shape, names = (size,), ("dp_shard",)
+        return init_device_mesh(self.world.device.type, shape, mesh_dim_names=names)
+
+    def held(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
+        """The wrapper: only through it are parameters and state seen as a whole."""
+        return prepared
+
+    def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """What trains ``model``: before it is wrapped its own parameters, then flat ones, under many names."""
+        wrapped = uncompiled(model)
+        is_wrapped = isinstance(wrapped, FullyShardedDataParallel)
+        return flat_parameters(wrapped) if is_wrapped else super().named_parameters(model)
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A context in which backward passes keep whole gradients on each rank."""
+        wrapped = uncompiled(model)
+        return wrapped.no_sync() if isinstance(wrapped, FullyShardedDataParallel) else nullcontext()
+
+    def clip_grad_norm(
+        self,
+        parameters: Iterable[torch.Tensor] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """The global norm of any list of parameters is at most ``max_norm``; a collective."""
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        axes = self._axes()
+        found = [(p.grad, axes.get(id(p), ())) for p in chosen if p.grad is not None]
+        # A rank without a piece of these parameters still has to take part.
+        known = list(dict.fromkeys(axes.values()))
+        norm = total_norm(found, float(norm_type), self.world.device, known)
+        scale_to([gradient for gradient, _ in found], norm, max_norm, error_if_nonfinite)
+        return norm
+
+    def _axes(self) -> dict[int, Axes]:
+        """By parameter the group over which its flat parameter is cut."""
+        axes: dict[int, Axes] = {}
+        for root in self._roots:
+            for module in FullyShardedDataParallel.fsdp_modules(root):
+                handle = module._handle
+                if handle is None or not handle.uses_sharded_strategy:
+                    continue
+                held = handle.flat_param._params if handle._use_orig_params else [handle.flat_param]
+                axes.update((id(parameter), (handle.process_group,)) for parameter in held or ())
+        return axes
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    @property
+    def access(self) -> StateAccess:
+        """Through torch's own functions."""
+        return FlatAccess(self.world)
+
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict on the main process, in CPU memory; an empty one elsewhere. A collective."""
+        if not isinstance(uncompiled(model), FullyShardedDataParallel):
+            return super().full_state_dict(model, unwrap)
+        return self.access.whole_model(model, self.world.is_main)
+
+    def saved(self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False) -> dict[str, Any]:
+        """Weights and optimizers in shards, or gathered, as the plugin says."""
+        return saved_as(self.plugin, self.access, models, optimizers, self.world, model_only)
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[torch.nn.Module], Any], model: torch.nn.Module, device: torch.device
+) -> Callable[[torch.nn.Module], Any]:
+    """``param_init_fn``, after which parameters of ``model`` that were tied are one parameter again."""
+    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    tied = {place: group for group in places.values() if len(group) > 1 for place in group}
+    if not tied:
+        return param_init_fn
+    made: dict[tuple[torch.nn.Module, str], torch.nn.Parameter] = {}
+
+    @wraps(param_init_fn)
+    def initialise(module: torch.nn.Module) -> Any:
+        result = param_init_fn(module)
+        for name in list(module._parameters):
+            group = tied.get((module, name))
+            if group is not None:
+                module._parameters[name] = made.setdefault(group[0], module._parameters[name])  # pyright: ignore[reportArgumentType]
+        return result
+
+    return initialise
