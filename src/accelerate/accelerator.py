@@ -7,7 +7,7 @@ them down; its methods forward to the rooms that do the work.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -170,6 +170,7 @@ class Accelerator:
         self._prepared_models: dict[int, Any] = {}
         self._save_hooks = checkpointing.Hooks()
         self._load_hooks = checkpointing.Hooks()
+        self._background = checkpointing.Background()
 
     # == who am I ==========================================================================================
 
@@ -891,6 +892,12 @@ class Accelerator:
         self,
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
+        *,
+        asynchronous: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+        details: Mapping[str, Any] | None = None,
+        select: checkpointing.Selection | None = None,
+        pin: bool = False,
         **save_model_func_kwargs: Any,
     ) -> str:
         """Everything prepared and registered is in one committed checkpoint, on every rank's return; its folder.
@@ -898,16 +905,24 @@ class Accelerator:
         With automatic naming the folder is the next ``checkpoints/checkpoint_{n}`` of the project, and
         ``output_dir`` is not used. A crash at any instant leaves the checkpoints that were there.
 
+        Args:
+            asynchronous: return as soon as the state is copied to host memory, and write while training goes on;
+                :meth:`wait_for_checkpoint` waits, and so does the next save.
+            metrics: numbers to record; the best checkpoints by one of them can be kept.
+            details: JSON values to record; ``epoch`` is shown in listings.
+            select: leaves a part out, or converts it.
+            pin: the checkpoint is kept, whatever the project's limits say.
+            save_model_func_kwargs: options of engines that save models their own way; others have none.
+
         Raises:
-            CheckpointError: on every rank, when writing failed on any.
+            CheckpointError: on every rank, when writing failed on any, now or in the save before.
         """
-        model_only = getattr(save_model_func_kwargs.get("select"), "model_only", False)
         return checkpointing.write_checkpoint(
             output_dir,
             world=self.world,
             project=self.project_configuration,
             models=self._models,
-            **self.strategy.saved(self._models, self._optimizers, model_only=model_only),
+            **self.strategy.saved(self._models, self._optimizers, model_only=select is not None and select.model_only),
             schedulers=self._schedulers,
             dataloaders=self._dataloaders,
             scaler=self.scaler,
@@ -916,9 +931,21 @@ class Accelerator:
             strategy=str(self.distributed_type),
             safe_serialization=safe_serialization,
             pre_hooks=self._save_hooks,
-            details={"pace": pace.pace_of(self.world, self._dataloaders, self.gradient_state)},
-            **save_model_func_kwargs,
+            details={"pace": pace.pace_of(self.world, self._dataloaders, self.gradient_state), **(details or {})},
+            metrics=metrics,
+            select=select,
+            pin=pin,
+            background=self._background,
+            asynchronous=asynchronous,
         )
+
+    def wait_for_checkpoint(self) -> None:
+        """The checkpoint that was being saved in the background, if there was one, is committed.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._background.wait()
 
     def load_state(
         self,
@@ -942,23 +969,47 @@ class Accelerator:
             CheckpointError: on every rank, when reading failed on any.
         """
         loaded = checkpointing.read_checkpoint(
-            input_dir,
-            world=self.world,
-            project=self.project_configuration,
-            models=self._models,
-            optimizers=self._optimizers,
-            schedulers=self._schedulers,
-            dataloaders=self._dataloaders,
-            scaler=self.scaler,
-            custom_objects=self._custom_objects,
-            pre_hooks=self._load_hooks,
-            access=self.strategy.access,
-            load_kwargs=load_kwargs,
-            **load_model_func_kwargs,
+            input_dir, **self._receivers(), load_kwargs=load_kwargs, **load_model_func_kwargs
         )
-        pace.go_on(
-            loaded, self.world, self._dataloaders, self.gradient_state, keep_global_batch=keep_global_batch
+        pace.go_on(loaded, self.world, self._dataloaders, self.gradient_state, keep_global_batch=keep_global_batch)
+
+    def resume(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        keep_global_batch: bool = False,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> str | None:
+        """As :meth:`load_state`, from the newest valid checkpoint in ``root``; its folder, or None in a new run.
+
+        ``root`` is a folder of checkpoints; without it, the project's. Call it unconditionally at the top of a script.
+
+        Raises:
+            CheckpointError: there are checkpoints, and not one is whole.
+        """
+        loaded = checkpointing.resume_checkpoint(
+            root, **self._receivers(), load_kwargs=load_kwargs, **load_model_func_kwargs
         )
+        if loaded is None:
+            return None
+        pace.go_on(loaded, self.world, self._dataloaders, self.gradient_state, keep_global_batch=keep_global_batch)
+        return str(loaded.folder)
+
+    def _receivers(self) -> dict[str, Any]:
+        """What a checkpoint is given back to."""
+        return {
+            "world": self.world,
+            "project": self.project_configuration,
+            "models": self._models,
+            "optimizers": self._optimizers,
+            "schedulers": self._schedulers,
+            "dataloaders": self._dataloaders,
+            "scaler": self.scaler,
+            "custom_objects": self._custom_objects,
+            "pre_hooks": self._load_hooks,
+            "access": self.strategy.access,
+        }
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """``save_state`` and ``load_state`` include ``objects``, in this order.
@@ -1027,7 +1078,7 @@ class Accelerator:
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
-        left = ("world", "trackers", "_weights", "_save_hooks", "_load_hooks", "_window")
+        left = ("world", "trackers", "_weights", "_save_hooks", "_load_hooks", "_background", "_window")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
         state["strategy"] = self.strategy.options
         state["_prepared_models"] = [self._prepared_models.get(id(model)) for model in self._models]
@@ -1042,6 +1093,7 @@ class Accelerator:
         self._window = ()
         self._weights = WindowWeights(self.world)
         self._save_hooks, self._load_hooks = checkpointing.Hooks(), checkpointing.Hooks()
+        self._background = checkpointing.Background()
         self._prepared_models = {}
         for model, prepared in zip(self._models, prepared_models, strict=True):
             if prepared is not None:

@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
+from accelerate import Accelerator, disk_offload
 from accelerate.errors import NotBuilt, PreparationError, SettingError
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.plugins.accumulation import GradientAccumulationPlugin
 from accelerate.plugins.data import DataLoaderConfiguration
 from accelerate.plugins.dynamo import TorchDynamoPlugin
-from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
+from accelerate.plugins.megatron import MegatronLMPlugin
 from accelerate.plugins.precision import AutocastKwargs, GradScalerKwargs
 from accelerate.plugins.profile import ProfileKwargs
 from accelerate.plugins.project import ProjectConfiguration
@@ -379,6 +379,16 @@ def test_a_quantized_model_stays_where_it_was_loaded() -> None:
         accelerator.prepare(elsewhere)
 
 
+def test_an_offloaded_model_stays_where_it_is_and_gives_its_whole_state(tmp_path: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    disk_offload(model, tmp_path, execution_device="cpu")
+    assert accelerator.prepare(model) is model and model[0].weight.device.type == "meta"
+    state = accelerator.get_state_dict(model)
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
+
+
 def test_a_compiled_model_unwraps_to_the_users() -> None:
     accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"))
     model = nn.Linear(2, 2)
@@ -387,6 +397,47 @@ def test_a_compiled_model_unwraps_to_the_users() -> None:
     assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is model
     assert accelerator.unwrap_model(prepared) is prepared, "compiled stays compiled unless asked"
     assert list(accelerator.get_state_dict(prepared)) == ["weight", "bias"]
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def trained(folder: Any, **saving: Any) -> tuple[Accelerator, torch.Tensor]:
+    """An Accelerator that has saved one and a half windows of two micro-batches into ``folder``, and its weights."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, scheduler, loader = accelerator.prepare(*parts())
+    for inputs, _ in itertools.islice(loader, 3):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    accelerator.save_state(folder, **saving)
+    return accelerator, model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("saving", [{}, {"asynchronous": True}, {"exclude_frozen_parameters": True}])
+def test_a_new_run_resumes_weights_and_the_place_in_the_window(tmp_path: Any, saving: dict[str, Any]) -> None:
+    first, weight = trained(tmp_path / "one", **saving)
+    with torch.no_grad():
+        first._models[0].weight.zero_()  # what is trained on meanwhile isn't what was saved
+    first.wait_for_checkpoint()
+    again = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, _, _, loader = again.prepare(*parts())
+    assert again.resume(tmp_path) == str(tmp_path / "one")
+    assert torch.equal(model.weight, weight) and again.step == 3
+    synced = []
+    for inputs, _ in loader:
+        with again.accumulate(model):
+            again.backward(model(inputs).sum())
+            synced.append(again.sync_gradients)
+    assert synced == [True], "the fourth of four micro-batches completes the second window"
+
+
+def test_a_new_run_has_nothing_to_resume(tmp_path: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*parts())
+    assert accelerator.resume(tmp_path) is None
 
 
 # -- the constructor -------------------------------------------------------------------------------------------
@@ -442,8 +493,8 @@ def test_a_plugin_of_the_wrong_type_is_refused() -> None:
 
 
 def test_a_strategy_that_is_not_built_is_refused_by_name() -> None:
-    with pytest.raises(NotBuilt, match=r"(?i)fsdp|fully"):
-        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    with pytest.raises(NotBuilt, match=r"(?i)megatron"):
+        Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
 
 
 def test_an_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
