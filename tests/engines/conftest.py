@@ -32,6 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     here = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in here:
         item.add_marker(pytest.mark.engines)
+        item.add_marker(pytest.mark.timeout(400))  # each launcher has a shorter limit of its own
         if "engines" not in (config.getoption("-m") or ""):
             item.add_marker(pytest.mark.skip(reason="starts real launchers: make engines"))
 
