@@ -84,6 +84,13 @@ if TYPE_CHECKING:
     from ..state import get_mixed_precision_context_manager
     from ..strategies.compile import compile_regions, compile_regions_deepspeed, compile_regions_fsdp2
     from ..strategies.compile import has_compiled_regions, is_compiled_module
+    from ..strategies.fsdp1 import ensure_weights_retied
+    from ..strategies.fsdp_files import disable_fsdp_ram_efficient_loading
+    from ..strategies.fsdp_files import enable_fsdp_ram_efficient_loading, fsdp2_apply_ac
+    from ..strategies.fsdp_files import fsdp2_canonicalize_names, fsdp2_load_full_state_dict
+    from ..strategies.fsdp_files import fsdp2_prepare_model, fsdp2_switch_optimizer_parameters
+    from ..strategies.fsdp_files import get_fsdp2_grad_scaler, load_fsdp_model, load_fsdp_optimizer
+    from ..strategies.fsdp_files import save_fsdp_model, save_fsdp_optimizer
     from ..strategies.unwrap import extract_model_from_parallel, is_peft_model
     from ..versions import MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
     from ..versions import XPU_PROFILING_AVAILABLE_PYTORCH_VERSION, check_os_kernel, compare_versions
@@ -104,6 +111,19 @@ if TYPE_CHECKING:
 
 # Name -> the room where the one real object lives.
 _HOMES = {
+    "ensure_weights_retied": "strategies.fsdp1",
+    "disable_fsdp_ram_efficient_loading": "strategies.fsdp_files",
+    "enable_fsdp_ram_efficient_loading": "strategies.fsdp_files",
+    "fsdp2_apply_ac": "strategies.fsdp_files",
+    "fsdp2_canonicalize_names": "strategies.fsdp_files",
+    "fsdp2_load_full_state_dict": "strategies.fsdp_files",
+    "fsdp2_prepare_model": "strategies.fsdp_files",
+    "fsdp2_switch_optimizer_parameters": "strategies.fsdp_files",
+    "get_fsdp2_grad_scaler": "strategies.fsdp_files",
+    "load_fsdp_model": "strategies.fsdp_files",
+    "load_fsdp_optimizer": "strategies.fsdp_files",
+    "save_fsdp_model": "strategies.fsdp_files",
+    "save_fsdp_optimizer": "strategies.fsdp_files",
     "AORecipeKwargs": "plugins.fp8", "AutocastKwargs": "plugins.precision",
     "BnbQuantizationConfig": "plugins.quantization", "CannotPadNestedTensorWarning": "collectives",
     "ComputeEnvironment": "settings.labels", "CustomDtype": "settings.labels",
@@ -201,6 +221,7 @@ _MODULES = (
     "dataclasses",
     "deepspeed",
     "environment",
+    "fsdp_utils",
     "imports",
     "launch",
     "memory",
@@ -214,6 +235,19 @@ _MODULES = (
 )
 
 __all__ = [
+    "ensure_weights_retied",
+    "disable_fsdp_ram_efficient_loading",
+    "enable_fsdp_ram_efficient_loading",
+    "fsdp2_apply_ac",
+    "fsdp2_canonicalize_names",
+    "fsdp2_load_full_state_dict",
+    "fsdp2_prepare_model",
+    "fsdp2_switch_optimizer_parameters",
+    "get_fsdp2_grad_scaler",
+    "load_fsdp_model",
+    "load_fsdp_optimizer",
+    "save_fsdp_model",
+    "save_fsdp_optimizer",
     "AORecipeKwargs",
     "AutocastKwargs",
     "BnbQuantizationConfig",

@@ -1,0 +1,254 @@
+"""FSDP's parts as functions: libraries save, load and prepare models piece by piece with them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import StateDictType
+
+from ..checkpointing.codec import read_pickle, write_pickle
+from ..checkpointing.layout import OPTIMIZER
+from ..checkpointing.sharded import (
+    StateAccess,
+    classic_weights,
+    is_sharded,
+    laid_like,
+    optimizer_folder,
+    read_model_shards,
+    read_optimizer_shards,
+    weights_folder,
+    write_model_shards,
+    write_optimizer_shards,
+)
+from ..errors import CheckpointNotFound, PreparationError
+from ..precision.sharded_scaler import ShardedScaler
+from ..settings import env
+from ..world import join_world
+from .rebind import canonical_name, inner_optimizer
+from .recompute import recompute_activations
+from .units import find_ignored, find_units
+
+_RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Libraries that load weights do so on rank 0 only."""
+    env.publish({"ACCELERATE_USE_FSDP": True, _RAM_EFFICIENT: True})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Libraries load weights on every rank."""
+    env.publish({_RAM_EFFICIENT: False})
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    output_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """The weights of ``model`` are in ``output_dir``: `pytorch_model_fsdp.bin`, or in shards `pytorch_model_fsdp_0/`.
+
+    A collective. ``adapter_only`` leaves out what is not the adapter's (PEFT).
+    """
+    access = _access(accelerator, model)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    if fsdp_plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
+        state = _of_adapter(access.whole_model(model, accelerator.world.is_main), model, adapter_only)
+        if accelerator.world.is_main:
+            with open(classic_weights(output_dir, model_index), "wb") as file:
+                write_pickle(state, file)
+    else:
+        shards = _of_adapter(access.model_shards(model), model, adapter_only)
+        write_model_shards(weights_folder(output_dir, model_index), shards)
+    accelerator.wait_for_everyone()
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    input_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """``model`` has the weights that :func:`save_fsdp_model` wrote, in whichever of the two forms. A collective.
+
+    Raises:
+        CheckpointNotFound: ``input_dir`` has neither.
+    """
+    accelerator.wait_for_everyone()
+    access = _access(accelerator, model)
+    folder, file = weights_folder(input_dir, model_index), classic_weights(input_dir, model_index)
+    if is_sharded(folder):
+        read_model_shards(access, model, folder, strict=not adapter_only)
+    elif file.is_file():
+        access.receiver(model).load_state_dict(read_pickle(file), strict=not adapter_only)
+    else:
+        raise CheckpointNotFound(f"{input_dir} holds neither {folder.name}/ nor {file.name}")
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    output_dir: Any,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """The state of ``optimizer`` is in ``output_dir``: `optimizer.bin`, or in shards `optimizer_0/`. A collective."""
+    access, inner = _access(accelerator, model), inner_optimizer(optimizer)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    if fsdp_plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
+        state = access.whole_optimizer(inner, [model], accelerator.world.is_main)
+        if accelerator.world.is_main:
+            with open(Path(output_dir) / OPTIMIZER.classic_name(optimizer_index), "wb") as file:
+                write_pickle(state, file)
+    else:
+        write_optimizer_shards(optimizer_folder(output_dir, optimizer_index), access.optimizer_shards(inner, [model]))
+    accelerator.wait_for_everyone()
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    input_dir: Any,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """``optimizer`` has the state that :func:`save_fsdp_optimizer` wrote, in whichever of the two forms. A collective.
+
+    Raises:
+        CheckpointNotFound: ``input_dir`` has neither.
+    """
+    accelerator.wait_for_everyone()
+    access, inner = _access(accelerator, model), inner_optimizer(optimizer)
+    folder = optimizer_folder(input_dir, optimizer_index)
+    if is_sharded(folder):
+        read_optimizer_shards(access, inner, [model], folder)
+    else:
+        access.take_whole_optimizer(inner, [model], OPTIMIZER.read(Path(input_dir), optimizer_index))
+
+
+def _access(accelerator: Any, model: Any) -> StateAccess:
+    return accelerator.strategy.access
+
+
+def _of_adapter(state: dict[str, Any], model: Any, adapter_only: bool) -> dict[str, Any]:
+    peft: Any = sys.modules.get("peft")
+    inner = getattr(model, "module", model)
+    if not adapter_only or peft is None or not isinstance(inner, peft.PeftModel):
+        return state
+    return peft.get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter)
+
+
+# -- version 2, step by step ---------------------------------------------------------------------------------
+
+
+def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+    """``model``, sharded as the Accelerator's plugin says; one that is sharded already comes back as it is.
+
+    Raises:
+        PreparationError: the Accelerator was not made for FSDP2.
+    """
+    strategy = _strategy_of(accelerator)
+    return strategy.place_model(model, accelerator.precision, True)
+
+
+def fsdp2_apply_ac(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+    """``model``, whose units compute their activations again in the backward pass."""
+    plugin = _strategy_of(accelerator).plugin
+    plugin.set_auto_wrap_policy(model)
+    units = find_units(model, plugin.auto_wrap_policy, find_ignored(plugin.ignored_modules, model))
+    recompute_activations(units, offload=plugin.activation_checkpointing_offload)
+    return model
+
+
+def _strategy_of(accelerator: Any) -> Any:
+    if not accelerator.is_fsdp2 or accelerator.world.backend is None:
+        raise PreparationError(
+            "This needs an Accelerator for FSDP2 in a world of processes: launch with `accelerate launch` and give "
+            "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)."
+        )
+    return accelerator.strategy
+
+
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: Any, model: torch.nn.Module
+) -> Callable[[torch.nn.Module], bool] | None:
+    """Whether a module of ``model`` is a unit, as a function; None where the plugin has no policy."""
+    fsdp2_plugin.set_auto_wrap_policy(model)
+    if fsdp2_plugin.auto_wrap_policy is None:
+        return None
+    units = set(find_units(model, fsdp2_plugin.auto_wrap_policy, find_ignored(fsdp2_plugin.ignored_modules, model)))
+    return units.__contains__
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """``named_params`` under the names of the user's own model."""
+    return {canonical_name(name): value for name, value in named_params.items()}
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, torch.Tensor]) -> None:
+    """``optimizer`` holds ``mapping[p.data_ptr]`` (or ``mapping[p]``) where it held ``p``.
+
+    Raises:
+        KeyError: a parameter has no entry.
+    """
+    for group in optimizer.param_groups:
+        switched = [_switched(parameter, mapping) for parameter in group["params"]]
+        group["params"][:] = switched
+
+
+def _switched(parameter: Any, mapping: Mapping[Any, torch.Tensor]) -> torch.Tensor:
+    for key in (parameter, getattr(parameter, "data_ptr", None)):
+        try:
+            if key in mapping:
+                return mapping[key]
+        except TypeError:  # a key that has no hash
+            continue
+    raise KeyError(
+        "A parameter of the optimizer is not among those of the sharded model. Make the optimizer from the parameters "
+        "of the model that is prepared with it; tied embeddings count once."
+    )
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Any, model: torch.nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
+) -> torch.nn.Module:
+    """The sharded ``model`` has the values of ``full_sd``, which only rank 0 needs to hold. A collective."""
+    world = accelerator.world
+    for name, tensor in _targets(model):
+        value = full_sd[name].detach().to(world.device) if world.is_main else None
+        if value is None:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+        value = value.to(tensor.dtype).contiguous()
+        torch.distributed.broadcast(value, 0)
+        tensor.copy_(laid_like(value, tensor))
+    return model
+
+
+def _targets(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            yield canonical_name(name), value
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> ShardedScaler:
+    """A gradient scaler for gradients in pieces."""
+    return ShardedScaler(join_world(), **kwargs)
