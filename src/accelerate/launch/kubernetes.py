@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..errors import LaunchError, SettingError
@@ -220,7 +221,8 @@ def _manifest(settings: Settings, name: str, pod: dict[str, Any], per_pod: int) 
     restarts = "OnFailure" if settings.launch.max_restarts else "Never"
     replicas = {"Master": {"replicas": 1, "restartPolicy": restarts, "template": pod}}
     if machines > 1:
-        replicas["Worker"] = {"replicas": machines - 1, "restartPolicy": restarts, "template": pod}
+        # A copy, so that the manifest spells it out instead of pointing back.
+        replicas["Worker"] = {"replicas": machines - 1, "restartPolicy": restarts, "template": deepcopy(pod)}
     policy: dict[str, object] = {"cleanPodPolicy": "None"}
     if settings.launch.max_restarts:
         policy["backoffLimit"] = settings.launch.max_restarts

@@ -47,7 +47,7 @@ class Tpu(LaunchEngine):
         words += ["--num_processes", str(how_many)] if how_many is not None else []
         words += ["--module"] if program.kind == "module" else []
         return LaunchPlan(
-            engine=f"{self.name}: {how_many or 'one process for each of the'} device(s) of this host",
+            engine=f"{self.name}: {how_many or 'all'} device(s) of this host, a process each",
             argv=(sys.executable, "-m", "accelerate.launch.tpu", *words, program.target, *program.arguments),
             environment=environment,
             rendezvous="torch_xla",

@@ -62,6 +62,8 @@ def test_a_pytorchjob_has_a_master_and_workers_with_an_agent_each() -> None:
     assert expected.items() <= values.items()
     assert pod["command"][-3:] == ["train.py", "--lr", "1"]
     assert {"name": "ACCELERATE_MIXED_PRECISION", "value": "no"} in pod["env"]
+    assert replicas["Worker"]["template"] == replicas["Master"]["template"]
+    assert "&id" not in next(iter(made.files.values()))
 
 
 def test_a_jobset_has_an_indexed_job_that_knows_its_first_pod() -> None:
