@@ -5,6 +5,7 @@ Every loop runs on real processes with a limit far below the timeout of the proc
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
 from accelerate.errors import CollectiveError
 from accelerate.utils import DataLoaderConfiguration
+from tests.oracle.killed_runs import Attempt
 from tests.ranks import run_on_ranks
 
 LIMIT_SECONDS = 40.0
@@ -139,3 +141,22 @@ def raises_while_reading() -> str:
 def test_a_failure_of_the_rank_that_reads_for_all_reaches_all() -> None:
     said = run_on_ranks(raises_while_reading, 2, timeout_seconds=LIMIT_SECONDS)
     assert all("the disk is gone" in text for text in said)
+
+
+def trains_on() -> None:
+    accelerator, model, optimizer = prepared()
+    loader = accelerator.prepare_data_loader(DataLoader(range(100_000), batch_size=2))
+    for samples in loader:
+        step(accelerator, model, optimizer, samples)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_ends_the_others(victim: int, tmp_path: Path) -> None:
+    attempt = Attempt(trains_on, 2, tmp_path / "log")
+    try:
+        assert not attempt.wait(3.0), attempt.failures()
+        attempt.processes[victim].kill()
+        assert attempt.wait(LIMIT_SECONDS)
+        assert attempt.processes[1 - victim].exitcode != 0
+    finally:
+        attempt.kill()
