@@ -167,7 +167,7 @@ def test_a_barrier_that_takes_too_long_names_the_absent() -> None:
     def work() -> str:
         world = join_world(timeout=timedelta(seconds=3))
         if world.rank == 1:
-            time.sleep(5)
+            time.sleep(4)
             return ""
         with pytest.raises(CollectiveError) as caught:
             wait_for_everyone()
