@@ -121,6 +121,7 @@ def _rank(rank: int, port: int, rounds: int, answer: Any) -> None:
     }
     mine = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in outputs.values()])
     joined = torch.empty(2 * len(mine), dtype=torch.uint8)
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch >= 2.13 renamed it
     model, rows = torch.nn.Linear(128, 128), torch.randn(BATCH, 128)
 
     def bare() -> None:
@@ -128,7 +129,7 @@ def _rank(rank: int, port: int, rounds: int, answer: Any) -> None:
 
     def by_hand() -> None:
         model(rows)
-        dist.all_gather_into_tensor(joined, mine)
+        all_gather(joined, mine)
 
     def by_us() -> None:
         model(rows)
