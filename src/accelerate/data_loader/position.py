@@ -66,7 +66,12 @@ class Progress:
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is that of ``epoch``; a place in another epoch is given up, and so is the end of this one."""
-        if epoch != self.epoch or (self.drawn is not None and self.drawn.is_last):
+        restored = self.restored
+        if restored is not None and restored.is_finished:
+            if epoch == self.epoch + 1:
+                return  # where the end leads anyway, and in the order that it leaves behind
+            self.leave()
+        elif epoch != self.epoch or (self.drawn is not None and self.drawn.is_last):
             self.leave()
         self.epoch = epoch
 

@@ -124,8 +124,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     def __iter__(self) -> Generator[Any, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         progress, gradient_state = self.progress, self.gradient_state
-        restored = progress.start()
-        self._announce_epoch()
+        restored = self._begin_pass()
         stage = self._stage = stage_for(self.device) if self.prefetch_to_device and self._stages_batches else None
         batches = self._read(restored)
         if stage is not None:
@@ -151,6 +150,32 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             batches.close()
             if self._newest_pass is this_pass:  # else another pass over this loader is in the middle of its loop
                 self.end()
+
+    def _begin_pass(self) -> Restored | None:
+        """The position that the pass continues from, if there is one.
+
+        A position after the last batch of an epoch is the beginning of the next one.
+        """
+        restored = self.progress.start()
+        self._announce_epoch()
+        if restored is None or not restored.is_finished:
+            return restored
+        # The order of the next epoch follows from that of the finished one, which the saved run had drawn.
+        for _ in self._read(restored) if isinstance(self.dataset, IterableDataset) else self._draw(restored):
+            pass
+        self.progress.finish()
+        return self._begin_pass()
+
+    def _roll_over(self, restored: Restored) -> None:
+        """The end of the saved epoch is the beginning of the next one: a loop never meets an empty pass.
+
+        The rest of the epoch is read although nothing is left of it, so that samplers draw what they would have.
+        """
+        for _ in self._read(restored):
+            raise AssertionError("A position at the end of an epoch has batches behind it.")
+        self.progress.finish()
+        self.progress.start()
+        self._announce_epoch()
 
     def _read(self, restored: Restored | None) -> Generator[Delivery, None, None]:
         """Every batch of the pass, on the device, with what was known when it was drawn."""

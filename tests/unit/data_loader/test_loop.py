@@ -151,6 +151,50 @@ def test_a_loop_that_stops_at_its_last_batch_has_finished_the_epoch() -> None:
     assert loader.iteration == 1
 
 
+def shuffled(kind: str, workers: int = 0) -> DataLoaderShard:
+    """A loader whose order differs from epoch to epoch."""
+    arguments: dict = {"batch_size": 2, "num_workers": workers}
+    if kind == "seedable":
+        return prepared(range(7), **arguments, shuffle=True, prepare={"use_seedable_sampler": True, "data_seed": 1})
+    if kind == "stream":
+        return prepared(Stream(7), **arguments)
+    return prepared(range(7), **arguments, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("sets_epoch", [False, True])
+@pytest.mark.parametrize("kind", ["generator", "seedable", "stream"])
+def test_a_position_after_the_last_batch_is_the_beginning_of_the_next_epoch(kind: str, sets_epoch: bool) -> None:
+    loader, epochs, states = shuffled(kind), [], {}
+    for epoch in range(3):
+        epochs.append([])
+        for batch in loader:
+            epochs[-1].append(batch.tolist())
+            states[epoch, len(epochs[-1])] = copy.deepcopy(loader.state_dict())
+    assert kind == "stream" or epochs[0] != epochs[1] != epochs[2]
+    for (epoch, count), state in states.items():
+        resumed = shuffled(kind)
+        resumed.load_state_dict(state)
+        following = epoch + (count == len(epochs[epoch]))  # how scripts count: batches seen // batches per epoch
+        if following == 3:
+            continue
+        if sets_epoch:
+            resumed.set_epoch(following)
+        assert numbers(resumed) == (epochs[epoch][count:] or epochs[following])
+        assert resumed.iteration == following + 1
+        if following < 2:
+            assert numbers(resumed) == epochs[following + 1]
+
+
+def test_batches_skipped_after_a_finished_epoch_are_those_of_the_next() -> None:
+    loader = shuffled("generator")
+    for _ in loader:
+        state = copy.deepcopy(loader.state_dict())
+    expected = numbers(loader)
+    resumed = shuffled("generator")
+    resumed.load_state_dict(state)
+    assert numbers(skip_first_batches(resumed, 1)) == expected[1:]
+
+
 def test_the_loader_that_delivered_last_is_the_active_one() -> None:
     clock = GradientState.create()
     first, second = (prepared(range(6), batch_size=2, prepare={"gradient_state": clock}) for _ in range(2))
