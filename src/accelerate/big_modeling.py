@@ -308,6 +308,7 @@ def _spread(
     ties = find_tied_parameters(model)
     check_tied_parameters_on_same_device(ties, device_map)
     weights = _waiting_weights(model, device_map, away, state_dict, offload_dir, offload_index, ties)
+    copies, lasting = _tied_copies(model, ties, weights)
     attach_align_device_hook_on_blocks(
         model,
         execution_device={name: main if place in away else place for name, place in device_map.items()},
@@ -316,8 +317,11 @@ def _spread(
         weights_map=weights,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
-        tied_params_map=_tied_copies(model, ties, weights),
+        tied_params_map=copies,
     )
+    for address in copies.keys() - lasting:
+        # What lay there has moved away, and something else may lie there one day.
+        del copies[address]
     _keep_together(model, ties)
     _guard_moves(model)
 
@@ -359,18 +363,23 @@ def _waiting_weights(
     return weights
 
 
-def _tied_copies(model: nn.Module, ties: list[list[str]], weights: Mapping[str, torch.Tensor] | None) -> TiedCopies:
-    """For each tied weight the address by which its names recognise each other, here and where it waits."""
+def _tied_copies(
+    model: nn.Module, ties: list[list[str]], weights: OffloadedWeightsLoader | None
+) -> tuple[TiedCopies, set[int]]:
+    """For each tied weight the addresses by which its names recognise each other, and which of them last."""
     copies: dict[int, dict[torch.device, torch.Tensor]] = {}
+    lasting: set[int] = set()
     for group in ties:
         here: dict[torch.device, torch.Tensor] = {}
         for name in group:
             parameter = model.get_parameter(name)
             if not parameter.is_meta:
                 copies[parameter.data_ptr()] = here
-            if weights is not None and name in weights:
-                copies[weights[name].data_ptr()] = here
-    return copies
+            address = weights.address(name) if weights is not None and name in weights else None
+            if address is not None:
+                copies[address] = here
+                lasting.add(address)
+    return copies, lasting
 
 
 def _keep_together(model: nn.Module, ties: list[list[str]]) -> None:

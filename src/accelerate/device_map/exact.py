@@ -16,8 +16,8 @@ from .budget import Place
 from .parts import Decision, Part, Problem
 from .tensors import DISK
 
-#: States looked at before the best map found so far is taken.
-MAX_STATES = 100_000
+#: States looked at for one model before the best map found so far is taken.
+MAX_STATES = 30_000
 
 
 @final
@@ -38,15 +38,24 @@ class _Piece:
         return max(part.num_bytes for part in self.parts)
 
 
+@final
+class _Budget:
+    """How much of the search is left."""
+
+    def __init__(self, num_states: int) -> None:
+        self.left = num_states
+
+
 def place_exactly(problem: Problem) -> list[Decision] | None:
     """A place for every piece so that the fewest bytes lie off the fastest places; None where no map was found."""
     pieces = _pieces(problem)
+    budget = _Budget(MAX_STATES)
     best: dict[_Piece, Place] | None = None
-    best_cost: tuple[int, int] | None = None
-    for places in _candidates(problem, pieces):
-        cost = _cost(problem, places)
-        if best_cost is None or cost < best_cost:
-            best, best_cost = places, cost
+    for placed in _fillings_of(problem, pieces, problem.fastest, budget):
+        rest = [piece for piece in pieces if piece not in placed]
+        whole = _with_slower(problem, placed, rest, budget)
+        if whole is not None and (best is None or _cost(problem, whole) < _cost(problem, best)):
+            best = whole
     if best is None:
         return None
     rows = [(part, place, _why(problem, piece, place)) for piece, place in best.items() for part in piece.parts]
@@ -88,49 +97,50 @@ def _pieces(problem: Problem) -> list[_Piece]:
     return [_Piece(position, tuple(parts)) for position, parts in together.items()]
 
 
-def _candidates(problem: Problem, pieces: Sequence[_Piece]) -> Iterator[dict[_Piece, Place]]:
-    """The best filling for each amount of room that may be kept for fetching."""
+def _fillings_of(
+    problem: Problem, pieces: Sequence[_Piece], places: Sequence[Place], budget: _Budget
+) -> Iterator[dict[_Piece, Place]]:
+    """Better and better fillings of the places, for each amount of room that may be kept there for fetching."""
+    total = sum(piece.num_bytes for piece in pieces)
+    most = -1
     for kept in sorted({0, *(piece.room for piece in pieces)}):
-        limits = [problem.limit(place) - kept * (place in problem.through) for place in problem.fastest]
-        placed = _fill(pieces, problem.fastest, limits, kept)
-        if placed is None:
+        limits = [problem.limit(place) - kept * (place in problem.through) for place in places]
+        if min(total, sum(limits)) <= most or min(limits, default=-1) < 0:
             continue
-        rest = [piece for piece in pieces if piece not in placed]
-        yield from _slower(problem, placed, rest)
+        filled = _fill(pieces, places, limits, kept, budget)
+        num_bytes = -1 if filled is None else sum(piece.num_bytes for piece in filled)
+        if filled is not None and num_bytes >= most:
+            most = num_bytes
+            yield filled
 
 
-def _slower(problem: Problem, placed: dict[_Piece, Place], rest: Sequence[_Piece]) -> Iterator[dict[_Piece, Place]]:
-    """What is left, in host memory as far as it fits, else on disk."""
-    host = CPU.name in problem.places and CPU.name not in problem.fastest
-    if not rest or not host:
-        if sum(piece.num_bytes for piece in rest) <= (problem.limit(DISK) if DISK in problem.places else 0):
-            yield placed | dict.fromkeys(rest, DISK)
-        return
-    for kept in sorted({0, *(piece.room for piece in rest)}):
-        limit = problem.limit(CPU.name) - kept * (CPU.name in problem.through)
-        filled = _fill(rest, [CPU.name], [limit], kept)
-        if filled is None:
-            continue
-        last = [piece for piece in rest if piece not in filled]
-        if sum(piece.num_bytes for piece in last) <= problem.limit(DISK):
-            yield placed | filled | dict.fromkeys(last, DISK)
+def _with_slower(
+    problem: Problem, placed: dict[_Piece, Place], rest: Sequence[_Piece], budget: _Budget
+) -> dict[_Piece, Place] | None:
+    """What is left goes to host memory as far as it fits, else to disk; None where the disk has too low a limit."""
+    hosted: dict[_Piece, Place] = {}
+    if rest and CPU.name in problem.places and CPU.name not in problem.fastest:
+        for better in _fillings_of(problem, rest, [CPU.name], budget):
+            hosted = better
+    last = [piece for piece in rest if piece not in hosted]
+    if sum(piece.num_bytes for piece in last) > problem.limit(DISK):
+        return None
+    return placed | hosted | dict.fromkeys(last, DISK)
 
 
 def _fill(
-    pieces: Sequence[_Piece], places: Sequence[Place], limits: Sequence[float], kept: int
+    pieces: Sequence[_Piece], places: Sequence[Place], limits: Sequence[float], kept: int, budget: _Budget
 ) -> dict[_Piece, Place] | None:
     """The most bytes within the limits; pieces that need more room than ``kept`` to be fetched must be placed.
 
     None where these alone don't fit.
     """
-    if any(limit < 0 for limit in limits):
-        return None
     classes: dict[tuple[int, bool], list[_Piece]] = {}
     for piece in pieces:
         classes.setdefault((piece.num_bytes, piece.room > kept), []).append(piece)
     # What must be placed comes first, large pieces before small ones: good fillings are then found early.
     keys = sorted(classes, key=lambda key: (not key[1], -key[0]))
-    search = _Search([size for size, _must in keys], [must for _size, must in keys], limits)
+    search = _Search([size for size, _must in keys], [must for _size, must in keys], limits, budget)
     counts = search.run([len(classes[key]) for key in keys])
     if counts is None:
         return None
@@ -146,11 +156,11 @@ def _fill(
 class _Search:
     """How many pieces of each size go to each place."""
 
-    def __init__(self, sizes: list[int], must: list[bool], limits: Sequence[float]) -> None:
+    def __init__(self, sizes: list[int], must: list[bool], limits: Sequence[float], budget: _Budget) -> None:
         self.sizes, self.must, self.limits = sizes, must, list(limits)
+        self.budget = budget
         self.best: list[tuple[int, ...]] | None = None
         self.best_bytes = -1
-        self.num_states = 0
 
     def run(self, available: list[int]) -> list[tuple[int, ...]] | None:
         total = sum(size * count for size, count in zip(self.sizes, available, strict=True))
@@ -159,7 +169,7 @@ class _Search:
         return self.best
 
     def _is_over(self) -> bool:
-        return self.num_states > MAX_STATES or self.best_bytes >= self.most_possible
+        return self.budget.left <= 0 or self.best_bytes >= self.most_possible
 
     def _place(self, index: int, left: list[int], chosen: list[tuple[int, ...]], placed: int) -> None:
         """Try every filling of the place at ``index`` and of those after it."""
@@ -179,7 +189,7 @@ class _Search:
 
     def _fillings(self, limit: float, left: list[int], first: int) -> Iterator[tuple[tuple[int, ...], int]]:
         """Counts of the sizes from ``first`` on that fit into ``limit``, the fullest early."""
-        self.num_states += 1
+        self.budget.left -= 1
         if first == len(left):
             yield (), 0
             return

@@ -15,7 +15,7 @@ from ..devices import CPU
 from ..errors import PreparationError
 from ..nested import find_device, send_to_device
 from ..offload import OffloadedWeightsLoader
-from .base import ModelHook, untraced
+from .base import ModelHook
 
 META = torch.device("meta")
 _as_device = lru_cache(maxsize=64)(as_device)
@@ -57,6 +57,8 @@ class AlignDevicesHook(ModelHook):
         tied_params_map: address of a tied weight -> device -> the one copy there.
     """
 
+    runs_compiled = False
+
     def __init__(
         self,
         execution_device: Any = None,
@@ -91,7 +93,6 @@ class AlignDevicesHook(ModelHook):
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
-    @untraced
     def init_hook(self, module: nn.Module) -> nn.Module:
         """The weights lie on the execution device, or with ``offload`` in ``weights_map`` only."""
         if self.execution_device == META or self.execution_device == "meta":
@@ -149,7 +150,6 @@ class AlignDevicesHook(ModelHook):
         assert placeholder is not None
         return placeholder
 
-    @untraced
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The weights are there, and the inputs are where they are."""
         if self.io_same_device:
@@ -200,7 +200,6 @@ class AlignDevicesHook(ModelHook):
             clear_cache=False,
         )
 
-    @untraced
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """The weights are gone again, and the output is where the caller wants it."""
         if self.offload:
@@ -212,13 +211,12 @@ class AlignDevicesHook(ModelHook):
                     owner._buffers[own] = placeholder
             for address, device in self.tied_pointers_to_remove:
                 if self.tied_params_map is not None:
-                    self.tied_params_map[address].pop(device, None)
+                    self.tied_params_map.get(address, {}).pop(device, None)
             self.tied_pointers_to_remove.clear()
         if self.io_same_device and self.input_device is not None:
             output = sent(output, self.input_device, self.skip_keys)
         return output
 
-    @untraced
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """The weights are where they were before the hook."""
         if not self.offload:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 from torch import nn
 
-from ..device_map.place import TiedCopies
+from ..device_map.place import TiedCopies, set_module_tensor_to_device
 from ..device_map.tensors import named_module_tensors
 from ..offload import PrefixedDataset
 from .align import AlignDevicesHook
 from .base import add_hook_to_module
 
 SkipKeys = str | list[str] | None
+
+
+def _path(module_name: str, own: str) -> str:
+    return f"{module_name}.{own}" if module_name else own
 
 
 def _holds_tensors(module: nn.Module) -> bool:
@@ -61,11 +66,10 @@ def attach_align_device_hook(
     """
     whole = offload and type(module).__name__ in (preload_module_classes or ())
     if _holds_tensors(module) or whole:
-        prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
             execution_device=execution_device,
             offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, _path(module_name, "")),
             offload_buffers=offload_buffers,
             place_submodules=whole,
             skip_keys=skip_keys,
@@ -81,7 +85,7 @@ def attach_align_device_hook(
             offload,
             weights_map,
             offload_buffers,
-            f"{module_name}.{name}" if module_name else name,
+            _path(module_name, name),
             skip_keys,
             preload_module_classes,
             tied_params_map,
@@ -101,127 +105,121 @@ def attach_align_device_hook_on_blocks(
 ) -> None:
     """Every block runs on its device, and those that are offloaded bring their weights while they run.
 
-    ``execution_device`` and ``offload`` are one value for all, or a value for each block by name.
+    ``execution_device`` and ``offload`` are one value for all, or a value for each block by name. A name may also be
+    that of a single tensor.
     """
-    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        _attach_to_whole(
-            module,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            module_name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
-        return
-    devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(offload, execution_device)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    is_root = module_name == ""
-    if module_name in devices and module_name in offloads:
-        _attach_to_block(
-            module,
-            devices[module_name],
-            offloads[module_name],
-            weights_map,
-            offload_buffers,
-            module_name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
-    elif is_root:
-        hook = AlignDevicesHook(
-            devices.get(""), io_same_device=True, skip_keys=skip_keys, tied_params_map=tied_params_map
-        )
-        add_hook_to_module(module, hook, append=True)
-    for name, child in module.named_children():
-        attach_align_device_hook_on_blocks(
-            child,
-            devices,
-            offloads,
-            weights_map,
-            offload_buffers,
-            f"{module_name}.{name}" if module_name else name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
-
-
-def _attach_to_whole(
-    module: nn.Module,
-    execution_device: Any,
-    offload: bool,
-    weights_map: Mapping[str, Any] | None,
-    offload_buffers: bool,
-    module_name: str,
-    skip_keys: SkipKeys,
-    preload_module_classes: list[str] | None,
-    tied_params_map: TiedCopies | None,
-) -> None:
-    """One device and one answer for the whole module."""
-    if not offload:
-        hook = AlignDevicesHook(
-            execution_device,
-            io_same_device=True,
-            place_submodules=True,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        add_hook_to_module(module, hook)
-        return
-    attach_align_device_hook(
-        module,
-        execution_device,
-        True,
-        weights_map,
-        offload_buffers,
-        module_name,
-        skip_keys,
-        preload_module_classes,
-        tied_params_map,
+    blocks = _Blocks(
+        execution_device, offload, weights_map, offload_buffers, skip_keys, preload_module_classes, tied_params_map
     )
+    if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):
+        blocks.attach(module, module_name)
+    elif offload:
+        blocks.attach_offloaded(module, module_name, execution_device)
+    else:
+        hook = blocks.hook(execution_device, io_same_device=True, place_submodules=True)
+        add_hook_to_module(module, hook)
 
 
-def _attach_to_block(
-    module: nn.Module,
-    execution_device: Any,
-    offload: bool,
-    weights_map: Mapping[str, Any] | None,
-    offload_buffers: bool,
-    module_name: str,
-    skip_keys: SkipKeys,
-    preload_module_classes: list[str] | None,
-    tied_params_map: TiedCopies | None,
-) -> None:
-    is_root = module_name == ""
-    common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
-    if offload:
-        holds = _holds_tensors(module)
-        if is_root or not holds:
-            # Before the hook that moves the inputs: it has to see where they came from.
-            hook = AlignDevicesHook(None if holds else execution_device, io_same_device=is_root, **common)
-            add_hook_to_module(module, hook, append=True)
+@final
+class _Some(PrefixedDataset):
+    """Only some entries of a module."""
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str, names: frozenset[str]) -> None:
+        super().__init__(dataset, prefix)
+        self.names = names
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.names and super().__contains__(key)
+
+
+@final
+@dataclass(frozen=True)
+class _Blocks:
+    """What is the same for all blocks of one model."""
+
+    execution_device: Any
+    offload: bool | dict[str, bool]
+    weights_map: Mapping[str, Any] | None
+    offload_buffers: bool
+    skip_keys: SkipKeys
+    preload_module_classes: list[str] | None
+    tied_params_map: TiedCopies | None
+
+    def hook(self, device: Any, **options: Any) -> AlignDevicesHook:
+        """A hook for inputs, and with more ``options`` for weights."""
+        return AlignDevicesHook(device, skip_keys=self.skip_keys, tied_params_map=self.tied_params_map, **options)
+
+    def device(self, name: str) -> Any:
+        """Where the block runs."""
+        found = self.execution_device
+        return found.get(name) if isinstance(found, Mapping) else found
+
+    def is_offloaded(self, name: str) -> bool:
+        """Whether the block's weights come from elsewhere."""
+        return self.offload[name] if isinstance(self.offload, Mapping) else self.offload
+
+    def names(self, name: str) -> bool:
+        """Whether the name is that of a block."""
+        return all(name in each for each in (self.execution_device, self.offload) if isinstance(each, Mapping))
+
+    def attach(self, module: nn.Module, name: str) -> None:
+        """The module and all it holds have their hooks."""
+        is_root = name == ""
+        if self.names(name):
+            self._attach_to_block(module, name)
+        elif is_root:
+            add_hook_to_module(module, self.hook(None, io_same_device=True), append=True)
+        if not self.names(name):
+            self._attach_to_own_tensors(module, name)
+        for own, child in module.named_children():
+            self.attach(child, _path(name, own))
+
+    def _attach_to_block(self, module: nn.Module, name: str) -> None:
+        device, is_root = self.device(name), name == ""
+        if self.is_offloaded(name):
+            holds = _holds_tensors(module)
+            if is_root or not holds:
+                # Before the hook that moves the inputs: it has to see where they came from.
+                hook = self.hook(None if holds else device, io_same_device=is_root)
+                add_hook_to_module(module, hook, append=True)
+            self.attach_offloaded(module, name, device)
+        else:
+            hook = self.hook(
+                device, offload_buffers=self.offload_buffers, io_same_device=is_root, place_submodules=True
+            )
+            add_hook_to_module(module, hook)
+        attach_execution_device_hook(module, device, self.skip_keys, self.preload_module_classes, self.tied_params_map)
+
+    def attach_offloaded(self, module: nn.Module, name: str, device: Any) -> None:
+        """The weights of the module and all it holds come from elsewhere."""
         attach_align_device_hook(
             module,
-            execution_device,
+            device,
             True,
-            weights_map,
-            offload_buffers,
-            module_name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
+            self.weights_map,
+            self.offload_buffers,
+            name,
+            self.skip_keys,
+            self.preload_module_classes,
+            self.tied_params_map,
         )
-    else:
-        hook = AlignDevicesHook(
-            execution_device,
-            offload_buffers=offload_buffers,
-            io_same_device=is_root,
-            place_submodules=True,
-            **common,
-        )
-        add_hook_to_module(module, hook)
-    attach_execution_device_hook(module, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+    def _attach_to_own_tensors(self, module: nn.Module, name: str) -> None:
+        """Single tensors of a module that is split have places of their own."""
+        away: dict[Any, list[str]] = {}
+        for own, tensor in list(named_module_tensors(module)):
+            path = _path(name, own)
+            if not self.names(path):
+                continue
+            if self.is_offloaded(path):
+                away.setdefault(self.device(path), []).append(own)
+            elif not tensor.is_meta and self.device(path) is not None:
+                set_module_tensor_to_device(
+                    module, own, self.device(path), tied_params_map=self.tied_params_map, clear_cache=False
+                )
+        for device, tensors in away.items():
+            weights = None
+            if self.weights_map is not None:
+                weights = _Some(self.weights_map, _path(name, ""), frozenset(tensors))
+            hook = self.hook(device, offload=True, weights_map=weights, offload_buffers=self.offload_buffers)
+            add_hook_to_module(module, hook, append=True)

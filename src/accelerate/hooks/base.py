@@ -12,24 +12,18 @@ from torch import nn
 from ..devices import CPU, KINDS
 
 M = TypeVar("M", bound=nn.Module)
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: Methods that are replaced on single models by guards, which go when the hooks go.
 _accelerate_added_attributes = ["to", *(kind.name for kind in KINDS if kind.select and kind is not CPU)]
 
 
-def untraced(function: Function) -> Function:
-    """``function``, marked for torch's compiler: it is called as it is, and not looked into."""
-    # The mark is what torch.compiler.disable leaves too, but that function imports the whole compiler.
-    function._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
-    function._torchdynamo_disable_msg = "hooks move weights and inputs"  # pyright: ignore[reportFunctionMemberAccess]
-    return function
-
-
 class ModelHook:
     """What happens around the forward of a module. Nothing does; subclasses fill in the moments they need."""
 
+    #: The forward, not the hook itself, runs without gradients.
     no_grad = False
+    #: torch's compiler may look into the hook; else it compiles what is before, between and after its moments.
+    runs_compiled = True
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """The hook has just been added; the module that is handed back takes the place of the given one."""
@@ -53,6 +47,7 @@ class SequentialHook(ModelHook):
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
+        self.runs_compiled = all(getattr(hook, "runs_compiled", True) for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Every hook has been told."""
@@ -83,6 +78,8 @@ def hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward, between the two moments of its hook."""
     # Both are looked up on the module, so that a copy of the module has its own, and a library may replace them.
     hook = module._hf_hook
+    if torch.compiler.is_compiling() and not getattr(hook, "runs_compiled", True):
+        return _compiled_forward(module, hook, *args, **kwargs)
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     if getattr(hook, "no_grad", False):
         with torch.no_grad():
@@ -90,6 +87,37 @@ def hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     else:
         output = module._old_forward(*args, **kwargs)
     return hook.post_forward(module, output)
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+_call_outside: Callable[..., Any] = None  # pyright: ignore[reportAssignmentType]  # `_call`, into which torch's compiler doesn't look
+
+
+def _load_compiler() -> None:
+    # Only once a compiler is at work, because importing it takes longer than the rest of this package together.
+    global _call_outside
+    _call_outside = torch.compiler.disable(_call)
+
+
+# The compiler runs this one, instead of looking into it, without the decorator that would import the compiler.
+_load_compiler._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+_load_compiler._torchdynamo_disable_msg = "loads the compiler"  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _compiled_forward(module: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same in three pieces for the compiler: the moments of the hook run as they are."""
+    if _call_outside is None:
+        _load_compiler()
+    args, kwargs = _call_outside(hook.pre_forward, module, *args, **kwargs)
+    if getattr(hook, "no_grad", False):
+        with torch.no_grad():
+            output = module._old_forward(*args, **kwargs)
+    else:
+        output = module._old_forward(*args, **kwargs)
+    return _call_outside(hook.post_forward, module, output)
 
 
 def add_hook_to_module(module: M, hook: Any, append: bool = False) -> M:

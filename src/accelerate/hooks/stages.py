@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..device_map.tensors import Device, as_device
+from ..device_map.tensors import as_device
 from ..devices import available_kind
 from ..memory import clear_device_cache
 from ..world import current_world
 from .align import sent
-from .base import ModelHook, remove_hook_from_module, untraced
+from .base import ModelHook, remove_hook_from_module
 
 
 def default_device() -> torch.device:
@@ -27,16 +27,16 @@ class CpuOffload(ModelHook):
     ``prev_module_hook`` is the hook of the stage before, which is offloaded just before this one comes.
     """
 
+    runs_compiled = False
+
     def __init__(self, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None) -> None:
         self.prev_module_hook = prev_module_hook
         self.execution_device = default_device() if execution_device is None else execution_device
 
-    @untraced
     def init_hook(self, module: nn.Module) -> nn.Module:
         """The model is in host memory."""
         return module.to("cpu")
 
-    @untraced
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The stage before has left the device, and this one is on it, with its inputs."""
         if not self._is_there(module):
@@ -48,11 +48,11 @@ class CpuOffload(ModelHook):
 
     def _is_there(self, module: nn.Module) -> bool:
         # The usual case in a loop that generates: nothing moves, and a walk with .to() costs a hundred times more.
-        target: Device = as_device(self.execution_device)
-        if target.index is None and target.type != "cpu":
-            return False
-        tensors = (*module.parameters(), *module.buffers())
-        return bool(tensors) and all(tensor.device == target for tensor in tensors)
+        target = as_device(self.execution_device)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.device != target and (target.index is not None or tensor.device.type != target.type):
+                return False
+        return True
 
 
 class UserCpuOffloadHook:

@@ -37,9 +37,19 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             stack.enter_context(_borrowed(module, hook, execution_device))
         elif execution_device is not None:
             for name, tensor in list(named_module_tensors(module)):
-                stack.callback(set_module_tensor_to_device, module, name, tensor.device, clear_cache=False)
+                stack.callback(_return, module, name, tensor)
                 set_module_tensor_to_device(module, name, execution_device, clear_cache=False)
         yield
+
+
+def _return(module: nn.Module, name: str, before: torch.Tensor) -> None:
+    """The module has the very tensor that it had before, with what was written meanwhile."""
+    slots: Any = module._parameters if name in module._parameters else module._buffers
+    now = slots[name]
+    if now is not before:
+        if not now.is_meta and not before.is_meta:
+            before.data.copy_(now.data)
+        slots[name] = before
 
 
 @contextmanager

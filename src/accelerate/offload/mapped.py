@@ -105,6 +105,11 @@ class MappedFile:
             return torch.empty(shape, dtype=dtype)
         return view_of(self._map, self._start + begin, dtype, shape)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of the tensor are the bytes of this file."""
+        begin = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+        return begin <= tensor.data_ptr() < begin + self.num_bytes
+
     def will_need(self, names: Iterable[str]) -> None:
         """The kernel has been asked to read these tensors from disk in the background."""
         self._advise(names, "MADV_WILLNEED", outwards=True)

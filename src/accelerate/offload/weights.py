@@ -108,6 +108,16 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             self.state_dict[name] = self[known]
         self.all_keys.append(name)
 
+    def address(self, key: str) -> int | None:
+        """Where the values of a weight lie as long as this mapping lives; None where they are read anew each time."""
+        if key in self.state_dict:
+            return None if self.state_dict[key].is_meta else self.state_dict[key].data_ptr()
+        if self.index[key].get("safetensors_file") is None:
+            return None
+        values = self[key]
+        in_place = self._files[self.index[key]["safetensors_file"]].holds(values)
+        return values.data_ptr() if in_place else None
+
     def mapped_names(self, keys: Sequence[str]) -> dict[str, list[str]]:
         """Which tensors of which safetensors files the weights are, by the path of the file."""
         found: dict[str, list[str]] = {}
