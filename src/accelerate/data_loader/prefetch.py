@@ -166,17 +166,6 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self.progress.finish()
         return self._begin_pass()
 
-    def _roll_over(self, restored: Restored) -> None:
-        """The end of the saved epoch is the beginning of the next one: a loop never meets an empty pass.
-
-        The rest of the epoch is read although nothing is left of it, so that samplers draw what they would have.
-        """
-        for _ in self._read(restored):
-            raise AssertionError("A position at the end of an epoch has batches behind it.")
-        self.progress.finish()
-        self.progress.start()
-        self._announce_epoch()
-
     def _read(self, restored: Restored | None) -> Generator[Delivery, None, None]:
         """Every batch of the pass, on the device, with what was known when it was drawn."""
         self._synchronize()
