@@ -129,15 +129,14 @@ class Accelerator:
             }
         )
         refuse_unbuilt(self.settings)
-        plugins["fsdp_plugin"] = construction.fsdp_plugin(
-            fsdp_plugin or AcceleratorState._shared_state.get("fsdp_plugin"), self.settings
-        )
+        construction.complete_plugins(plugins, self.settings, AcceleratorState._shared_state)
         self.dynamo_plugin = construction.dynamo_plugin(dynamo_plugin, dynamo_backend)
         run = self.settings.run
         self.world = join_world(
             cpu=run.use_cpu, debug=run.debug, **construction.process_group_options(self._handlers.init)
         )
         self.state = AcceleratorState._fill(self.settings, self.world, dynamo_plugin=self.dynamo_plugin, **plugins)
+        self.state.device_mesh = construction.device_mesh(self, plugins["parallelism_config"])
         self.precision = construction.precision(self.state.mixed_precision, self.world, self._handlers, plugins)
         self.gradient_state = GradientState.create(
             gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=run.gradient_accumulation_steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -146,15 +146,41 @@ def dynamo_plugin(plugin: Any, backend: Any) -> TorchDynamoPlugin:
     return TorchDynamoPlugin(backend=backend) if backend is not None else TorchDynamoPlugin()
 
 
-def fsdp_plugin(plugin: Any, settings: Settings) -> Any:
-    """``plugin``, or one from the environment where the launcher asked for FSDP, in the run's precision; or None."""
-    if settings.fsdp is None:
+def complete_plugins(plugins: dict[str, Any], settings: Settings, known: Mapping[str, Any]) -> None:
+    """``plugins`` has those that the launcher asked for through the environment, in the run's precision.
+
+    Args:
+        known: those of the first Accelerator of this process, which a second one shares.
+    """
+    if settings.fsdp is not None:
+        plugin = plugins["fsdp_plugin"] or known.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
+        if settings.run.mixed_precision != "no":
+            plugin.set_mixed_precision(settings.run.mixed_precision)
+        env.publish({"ACCELERATE_USE_FSDP": True, "FSDP_VERSION": plugin.fsdp_version})
+        plugins["fsdp_plugin"] = plugin
+    plugins["parallelism_config"] = plugins["parallelism_config"] or known.get("parallelism_config")
+    if settings.parallelism is not None and plugins["parallelism_config"] is None:
+        plugins["parallelism_config"] = ParallelismConfig()
+
+
+def device_mesh(accelerator: Any, config: ParallelismConfig | None) -> Any:
+    """The processes in the axes of ``config``; None without one.
+
+    Raises:
+        SettingError: the axes don't fit the processes, or ask to shard without FSDP.
+    """
+    if config is None:
         return None
-    plugin = plugin if plugin is not None else FullyShardedDataParallelPlugin()
-    if settings.run.mixed_precision != "no":
-        plugin.set_mixed_precision(settings.run.mixed_precision)
-    env.publish({"ACCELERATE_USE_FSDP": True, "FSDP_VERSION": plugin.fsdp_version})
-    return plugin
+    config._validate_accelerator(accelerator)
+    if config.dp_shard_size > 1 and accelerator.state.fsdp_plugin is None:
+        raise SettingError(
+            f"dp_shard_size={config.dp_shard_size} shards the model, which takes FSDP2: give Accelerator("
+            f"fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), or set dp_shard_size=1 "
+            f"({config.equation()})."
+        )
+    if accelerator.world.backend is None:
+        return None
+    return config.get_device_mesh(accelerator.world.device.type)
 
 
 def precision(label: str, world: World, handlers: Handlers, plugins: dict[str, Any]) -> Precision:

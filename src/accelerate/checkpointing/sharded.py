@@ -361,7 +361,9 @@ class _Pieces:
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
         """Every tensor has its part of the value of its name."""
         own = self.state_dict()
-        missing, unexpected = [n for n in own if n not in state], [n for n in state if n not in own]
+        filled = {id(own[name]) for name in state if name in own}  # a tied tensor comes under one of its names
+        missing = [name for name, tensor in own.items() if id(tensor) not in filled]
+        unexpected = [name for name in state if name not in own]
         if strict and (missing or unexpected):
             raise RuntimeError(f"{_listed('missing', missing)}{_listed('unexpected', unexpected)}")
         for name, tensor in own.items():

@@ -25,11 +25,19 @@ from .rebind import canonical_name, inner_optimizer
 
 #: Where a wrapper keeps the names of the parameters in the order of the user's own model.
 _ORDER = "_names_in_order"
+#: And names of tied parameters, each with the first name of the same one.
+_TIES = "_tied_names"
 
 
-def remember_names(wrapped: torch.nn.Module, names: Sequence[str]) -> None:
-    """``wrapped`` knows the order in which its parameters would have been without sharding."""
-    wrapped.__dict__[_ORDER] = list(names)
+def names_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The parameters of ``model`` in their order, and which are tied: attributes for its wrapper to keep."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            ties[name] = known
+    return {_ORDER: list(first.values()), _TIES: ties}
 
 
 def flat_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -49,9 +57,9 @@ def flat_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Para
 
 @contextmanager
 def _in_form(*arguments: Any) -> Iterator[None]:
-    """State dicts of a model have a form for the block. torch deprecates the function, and names none for FSDP 1."""
+    """State dicts of a model have a form for the block. torch warns of its own deprecated parts."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore")
         with FullyShardedDataParallel.state_dict_type(*arguments):
             yield
 
@@ -172,8 +180,14 @@ class _Whole:
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
         """The model has ``state``."""
+        whole = dict(state)
+        for name, first in self._model.__dict__.get(_TIES, {}).items():  # a file holds one of the two
+            if first in whole:
+                whole.setdefault(name, whole[first])
+            elif name in whole:
+                whole[first] = whole[name]
         with self._gathering(self._model):
-            return self._model.load_state_dict(dict(state), strict=strict)
+            return self._model.load_state_dict(whole, strict=strict)
 
 
 def _on_cpu(value: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, final
 
@@ -22,11 +22,11 @@ from ..settings.labels import DistributedType
 from ..world import World
 from .base import Strategy
 from .compile import compile_model, uncompiled
-from .flat_state import FlatAccess, flat_parameters, remember_names
+from .flat_state import FlatAccess, flat_parameters, names_of
 from .norms import Axes, scale_to, total_norm
 from .recompute import recompute_activations
 from .shard_saving import saved_as
-from .shard_setup import replicate_rest, send_from_main, upcast_trainable
+from .shard_setup import average_ignored, replicate_rest, send_from_main, upcast_trainable
 from .units import find_ignored, find_units
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -38,6 +38,7 @@ class FlatShard(Strategy):
 
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
+        self._unreduced: set[int] = set()  # the models inside no_sync
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     @classmethod
@@ -76,11 +77,13 @@ class FlatShard(Strategy):
         ignored = find_ignored(plugin.ignored_modules, model)
         if plugin.activation_checkpointing:
             recompute_activations(find_units(model, plugin.auto_wrap_policy, ignored))
-        names = [name for name, _ in model.named_parameters()]
+        key = id(model)
+        names = names_of(model)
         with warnings.catch_warnings():  # torch's words on what the user's choice will become one day
             warnings.simplefilter("ignore", FutureWarning)
             wrapped = self._wrapped(model, ignored)
-        remember_names(wrapped, names)
+        average_ignored(ignored, self.world, lambda: key not in self._unreduced)
+        wrapped.__dict__.update(names)
         self._roots.add(wrapped)
         dynamo = self.options.dynamo_plugin
         return wrapped if dynamo is None else compile_model(wrapped, dynamo)
@@ -134,7 +137,17 @@ class FlatShard(Strategy):
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """A context in which backward passes keep whole gradients on each rank."""
         wrapped = uncompiled(model)
-        return wrapped.no_sync() if isinstance(wrapped, FullyShardedDataParallel) else nullcontext()
+        return self._without_reduction(wrapped) if isinstance(wrapped, FullyShardedDataParallel) else nullcontext()
+
+    @contextmanager
+    def _without_reduction(self, wrapped: FullyShardedDataParallel) -> Iterator[None]:
+        key = id(wrapped.module)
+        self._unreduced.add(key)
+        try:
+            with wrapped.no_sync():
+                yield
+        finally:
+            self._unreduced.discard(key)
 
     def clip_grad_norm(
         self,

@@ -25,7 +25,7 @@ from .norms import clip_pieces, own_piece
 from .rebind import inner_optimizer
 from .recompute import recompute_activations
 from .shard_saving import saved_as
-from .shard_setup import replicate_rest, send_from_main, upcast_trainable
+from .shard_setup import average_ignored, replicate_rest, send_from_main, upcast_trainable
 from .units import find_ignored, find_units
 
 
@@ -36,6 +36,7 @@ class FullyShard(Strategy):
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
         self._mesh: DeviceMesh | None = None
+        self._unreduced: set[int] = set()  # the models inside no_sync
 
     @classmethod
     def suits(cls, settings: Any, world: World) -> bool:
@@ -122,6 +123,7 @@ class FullyShard(Strategy):
             options["mp_policy"] = plugin.mixed_precision_policy
         if ignored_parameters:
             options["ignored_params"] = ignored_parameters
+        key = id(model)
         sends = plugin.cpu_ram_efficient_loading
         for unit in [*units, model]:
             if sends:  # unit by unit, so that at no time a rank but the first has the whole model
@@ -137,6 +139,7 @@ class FullyShard(Strategy):
                 options["mp_policy"] = replace(options["mp_policy"], output_dtype=None)
             fully_shard(unit, **options)
         replicate_rest(model, mesh, self.world)
+        average_ignored(ignored, self.world, lambda: key not in self._unreduced)
         if callable(getattr(model, "generate", None)):
             register_fsdp_forward_method(model, "generate")
 
@@ -147,7 +150,10 @@ class FullyShard(Strategy):
             kind = self.world.device.type
             whole = None if config is None else config.get_device_mesh(kind)
             if config is not None and whole is not None:
-                self._mesh = whole[tuple(config.fsdp_dim_names)]
+                sharding = config.dp_shard_cp_dim_names
+                over = sharding if len(sharding) == 1 else ["dp_shard_cp"]
+                replicating = ["dp_replicate"] if config.dp_replicate_enabled else []
+                self._mesh = whole[tuple(replicating + over)]
             else:
                 self._mesh = init_device_mesh(kind, (self.world.size,), mesh_dim_names=("dp_shard",))
         assert self._mesh is not None
@@ -158,7 +164,17 @@ class FullyShard(Strategy):
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """A context in which backward passes keep whole gradients on each rank."""
         sharded = uncompiled(model)
-        return _without_reduction(sharded) if isinstance(sharded, FSDPModule) else nullcontext()
+        return self._without_reduction(sharded) if isinstance(sharded, FSDPModule) else nullcontext()
+
+    @contextmanager
+    def _without_reduction(self, model: FSDPModule) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        self._unreduced.add(id(model))
+        try:
+            yield
+        finally:
+            self._unreduced.discard(id(model))
+            model.set_requires_gradient_sync(True)
 
     def clip_grad_norm(
         self,
@@ -186,15 +202,6 @@ class FullyShard(Strategy):
     def saved(self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False) -> dict[str, Any]:
         """Weights and optimizers in shards, or gathered, as the plugin says."""
         return saved_as(self.plugin, self.access, models, optimizers, self.world, model_only)
-
-
-@contextmanager
-def _without_reduction(model: FSDPModule) -> Iterator[None]:
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
 
 
 def _is_placed(model: torch.nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import distributed as dist
@@ -93,6 +93,22 @@ def replicate_rest(model: torch.nn.Module, mesh: DeviceMesh, world: World) -> No
         dist.broadcast(moved, source, group)
         if moved is not local:
             local.copy_(moved)
+
+
+def average_ignored(modules: Iterable[torch.nn.Module], world: World, reduces: Callable[[], bool]) -> None:
+    """Gradients of trainable parameters that are not sharded are averaged over the ranks, when ``reduces()``.
+
+    torch leaves them to themselves, and every rank would train its own.
+    """
+
+    def average(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and reduces():
+            dist.all_reduce(gradient)
+            gradient.div_(world.size)
+
+    for parameter in {id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values():
+        parameter.register_post_accumulate_grad_hook(average)
 
 
 def _kept_whole(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -319,7 +319,11 @@ def test_launcher_matters_stay_with_the_launcher() -> None:
     [
         ({}, {"ACCELERATE_USE_DEEPSPEED": "1"}, "ACCELERATE_USE_DEEPSPEED"),
         ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron"),
-        ({}, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "ACCELERATE_USE_PARALLELISM_CONFIG"),
+        (
+            {},
+            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"},
+            "ACCELERATE_USE_PARALLELISM_CONFIG",
+        ),
         ({"mixed_precision": "fp8"}, {}, "mixed_precision=fp8"),
     ],
 )
