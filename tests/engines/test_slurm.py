@@ -131,7 +131,8 @@ def test_a_batch_job_with_agents_starts_again_after_a_kill(launch: Launch, clust
     assert code == 0, output
     lines = launch.lines()
     assert [(line["rank"], line["sum"]) for line in lines] == [(0, 3.0), (1, 3.0)]
-    assert all(line["attempt"] >= 1 for line in lines)
+    # torch counts the attempts of each agent by itself; the one whose rank died has another behind it.
+    assert any(line["attempt"] >= 1 for line in lines)
 
 
 def test_a_failing_job_gives_its_code(launch: Launch, cluster: dict[str, str]) -> None:

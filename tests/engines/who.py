@@ -20,7 +20,7 @@ from accelerate.settings import env
 def main() -> None:
     """All ranks have added their numbers, as often as was asked for."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--fail_rank", type=int, help="this rank kills itself, in the first attempt only")
+    parser.add_argument("--fail_rank", type=int, help="this rank kills itself, with --out only the first time")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--patience", type=float, default=60.0, help="seconds that one operation may take")
@@ -29,7 +29,10 @@ def main() -> None:
     patience = InitProcessGroupKwargs(timeout=timedelta(seconds=args.patience))
     accelerator = Accelerator(kwargs_handlers=[patience])
     attempt = int(env.read("TORCHELASTIC_RESTART_COUNT", "0") or 0)
-    if args.fail_rank == accelerator.process_index and attempt == 0:
+    mark = None if args.out is None else args.out / "has_failed"
+    if args.fail_rank == accelerator.process_index and (mark is None or not mark.exists()):
+        if mark is not None:
+            mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     total = torch.zeros(1)
     for _ in range(args.rounds):

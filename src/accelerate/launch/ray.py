@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 #: The cluster that runs on this machine, or that RAY_ADDRESS names.
 _EXISTING: Final = "auto"
+_PATIENCE_SECONDS: Final = 10
 
 
 @final
@@ -100,15 +101,24 @@ def _connect(ray: Any, plan: LaunchPlan) -> None:
     runtime: dict[str, Any] = {"env_vars": dict(plan.environment)}
     if plan.engine_options["upload"]:
         runtime["working_dir"] = str(plan.cwd)
-    address = plan.engine_options["address"]
+    address = str(plan.engine_options["address"])
     try:
+        _knock(address)
         ray.init(address=address, runtime_env=runtime)
-    except (ConnectionError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise LaunchError(
-            f"There is no Ray cluster at {address}: {error}. Start one with `ray start --head`, name "
-            "another with "
+            f"There is no Ray cluster at {address}: {error}. Start one with `ray start --head`, name another with "
             "--ray_address, or give --ray_address local for one that lives as long as this run."
         ) from error
+
+
+def _knock(address: str) -> None:
+    """Something listens at HOST:PORT; Ray itself would try for minutes. Raises OSError."""
+    import socket
+
+    host, colon, port = address.rpartition("//")[2].rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_SECONDS).close()
 
 
 def _exit_code(trainer: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,16 @@ def test_a_cluster_that_isnt_there_is_named() -> None:
 
     with pytest.raises(LaunchError, match=r"no Ray cluster at auto: nobody listens.*ray start --head"):
         engine._connect(Ray, plan(CPU_HOST, cpu=True))
+
+
+@pytest.mark.parametrize("form", ["{}:{}", "ray://{}:{}"])
+def test_an_address_where_nobody_listens_is_known_at_once(form: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = form.format("127.0.0.1", port)
+    with pytest.raises(LaunchError, match=rf"no Ray cluster at {address}.*refused"):
+        engine._connect(object(), plan(CPU_HOST, cpu=True, ray_address=address))
 
 
 def test_a_run_that_failed_has_a_code(capsys: pytest.CaptureFixture[str]) -> None:
