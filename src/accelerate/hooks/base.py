@@ -93,7 +93,8 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-_call_outside: Callable[..., Any] = None  # pyright: ignore[reportAssignmentType]  # `_call`, into which torch's compiler doesn't look
+#: `_call`, into which torch's compiler doesn't look; there is none before a compiler is at work.
+_call_outside: Callable[..., Any] = None  # pyright: ignore[reportAssignmentType]
 
 
 def _load_compiler() -> None:
