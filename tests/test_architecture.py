@@ -89,7 +89,21 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
 
 # What one strategy may take from another file of strategies/.
 SHARED_STRATEGY_FILES: Final = frozenset(
-    "base bundle rebind compile tensor context unwrap norms units recompute shard_setup shard_saving flat_state".split()
+    [
+        "base",
+        "bundle",
+        "rebind",
+        "compile",
+        "tensor",
+        "context",
+        "unwrap",
+        "norms",
+        "units",
+        "recompute",
+        "shard_setup",
+        "shard_saving",
+        "flat_state",
+    ]
 )
 
 # Without torch at import, also through what they import.

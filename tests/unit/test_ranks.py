@@ -20,7 +20,7 @@ def test_a_rank_that_raises_fails_the_test_with_its_traceback() -> None:
         if os.environ["RANK"] == "1":
             raise ValueError("only here")
 
-    with pytest.raises(RankFailed, match="rank 1:(?s:.)*only here"):
+    with pytest.raises(RankFailed, match=r"rank 1:(?s:.)*only here"):
         run_on_ranks(work)
 
 

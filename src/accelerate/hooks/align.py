@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,25 +19,35 @@ from .base import ModelHook
 
 META = torch.device("meta")
 _as_device = lru_cache(maxsize=64)(as_device)
+_NEVER_MOVE: Final = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 
 
-def _lies_there(data: Any, device: torch.device) -> bool:
-    """Whether nothing in ``data`` has to move to ``device``."""
-    if isinstance(data, torch.Tensor):
-        return data.device == device
-    if isinstance(data, (tuple, list)):
-        return all(_lies_there(item, device) for item in data)
-    if isinstance(data, Mapping):
-        return all(_lies_there(item, device) for item in data.values())
-    return getattr(data, "to", None) is None
+def _all_there(items: Iterable[Any], device: torch.device) -> bool:
+    """Whether nothing in ``items`` has to move to ``device``."""
+    # A loop and exact types, because this runs before every module of a dispatched model.
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            if item.device != device:
+                return False
+        elif type(item) in _NEVER_MOVE:
+            continue
+        elif isinstance(item, (tuple, list)):
+            if not _all_there(item, device):
+                return False
+        elif isinstance(item, Mapping):
+            if not _all_there(item.values(), device):
+                return False
+        elif getattr(item, "to", None) is not None:
+            return False
+    return True
 
 
 def sent(data: Any, device: Device | None, skip_keys: str | list[str] | None = None) -> Any:
     """``data`` with its tensors on ``device``; the very same object where they are there already."""
     if device is None:
         return data
-    target = _as_device(device)
-    if _lies_there(data, target):
+    target = device if isinstance(device, torch.device) else _as_device(device)
+    if _all_there((data,), target):
         return data
     return send_to_device(data, target, skip_keys=skip_keys)
 
@@ -153,12 +163,18 @@ class AlignDevicesHook(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The weights are there, and the inputs are where they are."""
         if self.io_same_device:
-            self.input_device = find_device([args, kwargs])
+            first = args[0] if args else None
+            self.input_device = first.device if isinstance(first, torch.Tensor) else find_device([args, kwargs])
         if self.offload:
             self._bring(module)
         if self.execution_device is None:
             return args, kwargs
-        return sent(args, self.execution_device), sent(kwargs, self.execution_device, self.skip_keys)
+        device = _as_device(self.execution_device)
+        if args and not _all_there(args, device):
+            args = send_to_device(args, device)
+        if kwargs and not _all_there(kwargs.values(), device):
+            kwargs = send_to_device(kwargs, device, skip_keys=self.skip_keys)
+        return args, kwargs
 
     def _bring(self, module: nn.Module) -> None:
         weights = self.weights_map
@@ -214,7 +230,7 @@ class AlignDevicesHook(ModelHook):
                     self.tied_params_map.get(address, {}).pop(device, None)
             self.tied_pointers_to_remove.clear()
         if self.io_same_device and self.input_device is not None:
-            output = sent(output, self.input_device, self.skip_keys)
+            return sent(output, self.input_device, self.skip_keys)
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:

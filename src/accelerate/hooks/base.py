@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from ..devices import CPU, KINDS
 
@@ -78,7 +79,7 @@ def hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward, between the two moments of its hook."""
     # Both are looked up on the module, so that a copy of the module has its own, and a library may replace them.
     hook = module._hf_hook
-    if torch.compiler.is_compiling() and not getattr(hook, "runs_compiled", True):
+    if is_dynamo_compiling() and not getattr(hook, "runs_compiled", True):
         return _compiled_forward(module, hook, *args, **kwargs)
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     if getattr(hook, "no_grad", False):
