@@ -191,7 +191,8 @@ class _Whole:
 
 
 def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    # A copy: torch hands out views of one gathered buffer.
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _trained_by(optimizer: Any, models: Sequence[Any]) -> Any:
