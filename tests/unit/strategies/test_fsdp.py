@@ -86,7 +86,7 @@ def test_recomputed_gradients_are_the_same(offload: bool) -> None:
     expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     runs: list[int] = []
-    model.layers[0].up.register_forward_hook(lambda *_: runs.append(1))
+    model.get_submodule("layers.0.up").register_forward_hook(lambda *_: runs.append(1))
     recompute_activations(model.layers, offload=offload)
     recompute_activations(model.layers, offload=offload)
     model(inputs).sum().backward()
@@ -132,6 +132,10 @@ def test_fsdp_without_other_processes_is_one_device() -> None:
     assert run.distributed_type == DistributedType.NO and type(model) is nn.Linear
 
 
+def _double(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return outputs * 2
+
+
 def test_a_strategy_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new way of laying models out, without touching anything else."""
 
@@ -147,7 +151,7 @@ def test_a_strategy_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch) -
             return DistributedType.NO
 
         def wrap(self, model: nn.Module) -> nn.Module:
-            model.register_forward_hook(lambda module, inputs, outputs: outputs * 2)
+            model.register_forward_hook(_double)
             return model
 
     monkeypatch.setattr(strategies, "ORDER", (Doubling, *strategies.ORDER))
