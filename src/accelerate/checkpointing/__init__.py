@@ -22,7 +22,8 @@ Both are collectives of ``world`` (None: this process alone), and what fails on 
 - `agreement`: all ranks or none; `content`: what is written, now or from a snapshot; `background`: meanwhile.
 - `codec`: state dicts as JSON and tensors, old pickles through an allow-list; `tensor_files`: safetensors.
 - `layout`: what files are called; `weights`: the files of models; `objects`: single objects and the user's own.
-- `selection`: a part of a run; `export`: the layout of other libraries; `sharded`: torch's distributed checkpoints.
+- `selection`: a part of a run; `export`: the layout of other libraries; `sharded`, `dcp`: state in shards; `merge`:
+  shards as one file.
 - `series`: numbered checkpoints, which to keep; `write` and `read`: a whole run; `meter`: how far it has come.
 
 Names are resolved when they are used, because a listing (`series`) needs no torch.
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from .background import Background
     from .codec import EncodingError
     from .draft import Draft
+    from .export import export_model
+    from .merge import merge_fsdp_weights
     from .objects import Hooks, check_registrable, load, load_custom_state, save, save_custom_state
     from .read import (
         LoadedCheckpoint,
@@ -57,6 +60,8 @@ _HOMES: Final[dict[str, str]] = {
         "background": "Background",
         "codec": "EncodingError",
         "draft": "Draft",
+        "export": "export_model",
+        "merge": "merge_fsdp_weights",
         "objects": "Hooks check_registrable load load_custom_state save save_custom_state",
         "read": "LoadedCheckpoint find_newest load_accelerator_state read_checkpoint resume_checkpoint",
         "selection": "Selection",
@@ -85,9 +90,11 @@ __all__ = [
     # models and single objects
     "clean_state_dict_for_safetensors",
     "convert_file_size_to_int",
+    "export_model",
     "load",
     "load_custom_state",
     "load_weights",
+    "merge_fsdp_weights",
     "save",
     "save_custom_state",
     "save_model",

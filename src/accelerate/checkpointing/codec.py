@@ -17,7 +17,7 @@ import base64
 import pickle
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -63,8 +63,9 @@ def refuse(path: str, value: object, why: str = "") -> EncodingError:
     reason = f" ({why})" if why else ""
     return EncodingError(
         f"{path}: {type(value)} can't be written without pickle{reason}. Let state_dict() return tensors, "
-        "arrays, numbers, text, dates and containers of these, or ask for pickles with "
-        'ProjectConfiguration(checkpoint_format="classic").'
+        "arrays, numbers, text, dates and containers of these; or allow a pickle, which runs code when it is read: "
+        "register_for_checkpointing(..., allow_pickle=True) for one object, "
+        'ProjectConfiguration(checkpoint_format="classic") for everything.'
     )
 
 
@@ -561,6 +562,36 @@ def read_pickle(
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, OSError, AttributeError, ImportError) as error:
         raise CheckpointError(f"{file}: can't be read ({type(error).__name__}: {_first_line(error)})") from error
+
+
+def read_described_pickle(path: Path, allowed: Mapping[str, tuple[str, ...]]) -> Any:
+    """The object in a pickle that may name only the classes of ``allowed``: module -> names.
+
+    Raises:
+        CheckpointError: the file is broken, or names something else.
+    """
+
+    @final
+    class Reader(pickle.Unpickler):
+        def find_class(self, module_name: str, global_name: str, /) -> Any:
+            found = _attribute(module_name, global_name)
+            if global_name in allowed.get(module_name, ()) or isinstance(found, torch.dtype):
+                return found
+            raise pickle.UnpicklingError(f"Unsupported class {module_name}.{global_name}")
+
+    try:
+        with open(path, "rb") as file:
+            return Reader(file).load()
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path}: refused, because reading it could run code ({error})") from error
+    except (EOFError, ValueError, KeyError, TypeError, AttributeError, ImportError, IndexError) as error:
+        raise CheckpointError(f"{path}: can't be read ({type(error).__name__}: {_first_line(error)})") from error
+
+
+def _attribute(module_name: str, name: str) -> Any:
+    """What a module that is imported already calls ``name``; nothing is imported."""
+    module = sys.modules.get(module_name)
+    return None if module is None else vars(module).get(name)
 
 
 def write_pickle(obj: Any, file: Any, **save_kwargs: Any) -> None:

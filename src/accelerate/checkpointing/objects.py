@@ -75,12 +75,15 @@ class Hooks:
         return len(self._hooks)
 
 
-def check_registrable(objects: Iterable[object]) -> None:
-    """Every object can be saved with a checkpoint.
+def check_registrable(objects: Iterable[object], *, first: int = 0, may_pickle: bool = False) -> None:
+    """Every object can be saved with a checkpoint; ``first`` is the number that the first of them gets.
 
     Raises:
         SettingError: some lack ``state_dict`` or ``load_state_dict``; the text lists them.
+        EncodingError: the state of one can't be written without pickle, and ``may_pickle`` is false; the text names the
+            object and the place in its state.
     """
+    objects = list(objects)
     offenders = [
         f"item {number}: {type(obj).__module__}.{type(obj).__qualname__}"
         for number, obj in enumerate(objects)
@@ -91,6 +94,15 @@ def check_registrable(objects: Iterable[object]) -> None:
             "register_for_checkpointing takes objects with `state_dict` and `load_state_dict` methods; "
             f"these have not both: {', '.join(offenders)}. Add the methods, or register the object that has them."
         )
+    if may_pickle:
+        return
+    for number, obj in enumerate(objects, start=first):
+        assert isinstance(obj, Stateful)
+        try:
+            state = obj.state_dict()
+        except Exception:  # an object that has no state yet is judged when it is saved
+            continue
+        encode(state, f"registered object {number} ({type(obj).__qualname__}).state_dict()")
 
 
 # ------------------------------------------------------------------------------------ states in a folder
@@ -144,7 +156,7 @@ def read_state(folder: Path, stem: str) -> Any:
 
 
 @contextmanager
-def created_in(folder: Path, name: str) -> Iterator[SealedFile]:
+def created_in(folder: Path, name: str, *, pickle: bool = False) -> Iterator[SealedFile]:
     """A file that appears in ``folder`` whole and on disk at the end of the block, or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f".{name}.{uuid4().hex}"

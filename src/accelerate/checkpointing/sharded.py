@@ -7,10 +7,8 @@ lie in place, whole or as DTensors, is here.
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, final
@@ -19,6 +17,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..names import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from .dcp import is_distributed_checkpoint, quiet, read_into, read_metadata
 
 NamedParameters = Callable[[Any], Iterable[tuple[str, torch.Tensor]]]
 
@@ -40,7 +39,7 @@ def classic_weights(folder: str | PathLike[str], index: int = 0) -> Path:
 
 def is_sharded(folder: Path) -> bool:
     """Whether ``folder`` is one that shards were written into."""
-    return (folder / ".metadata").is_file()
+    return is_distributed_checkpoint(folder)
 
 
 class StateAccess(ABC):
@@ -102,20 +101,12 @@ def _write(folder: Path, state: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     folder.mkdir(parents=True, exist_ok=True)
-    with _quiet():
+    with quiet():
         save(state, storage_writer=FileSystemWriter(folder), no_dist=_alone())
 
 
 def _alone() -> bool:
     return not (torch.distributed.is_available() and torch.distributed.is_initialized())
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch warns that one process is one process, and of its own deprecated parts."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 # ------------------------------------------------------------------------------------------------- reading
@@ -201,26 +192,18 @@ def _empty(metadata: Any, layout: torch.Tensor | None) -> Any:
 
 
 def _metadata(folder: Path) -> dict[str, Any]:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    return FileSystemReader(folder).read_metadata().state_dict_metadata
+    return read_metadata(folder).state_dict_metadata
 
 
 def _saved(folder: Path) -> dict[str, tuple[Any, ...]]:
     """What ``folder`` holds: by key the path that leads to it."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    metadata = FileSystemReader(folder).read_metadata()
+    metadata = read_metadata(folder)
     paths: dict[str, tuple[Any, ...]] = metadata.planner_data or {}
     return {key: tuple(paths.get(key, key.split(".", 1))) for key in metadata.state_dict_metadata}
 
 
 def _read(folder: Path, state: dict[str, Any]) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    with _quiet():
-        load(state, storage_reader=FileSystemReader(folder), no_dist=_alone())
+    read_into(folder, state, alone=_alone())
 
 
 # ------------------------------------------------------------------------------------------ tensors in place

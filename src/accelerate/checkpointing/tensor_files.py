@@ -8,7 +8,7 @@ format's own: any safetensors reader opens them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any, Final, Protocol, cast, final
@@ -82,19 +82,32 @@ def _header(tensors: Mapping[str, torch.Tensor], names: list[str], metadata: Map
     return len(text).to_bytes(8, "little") + text
 
 
+def file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names in the order in which their values lie in a file.
+
+    Widest elements first, as the format's own library does: every tensor is then aligned to its element.
+    """
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
 def write_tensors(
-    file: Writable, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    file: Writable,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    value_of: Callable[[str], torch.Tensor] | None = None,
 ) -> None:
     """``file`` holds ``tensors`` in the safetensors format.
+
+    ``value_of(name)`` gives the values where ``tensors`` has only shapes; it is asked once per name, in file order.
 
     Raises:
         CheckpointError: a tensor has a dtype or a layout that the format doesn't know.
     """
-    # widest elements first, as the format's own library does: every tensor is then aligned to its element
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = file_order(tensors)
     file.write(_header(tensors, names, metadata))
     for name in names:
-        data = raw_bytes(tensors[name])
+        data = raw_bytes(tensors[name] if value_of is None else value_of(name))
         for start in range(0, len(data), _CHUNK_BYTES):
             file.write(data[start : start + _CHUNK_BYTES])
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import AccelerateError, NotBuilt
+from ..errors import AccelerateError
 from .parser import Parser, spellings
 
 
@@ -40,12 +40,17 @@ def merge_command(args: argparse.Namespace) -> None:
     """The merged weights are in the output folder.
 
     Raises:
-        NotBuilt: in this version, which doesn't write sharded weights either.
+        CheckpointError: they can't be merged; nothing is removed then.
     """
-    raise NotBuilt(
-        "`accelerate merge-weights` isn't built yet in this version: it comes with sharded checkpoints. "
-        f"{args.checkpoint_directory} is untouched."
+    from ..checkpointing import merge_fsdp_weights
+
+    path = merge_fsdp_weights(
+        args.checkpoint_directory,
+        args.output_path,
+        safe_serialization=not args.unsafe_serialization,
+        remove_checkpoint_dir=args.remove_checkpoint_dir,
     )
+    print(f"The weights of {args.checkpoint_directory} are in {path}.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = merge_command_parser().parse_args(None if arguments is None else list(arguments))
     try:
         merge_command(args)
-    except (AccelerateError, FileNotFoundError) as error:
+    except (AccelerateError, OSError) as error:
         return complain("accelerate merge-weights", error)
     return 0
 

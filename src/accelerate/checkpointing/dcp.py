@@ -1,0 +1,137 @@
+"""Reading torch's distributed checkpoints (DCP) without running what they say.
+
+Their index, ``.metadata``, is a pickle, and so is every entry that is no tensor. The index is read through an
+allow-list of the classes that describe tensors and files, entries through the one for old state files.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+
+from ..errors import CheckpointNotFound
+from .codec import read_described_pickle, read_pickle, write_pickle
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+METADATA_NAME: Final = ".metadata"
+#: What the index may name: what tensors look like, and where they lie in files.
+_DESCRIPTIONS: Final[dict[str, tuple[str, ...]]] = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"),
+    "collections": ("OrderedDict",),
+}
+
+
+def is_distributed_checkpoint(folder: Path) -> bool:
+    """Whether ``folder`` is one that shards were written into."""
+    return (folder / METADATA_NAME).is_file()
+
+
+def read_metadata(folder: str | PathLike[str]) -> Metadata:
+    """What a folder holds.
+
+    Raises:
+        CheckpointNotFound: it is no folder of a distributed checkpoint.
+        CheckpointError: its index can't be read, or names something that could run code.
+    """
+    import torch.distributed.checkpoint  # whose classes the index may name  # noqa: F401
+
+    path = Path(folder) / METADATA_NAME
+    if not path.is_file():
+        raise CheckpointNotFound(f"{folder} is no folder of a distributed checkpoint: it has no {METADATA_NAME}")
+    return read_described_pickle(path, _DESCRIPTIONS)
+
+
+def shapes_of(found: Metadata) -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint, without values."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    return {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for key, entry in found.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read_tensors(folder: str | PathLike[str], found: Metadata, keys: Iterable[str]) -> dict[str, Any]:
+    """The named tensors, whole, in host memory; no process group is needed, and none is used."""
+    shapes = shapes_of(found)
+    tensors = {key: torch.empty(shapes[key].shape, dtype=shapes[key].dtype) for key in keys}
+    read_into(folder, tensors, alone=True)
+    return tensors
+
+
+def read_into(folder: str | PathLike[str], state: dict[str, Any], *, alone: bool) -> None:
+    """The tensors in ``state`` have the saved values, other entries are replaced; a collective unless ``alone``."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    # older versions see by themselves that there is no process group, and can't be told to leave one alone
+    options: dict[str, Any] = {"no_dist": alone} if "no_dist" in inspect.signature(load).parameters else {}
+    reader, planner = _classes()
+    with quiet():
+        load(state, storage_reader=reader(str(folder)), planner=planner(), **options)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """torch warns that one process is one process, and of its own deprecated parts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@cache  # made when first needed: importing torch's part takes half a second
+def _classes() -> tuple[type, type]:
+    """A reader and a planner as torch's own, but for what they do with pickles."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.planner import ReadItem
+
+    @final
+    class Reader(FileSystemReader):  # type: ignore[misc]
+        def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
+            return read_metadata(str(self.path))
+
+    @final
+    class Planner(DefaultLoadPlanner):
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+            entry = read_pickle(value)
+            if not self.flatten_state_dict:
+                self.state_dict[read_item.dest_index.fqn] = entry
+                return
+            safe = io.BytesIO()
+            write_pickle(entry, safe)  # what has been read is data, so the original may read it in its own way
+            safe.seek(0)
+            super().load_bytes(read_item, safe)
+
+    return Reader, Planner
+
+
+def plain_names(found: Metadata) -> dict[str, str]:
+    """The names of the tensors, each with the name that it has in the model.
+
+    A state dict that was saved as ``{"model": state_dict}`` has ``model.`` in front of every name.
+    """
+    paths: Mapping[str, tuple[Any, ...]] = found.planner_data or {}
+    keys = list(shapes_of(found))
+    tops = {paths[key][0] if key in paths else None for key in keys}
+    wrapped = len(tops) == 1 and None not in tops and all(len(path) > 1 for path in paths.values())
+    top = f"{next(iter(tops))}." if wrapped else ""
+    return {key: key.removeprefix(top) for key in keys}

@@ -1,0 +1,148 @@
+"""Weights in the layout that other libraries load: `from_pretrained` of transformers, adapters as PEFT reads them.
+
+A folder of transformers is ``config.json`` beside ``model.safetensors`` (or shards and their index); one of PEFT is
+``adapter_config.json`` beside ``adapter_model.safetensors``, whose names don't contain the adapter's own. A model that
+can write itself (``save_pretrained``) is asked to: it knows best what its names are on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from uuid import uuid4
+
+from ..errors import CheckpointError
+from .agreement import Ranks
+from .draft import Create, SealedFile
+from .selection import EVERYTHING, Selection, is_adapter
+from .store import flush
+from .tensor_files import write_tensors
+from .weights import clean_state_dict_for_safetensors, stale_weights, write_weights
+
+if TYPE_CHECKING:
+    from ..world import World
+
+ADAPTER_WEIGHTS_NAME: Final = "adapter_model.safetensors"
+ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
+_CONFIGS: Final = (("config", "config.json"), ("generation_config", "generation_config.json"))
+
+
+def export_model(
+    model: Any,
+    state_dict: Mapping[str, Any],
+    save_directory: str | PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    select: Selection | None = None,
+    world: World | None = None,
+) -> None:
+    """``save_directory`` can be loaded with ``from_pretrained``, on every rank's return.
+
+    With ``Selection(adapters_only=True)`` it holds the adapters of a PEFT model, else the whole model.
+
+    Raises:
+        CheckpointError: on every rank, when the main process couldn't write; also for a model without configuration.
+    """
+    select = select or EVERYTHING
+    ranks = Ranks(world)
+    error: Exception | None = None
+    try:
+        if ranks.is_main:
+            with _new_files(Path(save_directory)) as (staging, create):
+                if select.adapters_only:
+                    _write_adapters(model, select.of(state_dict), create)
+                elif callable(getattr(model, "save_pretrained", None)):
+                    # the model's own tensors would be written where no state dict is given: parts may be sharded
+                    chosen = dict(select.of(state_dict))
+                    model.save_pretrained(str(staging), state_dict=chosen, max_shard_size=max_shard_size)
+                else:
+                    _write_configs(model, create)
+                    write_weights(create, select.of(state_dict), max_shard_size=max_shard_size)
+    except Exception as problem:  # raised again on every rank by agree()
+        error = problem
+    ranks.agree(error, f"export the model to {save_directory}")
+
+
+@contextmanager
+def _new_files(folder: Path) -> Iterator[tuple[Path, Create]]:
+    """A staging folder inside ``folder``; at the end of the block its files are in ``folder``, and no older weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / f".tmp-{uuid4().hex}"
+    staging.mkdir()
+
+    @contextmanager
+    def create(name: str, *, pickle: bool = False) -> Iterator[SealedFile]:
+        file = SealedFile(staging / name)
+        try:
+            yield file
+            file.seal()
+        finally:
+            file.close()
+
+    try:
+        yield staging, create
+        written = sorted(path.name for path in staging.iterdir())
+        if any(name.startswith("model") for name in written):
+            for name in stale_weights(folder, 0, written):
+                (folder / name).unlink()
+        for name in written:
+            flush(staging / name)
+            os.replace(staging / name, folder / name)
+        flush(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_configs(model: Any, create: Create) -> None:
+    found = {name: _as_dict(getattr(model, attribute, None)) for attribute, name in _CONFIGS}
+    if found["config.json"] is None:
+        raise CheckpointError(
+            f"{type(model).__qualname__} has no `config` that can be written as config.json, which from_pretrained "
+            "needs. save_model() writes the weights alone."
+        )
+    for name, content in found.items():
+        if content is not None:
+            _write_json(create, name, content)
+
+
+def _as_dict(config: Any) -> dict[str, Any] | None:
+    to_dict: Callable[[], Any] | None = getattr(config, "to_dict", None)
+    if callable(to_dict):
+        return dict(to_dict())
+    return dict(config) if isinstance(config, Mapping) else None
+
+
+def _write_json(create: Create, name: str, content: dict[str, Any]) -> None:
+    with create(name) as file:
+        file.write((json.dumps(content, indent=2, sort_keys=True, default=_plain) + "\n").encode())
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for, in configurations of others: sets, enum members, dtypes."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return getattr(value, "value", None) or str(value).removeprefix("torch.")
+
+
+def _write_adapters(model: Any, state: Mapping[str, Any], create: Create) -> None:
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, Mapping) or not configs:
+        raise CheckpointError(f"{type(model).__qualname__} has no `peft_config`: it is no model with PEFT adapters")
+    name = getattr(model, "active_adapter", None)
+    name = name if isinstance(name, str) and name in configs else next(iter(configs))
+    content = _as_dict(configs[name])
+    if content is None:
+        raise CheckpointError(f"the configuration of adapter {name!r} can't be written ({type(configs[name])})")
+    own = {key: value for key, value in state.items() if is_adapter(key) and f".{name}" in key}
+    if not own:
+        raise CheckpointError(f"the model holds no weights of adapter {name!r}")
+    named = {key.replace(f".{name}", "").replace("modules_to_save.", ""): value for key, value in own.items()}
+    with create(ADAPTER_WEIGHTS_NAME) as file:
+        write_tensors(file, clean_state_dict_for_safetensors(named), {"format": "pt"})
+    _write_json(create, ADAPTER_CONFIG_NAME, {**content, "inference_mode": True})
