@@ -166,6 +166,7 @@ class Accelerator:
         self._schedulers: list[Any] = []
         self._dataloaders: list[Any] = []
         self._custom_objects: list[Any] = []
+        self._may_pickle: list[Any] = []
         self._prepared_models: dict[int, Any] = {}
         self._save_hooks = checkpointing.Hooks()
         self._load_hooks = checkpointing.Hooks()
@@ -709,6 +710,8 @@ class Accelerator:
             weight: how many items ``loss`` sums over: an int, or a tensor on the device.
             kwargs: for ``torch.Tensor.backward``; ``learning_rate`` for LOMO optimizers.
         """
+        if self._background.failure is not None:
+            self._background.raise_failure()
         steps = self.gradient_state.note_backward()
         if kwargs and "learning_rate" in kwargs:
             learning_rate = kwargs.pop("learning_rate")
@@ -881,10 +884,39 @@ class Accelerator:
         save_directory: str | os.PathLike[str],
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
+        *,
+        select: checkpointing.Selection | None = None,
     ) -> None:
-        """``save_directory`` holds exactly the weights of ``model``, in shards of at most ``max_shard_size``."""
-        checkpointing.save_model(
-            self.get_state_dict(model), save_directory, max_shard_size, safe_serialization, world=self.world
+        """``save_directory`` holds exactly the weights of ``model``, in shards of at most ``max_shard_size``.
+
+        ``select`` leaves some of them out, or converts them.
+        """
+        state = self.get_state_dict(model)
+        state = state if select is None else select.of(state)
+        checkpointing.save_model(state, save_directory, max_shard_size, safe_serialization, world=self.world)
+
+    def export_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str = "5GB",
+        select: checkpointing.Selection | None = None,
+    ) -> None:
+        """``save_directory`` can be loaded with ``from_pretrained``: weights beside the model's configuration.
+
+        With ``Selection(adapters_only=True)`` it holds the adapters of a PEFT model, as PEFT itself loads them.
+
+        Raises:
+            CheckpointError: on every rank: the model has no configuration, or the main process couldn't write.
+        """
+        checkpointing.export_model(
+            self.strategy.unwrap(model, keep_torch_compile=False),
+            self.get_state_dict(model),
+            save_directory,
+            max_shard_size=max_shard_size,
+            select=select,
+            world=self.world,
         )
 
     def save_state(
@@ -892,7 +924,7 @@ class Accelerator:
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
         *,
-        asynchronous: bool = False,
+        asynchronous: bool | None = None,
         metrics: Mapping[str, Any] | None = None,
         details: Mapping[str, Any] | None = None,
         select: checkpointing.Selection | None = None,
@@ -906,7 +938,8 @@ class Accelerator:
 
         Args:
             asynchronous: return as soon as the state is copied to host memory, and write while training goes on;
-                :meth:`wait_for_checkpoint` waits, and so does the next save.
+                :meth:`wait_for_checkpoint` waits, and so does the next save. A failure is raised there, or by the
+                next ``backward``. Default: ``ProjectConfiguration.save_asynchronously``.
             metrics: numbers to record; the best checkpoints by one of them can be kept.
             details: JSON values to record; ``epoch`` is shown in listings.
             select: leaves a part out, or converts it.
@@ -916,18 +949,20 @@ class Accelerator:
         Raises:
             CheckpointError: on every rank, when writing failed on any, now or in the save before.
         """
+        project = self.project_configuration
         return checkpointing.write_checkpoint(
             output_dir,
             world=self.world,
-            project=self.project_configuration,
+            project=project,
             models=self._models,
             **self.strategy.saved(self._models, self._optimizers, model_only=select is not None and select.model_only),
             schedulers=self._schedulers,
             dataloaders=self._dataloaders,
             scaler=self.scaler,
             custom_objects=self._custom_objects,
+            may_pickle=self._may_pickle,
             step=self.step,
-            strategy=str(self.distributed_type),
+            strategy=DistributedType(self.distributed_type).value,
             safe_serialization=safe_serialization,
             pre_hooks=self._save_hooks,
             details={"pace": pace.pace_of(self.world, self._dataloaders, self.gradient_state), **(details or {})},
@@ -935,7 +970,7 @@ class Accelerator:
             select=select,
             pin=pin,
             background=self._background,
-            asynchronous=asynchronous,
+            asynchronous=project.save_asynchronously if asynchronous is None else asynchronous,
         )
 
     def wait_for_checkpoint(self) -> None:
@@ -967,6 +1002,7 @@ class Accelerator:
             CheckpointNotFound: there is none.
             CheckpointError: on every rank, when reading failed on any.
         """
+        self._background.wait()
         loaded = checkpointing.read_checkpoint(
             input_dir, **self._receivers(), load_kwargs=load_kwargs, **load_model_func_kwargs
         )
@@ -987,11 +1023,14 @@ class Accelerator:
         Raises:
             CheckpointError: there are checkpoints, and not one is whole.
         """
+        self._background.wait()
         loaded = checkpointing.resume_checkpoint(
             root, **self._receivers(), load_kwargs=load_kwargs, **load_model_func_kwargs
         )
         if loaded is None:
+            logger.info("A new run: there is no checkpoint in %s", root or self.project_dir)
             return None
+        logger.info("The run goes on from %s", loaded.folder)
         pace.go_on(loaded, self.world, self._dataloaders, self.gradient_state, keep_global_batch=keep_global_batch)
         return str(loaded.folder)
 
@@ -1006,18 +1045,26 @@ class Accelerator:
             "dataloaders": self._dataloaders,
             "scaler": self.scaler,
             "custom_objects": self._custom_objects,
+            "may_pickle": self._may_pickle,
             "pre_hooks": self._load_hooks,
             "access": self.strategy.access,
         }
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
+    def register_for_checkpointing(self, *objects: Any, allow_pickle: bool = False) -> None:
         """``save_state`` and ``load_state`` include ``objects``, in this order.
+
+        With ``allow_pickle`` their states are saved as pickles, which can hold anything, and which run code when they
+        are loaded by a run that registers them so.
 
         Raises:
             SettingError: an object without ``state_dict`` and ``load_state_dict``.
+            EncodingError: a state that can't be written without pickle; the text names the object and the place.
         """
-        checkpointing.check_registrable(objects)
+        may_pickle = allow_pickle or self.project_configuration.checkpoint_format == "classic"
+        checkpointing.check_registrable(objects, first=len(self._custom_objects), may_pickle=may_pickle)
         self._custom_objects.extend(objects)
+        if allow_pickle:
+            self._may_pickle.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
         """``hook(models, weights, output_dir)`` runs before ``save_state`` writes; returns a removable handle."""
@@ -1036,6 +1083,8 @@ class Accelerator:
                 model.__dict__.pop("_is_accelerate_prepared", None)
         for held in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._custom_objects):
             held.clear()
+        self._may_pickle.clear()
+        self._background.release_memory()
         self._prepared_models.clear()
         self.deepspeed_engine_wrapped = None
         self.step = 0
@@ -1063,11 +1112,18 @@ class Accelerator:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
-        """Trackers are finished and the world is left."""
-        for tracker in self.trackers:
-            tracker.finish()
-        if not self.world.fork_launched:
-            leave_world()
+        """The last checkpoint is committed, trackers are finished and the world is left.
+
+        Raises:
+            CheckpointError: a checkpoint that was being saved in the background failed.
+        """
+        try:
+            self._background.wait()
+        finally:
+            for tracker in self.trackers:
+                tracker.finish()
+            if not self.world.fork_launched:
+                leave_world()
 
     # == copies ============================================================================================
 

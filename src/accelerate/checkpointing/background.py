@@ -68,6 +68,11 @@ class Background:
         self.finish()
         self.raise_failure()
 
+    def release_memory(self) -> None:
+        """The memory of snapshots is given back, once nothing is written from it any more."""
+        self.finish()
+        self.memory.release()
+
     def raise_failure(self) -> None:
         """The last save didn't fail (or is still being written).
 
