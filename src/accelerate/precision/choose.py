@@ -64,7 +64,7 @@ def make_scaler(device_type: str, **kwargs: Any) -> Any:
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
     """A gradient scaler for the device of this process (FSDP1's sharded one for ``distributed_type`` FSDP)."""
-    if str(distributed_type) == "FSDP":
+    if getattr(distributed_type, "value", distributed_type) == "FSDP":
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
         return ShardedGradScaler(**kwargs)
