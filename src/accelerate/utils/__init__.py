@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from ..versions import MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
     from ..versions import XPU_PROFILING_AVAILABLE_PYTORCH_VERSION, check_os_kernel, compare_versions
     from ..versions import is_torch_version
-    from ..checkpointing import convert_file_size_to_int
+    from ..checkpointing import convert_file_size_to_int, merge_fsdp_weights
     from ..device_map.budget import get_balanced_memory, get_max_memory
     from ..device_map.load import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
     from ..device_map.place import set_module_tensor_to_device
@@ -121,7 +121,7 @@ _HOMES = {
     "fsdp2_switch_optimizer_parameters": "strategies.fsdp_files",
     "get_fsdp2_grad_scaler": "strategies.fsdp_files",
     "load_fsdp_model": "strategies.fsdp_files",
-    "load_fsdp_optimizer": "strategies.fsdp_files",
+    "load_fsdp_optimizer": "strategies.fsdp_files", "merge_fsdp_weights": "checkpointing",
     "save_fsdp_model": "strategies.fsdp_files",
     "save_fsdp_optimizer": "strategies.fsdp_files",
     "AORecipeKwargs": "plugins.fp8", "AutocastKwargs": "plugins.precision",
@@ -246,6 +246,7 @@ __all__ = [
     "get_fsdp2_grad_scaler",
     "load_fsdp_model",
     "load_fsdp_optimizer",
+    "merge_fsdp_weights",
     "save_fsdp_model",
     "save_fsdp_optimizer",
     "AORecipeKwargs",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from ..checkpointing import (
+    merge_fsdp_weights,
+)
 from ..strategies.fsdp1 import (
     ensure_weights_retied,
 )
@@ -38,6 +41,7 @@ __all__ = [
     "get_parameters_from_modules",
     "load_fsdp_model",
     "load_fsdp_optimizer",
+    "merge_fsdp_weights",
     "save_fsdp_model",
     "save_fsdp_optimizer",
 ]

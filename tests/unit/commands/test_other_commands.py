@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import accelerate
-from accelerate.commands import env, estimate, merge, to_fsdp2, tpu
+from accelerate.commands import env, estimate, to_fsdp2, tpu
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from accelerate.errors import NotBuilt
 
@@ -112,9 +112,8 @@ def test_tpu_config_without_a_tpu_or_a_command_is_refused(capsys: pytest.Capture
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_what_isnt_built_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_isnt_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert estimate.main(["bert-base-cased", "--dtypes", "float32"]) == 2
-    assert merge.main([str(tmp_path), str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.count("isn't built yet") == 2
+    assert capsys.readouterr().err.count("isn't built yet") == 1
     with pytest.raises(NotBuilt):
         estimate.gather_data(estimate.estimate_command_parser().parse_args(["m"]))

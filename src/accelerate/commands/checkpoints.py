@@ -1,0 +1,117 @@
+"""``accelerate checkpoints``: which checkpoints a folder holds, and which of them load."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import AccelerateError, CheckpointNotFound
+from .parser import Parser, spellings
+
+if TYPE_CHECKING:
+    from ..checkpointing.series import Entry
+
+_DESCRIPTION = "List the checkpoints in a folder: step, epoch, metrics, size, and whether they load."
+
+
+def checkpoints_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """A parser of ``accelerate checkpoints``."""
+    if subparsers is not None:
+        parser = subparsers.add_parser("checkpoints", description=_DESCRIPTION, allow_abbrev=False)
+    else:
+        parser = Parser(prog="accelerate checkpoints", description=_DESCRIPTION)
+    parser.add_argument("folder", help="A project, its folder of checkpoints, or one checkpoint; a path or a URL.")
+    parser.add_argument(
+        "--check", action="store_true", help="Compare every byte with the manifest, not only names and sizes."
+    )
+    parser.add_argument("--json", action="store_true", help="Print a list of objects for programs.")
+    parser.add_argument("--pin", metavar="NAME", help="Keep this checkpoint, whatever the limits of the run say.")
+    parser.add_argument("--unpin", metavar="NAME", help="Subject this checkpoint to the limits of the run again.")
+    parser.add_argument(
+        *spellings("--best_metric"), dest="best_metric", metavar="METRIC", help="Mark the best one by this metric."
+    )
+    parser.add_argument(
+        *spellings("--best_mode"),
+        dest="best_mode",
+        choices=("min", "max"),
+        default="min",
+        help="Whether less or more of the metric is better.",
+    )
+    parser.set_defaults(func=checkpoints_command)
+    return parser
+
+
+def checkpoints_command(args: argparse.Namespace) -> int:
+    """The listing is printed; 0 when at least one checkpoint loads, else 1.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint in the folder, or none of the given name.
+    """
+    from ..checkpointing.series import best, list_checkpoints, pin, unpin
+    from ..settings.project import ProjectOptions
+
+    entries = list_checkpoints(args.folder, contents=args.check)
+    if not entries:
+        raise CheckpointNotFound(f"no checkpoint in {args.folder}")
+    for name, change in ((args.pin, pin), (args.unpin, unpin)):
+        if name is not None:
+            change(_named(name, entries).place)
+    if args.pin is not None or args.unpin is not None:
+        entries = list_checkpoints(args.folder, contents=args.check)
+    options = ProjectOptions(best_metric=args.best_metric, best_mode=args.best_mode)
+    marked = {entry.name for entry in best([entry for entry in entries if entry.problem is None], options)}
+    if args.json:
+        print(json.dumps([{**entry.as_json(), "best": entry.name in marked} for entry in entries], indent=2))
+    else:
+        print(table(entries, marked))
+    return 0 if any(entry.problem is None for entry in entries) else 1
+
+
+def _named(name: str, entries: Sequence[Entry]) -> Entry:
+    for entry in entries:
+        if name in (entry.name, str(entry.place), str(entry.number)):
+            return entry
+    raise CheckpointNotFound(f"no checkpoint {name!r}; there are {', '.join(entry.name for entry in entries)}")
+
+
+def table(entries: Sequence[Entry], best: set[str]) -> str:
+    """The listing for people: one line a checkpoint, and below it what is wrong with those that don't load."""
+    from ..checkpointing.meter import as_text
+
+    rows = [("checkpoint", "step", "epoch", "metrics", "size", "ranks", "strategy", "valid")]
+    for entry in entries:
+        manifest = entry.manifest
+        rows.append(
+            (
+                entry.name + (" *" if entry.name in best else "") + (" (pinned)" if entry.is_pinned else ""),
+                str(manifest.step) if manifest else "-",
+                "-" if entry.epoch is None else str(entry.epoch),
+                " ".join(f"{name}={value:.6g}" for name, value in entry.metrics.items()) or "-",
+                as_text(entry.num_bytes),
+                str(manifest.world_size) if manifest else "-",
+                manifest.strategy if manifest else "-",
+                "yes" if entry.problem is None else "no",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    problems = [f"{entry.name}: {entry.problem}" for entry in entries if entry.problem is not None]
+    return "\n".join([*lines, *([""] if problems else []), *problems])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of ``accelerate checkpoints``."""
+    from .launch import complain
+
+    args = checkpoints_command_parser().parse_args(None if arguments is None else list(arguments))
+    try:
+        return checkpoints_command(args)
+    except (AccelerateError, OSError) as error:
+        return complain("accelerate checkpoints", error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
