@@ -143,6 +143,8 @@ def _offloaded(
     preload_module_classes: list[str] | None,
 ) -> Module:
     device = _first_device(model) if execution_device is None else execution_device
+    if not isinstance(weights, OffloadedWeightsLoader):
+        weights = OffloadedWeightsLoader(state_dict=weights)
     # First, because it has to see where the inputs came from before they move.
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(

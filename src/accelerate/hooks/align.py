@@ -14,7 +14,7 @@ from ..device_map.tensors import Device, as_device, named_module_tensors
 from ..devices import CPU
 from ..errors import PreparationError
 from ..nested import find_device, send_to_device
-from ..offload import OffloadedWeightsLoader
+from ..offload import OffloadedWeightsLoader, PrefixedDataset
 from .base import ModelHook
 
 META = torch.device("meta")
@@ -96,6 +96,8 @@ class AlignDevicesHook(ModelHook):
         self.tied_pointers_to_remove: set[tuple[int, torch.device]] = set()
         #: The parameters and buffers without values, which stand in while the weights are away.
         self._placeholders: dict[str, torch.Tensor] = {}
+        #: What the weights are read from ahead of their use, and their names there; found when they are first needed.
+        self._source: tuple[Any, OffloadedWeightsLoader | None, tuple[str, ...]] = (None, None, ())
         #: Tensors without values that ``weights_map`` doesn't have either.
         self._nowhere: list[str] = []
 
@@ -185,8 +187,30 @@ class AlignDevicesHook(ModelHook):
                 "weights are loaded from doesn't have them. Load the whole checkpoint before the model is dispatched."
             )
         device = _as_device("cpu" if self.execution_device is None else self.execution_device)
-        for name, placeholder in self._placeholders.items():
-            self._put(module, name, placeholder, weights[name], device)
+        loader, unit = self._read_ahead(device)
+        if loader is None:
+            for name, placeholder in self._placeholders.items():
+                self._put(module, name, placeholder, weights[name], device)
+            return
+        values = loader.ahead.fetch(unit, device)
+        for (name, placeholder), value in zip(self._placeholders.items(), values, strict=True):
+            self._put(module, name, placeholder, value, device)
+
+    def _read_ahead(self, device: torch.device) -> tuple[OffloadedWeightsLoader | None, tuple[str, ...]]:
+        """The source that reads these weights ahead, where that is worth it, and their names there."""
+        weights = self.weights_map
+        if self._source[0] is not weights:  # first asked for, or replaced by a library
+            loader = weights.dataset if isinstance(weights, PrefixedDataset) else None
+            unit: tuple[str, ...] = ()
+            if isinstance(weights, PrefixedDataset) and isinstance(loader, OffloadedWeightsLoader):
+                unit = tuple(f"{weights.prefix}{name}" for name in self._placeholders)
+                tied = self.tied_params_map or {}
+                if any(loader.address(key) in tied for key in unit) or not loader.needs_reading(unit, device):
+                    loader = None
+            else:
+                loader = None
+            self._source = (weights, loader, unit)
+        return self._source[1:]
 
     def _put(
         self, module: nn.Module, name: str, placeholder: torch.Tensor, value: torch.Tensor, device: torch.device
@@ -229,6 +253,9 @@ class AlignDevicesHook(ModelHook):
                 if self.tied_params_map is not None:
                     self.tied_params_map.get(address, {}).pop(device, None)
             self.tied_pointers_to_remove.clear()
+            _, loader, unit = self._source
+            if loader is not None:
+                loader.release(unit)
         if self.io_same_device and self.input_device is not None:
             return sent(output, self.input_device, self.skip_keys)
         return output

@@ -1,7 +1,7 @@
 """Weights that wait on disk or in host memory until their layer runs.
 
 - `folder`: the documented folder of one file per weight and an index; `mapped`: safetensors files read in place.
-- `weights`: both of them, and state dicts, as one mapping from name to tensor.
+- `weights`: both of them, and state dicts, as one mapping from name to tensor; `ahead`: read before they are needed.
 """
 
 from __future__ import annotations

@@ -111,24 +111,25 @@ class MappedFile:
         return begin <= tensor.data_ptr() < begin + self.num_bytes
 
     def will_need(self, names: Iterable[str]) -> None:
-        """The kernel has been asked to read these tensors from disk in the background."""
-        self._advise(names, "MADV_WILLNEED", outwards=True)
+        """The kernel reads these tensors from disk in the background, in large pieces."""
+        option = getattr(mmap, "MADV_WILLNEED", None)
+        if option is None:
+            return
+        for name in names:
+            begin, end = (self._start + offset for offset in self.entries[name]["data_offsets"])
+            begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            if end > begin:
+                self._map.madvise(option, begin, end - begin)
 
     def release(self, names: Iterable[str]) -> None:
         """What was read of these tensors no longer counts as memory of this process."""
-        self._advise(names, "MADV_DONTNEED", outwards=False)
-
-    def _advise(self, names: Iterable[str], advice: str, *, outwards: bool) -> None:
-        option = getattr(mmap, advice, None)
+        option = getattr(mmap, "MADV_DONTNEED", None)
         if option is None:  # an operating system that can't be told
             return
         page = mmap.PAGESIZE
         for name in names:
             begin, end = (self._start + offset for offset in self.entries[name]["data_offsets"])
-            if outwards:
-                begin, end = begin // page * page, end
-            else:  # a page that another tensor has a part of stays
-                begin, end = -(-begin // page) * page, end // page * page
+            begin, end = -(-begin // page) * page, end // page * page  # a page with a part of another tensor stays
             if end > begin:
                 self._map.madvise(option, begin, end - begin)
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from ..devices import CPU
 from ..errors import CheckpointError, SettingError
+from .ahead import SMALLEST_UNIT_BYTES, Lookahead
 from .folder import Entry, dtype_of, load_offloaded_weight, read_index, weight_path
-from .mapped import OpenFiles
+from .mapped import MappedFile, OpenFiles
 
 
 class PrefixedDataset(Mapping[str, Any]):
@@ -65,6 +67,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.device = device
         self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
         self._files = OpenFiles()
+        self._ahead: Lookahead | None = None
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
@@ -118,24 +121,53 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         in_place = self._files[self.index[key]["safetensors_file"]].holds(values)
         return values.data_ptr() if in_place else None
 
-    def mapped_names(self, keys: Sequence[str]) -> dict[str, list[str]]:
-        """Which tensors of which safetensors files the weights are, by the path of the file."""
-        found: dict[str, list[str]] = {}
-        for key in keys:
-            entry = self.index.get(key, {}) if key not in self.state_dict else {}
-            if entry.get("safetensors_file") is not None:
-                found.setdefault(str(entry["safetensors_file"]), []).append(entry.get("weight_name", key))
-        return found
+    def num_bytes(self, key: str) -> int:
+        """The bytes of a weight, without reading it."""
+        if key in self.state_dict:
+            return self.state_dict[key].numel() * self.state_dict[key].element_size()
+        entry = self.index[key]
+        if entry.get("safetensors_file") is not None:
+            begin, end = self._files[entry["safetensors_file"]].entries[entry.get("weight_name", key)]["data_offsets"]
+            return end - begin
+        return torch.Size(entry["shape"]).numel() * dtype_of(entry, key).itemsize
 
-    def will_need(self, keys: Sequence[str]) -> None:
-        """The kernel reads these weights in the background, where they lie in safetensors files."""
-        for path, names in self.mapped_names(keys).items():
-            self._files[path].will_need(names)
+    @property
+    def ahead(self) -> Lookahead:
+        """What reads the weights of the modules that run next."""
+        if self._ahead is None:
+            self._ahead = Lookahead(self)
+        return self._ahead
+
+    def needs_reading(self, keys: Sequence[str], device: torch.device) -> bool:
+        """Whether it takes time to have these weights on the device."""
+        is_waiting = device.type != CPU.name or any(key not in self.state_dict for key in keys)
+        return is_waiting and device.type != "meta" and sum(map(self.num_bytes, keys)) >= SMALLEST_UNIT_BYTES
+
+    def _mapped(self, key: str) -> tuple[MappedFile, str] | None:
+        """The file in which a weight is read in place, and its name there."""
+        entry = self.index.get(key) if key not in self.state_dict else None
+        if entry is None or entry.get("safetensors_file") is None:
+            return None
+        return self._files[entry["safetensors_file"]], entry.get("weight_name", key)
+
+    def will_need(self, keys: Sequence[str]) -> bool:
+        """Whether the kernel reads all of these weights in the background from now on."""
+        places = [self._mapped(key) for key in keys if key not in self.state_dict]
+        if any(place is None for place in places):
+            return False
+        for place in places:
+            if place is not None:
+                place[0].will_need([place[1]])
+        return True
 
     def release(self, keys: Sequence[str]) -> None:
         """What was read of these weights doesn't count as memory any more, where they lie in safetensors files."""
-        for path, names in self.mapped_names(keys).items():
-            self._files[path].release(names)
+        for place in map(self._mapped, keys):
+            if place is not None:
+                place[0].release([place[1]])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_ahead": None}  # a copy learns its own order
 
 
 def extract_submodules_state_dict(

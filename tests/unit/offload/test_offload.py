@@ -95,7 +95,6 @@ def test_safetensors_files_are_read_in_place(tmp_path: Path) -> None:
     for name, tensor in TENSORS.items():
         assert same(loader[f"model.{name}"], tensor), name
     assert loader["model.half"].data_ptr() == loader["model.half"].data_ptr(), "no copy"
-    loader.will_need(["model.half"])
     loader.release(list(loader))
     assert same(loader["model.half"], TENSORS["half"])
 
