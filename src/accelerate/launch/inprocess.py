@@ -9,6 +9,7 @@ function travels to them by value (cloudpickle), closures and the notebook's own
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +18,9 @@ from typing import Any, Final
 
 from ..errors import LaunchError, SettingError, WorldError
 from ..health.failure import report
+from ..optional import is_installed, require
 from ..ports import get_free_port, is_port_in_use
-from .fork import fork_is_safe, read_result, start_fork, write_function
+from .fork import Parcel, fork_is_safe, read_result, start_fork, write_function
 from .plan import LaunchPlan
 from .supervise import Supervisor, start_command
 
@@ -54,6 +56,7 @@ def run_ranks(function: Callable[..., Any], args: Sequence[Any], plan: LaunchPla
 
     Raises:
         LaunchError: a rank failed; the text is the report of the first cause.
+        KeyboardInterrupt: the run was interrupted here; every rank has ended.
     """
     from ..settings import env
 
@@ -69,6 +72,8 @@ def run_ranks(function: Callable[..., Any], args: Sequence[Any], plan: LaunchPla
             base["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(plan.ranks)))
         supervisor = Supervisor(plan, start, base, _shown_on("stdout"), _shown_on("stderr"), report_failures=False)
         code = supervisor.run()
+        if supervisor.received == signal.SIGINT:
+            raise KeyboardInterrupt
         if code != 0:
             raise LaunchError(
                 report(supervisor.failures, plan.num_processes, hint="") or f"The run ended with code {code}."
@@ -114,8 +119,7 @@ def refuse_existing_state() -> None:
     world = sys.modules.get("accelerate.world")
     if world is not None and world.current_world() is not None:
         raise WorldError(
-            "An Accelerator was already created in this process, so it can't start ranks. Create it inside "
-            "the "
+            "An Accelerator was already created in this process, so it can't start ranks. Create it inside the "
             "function that is launched, and restart the notebook's kernel if it was created in a cell."
         )
 
@@ -157,11 +161,12 @@ def notebook_launcher(
     if num_nodes > 1 or max_restarts > 0 or rdzv_backend != "static":
         from .torchrun import elastic_call
 
-        return elastic_call(
-            function,
+        by_value = not fork_is_safe() and is_installed("cloudpickle")
+        results = elastic_call(
+            Parcel(function) if by_value else function,
             args,
             num_processes=num_processes,
-            mixed_precision=mixed_precision,
+            mixed_precision=mixed_precision.lower(),
             endpoint=rdzv_endpoint or f"{master_addr}:{use_port}",
             num_nodes=num_nodes,
             node_rank=node_rank,
@@ -172,6 +177,7 @@ def notebook_launcher(
             monitor_interval=monitor_interval,
             log_line_prefix_template=log_line_prefix_template,
         )
+        return [require("cloudpickle").loads(result) for result in results] if by_value else results
     from ..devices import CPU, present
     from ..settings import env
 

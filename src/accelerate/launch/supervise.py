@@ -191,6 +191,11 @@ class Supervisor:
     _stop: _Stop | None = None
     _started_at: float = 0.0
 
+    @property
+    def received(self) -> int | None:
+        """The signal from outside that ended the run, if one did."""
+        return None if self._stop is None else self._stop.received
+
     # the run
 
     def run(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
@@ -11,6 +12,9 @@ def main() -> int:
     from ..settings import env
     from .fork import call_and_report, read_function
 
+    for stream in (sys.stdout, sys.stderr):  # whole lines, so that those of two ranks don't mix
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     home = Path(sys.argv[1])
     function, args = read_function(home)
     return call_and_report(function, args, home, int(env.read("RANK", "0") or 0))
