@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test multi oracle engines check fix bench docs build
+.PHONY: help setup demo test multi oracle engines storage kills check fix bench docs build
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
@@ -33,6 +33,16 @@ oracle: setup    ## exactness: every sample once, exact resume, 50 random kills,
 engines: setup   ## install mpirun, Slurm, Ray, ... and run the tests that start them (minutes)
 	tests/engines/setup.sh
 	$(BIN)/python -m pytest -m engines tests/engines
+
+storage: setup   ## install a server and a client of S3 beside .venv, and run the tests that need them
+	test -x .storage/bin/python || $(BIN)/python -m venv .storage
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > .storage/packages
+	cp .storage/packages "$$(.storage/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth"
+	.storage/bin/python -m pip install --quiet --disable-pip-version-check "moto[server,s3]>=5" "s3fs>=2024.6"
+	PYTHONPATH=src .storage/bin/python -m pytest -q tests/unit/checkpointing/test_remote.py
+
+kills: setup     ## kill runs at 200 random instants inside saving, 1 and 2 ranks, with and without background (minutes)
+	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/unit/checkpointing/test_crashes.py
 
 check: setup     ## lint, types, architecture
 	$(BIN)/ruff check .

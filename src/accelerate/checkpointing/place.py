@@ -164,9 +164,10 @@ class RemotePlace(Place):
     Settings of the service (endpoint, credentials) come from its own variables and from fsspec's configuration.
     """
 
-    def __init__(self, system: Any, path: str) -> None:
+    def __init__(self, system: Any, path: str, url: str) -> None:
         self._system = system
         self.path = path.rstrip("/")
+        self._url = url.rstrip("/")
 
     @classmethod
     def at(cls, url: str) -> RemotePlace:
@@ -180,7 +181,7 @@ class RemotePlace(Place):
             system, path = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
             raise CheckpointError(f"{url}: {error}") from error
-        return cls(system, path)
+        return cls(system, path, url)
 
     @property
     def name(self) -> str:
@@ -188,15 +189,15 @@ class RemotePlace(Place):
         return self.path.rpartition("/")[2]
 
     def __str__(self) -> str:
-        return str(self._system.unstrip_protocol(self.path))
+        return self._url
 
     def child(self, name: str) -> RemotePlace:
         """A folder in this one."""
-        return RemotePlace(self._system, f"{self.path}/{name}")
+        return RemotePlace(self._system, f"{self.path}/{name}", f"{self._url}/{name}")
 
     def parent(self) -> RemotePlace:
         """The folder that this one lies in."""
-        return RemotePlace(self._system, self.path.rpartition("/")[0])
+        return RemotePlace(self._system, self.path.rpartition("/")[0], self._url.rpartition("/")[0])
 
     def folders(self) -> list[str]:
         """The names of the folders in this one."""

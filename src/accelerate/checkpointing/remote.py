@@ -136,13 +136,13 @@ class RemoteStore(Store):
 
     def _publish(self, target: RemotePlace, manifest: Manifest) -> None:
         target.write(MANIFEST_NAME, manifest.to_bytes())
-        target.delete(UNFINISHED_NAME)
         if target is not self.place:
             self.place.delete(MANIFEST_NAME)
             _all_at_once(self._pool, lambda name: target.copy(name, self.place), list(manifest.files))
             for name in manifest.replaces:
                 self.place.delete(name)
             self.place.write(MANIFEST_NAME, manifest.to_bytes())
+        self.place.delete(UNFINISHED_NAME)
         for leftover in self._beside():
             leftover.remove()
 

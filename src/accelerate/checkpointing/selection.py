@@ -10,6 +10,7 @@ from typing import Any, Final, final
 import torch
 
 from ..errors import CheckpointError, SettingError
+from .weights import shared_names
 
 #: How the parts of a weight's name begin that adapter libraries add to a model.
 ADAPTER_PREFIXES: Final = (
@@ -62,8 +63,9 @@ class Selection:
             raise CheckpointError(
                 f"{self} leaves none of the {len(state)} weights of the model (the first is {next(iter(state))!r})"
             )
-        converted: dict[int, Any] = {}  # by identity: tied weights stay tied
-        return {name: converted.setdefault(id(value), self._converted(value)) for name, value in chosen.items()}
+        first = shared_names(chosen)  # tied weights stay tied
+        converted = {name: self._converted(value) for name, value in chosen.items() if name not in first}
+        return {name: converted[first.get(name, name)] for name in chosen}
 
     def _converted(self, value: Any) -> Any:
         if isinstance(self.dtype, torch.dtype) and isinstance(value, torch.Tensor) and value.is_floating_point():

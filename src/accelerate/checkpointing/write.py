@@ -271,9 +271,21 @@ def _saving(
             "ProjectConfiguration(project_dir=...)."
         )
     root = series_place(project.project_dir)
-    number = ranks.everyone(next_number(root, project.iteration) if ranks.is_main else 0)[0]
+    number = _on_main(ranks, f"look into {root}", lambda: next_number(root, project.iteration))
     store = open_store(numbered_place(root, number), ranks, on_each_node=on_each_node)
     return Saving(store, project, number, select, pin)
+
+
+def _on_main(ranks: Ranks, what: str, ask: Callable[[], int]) -> int:
+    """What the main process found, on every rank."""
+    error: Exception | None = None
+    found = 0
+    try:
+        found = ask() if ranks.is_main else 0
+    except Exception as problem:  # a network's errors have many names; raised again on every rank
+        error = problem
+    ranks.agree(error, what)
+    return ranks.everyone(found)[0]
 
 
 def _details(
