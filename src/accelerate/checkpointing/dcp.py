@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
-from ..errors import CheckpointNotFound
+from ..errors import CheckpointError, CheckpointNotFound
 from .codec import read_described_pickle, read_pickle, write_pickle
 
 if TYPE_CHECKING:
@@ -85,16 +85,26 @@ def read_into(folder: str | PathLike[str], state: dict[str, Any], *, alone: bool
     # older versions see by themselves that there is no process group, and can't be told to leave one alone
     options: dict[str, Any] = {"no_dist": alone} if "no_dist" in inspect.signature(load).parameters else {}
     reader, planner = _classes()
-    with quiet():
+    with in_our_words(f"load {folder}"):
         load(state, storage_reader=reader(str(folder)), planner=planner(), **options)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """torch warns that one process is one process, and of its own deprecated parts."""
+def in_our_words(what: str) -> Iterator[None]:
+    """torch's errors are ours, and it doesn't warn that one process is one process, or of its own deprecated parts.
+
+    Raises:
+        CheckpointError: on every rank, when torch failed on any; torch's own is no Exception at all.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            reasons = "; ".join(f"rank {rank}: {reason[0]}" for rank, reason in sorted(error.failures.items()))
+            raise CheckpointError(f"can't {what}: {reasons}") from error
 
 
 @cache  # made when first needed: importing torch's part takes half a second
@@ -112,7 +122,10 @@ def _classes() -> tuple[type, type]:
     @final
     class Planner(DefaultLoadPlanner):
         def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-            entry = read_pickle(value)
+            try:
+                entry = read_pickle(value)
+            except CheckpointError as error:
+                raise CheckpointError(f"{read_item.dest_index.fqn}: {error}") from error
             if not self.flatten_state_dict:
                 self.state_dict[read_item.dest_index.fqn] = entry
                 return

@@ -20,7 +20,7 @@ from uuid import uuid4
 from ..errors import CheckpointError
 from .agreement import Ranks
 from .draft import Create, SealedFile
-from .selection import EVERYTHING, Selection, is_adapter
+from .selection import EVERYTHING, Selection
 from .store import flush
 from .tensor_files import write_tensors
 from .weights import clean_state_dict_for_safetensors, stale_weights, write_weights
@@ -56,7 +56,7 @@ def export_model(
         if ranks.is_main:
             with _new_files(Path(save_directory)) as (staging, create):
                 if select.adapters_only:
-                    _write_adapters(model, select.of(state_dict), create)
+                    _write_adapters(model, state_dict, select, create)
                 elif callable(getattr(model, "save_pretrained", None)):
                     # the model's own tensors would be written where no state dict is given: parts may be sharded
                     chosen = dict(select.of(state_dict))
@@ -130,7 +130,8 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", None) or str(value).removeprefix("torch.")
 
 
-def _write_adapters(model: Any, state: Mapping[str, Any], create: Create) -> None:
+def _adapter_of(model: Any) -> tuple[str, dict[str, Any]]:
+    """The name of a model's active adapter, and its configuration."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, Mapping) or not configs:
         raise CheckpointError(f"{type(model).__qualname__} has no `peft_config`: it is no model with PEFT adapters")
@@ -139,7 +140,12 @@ def _write_adapters(model: Any, state: Mapping[str, Any], create: Create) -> Non
     content = _as_dict(configs[name])
     if content is None:
         raise CheckpointError(f"the configuration of adapter {name!r} can't be written ({type(configs[name])})")
-    own = {key: value for key, value in state.items() if is_adapter(key) and f".{name}" in key}
+    return name, content
+
+
+def _write_adapters(model: Any, state_dict: Mapping[str, Any], select: Selection, create: Create) -> None:
+    name, content = _adapter_of(model)
+    own = {key: value for key, value in select.of(state_dict).items() if f".{name}" in key}
     if not own:
         raise CheckpointError(f"the model holds no weights of adapter {name!r}")
     named = {key.replace(f".{name}", "").replace("modules_to_save.", ""): value for key, value in own.items()}

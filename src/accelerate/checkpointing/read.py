@@ -390,7 +390,8 @@ def _read_own(found: LoadedCheckpoint, folder: Path, ranks: Ranks, receivers: Re
         first = _streams_of(folder, 0, options)["streams"]
         found.step = int(first.get("step", found.step or 0))
         set_seed(zlib.crc32(raw_bytes(first["torch"])) ^ ranks.rank)
-        found.notes.append(f"rank {ranks.rank} was not in the saved run: its random streams are derived from it")
+        num_saved = _count(RANDOM, folder)  # the same words on every such rank, so that they are said once
+        found.notes.append(f"random streams of rank {num_saved} and up are derived: the saved run didn't have them")
 
 
 def _streams_of(folder: Path, rank: int, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..names import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from .dcp import is_distributed_checkpoint, quiet, read_into, read_metadata
+from .dcp import in_our_words, is_distributed_checkpoint, read_into, read_metadata
 
 NamedParameters = Callable[[Any], Iterable[tuple[str, torch.Tensor]]]
 
@@ -101,7 +101,7 @@ def _write(folder: Path, state: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     folder.mkdir(parents=True, exist_ok=True)
-    with quiet():
+    with in_our_words(f"save {folder}"):
         save(state, storage_writer=FileSystemWriter(folder), no_dist=_alone())
 
 

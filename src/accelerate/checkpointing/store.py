@@ -157,7 +157,7 @@ class CheckpointStore(Store):
         description: Manifest,
     ) -> None:
         recorded = {name: FileRecord(*record) for entry in told for name, record in entry[1].items()}
-        pickled = tuple(sorted({name for entry in told for name in entry[2]}))
+        pickled = tuple(sorted({*(name for entry in told for name in entry[2]), *_shards(staging)}))
         details = {**description.details}
         for entry in reversed(told):
             details.update(entry[3])
@@ -353,6 +353,11 @@ def _file_names(folder: Path) -> list[str]:
     for parent, _, files in os.walk(folder):
         names += [(Path(parent) / file).relative_to(folder).as_posix() for file in files]
     return sorted(names)
+
+
+def _shards(folder: Path) -> list[str]:
+    """The files of torch's distributed checkpoints: their index is a pickle, and what isn't a tensor in them too."""
+    return [name for name in _file_names(folder) if name.endswith((".metadata", ".distcp"))]
 
 
 def flush(path: Path) -> None:

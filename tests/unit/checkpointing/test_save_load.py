@@ -557,3 +557,45 @@ def test_the_peer_loads_a_classic_folder(tmp_path: Path) -> None:
     read = torch.load(tmp_path / "ck.read")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), read, strict=False))
     assert torch.equal(read[-1], drawn)
+
+
+class Moody:
+    """An object whose state holds something that only a pickle can."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return {"value": self.value, "deep": [{"function": os.getcwd}]}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+def test_what_cannot_be_written_is_refused_at_registration_by_name_and_place() -> None:
+    with pytest.raises(EncodingError, match=r"registered object 1 \(Moody\).*\['deep'\]\[0\]\['function'\]"):
+        check_registrable([Keeper({"fine": 1}), Moody()])
+    with pytest.raises(EncodingError, match=r"registered object 5 "):
+        check_registrable([Moody()], first=5)
+    check_registrable([Moody()], may_pickle=True)
+
+
+def test_an_object_without_a_state_yet_may_be_registered() -> None:
+    class Unborn(Keeper):
+        def state_dict(self) -> Any:
+            raise RuntimeError("not yet")
+
+    check_registrable([Unborn()])
+
+
+def test_a_pickle_by_permission_is_recorded_and_read_only_by_permission(tmp_path: Path) -> None:
+    moody, keeper = Moody(3), Keeper({"fine": 1})
+    write_checkpoint(tmp_path / "ck", custom_objects=[keeper, moody], may_pickle=[moody])
+    import json
+
+    assert json.loads((tmp_path / "ck" / "manifest.json").read_text())["pickled"] == ["custom_checkpoint_1.pkl"]
+    with pytest.raises(CheckpointError, match="could run code"):
+        read_checkpoint(tmp_path / "ck", custom_objects=[Keeper(), Moody()])
+    again = Moody()
+    read_checkpoint(tmp_path / "ck", custom_objects=[Keeper(), again], may_pickle=[again])
+    assert again.value == 3

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelerate.checkpointing import write_checkpoint
+from accelerate.commands import checkpoints
+from accelerate.settings.project import ProjectOptions
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A project of three checkpoints, of which the last is torn."""
+    options = ProjectOptions(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    for step, loss in enumerate([0.25, 0.5, 0.75]):
+        write_checkpoint(
+            project=options,
+            weights=[{"w": torch.zeros(100)}],
+            step=step,
+            strategy="MULTI_CPU",
+            metrics={"loss": loss},
+            details={"epoch": 4},
+        )
+    (tmp_path / "checkpoints" / "checkpoint_2" / "model.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def test_a_table_for_people(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checkpoints.main([str(run), "--best_metric", "loss", "--best-mode", "max"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["checkpoint", "step", "epoch", "metrics", "size", "ranks", "strategy", "valid"]
+    assert lines[1].split()[:4] == ["checkpoint_0", "0", "4", "loss=0.25"]
+    assert lines[2].split()[:3] == ["checkpoint_1", "*", "1"]
+    assert lines[1].split()[-3:] == ["1", "MULTI_CPU", "yes"]
+    assert lines[3].split()[-1] == "no"
+    assert lines[5] == "checkpoint_2: model.safetensors: truncated to 0 bytes of 504"
+
+
+def test_a_list_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checkpoints.main([str(run / "checkpoints"), "--json", "--best_metric", "loss"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(entry["name"], entry["step"], entry["valid"], entry["best"]) for entry in listed] == [
+        ("checkpoint_0", 0, True, True),
+        ("checkpoint_1", 1, True, False),
+        ("checkpoint_2", 2, False, False),
+    ]
+
+
+def test_every_byte_is_compared_on_request(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = run / "checkpoints" / "checkpoint_1" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    checkpoints.main([str(run)])
+    assert "content changed" not in capsys.readouterr().out
+    checkpoints.main([str(run), "--check"])
+    assert "checkpoint_1: model.safetensors: its content changed" in capsys.readouterr().out
+
+
+def test_pins_are_set_and_taken_away(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checkpoints.main([str(run), "--pin", "checkpoint_0"]) == 0
+    assert "checkpoint_0 (pinned)" in capsys.readouterr().out
+    assert checkpoints.main([str(run), "--unpin", "0"]) == 0
+    assert "pinned" not in capsys.readouterr().out
+    assert checkpoints.main([str(run), "--pin", "checkpoint_9"]) == 2
+    assert "there are checkpoint_0, checkpoint_1" in capsys.readouterr().err
+
+
+def test_the_exit_code_tells_whether_a_run_could_go_on(run: Path, tmp_path: Path) -> None:
+    for number in (0, 1):
+        (run / "checkpoints" / f"checkpoint_{number}" / "manifest.json").unlink()
+    assert checkpoints.main([str(run)]) == 1
+    assert checkpoints.main([str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_listing_starts_without_torch(run: Path) -> None:
+    program = (
+        "import sys; from accelerate.commands.main import main; main(['checkpoints', sys.argv[1]]);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint_1" in done.stdout
