@@ -42,7 +42,7 @@ storage: setup   ## install a server and a client of S3 beside .venv, and run th
 	PYTHONPATH=src .storage/bin/python -m pytest -q tests/unit/checkpointing/test_remote.py
 
 kills: setup     ## kill runs at 200 random instants inside saving, 1 and 2 ranks, with and without background (minutes)
-	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/unit/checkpointing/test_crashes.py
+	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_kills.py
 
 check: setup     ## lint, types, architecture
 	$(BIN)/ruff check .

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from accelerate.checkpointing.agreement import Ranks
 from accelerate.errors import CheckpointError, CheckpointNotFound
 from accelerate.settings.project import ProjectOptions
 from accelerate.world import World, join_world
-from tests.ranks import RankFailed, run_on_ranks
+from tests.ranks import run_on_ranks
 
 
 class Keeper:
@@ -249,30 +247,3 @@ def test_nodes_with_disks_of_their_own_each_commit_their_folder(tmp_path: Path) 
         ["manifest.json", "own_0", "shared"],
         ["manifest.json", "own_1", "shared"],
     ]
-
-
-def test_two_ranks_killed_while_saving_lose_nothing_that_was_committed(tmp_path: Path) -> None:
-    instants = random.Random(0)
-    project = ProjectOptions(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
-    step = 0
-
-    def saves(first: int, delay_seconds: float) -> None:
-        world = joined()
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        for number in range(first, first + 10_000):
-            state = {"w": torch.full((4,), float(number))}
-            write_checkpoint(project=project, world=world, weights=[state], step=number)
-            if world.is_main:
-                (tmp_path / "committed").write_text(str(number))
-            if number == first:
-                signal.setitimer(signal.ITIMER_REAL, delay_seconds)
-
-    for _ in range(5):
-        with pytest.raises(RankFailed, match="died"):
-            run_on_ranks(saves, 2, step, instants.uniform(0.02, 0.15))
-        loaded = model()
-        found = read_checkpoint(project=project, models=[loaded])
-        assert found.step is not None
-        assert found.step >= int((tmp_path / "committed").read_text())
-        assert torch.equal(loaded.w, torch.full((4,), float(found.step)))
-        step = found.step + 1

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
+from ..courier import Courier, Silence
 from ..errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class Conversation:
         self.rank, self.size = meeting.rank, meeting.size
         self._number = 0
         self._lost = False
+        self._courier = Courier("checkpoint courier")
         self._over = threading.Event()
         self._pulse = threading.Thread(target=self._beat, name="checkpoint pulse", daemon=True)
         self._pulse.start()
@@ -124,20 +126,18 @@ class Conversation:
 
     def close(self) -> None:
         """Every living rank has heard the last word, as far as this rank keeps the store for the others."""
-        try:
-            self._store.add("closed", 1)
+        with suppress(CheckpointError):  # the store's process has ended: nobody is left to be told
+            self._ask(lambda: self._store.add("closed", 1))
             if self.rank == 0 and not self._lost:
                 last_news, seen = time.monotonic(), -1
-                while (count := self._store.add("closed", 0)) < self.size:
+                while (count := self._ask(lambda: self._store.add("closed", 0))) < self.size:
                     if count != seen:
                         last_news, seen = time.monotonic(), count
                     if time.monotonic() - last_news > SILENCE_SECONDS:
                         break
                     time.sleep(_LONGEST_SLEEP_SECONDS)
-        except RuntimeError:
-            pass  # the store's process has ended: nobody is left to be told
-        finally:
-            self._over.set()
+        self._over.set()
+        self._courier.dismiss()
 
     # ------------------------------------------------------------------------------------------ the store
 
@@ -146,7 +146,10 @@ class Conversation:
 
     def _ask(self, call: Callable[[], T]) -> T:
         try:
-            return call()
+            return self._courier.ask(call, SILENCE_SECONDS)
+        except Silence as error:
+            self._lost = True
+            raise CheckpointError(f"the ranks' store has given no answer for {SILENCE_SECONDS:.0f} s") from error
         except RuntimeError as error:
             raise CheckpointError("the process that keeps the ranks' store (rank 0, or the launcher) has ended") from (
                 error
@@ -169,8 +172,8 @@ class Conversation:
         return self._ask(lambda: self._store.get(key)).decode()
 
     def _forget(self, key: str) -> None:
-        with suppress(RuntimeError, NotImplementedError):  # a store that can't forget, such as a file
-            self._store.delete_key(key)
+        with suppress(CheckpointError, NotImplementedError):  # a store that can't forget, such as a file
+            self._ask(lambda: self._store.delete_key(key))
 
     def _beat(self) -> None:
         while not self._over.wait(PULSE_SECONDS):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ..world import World
 
 _STAGING: Final = ".{name}.tmp-"
+_locks: set[int] = set()  # descriptors of the staging folders that this process writes into
 
 
 @final
@@ -119,7 +120,7 @@ class CheckpointStore(Store):
         parent.mkdir(parents=True, exist_ok=True)
         staging = parent / f"{_STAGING.format(name=self.folder.name)}{uuid4().hex}"
         staging.mkdir()
-        draft.held.callback(os.close, _lock(staging))
+        draft.held.callback(_unlock, _lock(staging))
         draft.folder, draft.is_committer = staging, True
 
     def abandon(self, draft: Draft) -> None:
@@ -331,7 +332,23 @@ def _lock(folder: Path) -> int:
     descriptor = os.open(folder, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks: leftovers there look abandoned at once
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _locks.add(descriptor)
     return descriptor
+
+
+def _unlock(descriptor: int) -> None:
+    if descriptor in _locks:  # else this is a forked child, whose copy is closed already
+        _locks.discard(descriptor)
+        os.close(descriptor)
+
+
+def _drop_locks() -> None:
+    """A forked child holds no lock: a loader's worker that outlives its parent would keep it."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_drop_locks)
 
 
 def _is_locked(folder: Path) -> bool:

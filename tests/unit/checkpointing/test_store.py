@@ -232,6 +232,34 @@ def test_a_staging_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     assert contents(folder) == {"a": "mine"}
 
 
+def test_a_worker_that_outlives_a_killed_save_does_not_hold_its_lock(tmp_path: Path) -> None:
+    """As a loader's worker does: forked while a save was under way, and not yet aware that its parent is dead."""
+    folder = tmp_path / "ck"
+    save(folder, a="old")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        replace = os.replace
+
+        def fork_and_die(source: Path, target: Path) -> None:
+            if Path(target) == folder / "a":
+                if os.fork() == 0:
+                    os.close(writer)
+                    os.read(reader, 1)
+                    os._exit(0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            replace(source, target)
+
+        store_module.os.replace = fork_and_die  # type: ignore[assignment]
+        save(folder, a="new")
+        os._exit(0)
+    os.close(reader)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert CheckpointStore(folder).recover()
+    assert contents(folder) == {"a": "new"}
+    os.close(writer)
+
+
 def test_a_full_disk_is_an_error_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
     folder = tmp_path / "ck"
     save(folder, a="old")
