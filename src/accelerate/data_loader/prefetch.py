@@ -161,7 +161,9 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         if restored is None or not restored.is_finished:
             return restored
         # The order of the next epoch follows from that of the finished one, which the saved run had drawn.
-        for _ in self._read(restored) if isinstance(self.dataset, IterableDataset) else self._draw(restored):
+        # Workers that stay were started in the saved run's first pass, so they are started in this one.
+        reads = isinstance(self.dataset, IterableDataset) or self.persistent_workers
+        for _ in self._read(restored) if reads else self._draw(restored):
             pass
         self.progress.finish()
         return self._begin_pass()
@@ -360,7 +362,8 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     @property
     def iteration(self) -> int:
         """The epoch of the running pass, or of the next one."""
-        return self.progress.epoch
+        restored = self.progress.restored
+        return self.progress.epoch + (restored is not None and restored.is_finished)
 
     @iteration.setter
     def iteration(self, value: int) -> None:

@@ -99,7 +99,15 @@ def test_constructor_has_the_documented_arguments_in_order(cls: type) -> None:
     assert found[: len(documented)] == documented
     ours = {
         AutocastKwargs: ["output_dtype"],
-        ProjectConfiguration: ["checkpoint_format"],
+        DataLoaderConfiguration: ["index_free_shuffle", "prefetch_to_device"],
+        ProjectConfiguration: [
+            "checkpoint_format",
+            "keep_every",
+            "best_metric",
+            "best_mode",
+            "keep_best",
+            "save_asynchronously",
+        ],
         DistributedDataParallelKwargs: ["comm_state_option"],
         DummyOptim: ["kwargs"],
         DummyScheduler: ["kwargs"],
