@@ -941,7 +941,7 @@ class Accelerator:
                 :meth:`wait_for_checkpoint` waits, and so does the next save. A failure is raised there, or by the
                 next ``backward``. Default: ``ProjectConfiguration.save_asynchronously``.
             metrics: numbers to record; the best checkpoints by one of them can be kept.
-            details: JSON values to record; ``epoch`` is shown in listings.
+            details: JSON values to record; ``epoch`` and ``step`` are shown in listings.
             select: leaves a part out, or converts it.
             pin: the checkpoint is kept, whatever the project's limits say.
             save_model_func_kwargs: options of engines that save models their own way; others have none.

@@ -74,6 +74,11 @@ class Entry:
         return int(match[1]) if match else None
 
     @property
+    def step(self) -> int | None:
+        """The step that was told to ``save_state``, or else the Accelerator's own count."""
+        return None if self.manifest is None else self.manifest.details.get("step", self.manifest.step)
+
+    @property
     def epoch(self) -> int | None:
         """The epoch that was told to ``save_state``, or else that of its first loader."""
         return None if self.manifest is None else self.manifest.details.get("epoch")
@@ -91,7 +96,7 @@ class Entry:
             "name": self.name,
             "valid": self.problem is None,
             "problem": self.problem,
-            "step": manifest.step if manifest else None,
+            "step": self.step,
             "epoch": self.epoch,
             "metrics": dict(self.metrics),
             "bytes": self.num_bytes,

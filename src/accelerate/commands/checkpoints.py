@@ -87,7 +87,7 @@ def table(entries: Sequence[Entry], best: set[str]) -> str:
         rows.append(
             (
                 entry.name + (" *" if entry.name in best else "") + (" (pinned)" if entry.is_pinned else ""),
-                str(manifest.step) if manifest else "-",
+                "-" if entry.step is None else str(entry.step),
                 "-" if entry.epoch is None else str(entry.epoch),
                 " ".join(f"{name}={value:.6g}" for name, value in entry.metrics.items()) or "-",
                 as_text(entry.num_bytes),

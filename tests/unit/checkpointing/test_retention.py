@@ -84,6 +84,8 @@ def test_a_listing_knows_step_epoch_metrics_and_pins(tmp_path: Path) -> None:
     [entry] = list_checkpoints(tmp_path)
     shown = entry.as_json()
     assert (shown["step"], shown["epoch"], shown["metrics"], shown["valid"]) == (3, 7, {"loss": 0.5}, True)
+    save(options, 3, details={"step": 5000})
+    assert list_checkpoints(tmp_path)[1].step == 5000
     assert (shown["world_size"], shown["strategy"], shown["pickled"]) == (1, "NO", [])
 
 
