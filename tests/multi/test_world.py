@@ -199,7 +199,14 @@ def test_what_an_earlier_attempt_left_in_the_store_is_never_taken_for_the_living
     assert run_on_ranks(attempt, 2) == [(1, 2.0), (0, 2.0)]
 
 
-SCRIPT = """
+# Ranks share one output, and print() without a buffer hands over a line in two pieces: a line must be one write.
+REPORT = """
+import os
+def report(line):
+    os.write(1, (line + chr(10)).encode())
+"""
+
+SCRIPT = REPORT + """
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from accelerate.state import PartialState
@@ -211,7 +218,7 @@ for _ in range(3):
     loss = model(torch.randn(8, 4)).square().mean()
     loss.backward()
     optimizer.step()
-print("trained", state.num_processes)
+report(f"trained {state.num_processes}")
 """
 
 
@@ -238,7 +245,7 @@ def test_a_plain_script_under_torchrun_joins_and_ends_cleanly(tmp_path: Path) ->
     assert finished.stdout.count("trained 2") == 2
 
 
-RESTARTED = """
+RESTARTED = REPORT + """
 import os
 import torch.distributed as dist, torch
 from accelerate.world import join_world
@@ -247,7 +254,7 @@ if world.attempt == 0 and world.rank == 1:
     os._exit(1)
 total = torch.ones(1)
 dist.all_reduce(total)
-print("attempt", world.attempt, "total", int(total))
+report(f"attempt {world.attempt} total {int(total)}")
 """
 
 
