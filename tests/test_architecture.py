@@ -32,7 +32,7 @@ FLOORS: Final[dict[str, int]] = {
             "errors optional versions nested names ports flag",
             "settings",
             "devices clusters world plugins mesh collectives processes seeding logging memory modules progress probes"
-            " hardware courier meeting roll_call rendezvous",
+            " hardware meeting",
             "precision data_loader checkpointing tracking device_map hooks offload optimizer scheduler gradients"
             " weighting metrics health",
             "strategies",
@@ -53,11 +53,8 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "versions": ("errors",),
     # ground: a device, then who I am, then how ranks talk, then what is built on talking
     "clusters": ("devices",),
-    "courier": (),
-    "meeting": ("courier",),
-    "roll_call": ("clusters",),
-    "rendezvous": ("clusters", "courier", "meeting", "roll_call"),
-    "world": ("devices", "clusters", "meeting", "rendezvous", "hardware"),
+    "meeting": ("clusters",),
+    "world": ("devices", "clusters", "meeting", "hardware"),
     "plugins": ("devices", "world", "mesh"),
     "mesh": ("world", "devices"),
     "collectives": ("world", "devices", "meeting"),

@@ -277,7 +277,7 @@ def _form(
     init_kwargs: dict[str, Any],
     facts: dict[str, Any],
 ) -> World:
-    from . import rendezvous
+    from .meeting import group
 
     kind: DeviceKind = facts["kind"]
     if not dist.is_available():
@@ -291,7 +291,7 @@ def _form(
         hardware.refuse_missing_links(kind)
     device = _choose_device(kind, asked, seat)
     backend = _choose_backend(kind, seat, backend)
-    store = rendezvous.form_group(
+    store = group.form_group(
         seat,
         backend,
         timeout=timeout,
@@ -326,7 +326,7 @@ def _adopt(asked: torch.device | str | None, timeout: timedelta | None, facts: d
     device = _choose_device(kind, asked, seat if is_same else None)
     meeting = None if _forgotten is None else _forgotten.meeting
     if meeting is None or (meeting.rank, meeting.size) != (rank, size):
-        from .rendezvous import store_of_group
+        from .meeting.group import store_of_group
 
         number = _num_adopted.get(os.getpid(), 0)
         _num_adopted[os.getpid()] = number + 1

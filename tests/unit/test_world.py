@@ -249,7 +249,7 @@ def test_an_accelerators_group_is_bound_to_its_device(
         formed.update(options, backend=backend)
         return torch.distributed.HashStore()
 
-    monkeypatch.setattr("accelerate.rendezvous.form_group", form_group)
+    monkeypatch.setattr("accelerate.meeting.group.form_group", form_group)
     monkeypatch.setattr(world.hardware, "refuse_missing_links", lambda kind: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: formed.update(set_device=device))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():

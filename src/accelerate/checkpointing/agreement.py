@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
-from ..courier import Courier, Silence
 from ..errors import CheckpointError
+from ..meeting import Courier, Silence
 
 if TYPE_CHECKING:
     from ..meeting import Meeting

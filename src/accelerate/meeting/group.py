@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from ..clusters import ClusterSeat
+from ..errors import WorldError
+from ..settings.env import read
 from . import roll_call
-from .clusters import ClusterSeat
-from .errors import WorldError
-from .settings.env import read
 
 #: How long to wait for the other processes to appear, unless a timeout was asked for.
 RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=10)

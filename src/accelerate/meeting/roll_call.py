@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, final
 
-from .errors import WorldError
+from ..errors import WorldError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from .clusters import ClusterSeat
+    from ..clusters import ClusterSeat
 
 _POLL_SECONDS: Final = 0.01
 #: How long rank 0, which may keep the store and is about to end, lets the others read why the world can't form.

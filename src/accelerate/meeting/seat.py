@@ -14,8 +14,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
+from ..errors import CollectiveError
 from .courier import Courier, Silence
-from .errors import CollectiveError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -292,7 +292,7 @@ def _at(site: str) -> str:
 def _call_site() -> str:
     """`train.py:31` of the nearest caller outside of this package and torch."""
     frame = sys._getframe(1)
-    own = __name__.rpartition(".")[0]
+    own = __name__.partition(".")[0]
     while frame.f_back is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module.partition(".")[0] not in (own, "torch", "contextlib"):

@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from accelerate import roll_call
 from accelerate.clusters import ClusterSeat
 from accelerate.errors import WorldError
+from accelerate.meeting import roll_call
 
 
 def seat(rank: int, size: int) -> ClusterSeat:

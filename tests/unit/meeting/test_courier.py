@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from accelerate.courier import Courier, Silence
+from accelerate.meeting import Courier, Silence
 
 
 def test_answers_and_errors_come_back() -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from accelerate import meeting
 from accelerate.errors import CollectiveError
 from accelerate.meeting import Meeting
+from accelerate.meeting import seat as seat_module
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(seat_module, "PATIENCE_SECONDS", 0.05)
 
 
 def at_the_table(*actions: Callable[[Meeting], Any], seconds: float = 5) -> list[Any]:
