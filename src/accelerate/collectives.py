@@ -224,7 +224,7 @@ def _gather_one(tensor: torch.Tensor, world: World, to: int | None) -> torch.Ten
     carried = _carried(tensor, world)
     if to is not None and to != world.rank:
         if carried.numel():
-            _finish(world, dist.gather(carried, None, dst=to, async_op=True))
+            _finish(world, dist.gather(carried, None, dst=_seat(to, world), group=world.group, async_op=True))
         return None
     joined = torch.empty(
         (world.size * carried.shape[0], *carried.shape[1:]), dtype=carried.dtype, device=carried.device
@@ -232,15 +232,21 @@ def _gather_one(tensor: torch.Tensor, world: World, to: int | None) -> torch.Ten
     if joined.numel() == 0:
         pass  # nothing to say, on any rank
     elif to is not None:
-        _finish(world, dist.gather(carried, list(joined.chunk(world.size)), dst=to, async_op=True))
+        parts = list(joined.chunk(world.size))
+        _finish(world, dist.gather(carried, parts, dst=_seat(to, world), group=world.group, async_op=True))
     else:
-        _finish(world, _all_gather(joined, carried))
+        _finish(world, _all_gather(joined, carried, world))
     return _delivered(joined, tensor)
 
 
-def _all_gather(joined: torch.Tensor, part: torch.Tensor) -> Any:
+def _seat(rank: int, world: World) -> int:
+    """The rank among all processes that ``rank`` of ``world`` has."""
+    return rank if world.group is None else dist.get_global_rank(world.group, rank)
+
+
+def _all_gather(joined: torch.Tensor, part: torch.Tensor, world: World) -> Any:
     newer = getattr(dist, "all_gather_single", None)  # torch >= 2.13 calls it so
-    return (newer or dist.all_gather_into_tensor)(joined, part, async_op=True)
+    return (newer or dist.all_gather_into_tensor)(joined, part, group=world.group, async_op=True)
 
 
 def _carried(tensor: torch.Tensor, world: World) -> torch.Tensor:
@@ -270,7 +276,7 @@ def gather_object(object: Any, *, world: World | None = None) -> Any:
     if here.size == 1:
         return object
     objects: list[Any] = [None] * here.size
-    dist.all_gather_object(objects, object)
+    dist.all_gather_object(objects, object, group=here.group)
     return [item for part in objects for item in part]
 
 
@@ -289,7 +295,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, world: World | None = None)
 def _broadcast_one(tensor: torch.Tensor, from_process: int, world: World) -> torch.Tensor:
     flat = tensor.reshape(1) if tensor.ndim == 0 else tensor
     carried = _carried(flat, world)
-    _finish(world, dist.broadcast(carried, src=from_process, async_op=True))
+    _finish(world, dist.broadcast(carried, src=_seat(from_process, world), group=world.group, async_op=True))
     if carried.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             tensor.copy_(_delivered(carried, flat).reshape(tensor.shape))
@@ -302,7 +308,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, worl
     here = world_or_joined(world)
     if here.size > 1:
         device = None if here.backend in _ON_HOST else here.device
-        dist.broadcast_object_list(object_list, src=from_process, device=device)
+        dist.broadcast_object_list(object_list, src=_seat(from_process, here), group=here.group, device=device)
     return object_list
 
 
@@ -369,9 +375,8 @@ def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float, world: World
     result = _carried(widened, world) if not tensor.is_complex() else widened.contiguous().clone()
     if result.data_ptr() == tensor.data_ptr():
         result = result.clone()
-    _finish(
-        world, dist.all_reduce(result, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, async_op=True)
-    )
+    operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+    _finish(world, dist.all_reduce(result, operation, group=world.group, async_op=True))
     if reduction == "mean":
         result = result / world.size
     if scale != 1.0:

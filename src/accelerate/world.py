@@ -51,6 +51,7 @@ class World:
     fork_launched: bool = False
     debug: bool = False
     meeting: Meeting | None = field(default=None, repr=False, compare=False)
+    group: Any = field(default=None, repr=False, compare=False)  # what its ranks talk in; None: all processes
 
     @property
     def is_main(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import SettingError
+from ..mesh import AXES, Mesh, build, equation
 from ..settings import env
 from ..settings.parallelism import (
     ContextParallelOptions,
@@ -21,8 +22,7 @@ from .base import settle
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: The axes, outermost first: ranks that differ in a later axis are neighbours.
-MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+    from ..world import World
 
 _ATTENTIONS_WITHOUT_SEQUENCE_PARALLELISM = ("eager", "flex_attention")
 
@@ -102,7 +102,8 @@ class ParallelismConfig(ParallelismOptions):
     """The size of every axis of parallelism; their product is the number of processes.
 
     ``dp_replicate`` copies the model, ``dp_shard`` shards it (FSDP), ``tp`` splits its matrices, ``cp``
-    and ``sp`` split its sequences (ring or all-gather attention; Ulysses).
+    and ``sp`` split its sequences (ring or all-gather attention; Ulysses), ``pp`` deals its layers, ``ep`` the
+    experts of its layers.
     """
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class ParallelismConfig(ParallelismOptions):
             self._settle_handler(axis, kind)
 
     def _check_sizes(self) -> None:
-        for axis in MESH_ORDER:
+        for axis in AXES:
             size = getattr(self, f"{axis}_size")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise SettingError(
@@ -161,13 +162,13 @@ class ParallelismConfig(ParallelismOptions):
 
     def equation(self) -> str:
         """All sizes and their product, as every refusal shows them."""
-        sizes = [getattr(self, f"{axis}_size") for axis in MESH_ORDER]
-        factors = " * ".join(f"{axis}_size {size}" for axis, size in zip(MESH_ORDER, sizes, strict=True))
-        return f"{factors} = {math.prod(sizes)}" if all(isinstance(size, int) for size in sizes) else factors
+        return equation({axis: getattr(self, f"{axis}_size") for axis in AXES})
 
     @property
     def _sizes(self) -> dict[str, int]:
-        return {axis: getattr(self, f"{axis}_size") for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
+        return {
+            axis: getattr(self, f"{axis}_size") for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp", "ep")
+        }
 
     def _set_size(self, parallelism: str, size: int) -> None:
         if parallelism not in self._sizes:
@@ -180,22 +181,27 @@ class ParallelismConfig(ParallelismOptions):
     @property
     def dp_dim_names(self) -> list[str]:
         """The axes that split the data and not the model's work on a sample."""
-        return self._active("dp_replicate", "dp_shard")
+        return self._active("dp_replicate", "dp_shard", "ep")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
         """The axes whose ranks work on the same samples."""
-        return self._active("tp", "cp", "sp")
+        return self._active("tp", "cp", "sp", "pp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """The axes over which FSDP shards parameters."""
-        return self._active("dp_shard", "cp")
+        return self._active("dp_shard", "ep", "cp", *self._own_sequence_axes)
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
         """The axes over which a loss is averaged."""
-        return self._active("dp_replicate", "dp_shard", "cp")
+        return self._active("dp_replicate", "dp_shard", "ep", "cp", *self._own_sequence_axes)
+
+    @property
+    def _own_sequence_axes(self) -> tuple[str, ...]:
+        """DeepSpeed averages over the sequence-parallel ranks itself."""
+        return ("sp",) if self.sp_backend == "torch" else ()
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -215,12 +221,12 @@ class ParallelismConfig(ParallelismOptions):
     @property
     def non_data_parallel_size(self) -> int:
         """How many processes work on one sample together."""
-        return self.tp_size * self.cp_size * self.sp_size
+        return self.tp_size * self.cp_size * self.sp_size * self.pp_size
 
     @property
     def data_parallel_size(self) -> int:
         """How many different slices of the data there are."""
-        return self.dp_replicate_size * self.dp_shard_size
+        return self.dp_replicate_size * self.dp_shard_size * self.ep_size
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -247,9 +253,33 @@ class ParallelismConfig(ParallelismOptions):
         """Whether sequences are split with sequence parallelism."""
         return self.sp_size > 1
 
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether layers are dealt to stages."""
+        return self.pp_size > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        """Whether experts are dealt to ranks."""
+        return self.ep_size > 1
+
+    @property
+    def _leaves_mesh_to_deepspeed(self) -> bool:
+        return self.sp_enabled and self.sp_backend == "deepspeed"
+
+    def mesh(self, world: World) -> Mesh:
+        """The place of every rank of ``world``; process groups are made when they are first needed.
+
+        Raises:
+            SettingError: the sizes don't multiply to the size of ``world``.
+        """
+        if self._leaves_mesh_to_deepspeed:
+            return Mesh.of(world)
+        return Mesh.of(world, lambda: self.get_device_mesh(world.device.type), **self._sizes)
+
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Names and sizes of the active axes, outermost first."""
-        names = tuple(self._active(*MESH_ORDER))
+        names = tuple(self._active(*AXES))
         return names, tuple(self._sizes[name] for name in names)
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
@@ -258,11 +288,9 @@ class ParallelismConfig(ParallelismOptions):
         None when no axis is active, and with DeepSpeed's sequence parallelism, which makes its own groups.
         """
         names, sizes = self._get_mesh()
-        if not names or (self.sp_enabled and self.sp_backend == "deepspeed"):
+        mesh = None if self._leaves_mesh_to_deepspeed else build(device_type, names, sizes)
+        if mesh is None:
             return None
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
         flattened = {
             "dp": self.dp_dim_names,
             "dp_shard_cp": self.dp_shard_cp_dim_names,
@@ -290,7 +318,7 @@ class ParallelismConfig(ParallelismOptions):
         if self.total_size == 1 and processes > 1:
             # Nothing was asked for: plain replication.
             self._set_size("dp_replicate", processes)
-        if self.total_size != processes and not (self.sp_enabled and self.sp_backend == "deepspeed"):
+        if self.total_size != processes and not self._leaves_mesh_to_deepspeed:
             raise SettingError(
                 f"ParallelismConfig total_size ({self.total_size}) does not match num_processes "
                 f"({processes}): "

@@ -57,7 +57,7 @@ def check_world(settings: Settings, world_size: int) -> None:
     parallelism = settings.parallelism
     if parallelism is None or (settings.deepspeed is not None and parallelism.sp_size > 1):
         return
-    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    names = ("pp_size", "dp_replicate_size", "dp_shard_size", "ep_size", "cp_size", "sp_size", "tp_size")
     total = 1
     for name in names:
         total *= getattr(parallelism, name)

@@ -52,10 +52,17 @@ class ParallelismOptions(
         minimum=1,
         question="What is the sequence parallelism size?",
     )
-    sp_backend: str = option("deepspeed", "What implements sequence parallelism.", choices=("deepspeed",))
+    sp_backend: str = option(
+        "deepspeed",
+        "What implements sequence parallelism: DeepSpeed, or this package over torch.",
+        choices=("deepspeed", "torch"),
+    )
     tp_handler: Any = option(None, "More about tensor parallelism.", kind="object")
     cp_handler: Any = option(None, "More about context parallelism.", kind="object")
     sp_handler: Any = option(None, "More about sequence parallelism.", kind="object")
+    pp_size: int = option(1, "Over how many processes the layers are dealt, as stages of a pipeline.", minimum=1)
+    # No variable of its own: others write PARALLELISM_CONFIG_EP_SIZE for a degree that is no factor of theirs.
+    ep_size: int = option(1, "Over how many processes the experts of a layer are dealt.", minimum=1, env=None)
 
 
 @dataclass

@@ -86,7 +86,7 @@ def test_the_environment_fills_what_was_not_given() -> None:
         ({"tp_size": 2, "dp_replicate_size": 2}, "pure replication"),
         ({"cp_size": 2, "dp_replicate_size": 2}, "pure replication"),
         ({"cp_backend": "ring"}, "torch"),
-        ({"sp_backend": "torch"}, "deepspeed"),
+        ({"sp_backend": "ring"}, "deepspeed"),
         ({"cp_size": 2, "cp_handler": 3}, "TorchContextParallelConfig"),
     ],
     ids=str,

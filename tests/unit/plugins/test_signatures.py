@@ -109,6 +109,7 @@ def test_constructor_has_the_documented_arguments_in_order(cls: type) -> None:
             "save_asynchronously",
         ],
         DistributedDataParallelKwargs: ["comm_state_option"],
+        ParallelismConfig: ["pp_size", "ep_size"],
         DummyOptim: ["kwargs"],
         DummyScheduler: ["kwargs"],
     }
