@@ -23,6 +23,7 @@ from .hooks.values import get_state_dict_offloaded_model as get_state_dict_offlo
 from .logging import get_logger
 from .memory import release_memory
 from .metrics import StreamingMean
+from .micro_batches import ComputeLoss, MicroBatches, Work
 from .names import PROFILE_PATTERN_NAME
 from .nested import is_all_tensors
 from .optimizer import AcceleratedOptimizer
@@ -161,6 +162,7 @@ class Accelerator:
     def _hold_nothing(self) -> None:
         """Nothing is prepared, registered or hooked."""
         self._weights = WindowWeights(self.world)
+        self._micro_batches = MicroBatches(self.strategy)
         self._models: list[Any] = []
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
@@ -734,6 +736,50 @@ class Accelerator:
             loss = loss / steps
         self.strategy.backward(loss, self.precision.scaler, **kwargs)
 
+    def backward_in_parts(
+        self,
+        compute_loss: ComputeLoss,
+        batch: Any,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        num_parts: int = 1,
+        always_careful: bool = False,
+    ) -> torch.Tensor:
+        """The gradients of ``compute_loss(batch)`` have been added, in as many parts as memory asks for; the loss.
+
+        In place of ``loss = ...; accelerator.backward(loss)``::
+
+            loss = accelerator.backward_in_parts(lambda part: model(**part).loss, batch)
+
+        When a rank runs out of memory, its batch is computed again in twice as many parts; the global batch, the
+        gradients and the random numbers of the rest stay what they were. Where nothing fails, nothing more is
+        exchanged; while a shape is new (and in the first two updates), gradients are reduced after the backward
+        instead of during it.
+
+        Args:
+            compute_loss: the loss of a part of ``batch``: its samples cut along the first dimension.
+            batch: tensors, or tuples, lists and dicts of them; the first one's first dimension counts samples.
+            reduction: ``"mean"``: losses of parts are averaged over their samples; ``"sum"``: added (for a loss that
+                the caller divides by the tokens of the whole batch).
+            num_parts: at least so many parts.
+            always_careful: every batch can be computed again, also of a shape that did fit before; reduction then
+                never overlaps with backward.
+
+        Raises:
+            MemoryExhausted: a single sample doesn't fit, or memory ran out where ranks exchange weights or gradients.
+        """
+        in_window = [model for model in self._models if not self._window or self._is_in_window(model)]
+        named = [self._prepared_models.get(id(model), model) for model in in_window]
+        steps = self.gradient_state.note_backward()
+        if self._weights.pending:
+            self._weights.refuse_unweighted(self._window)
+
+        def backward(loss: torch.Tensor) -> None:
+            self.strategy.backward(loss / steps if steps != 1 else loss, self.precision.scaler)
+
+        work = Work(compute_loss, batch, named, backward, reduction, self.gradient_state.sync_gradients)
+        return self._micro_batches.backward(work, num_parts=num_parts, always_careful=always_careful)
+
     def _window_parameters(self) -> Iterator[torch.nn.Parameter]:
         """The parameters of the models of the current window; of all models where none was named."""
         named = [model for model in self._models if not self._window or self._is_in_window(model)]
@@ -1107,9 +1153,12 @@ class Accelerator:
         return tracking.find_tracker(self.trackers, name, unwrap)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Every tracker has been given ``values``."""
-        for tracker in self.trackers:
-            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+        """Every tracker will be told ``values`` as they are now; the loop doesn't wait for it.
+
+        Each tracker has a thread of its own, which keeps the order. One that fails or hangs costs its own records only,
+        and says so once; the JSONL log of the run is another one.
+        """
+        tracking.log(self.trackers, values, step, log_kwargs or {})
 
     def end_training(self) -> None:
         """The last checkpoint is committed, trackers are finished and the world is left.
@@ -1120,8 +1169,7 @@ class Accelerator:
         try:
             self._background.wait()
         finally:
-            for tracker in self.trackers:
-                tracker.finish()
+            tracking.finish(self.trackers)
             if not self.world.fork_launched:
                 leave_world()
 
@@ -1133,7 +1181,8 @@ class Accelerator:
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
-        left = ("world", "trackers", "_weights", "_save_hooks", "_load_hooks", "_background", "_window")
+        left = ("world", "trackers", "_weights", "_micro_batches", "_window")
+        left += ("_save_hooks", "_load_hooks", "_background")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
         state["strategy"] = self.strategy.options
         state["_prepared_models"] = [self._prepared_models.get(id(model)) for model in self._models]
@@ -1147,6 +1196,7 @@ class Accelerator:
         self.trackers = []
         self._window = ()
         self._weights = WindowWeights(self.world)
+        self._micro_batches = MicroBatches(self.strategy)
         self._save_hooks, self._load_hooks = checkpointing.Hooks(), checkpointing.Hooks()
         self._background = checkpointing.Background()
         self._prepared_models = {}

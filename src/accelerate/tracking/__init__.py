@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from .aim import AimTracker
-from .base import GeneralTracker, on_main_process
+from .base import BlankTracker, GeneralTracker, on_main_process
 from .choose import (
     LOGGER_TYPE_TO_CLASS,
     filter_trackers,
     find_tracker,
+    finish,
     get_available_trackers,
     init_trackers,
+    log,
     register_tracker_class,
 )
 from .clearml import ClearMLTracker
@@ -25,6 +27,7 @@ from .wandb import WandBTracker
 __all__ = [
     "LOGGER_TYPE_TO_CLASS",
     "AimTracker",
+    "BlankTracker",
     "ClearMLTracker",
     "CometMLTracker",
     "DVCLiveTracker",
@@ -37,8 +40,10 @@ __all__ = [
     "WandBTracker",
     "filter_trackers",
     "find_tracker",
+    "finish",
     "get_available_trackers",
     "init_trackers",
+    "log",
     "on_main_process",
     "register_tracker_class",
 ]

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ..optional import require
-from .base import GeneralTracker, on_main_process
+from .base import GeneralTracker, as_numbers, in_turn, on_main_process
 
 
 class AimTracker(GeneralTracker):
@@ -37,12 +37,12 @@ class AimTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.writer["hparams"] = values
 
-    @on_main_process
+    @in_turn
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        for key, value in values.items():
+        for key, value in as_numbers(values).items():
             self.writer.track(value, name=key, step=step, **kwargs)
 
-    @on_main_process
+    @in_turn
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast, final
+
+import numpy as np
+import torch
 
 from ..world import current_world
+from .outbox import Outbox
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -31,6 +35,36 @@ def on_main_process(function: Method) -> Method:
     return cast(Method, guarded)
 
 
+def in_turn(function: Method) -> Method:
+    """The tracker method, called on the tracker's own thread after what the tracker was given before.
+
+    While the tracker has no such thread (before ``init_trackers``, after the end, built by hand), it is called at once.
+    Off the main process it does nothing where the tracker is ``main_process_only``.
+    """
+
+    @functools.wraps(function)
+    def guarded(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
+        if not writes_here(main_process_only=self.main_process_only):
+            return None
+        outbox = self._outbox
+        if outbox is None or outbox.is_current_thread:
+            return function(self, *args, **kwargs)
+        return outbox.put(functools.partial(function, self), function.__name__, *args, **kwargs)
+
+    return cast(Method, guarded)
+
+
+def as_numbers(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` with tensors and arrays of one element, and NumPy's numbers, as Python's numbers."""
+    return {
+        key: value.item()
+        if isinstance(value, np.generic)
+        or (isinstance(value, (torch.Tensor, np.ndarray)) and (value.ndim == 0 or value.shape == (1,)))
+        else value
+        for key, value in values.items()
+    }
+
+
 class GeneralTracker:
     """The base of every tracker, ours and yours; a subclass talks to one tracking service.
 
@@ -43,15 +77,28 @@ class GeneralTracker:
     and overrides the four methods. Its constructor remembers arguments only; the service is contacted in
     ``start``. Methods that must run on the main process only carry :func:`on_main_process`.
 
-    ``_blank=True`` makes a tracker that accepts everything and does nothing; ``get_tracker`` returns one
-    off the main process.
+    Which thread calls: ``start`` and ``store_init_configuration`` are called by the thread that calls
+    ``init_trackers``. After that ``Accelerator.log`` only notes what is to be logged, and ``log`` is called by a thread
+    that belongs to this tracker: one call at a time, in order, ``finish`` last. A failure there is said once and costs
+    that record, not the run. A tracker whose objects are bound to the thread that made them sets
+    ``logs_in_background = False``: the training loop then calls ``log`` and ``finish``, and waits for them.
+
+    Attributes:
+        logs_in_background: whether ``log`` and ``finish`` run on a thread of their own.
+        queue_limit_bytes: how much may wait there; what comes on top is left out, and counted.
+        finish_timeout_seconds: how long ``end_training`` waits for what is still waiting, and for ``finish``.
     """
 
     name: ClassVar[str]
     requires_logging_directory: ClassVar[bool]
     main_process_only: bool = True
+    logs_in_background: bool = True
+    queue_limit_bytes: int = 256 * 2**20
+    finish_timeout_seconds: float = 60.0
+    _outbox: Outbox | None = None  # from `init_trackers` to the end
 
     def __init__(self, _blank: bool = False) -> None:
+        """``_blank=True`` makes a tracker on which the four methods do nothing."""
         if _blank:
             return
         # The class is asked, not the instance: a `tracker` property may not be readable before `start`.
@@ -74,3 +121,42 @@ class GeneralTracker:
 
     def finish(self) -> None:
         """Everything logged has left this process, and the run is closed."""
+
+    def _leave_thread(self) -> None:
+        """The service has forgotten the thread that called ``start``; called there, after ``finish``."""
+
+
+@final
+class BlankTracker(GeneralTracker):
+    """A tracker that accepts everything and does nothing, under the name of one that isn't here.
+
+    Off the main process, and for a service that could not start. Whatever a script calls on it, or on its service's own
+    object, does nothing as well.
+    """
+
+    requires_logging_directory = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(_blank=True)
+        self.__dict__["name"] = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python and copying ask every object for
+            raise AttributeError(name)
+        return _NOTHING
+
+
+@final
+class _Nothing:
+    """Called, or asked for an attribute, it is itself."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    def __getattr__(self, name: str) -> _Nothing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+_NOTHING = _Nothing()

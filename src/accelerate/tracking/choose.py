@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, cast
 
@@ -11,12 +12,13 @@ from .. import optional
 from ..errors import SettingError
 from ..settings.labels import LoggerType
 from .aim import AimTracker
-from .base import GeneralTracker, writes_here
+from .base import BlankTracker, GeneralTracker, writes_here
 from .clearml import ClearMLTracker
 from .comet import CometMLTracker
 from .dvclive import DVCLiveTracker
 from .jsonl import JSONLTracker
 from .mlflow import MLflowTracker
+from .outbox import Outbox
 from .swanlab import SwanLabTracker
 from .tensorboard import TensorBoardTracker
 from .trackio import TrackioTracker
@@ -40,6 +42,8 @@ LOGGER_TYPE_TO_CLASS: Final[dict[str, type[GeneralTracker]]] = {
     )
 }
 _SERVICES: Final = frozenset(LOGGER_TYPE_TO_CLASS)
+# What `start` raises because the call is wrong, not because the service is down: better learnt before training begins.
+_MISTAKES: Final = (ImportError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 
 
 def get_available_trackers() -> list[LoggerType | str]:
@@ -113,7 +117,8 @@ def init_trackers(
 ) -> list[GeneralTracker]:
     """The trackers of a run, started, with ``config`` stored; the JSONL log of the run comes last.
 
-    Off the main process there are none.
+    Off the main process there are none. A service that can't be had is replaced by a blank tracker of its name; a
+    mistake in the call raises.
 
     ``trackers`` is what `filter_trackers` returned; ``init_kwargs`` holds the constructor's arguments by
     tracker name. The JSONL log is there whenever ``logging_dir`` is; ``init_kwargs={"jsonl": {"enabled":
@@ -134,11 +139,56 @@ def init_trackers(
         started.append(tracker_class(*arguments, **init_kwargs.get(str(each), {})))
     if logging_dir is not None and init_kwargs.get(JSONLTracker.name, {}).get("enabled", True):
         started.append(JSONLTracker(project_name, os.fspath(logging_dir)))
-    for tracker in started:
+    return [_started(tracker, config) for tracker in started]
+
+
+def _started(tracker: GeneralTracker, config: dict[str, Any] | None) -> GeneralTracker:
+    """The tracker with its service ready and its own thread, or a blank one where the service can't be had."""
+    tracker._outbox = None  # until `start` has returned, calls are made at once
+    try:
         tracker.start()
         if config is not None:
             tracker.store_init_configuration(config)
-    return started
+    except _MISTAKES:
+        raise
+    except Exception as error:  # a service that is down or refuses us; a run doesn't depend on it
+        logger.error(
+            "The tracker '%s' could not start (%s: %s). Training goes on without it.",
+            tracker.name, type(error).__name__, error,
+        )  # fmt: skip
+        return BlankTracker(tracker.name)
+    tracker._outbox = Outbox(
+        tracker.name, limit_bytes=tracker.queue_limit_bytes, in_background=tracker.logs_in_background
+    )
+    return tracker
+
+
+def log(
+    trackers: Iterable[GeneralTracker],
+    values: dict[str, Any],
+    step: int | None,
+    log_kwargs: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Each tracker will be told ``values`` as they are now, after what it was told before. Never raises."""
+    for tracker in trackers:
+        outbox = tracker._outbox
+        if outbox is not None:
+            what = "log" if step is None else f"log at step {step}"
+            outbox.put(tracker.log, what, values, step=step, **log_kwargs.get(tracker.name, {}))
+
+
+def finish(trackers: Iterable[GeneralTracker]) -> None:
+    """Each tracker was told everything and has finished, or its time was over; what was lost has been said."""
+    open_ones = [(tracker, tracker._outbox) for tracker in trackers if tracker._outbox is not None]
+    begun = time.monotonic()
+    for tracker, outbox in open_ones:  # all at once: they wait beside each other
+        outbox.close(tracker.finish)
+    for tracker, outbox in open_ones:
+        limit = tracker.finish_timeout_seconds
+        ended = outbox.wait_for_the_end(begun + limit, limit)
+        tracker._outbox = None
+        if ended:
+            tracker._leave_thread()
 
 
 def find_tracker(trackers: Iterable[GeneralTracker], name: str, unwrap: bool = False) -> Any:
@@ -154,7 +204,7 @@ def find_tracker(trackers: Iterable[GeneralTracker], name: str, unwrap: bool = F
     if found is not None:
         return cast(Any, found).tracker if unwrap else found
     if not writes_here():
-        return GeneralTracker(_blank=True)
+        return BlankTracker(str(name))
     raise SettingError(
         f"No tracker {name!r} is running. Running: {', '.join(by_name) or 'none'}. Ask for it with "
         f"`Accelerator(log_with={name!r})` and call `init_trackers` first."

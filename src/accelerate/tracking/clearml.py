@@ -8,7 +8,7 @@ from typing import Any, Final
 from ..errors import SettingError
 from ..optional import require
 from ..settings import env
-from .base import GeneralTracker, on_main_process
+from .base import GeneralTracker, as_numbers, in_turn, on_main_process
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +54,14 @@ class ClearMLTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.task.connect_configuration(values)
 
-    @on_main_process
+    @in_turn
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers are scalars at ``step``, or single values without one.
 
         ``train_loss`` and ``eval_loss`` are two series of one plot, ``loss``.
         """
         reporter = self.task.get_logger()
-        for key, value in values.items():
+        for key, value in as_numbers(values).items():
             if not isinstance(value, (int, float)):
                 logger.warning("ClearML scalars are numbers; %r is a %s and is left out.", key, type(value).__name__)
             elif step is None:
@@ -70,7 +70,7 @@ class ClearMLTracker(GeneralTracker):
                 title, series = self._get_title_series(key)
                 reporter.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
 
-    @on_main_process
+    @in_turn
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Each value, an image, is logged under its key."""
         reporter = self.task.get_logger()
@@ -78,7 +78,7 @@ class ClearMLTracker(GeneralTracker):
             title, series = self._get_title_series(key)
             reporter.report_image(title=title, series=series, iteration=step, image=image, **kwargs)
 
-    @on_main_process
+    @in_turn
     def log_table(
         self,
         table_name: str,

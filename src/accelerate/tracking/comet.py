@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..optional import is_installed, require
-from .base import GeneralTracker, on_main_process
+from .base import GeneralTracker, as_numbers, in_turn, on_main_process
 
 
 class CometMLTracker(GeneralTracker):
@@ -38,12 +38,12 @@ class CometMLTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.writer.log_parameters(values)
 
-    @on_main_process
+    @in_turn
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers are metrics, strings are "others", dicts are groups of metrics."""
         if step is not None:
             self.writer.set_step(step)
-        for key, value in values.items():
+        for key, value in as_numbers(values).items():
             if isinstance(value, (int, float)):
                 self.writer.log_metric(key, value, step=step, **kwargs)
             elif isinstance(value, str):

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from ..optional import require
-from .base import GeneralTracker, on_main_process
+from .base import GeneralTracker, as_numbers, in_turn, on_main_process
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ class DVCLiveTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.live.log_params(values)
 
-    @on_main_process
+    @in_turn
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         metric = require("dvclive.plots").Metric
         if step is not None:
             self.live.step = step
-        for key, value in values.items():
+        for key, value in as_numbers(values).items():
             if metric.could_log(value):
                 self.live.log_metric(key, value, **kwargs)
             else:

@@ -7,14 +7,16 @@ import time
 from pathlib import Path
 from typing import Any, final
 
-from .base import GeneralTracker, on_main_process
+from .base import GeneralTracker, in_turn, on_main_process
 
 
 @final
 class JSONLTracker(GeneralTracker):
-    """Every value of the run stands in ``{logging_dir}/{run_name}.jsonl``, also after a crash.
+    """Every value of the run stands in ``{logging_dir}/{run_name}.jsonl``, also after a crash (its thread writes within
+    milliseconds, and what it hasn't written yet is written at the exit of the program).
 
-    Each line has ``time`` (seconds since 1970) and either ``config`` or the logged values and their ``step``.
+    Each line has ``time`` (when it was logged, seconds since 1970) and either ``config`` or the logged values and their
+    ``step``.
     A restarted run adds to the file of the first one.
     """
 
@@ -40,7 +42,7 @@ class JSONLTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self._write({"config": values})
 
-    @on_main_process
+    @in_turn
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         del kwargs  # meant for services
         self._write({"step": step, **values} if step is not None else dict(values))
@@ -52,7 +54,8 @@ class JSONLTracker(GeneralTracker):
     def _write(self, line: dict[str, Any]) -> None:
         if not self._is_open:
             return
-        text = json.dumps({"time": round(time.time(), 3), **line}, default=_as_json)
+        when = time.time() if self._outbox is None else self._outbox.when
+        text = json.dumps({"time": round(when, 3), **line}, default=_as_json)
         # Opened for each line: nothing is left to flush or to close when the run dies.
         with self.path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")

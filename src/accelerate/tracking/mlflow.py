@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from typing import Any, Final
 
 from ..errors import SettingError
 from ..optional import require
 from ..settings import env
-from .base import GeneralTracker, on_main_process
+from .base import GeneralTracker, as_numbers, in_turn, on_main_process
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class MLflowTracker(GeneralTracker):
         self.run_name = run_name
         self.description = description
         self.active_run: Any = None
+        self._thread_of_run: int | None = None
         self._metrics_refused: set[str] = set()
 
     @on_main_process
@@ -61,6 +63,9 @@ class MLflowTracker(GeneralTracker):
             tags=self.tags,
             description=self.description,
         )
+        self._thread_of_run = threading.get_ident()
+        self._client = self._mlflow.MlflowClient()
+        self._id: str = self.active_run.info.run_id
 
     def _experiment(self) -> str | None:
         """The id of the experiment, which exists now; None leaves the choice to MLflow."""
@@ -90,36 +95,45 @@ class MLflowTracker(GeneralTracker):
         for first in range(0, len(kept), PARAMETERS_PER_REQUEST):
             self._mlflow.log_params(dict(kept[first : first + PARAMETERS_PER_REQUEST]))
 
-    @on_main_process
+    @in_turn
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers are logged as metrics; anything else is left out, with one warning for each name."""
         metrics: dict[str, float] = {}
-        for key, value in values.items():
+        for key, value in as_numbers(values).items():
             if isinstance(value, (int, float)):
                 metrics[key] = value
             elif key not in self._metrics_refused:
                 self._metrics_refused.add(key)
                 logger.warning("MLflow metrics are numbers; %r is a %s and is left out.", key, type(value).__name__)
-        self._mlflow.log_metrics(metrics, step=step, **kwargs)
+        # The run is named, here and below: MLflow's active run is a matter of the thread that started it.
+        self._mlflow.log_metrics(metrics, step=step, **{"run_id": self._id, **kwargs})
 
-    @on_main_process
+    @in_turn
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """The figure is an artifact of the run, named ``artifact_file``."""
-        self._mlflow.log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
+        self._client.log_figure(self._id, figure, artifact_file, **save_kwargs)
 
-    @on_main_process
+    @in_turn
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
         """The files of the folder are artifacts of the run, under ``artifact_path``."""
-        self._mlflow.log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
+        self._client.log_artifacts(self._id, local_dir, artifact_path=artifact_path)
 
-    @on_main_process
+    @in_turn
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
         """The file is an artifact of the run, under ``artifact_path``."""
-        self._mlflow.log_artifact(local_path=local_path, artifact_path=artifact_path)
+        self._client.log_artifact(self._id, local_path, artifact_path=artifact_path)
 
     @on_main_process
     def finish(self) -> None:
-        self._mlflow.end_run()
+        if threading.get_ident() == self._thread_of_run:
+            self._leave_thread()
+        else:
+            self._client.set_terminated(self._id)
+
+    def _leave_thread(self) -> None:
+        if self._thread_of_run is not None:
+            self._thread_of_run = None
+            self._mlflow.end_run()
 
 
 def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..optional import is_installed, require
-from .base import GeneralTracker, on_main_process
+from .base import GeneralTracker, as_numbers, in_turn, on_main_process
 
 
 class TensorBoardTracker(GeneralTracker):
@@ -50,10 +50,10 @@ class TensorBoardTracker(GeneralTracker):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
 
-    @on_main_process
+    @in_turn
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers are scalars, strings are texts, dicts are groups of scalars."""
-        for key, value in values.items():
+        for key, value in as_numbers(values).items():
             if isinstance(value, (int, float)):
                 self.writer.add_scalar(key, value, global_step=step, **kwargs)
             elif isinstance(value, str):
@@ -62,7 +62,7 @@ class TensorBoardTracker(GeneralTracker):
                 self.writer.add_scalars(key, value, global_step=step, **kwargs)
         self.writer.flush()
 
-    @on_main_process
+    @in_turn
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Each value, a batch of images, is logged under its key; ``kwargs`` go to ``add_images``."""
         for key, images in values.items():

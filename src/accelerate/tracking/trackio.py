@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..optional import require
-from .base import GeneralTracker, on_main_process
+from .base import GeneralTracker, as_numbers, in_turn, on_main_process
 
 
 class TrackioTracker(GeneralTracker):
@@ -37,9 +37,9 @@ class TrackioTracker(GeneralTracker):
         # A trackio run's configuration is a plain dict.
         self.run.config.update(values)
 
-    @on_main_process
+    @in_turn
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.run.log(values, **({} if step is None else {"step": step}), **kwargs)
+        self.run.log(as_numbers(values), **({} if step is None else {"step": step}), **kwargs)
 
     @on_main_process
     def finish(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..optional import require
-from .base import GeneralTracker, on_main_process
+from .base import GeneralTracker, as_numbers, in_turn, on_main_process
 
 
 class WandBTracker(GeneralTracker):
@@ -35,17 +35,17 @@ class WandBTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.run.config.update(values, allow_val_change=True)
 
-    @on_main_process
+    @in_turn
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.run.log(values, step=step, **kwargs)
+        self.run.log(as_numbers(values), step=step, **kwargs)
 
-    @on_main_process
+    @in_turn
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Each value, a list of images, is logged under its key."""
         for key, images in values.items():
             self.log({key: [self._wandb.Image(image) for image in images]}, step=step, **kwargs)
 
-    @on_main_process
+    @in_turn
     def log_table(
         self,
         table_name: str,

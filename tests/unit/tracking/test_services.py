@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock, call
@@ -20,6 +21,8 @@ from accelerate.tracking import (
     TrackioTracker,
     WandBTracker,
     comet,
+    finish,
+    init_trackers,
 )
 
 
@@ -175,19 +178,34 @@ class TestMLflow:
         tracker = started(MLflowTracker("project"))
         for step in (1, 2):
             tracker.log({"loss": 0.5, "note": "x"}, step=step)
-        assert mlflow.log_metrics.call_args == call({"loss": 0.5}, step=2)
+        assert mlflow.log_metrics.call_args == call(
+            {"loss": 0.5}, step=2, run_id=mlflow.start_run.return_value.info.run_id
+        )
         assert caplog.text.count("'note'") == 1
 
     def test_files_and_figures_are_artifacts(self, mlflow: Any) -> None:
         tracker = started(MLflowTracker("project"))
         tracker.log_figure("figure", "f.png", dpi=3)
-        mlflow.log_figure.assert_called_once_with(figure="figure", artifact_file="f.png", dpi=3)
+        client, run = mlflow.MlflowClient.return_value, mlflow.start_run.return_value.info.run_id
+        client.log_figure.assert_called_once_with(run, "figure", "f.png", dpi=3)
         tracker.log_artifacts("folder", "there")
-        mlflow.log_artifacts.assert_called_once_with(local_dir="folder", artifact_path="there")
+        client.log_artifacts.assert_called_once_with(run, "folder", artifact_path="there")
         tracker.log_artifact("file")
-        mlflow.log_artifact.assert_called_once_with(local_path="file", artifact_path=None)
+        client.log_artifact.assert_called_once_with(run, "file", artifact_path=None)
         tracker.finish()
         mlflow.end_run.assert_called_once_with()
+
+    def test_the_run_is_ended_by_the_tracker_s_thread_and_forgotten_by_the_one_that_started_it(
+        self, mlflow: Any
+    ) -> None:
+        client, run = mlflow.MlflowClient.return_value, mlflow.start_run.return_value.info.run_id
+        threads: dict[str, str] = {}
+        client.set_terminated.side_effect = lambda _run: threads.update(ended=threading.current_thread().name)
+        mlflow.end_run.side_effect = lambda: threads.update(forgotten=threading.current_thread().name)
+        [tracker] = init_trackers([MLflowTracker("project")], "project")
+        finish([tracker])
+        client.set_terminated.assert_called_once_with(run)
+        assert threads == {"ended": "tracker mlflow", "forgotten": threading.current_thread().name}
 
 
 class TestClearML:
