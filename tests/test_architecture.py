@@ -34,9 +34,9 @@ FLOORS: Final[dict[str, int]] = {
             "devices clusters world plugins mesh collectives processes seeding logging memory modules progress probes"
             " hardware meeting",
             "precision data_loader checkpointing tracking device_map hooks offload optimizer scheduler gradients"
-            " weighting metrics health",
+            " weighting metrics health watching",
             "strategies",
-            "accelerator construction uneven pace state local_sgd inference big_modeling quantize test_utils",
+            "accelerator construction uneven pace micro_batches state local_sgd inference big_modeling quantize estimate test_utils",
             "accelerate utils launchers parallelism_config memory_utils",  # accelerate: the front door itself
         )
     )
@@ -71,11 +71,12 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "scheduler": ("gradients", "optimizer"),
     "data_loader": ("gradients",),
     "metrics": ("gradients",),
+    "watching": ("gradients", "health"),
     "offload": ("checkpointing",),
     "device_map": ("checkpointing", "offload"),
     "hooks": ("device_map", "offload"),
     # house
-    "accelerator": ("state", "construction", "uneven", "pace"),
+    "accelerator": ("state", "construction", "uneven", "pace", "micro_batches"),
     "local_sgd": ("accelerator", "state"),
     "test_utils": ("accelerator", "state", "local_sgd", "big_modeling", "inference"),
     # doors: importing is what they are for
@@ -149,6 +150,7 @@ OPEN_CLASSES: Final[dict[str, str]] = {
     "CPUInformation": "documented",
     "DataLoaderAdapter": "documented; a subclass of the wrapped loader's class is made for each loader",
     "MultiProcessAdapter": "documented logger class",
+    "RunCallback": "what users subclass",
 }
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
 
-from . import checkpointing, collectives, construction, pace, processes, strategies, tracking
+from . import checkpointing, collectives, construction, pace, processes, strategies, tracking, watching
 from .data_loader import prepare_data_loader, skip_first_batches
 from .data_loader.coverage import keep_real
 from .errors import PreparationError
@@ -170,6 +171,8 @@ class Accelerator:
         self._custom_objects: list[Any] = []
         self._may_pickle: list[Any] = []
         self._prepared_models: dict[int, Any] = {}
+        self._run: watching.RunWatch | None = None
+        self._noted_watch: Mapping[str, Any] | None = None
         self._save_hooks = checkpointing.Hooks()
         self._load_hooks = checkpointing.Hooks()
         self._background = checkpointing.Background()
@@ -996,7 +999,8 @@ class Accelerator:
             CheckpointError: on every rank, when writing failed on any, now or in the save before.
         """
         project = self.project_configuration
-        return checkpointing.write_checkpoint(
+        noted, began = watching.before_save(self._run), perf_counter()
+        folder = checkpointing.write_checkpoint(
             output_dir,
             world=self.world,
             project=project,
@@ -1011,13 +1015,20 @@ class Accelerator:
             strategy=DistributedType(self.distributed_type).value,
             safe_serialization=safe_serialization,
             pre_hooks=self._save_hooks,
-            details={"pace": pace.pace_of(self.world, self._dataloaders, self.gradient_state), **(details or {})},
+            details={
+                "pace": pace.pace_of(self.world, self._dataloaders, self.gradient_state),
+                **noted,
+                **(details or {}),
+            },
             metrics=metrics,
             select=select,
             pin=pin,
             background=self._background,
             asynchronous=project.save_asynchronously if asynchronous is None else asynchronous,
         )
+        if self._run is not None:
+            self._run.saved(folder, perf_counter() - began)
+        return folder
 
     def wait_for_checkpoint(self) -> None:
         """The checkpoint that was being saved in the background, if there was one, is committed.
@@ -1052,7 +1063,7 @@ class Accelerator:
         loaded = checkpointing.read_checkpoint(
             input_dir, **self._receivers(), load_kwargs=load_kwargs, **load_model_func_kwargs
         )
-        pace.go_on(loaded, self.world, self._dataloaders, self.gradient_state, keep_global_batch=keep_global_batch)
+        self._go_on(loaded, keep_global_batch)
 
     def resume(
         self,
@@ -1077,8 +1088,12 @@ class Accelerator:
             logger.info("A new run: there is no checkpoint in %s", root or self.project_dir)
             return None
         logger.info("The run goes on from %s", loaded.folder)
-        pace.go_on(loaded, self.world, self._dataloaders, self.gradient_state, keep_global_batch=keep_global_batch)
+        self._go_on(loaded, keep_global_batch)
         return str(loaded.folder)
+
+    def _go_on(self, loaded: checkpointing.LoadedCheckpoint, keep_global_batch: bool) -> None:
+        pace.go_on(loaded, self.world, self._dataloaders, self.gradient_state, keep_global_batch=keep_global_batch)
+        self._noted_watch = watching.after_load(self._run, loaded)
 
     def _receivers(self) -> dict[str, Any]:
         """What a checkpoint is given back to."""
@@ -1169,9 +1184,58 @@ class Accelerator:
         try:
             self._background.wait()
         finally:
+            if self._run is not None:
+                self._run.finish()
             tracking.finish(self.trackers)
             if not self.world.fork_launched:
                 leave_world()
+
+    # == watching ==========================================================================================
+
+    def watch_run(
+        self,
+        every: int = 10,
+        *,
+        callbacks: Sequence[watching.RunCallback] = (),
+        total_steps: int | None = None,
+        rules: watching.LossRules | None = _NOT_GIVEN,
+        flops: watching.Flops | None = None,
+        print_line: bool = False,
+        log: bool = True,
+    ) -> watching.RunWatch:
+        """The loop's numbers are reported every ``every`` updates, once its ``step(loss)`` follows each micro-batch.
+
+        Reports go to the project's folder (one small file a rank, which ``accelerate monitor`` reads), and with
+        ``log`` to the trackers.
+
+        Args:
+            callbacks: what else happens at the moments of the run.
+            total_steps: updates that the run will take, for the remaining time.
+            rules: when a loss ends the run, on all ranks at once; by default at the first report with a NaN or an
+                infinite loss; None never does.
+            flops: the floating-point operations of the model, for MFU.
+            print_line: whether the main process prints a line for each report.
+        """
+        self._run = watching.RunWatch(
+            self.world,
+            self.gradient_state,
+            self._optimizers,
+            every=every,
+            callbacks=callbacks,
+            total_steps=total_steps,
+            rules=watching.LossRules() if rules is _NOT_GIVEN else rules,
+            flops=flops or watching.Flops(),
+            folder=watching.folder_of(self.logging_dir),
+            log=self.log if log else None,
+            show=self.print if print_line and self.world.is_main else None,
+            facts={
+                "device": str(self.device),
+                "precision": self.mixed_precision,
+                "strategy": DistributedType(self.distributed_type).value,
+            },
+            resumed=self._noted_watch,
+        )
+        return self._run
 
     # == copies ============================================================================================
 
@@ -1181,7 +1245,7 @@ class Accelerator:
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
-        left = ("world", "trackers", "_weights", "_micro_batches", "_window")
+        left = ("world", "trackers", "_weights", "_micro_batches", "_window", "_run")
         left += ("_save_hooks", "_load_hooks", "_background")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
         state["strategy"] = self.strategy.options
@@ -1194,7 +1258,7 @@ class Accelerator:
         self.world = join_world(cpu=self.settings.run.use_cpu)
         self.strategy = strategies.choose(self.settings, self.world, options)
         self.trackers = []
-        self._window = ()
+        self._window, self._run = (), None
         self._weights = WindowWeights(self.world)
         self._micro_batches = MicroBatches(self.strategy)
         self._save_hooks, self._load_hooks = checkpointing.Hooks(), checkpointing.Hooks()

@@ -10,6 +10,7 @@ Each is also the built-in exception that callers of the documented interface alr
     ├── NotBuilt              (NotImplementedError)  a documented feature that this version doesn't have
     ├── WorldError            (RuntimeError)         the processes can't form, or no longer form, one world
     ├── CollectiveError       (RuntimeError)         ranks disagree about a collective operation
+    ├── RunStopped            (RuntimeError)         all ranks agreed to end the run
     ├── LaunchError           (RuntimeError)         processes couldn't be started, or died
     └── CheckpointError       (RuntimeError)         a checkpoint can't be written, read or trusted
         └── CheckpointNotFound (FileNotFoundError, ValueError)
@@ -44,6 +45,14 @@ class WorldError(AccelerateError, RuntimeError):
 
 class CollectiveError(AccelerateError, RuntimeError):
     """Ranks disagree about a collective operation."""
+
+
+class MemoryExhausted(AccelerateError, RuntimeError):
+    """Memory ran out, and smaller parts don't help."""
+
+
+class RunStopped(AccelerateError, RuntimeError):
+    """All ranks have agreed to end the run: its loss is lost, or somebody asked for it."""
 
 
 class LaunchError(AccelerateError, RuntimeError):

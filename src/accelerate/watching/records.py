@@ -1,0 +1,130 @@
+"""What one rank writes down about a run: a small file of JSON lines, written by a thread.
+
+One file a rank, ``{logging_dir}/monitor/rank_{n}.jsonl``; nobody but its rank writes to it, and ``accelerate monitor``
+reads them all. A restarted run adds to the files of the first one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import math
+import os
+import queue
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Final, final
+
+#: The folder in the project where the files lie, and their names.
+FOLDER: Final = "monitor"
+FILE_PATTERN: Final = "rank_{}.jsonl"
+_MAX_WARNINGS: Final = 200
+_GOODBYE_SECONDS: Final = 2.0
+
+
+@final
+class RankRecord:
+    """The record of one rank. Numbers are written at most once in ``seconds_between``; events always.
+
+    Args:
+        folder: where the files of all ranks lie; None writes nothing.
+        seconds_between: reports that come sooner after the last one are left out of the file.
+    """
+
+    def __init__(self, folder: Path | None, rank: int, *, seconds_between: float = 0.1) -> None:
+        self.path = None if folder is None else folder / FILE_PATTERN.format(rank)
+        self._seconds_between = seconds_between
+        self._last = -math.inf
+        self._left_out: dict[str, Any] | None = None
+        self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._listener: _Listener | None = None
+
+    def start(self, **facts: Any) -> None:
+        """The file says that a process has begun, and warnings go into it from now on."""
+        if self.path is None or self._thread is not None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._write, name="accelerate_record", daemon=True)
+        self._thread.start()
+        self._listener = _Listener(self)
+        logging.getLogger().addHandler(self._listener)
+        atexit.register(_end, weakref.ref(self))
+        self.event("start", pid=os.getpid(), **facts)
+
+    def numbers(self, values: dict[str, Any]) -> None:
+        """``values`` are one line of the file, unless the last line of this kind is very recent."""
+        now = time.monotonic()
+        if now - self._last < self._seconds_between:
+            self._left_out = values
+        elif self._thread is not None:
+            self._last, self._left_out = now, None
+            self._put(values)
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Something happened that a reader of the curves wants to know."""
+        if self._thread is not None:
+            self._put({"event": kind, **facts})
+
+    def finish(self, kind: str = "end", **facts: Any) -> None:
+        """Everything is in the file, and nothing more will be."""
+        thread = self._thread
+        if thread is None or self._pid != os.getpid():  # a forked worker has this object, but not its thread
+            return
+        if self._left_out is not None:
+            self._put(self._left_out)
+        self.event(kind, **facts)
+        self._thread = None
+        if self._listener is not None:
+            logging.getLogger().removeHandler(self._listener)
+        self._lines.put(None)
+        thread.join(_GOODBYE_SECONDS)
+
+    def _put(self, values: dict[str, Any]) -> None:
+        if self._pid == os.getpid():
+            self._lines.put({"time": round(time.time(), 3), **values})
+
+    def _write(self) -> None:
+        assert self.path is not None
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                while (line := self._lines.get()) is not None:
+                    file.write(json.dumps(line, default=str) + "\n")
+                    if self._lines.empty():
+                        file.flush()
+        except OSError as error:
+            print(f"accelerate: {self.path} can't be written ({error}); the run goes on.", file=sys.stderr)
+
+
+@final
+class _Listener(logging.Handler):
+    """Warnings and errors of this process's loggers, as events."""
+
+    def __init__(self, record: RankRecord) -> None:
+        super().__init__(logging.WARNING)
+        self._record = weakref.ref(record)
+        self._left = _MAX_WARNINGS
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """The line is an event of the run, while there aren't too many."""
+        target = self._record()
+        if target is not None and self._left > 0:
+            self._left -= 1
+            target.event("warning", text=record.getMessage()[:500], logger=record.name)
+
+
+def _end(reference: weakref.ref[RankRecord]) -> None:
+    """At the end of the interpreter: how it ended, if nobody said so before."""
+    record = reference()
+    if record is None:
+        return
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        record.finish()
+    else:
+        record.finish("error", text=f"{type(error).__name__}: {error}"[:500])
