@@ -1,0 +1,215 @@
+"""What of a training step lies on one rank, for each way of spreading it over several. Pure arithmetic.
+
+Exact where the strategy only divides what one device has; where it gathers and sends, what torch's implementation
+holds at once is counted. Activations under tensor parallelism follow Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022: ten parts in thirty-four of a block are on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, Literal, final, get_args
+
+from ..errors import SettingError
+from .trace import TrainingTrace
+
+Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp", "fsdp-grad"]
+
+#: What is in shards: (weights, gradients, optimizer state).
+_SHARDED: Final[dict[Sharding, tuple[bool, bool, bool]]] = {
+    "none": (False, False, False),
+    "zero1": (False, False, True),
+    "zero2": (False, True, True),
+    "zero3": (True, True, True),
+    "fsdp": (True, True, True),
+    "fsdp-grad": (True, True, True),
+}
+_ON_EVERY_TENSOR_RANK: Final = 10 / 34
+_FULL_PRECISION_BYTES: Final = 4
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks share the work, and how."""
+
+    replicas: int = 1
+    """Whole copies of the model, or of its shards."""
+    shards: int = 1
+    """Ranks over which weights, gradients and optimizer state are cut, as ``sharding`` says."""
+    sharding: Sharding = "none"
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    offload_weights: bool = False
+    """Weights, gradients and optimizer state wait in host memory."""
+    offload_optimizer: bool = False
+    """Optimizer state waits in host memory, and is used there."""
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "shards", "tp", "cp", "pp"):
+            if getattr(self, name) < 1:
+                raise SettingError(f"Layout({name}={getattr(self, name)}): a number of ranks is at least 1.")
+        if self.sharding not in get_args(Sharding):
+            raise SettingError(f"Layout(sharding={self.sharding!r}): choose from {', '.join(get_args(Sharding))}.")
+
+    @property
+    def ranks(self) -> int:
+        """All ranks together."""
+        return self.replicas * self.shards * self.tp * self.cp * self.pp
+
+    @property
+    def name(self) -> str:
+        """``tp4+fsdp8``, as ``parse`` reads it."""
+        parts = [f"{axis}{degree}" for axis in ("tp", "cp", "pp") if (degree := getattr(self, axis)) > 1]
+        if self.shards > 1 or self.sharding != "none":
+            parts.append(f"{self.sharding}{'x' if self.sharding[-1].isdigit() else ''}{self.shards}")
+        if self.replicas > 1:
+            parts.append(f"ddp{self.replicas}")
+        return "+".join(parts) or "single"
+
+    @classmethod
+    def parse(cls, text: str, ranks: int) -> Layout:
+        """The layout that is written as ``"fsdp"``, ``"ddp"``, ``"tp4+fsdp"``: the part without a number gets the ranks
+        that are left.
+
+        Raises:
+            SettingError: a part isn't known, or the numbers don't make ``ranks``.
+        """
+        parts = [] if text == "single" else text.split("+")
+        degrees = {name: int(number or 0) for name, number in map(_split_number, parts)}
+        open_parts = [name for name, degree in degrees.items() if not degree]
+        ways = [name for name in degrees if name in _SHARDED]
+        if len(degrees) < len(parts) or len(open_parts) > 1 or len(ways) > 1:
+            raise SettingError(
+                f"{text!r} is no layout: each part stands once, with at most one way of cutting into shards and with "
+                "at most one part without a number, which gets the ranks that are left."
+            )
+        fixed = prod(degree for degree in degrees.values() if degree)
+        if open_parts and ranks % fixed == 0:
+            degrees[open_parts[0]] = ranks // fixed
+        made = prod(degrees.values())
+        if made != ranks:
+            raise SettingError(f"{text!r} doesn't make {ranks} ranks: its numbers make {made or fixed}.")
+        way: Any = ways[0] if ways else "none"
+        return cls(
+            replicas=degrees.get("ddp", 1),
+            shards=degrees.get(way, 1),
+            sharding=way,
+            tp=degrees.get("tp", 1),
+            cp=degrees.get("cp", 1),
+            pp=degrees.get("pp", 1),
+        )
+
+
+def _split_number(part: str) -> tuple[str, str]:
+    found = re.fullmatch(r"(ddp|tp|cp|pp|zero[123]|fsdp-grad|fsdp)x?(\d*)", part)
+    if found is None:
+        raise SettingError(
+            f"{part!r} is no part of a layout. Write 'single', or parts joined by '+' with numbers of ranks: ddp, "
+            "fsdp, fsdp-grad, zero1, zero2, zero3, tp, cp, pp; for example 'tp4+fsdp' or 'zero2x8'."
+        )
+    return found[1], found[2]
+
+
+@final
+@dataclass(frozen=True)
+class Footprint:
+    """The bytes on the busiest rank's device at the fullest moment, by what they are for, and those on its host."""
+
+    layout: Layout
+    weights: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    activations: int
+    communication: int
+    """What is gathered, or waits to be sent."""
+    host: int
+
+    @property
+    def peak(self) -> int:
+        """The most that the device holds at one moment."""
+        kept = self.weights + self.buffers + self.gradients + self.optimizer
+        return kept + self.activations + self.communication
+
+
+def footprint(trace: TrainingTrace, layout: Layout) -> Footprint:
+    """What the training step of ``trace`` needs on each rank of the layout."""
+    cut_weights, cut_gradients, cut_optimizer = (layout.shards if cut else 1 for cut in _SHARDED[layout.sharding])
+    held = _held_share(trace, layout)
+    weights, gradients, optimizer = _trained(trace, layout)
+    activations = (_ON_EVERY_TENSOR_RANK + (1 - _ON_EVERY_TENSOR_RANK) / layout.tp) / layout.cp
+    per_rank_weights = held * weights / cut_weights
+    per_rank_optimizer = held * optimizer / cut_optimizer
+    gathered = _gathered(trace, layout)
+    sent = _sent(trace, layout, held * gradients)
+    scale = held * gradients / max(trace.gradients, 1) / cut_gradients
+    all_gradients = scale * trace.gradients
+    host = 0.0
+    if layout.offload_weights:
+        host = per_rank_weights + all_gradients + per_rank_optimizer
+        per_rank_weights = per_rank_optimizer = scale = 0.0
+    elif layout.offload_optimizer:
+        host, per_rank_optimizer = per_rank_optimizer, 0.0
+    moments = [
+        (scale * moment.gradients, activations * moment.activations, gathered + (sent if moment.gradients else 0))
+        for moment in trace.moments
+    ]
+    if not (layout.offload_weights or layout.offload_optimizer):
+        temporaries = held * trace.step_temporaries / cut_optimizer
+        still_gathered = sent if layout.sharding == "none" else 0.0
+        moments.append((all_gradients, activations * trace.held_in_step + temporaries, still_gathered))
+    fullest = max(moments, key=sum, default=(0.0, 0.0, 0.0))
+    return Footprint(
+        layout,
+        weights=round(per_rank_weights),
+        buffers=trace.buffers,
+        gradients=round(fullest[0]),
+        optimizer=round(per_rank_optimizer),
+        activations=round(fullest[1]),
+        communication=round(fullest[2]),
+        host=round(host),
+    )
+
+
+def _held_share(trace: TrainingTrace, layout: Layout) -> float:
+    """The share of the weights that one pipeline stage and one tensor rank has before anything is cut into shards."""
+    total = max(trace.weights, 1)
+    undivided = (total - trace.divisible) / total + trace.divisible / total / layout.tp
+    inside = (total - trace.outside_blocks) / total
+    return undivided * (inside / layout.pp + (1 - inside))
+
+
+def _trained(trace: TrainingTrace, layout: Layout) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer state of the whole model, as the strategy keeps them."""
+    if not layout.sharding.startswith("zero") or trace.autocast_bytes is None:
+        return trace.weights, trace.gradients, trace.optimizer
+    # DeepSpeed trains lower precision on the weights themselves, and keeps full ones beside the optimizer state.
+    weights = trace.num_parameters * trace.autocast_bytes
+    gradients = trace.num_trainable * trace.autocast_bytes
+    return weights, gradients, trace.optimizer + trace.num_trainable * _FULL_PRECISION_BYTES
+
+
+def _gathered(trace: TrainingTrace, layout: Layout) -> float:
+    """Whole weights that are put together from shards while they are used."""
+    if layout.shards == 1 or layout.sharding not in ("fsdp", "fsdp-grad", "zero3"):
+        return 0.0
+    narrower = 1.0
+    if trace.autocast_bytes is not None and trace.num_parameters:
+        narrower = trace.autocast_bytes * trace.num_parameters / max(trace.weights, 1)
+    share = _held_share(trace, layout)
+    if layout.sharding == "fsdp-grad":
+        return share * narrower * trace.weights
+    return share * narrower * (trace.outside_blocks + 2 * trace.largest_block)
+
+
+def _sent(trace: TrainingTrace, layout: Layout, gradients: float) -> float:
+    """Gradients that are on their way to the other ranks."""
+    if layout.sharding == "none":
+        return gradients if layout.replicas > 1 else 0.0
+    if layout.shards == 1:
+        return 0.0
+    return _held_share(trace, layout) * 2 * max(trace.largest_block, trace.outside_blocks)
