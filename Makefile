@@ -59,7 +59,7 @@ bench: setup     ## measure (each file prints its own table)
 
 docs: setup      ## build the pages into site/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 build: setup     ## wheel and sdist into dist/
 	$(BIN)/python -m build

@@ -169,8 +169,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         """Every ``"auto"`` entry below ``prefix`` has its value from ``kwargs``.
 
         Raises:
-            SettingError: an entry says something else than ``kwargs``, or is ``"auto"`` and has no value
-            there.
+            SettingError: an entry says something else than ``kwargs``, or is ``"auto"`` without a value there.
         """
         mismatches = [] if mismatches is None else mismatches
         for name, value in list((self.deepspeed_config if config is None else config).items()):

@@ -1,0 +1,143 @@
+"""What the site is made of: its navigation, its reference pages and its drawings."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+import accelerate
+from accelerate.commands.main import COMMANDS
+from accelerate.settings.document import options_with_groups
+from tests.docs.pages import DOCUMENTS, ROOT
+
+MADE = {"reference/commands.md", "reference/settings.md"}
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Imports a module of docs/_site by its name."""
+    monkeypatch.syspath_prepend(str(DOCUMENTS / "_site"))
+    before = set(sys.modules)
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    yield load
+    for name in {"drawings", "reference"} & (set(sys.modules) - before):
+        del sys.modules[name]
+
+
+def navigation() -> list[str]:
+    class Loader(yaml.SafeLoader):
+        """Knows no tags but those of YAML; the builder's own are left as text."""
+
+    entries: list[Any] = [yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]]
+    found: list[str] = []
+    while entries:
+        entry = entries.pop()
+        if isinstance(entry, str):
+            found.append(entry)
+        else:
+            entries += list(entry.values()) if isinstance(entry, dict) else entry
+    return found
+
+
+def test_every_page_can_be_reached_and_every_entry_is_a_page() -> None:
+    pages = {str(page.relative_to(DOCUMENTS)) for page in DOCUMENTS.rglob("*.md")} | MADE
+    assert sorted(navigation()) == sorted(pages)
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = []
+    for page in DOCUMENTS.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" in target:
+                continue
+            address = (page.parent / target).resolve()
+            made = address.is_relative_to(DOCUMENTS) and str(address.relative_to(DOCUMENTS)) in MADE
+            if not made and not address.is_file():
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not broken
+
+
+def documented() -> set[str]:
+    """Every dotted name that a reference page shows, members that it lists included."""
+    names: set[str] = set()
+    for page in (DOCUMENTS / "reference").glob("*.md"):
+        for block in re.split(r"^(?=::: )", page.read_text(), flags=re.MULTILINE)[1:]:
+            home = block.split()[1]
+            members = re.search(r"members:\s*(\[[^\]]*\]|(?:\n\s+- \w+)+)", block)
+            names |= {f"{home}.{name}" for name in re.findall(r"\w+", members[1])} if members else {home}
+    return names
+
+
+def _named(name: str) -> object:
+    home, _, member = name.rpartition(".")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return getattr(importlib.import_module(home), member)
+
+
+def test_every_name_of_the_front_door_is_documented() -> None:
+    shown = [_named(name) for name in documented()]
+    assert len(shown) > 50
+    inside = {id(member) for module in shown if isinstance(module, ModuleType) for member in vars(module).values()}
+    known = {id(value) for value in shown} | inside
+    missing = [name for name in accelerate.__all__ if id(getattr(accelerate, name)) not in known]
+    assert missing == ["__version__"]
+
+
+def test_the_page_of_settings_has_every_flag_key_and_variable(site: Any) -> None:
+    page = site("reference").settings_page()
+    missing = [
+        name
+        for _, option in options_with_groups()
+        for name in (option.flag, *option.env, option.key)
+        if name and name not in page
+    ]
+    assert not missing
+
+
+def test_the_page_of_commands_has_every_command(site: Any) -> None:
+    page = site("reference").commands_page()
+    for name in COMMANDS:
+        assert re.search(rf"^## accelerate {name}\n.*?```text\nusage:", page, re.MULTILINE | re.DOTALL | re.IGNORECASE)
+
+
+def test_drawings_are_well_formed_and_each_is_used(site: Any) -> None:
+    pages = "\n".join(page.read_text() for page in DOCUMENTS.rglob("*.md"))
+    used = set(re.findall(r"^<!-- drawing: ([\w-]+) -->$", pages, re.MULTILINE))
+    drawings = site("drawings").DRAWINGS
+    assert used == set(drawings)
+    for draw in drawings.values():
+        root = ElementTree.fromstring(draw())
+        assert root.attrib["aria-label"]
+        assert len(list(root.iter())) > 10
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ({}, [[[0, 1, 2, 3], [8, 9, 10, 11], [16, 17, 18, 19]], [[4, 5, 6, 7], [12, 13, 14, 15], [20, 21, 0, 1]]]),
+        ({"drop": True}, [[[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [12, 13, 14, 15]]]),
+    ],
+)
+def test_the_drawing_of_shares_shows_what_loaders_do(
+    site: Any, policy: dict[str, bool], expected: list[list[list[int]]]
+) -> None:
+    drawings = site("drawings")
+    assert drawings.shares(22, 4, 2, **policy) == expected
+    cells = [
+        cell.text for cell in ElementTree.fromstring(drawings.who_gets_what(22, 4, 2, **policy)).iter() if cell.text
+    ]
+    numbers = [int(cell) for cell in cells if cell.isdigit()]
+    assert sorted(numbers) == sorted(sample for rank in expected for batch in rank for sample in batch)
