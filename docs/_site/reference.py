@@ -51,7 +51,7 @@ def settings_page() -> str:
         if option.flag or option.key or option.env:
             groups.setdefault(option.group, []).append(option)
     for title, options in groups.items():
-        parts += [f"## {title}", "", "| flag | file | environment | default | what it does |", "|---|---|---|---|---|"]
+        parts += [f"## {title}", "", "| flag, key of the file, variable | default | what it does |", "|---|---|---|"]
         parts += [_row(option) for option in options] + [""]
     return "\n".join(parts)
 
@@ -62,8 +62,8 @@ def _row(option: OptionInfo) -> str:
     help = escape(option.help, quote=False).replace("|", "\\|")
     if option.choices:
         help += f" One of {', '.join(_code(choice) for choice in option.choices)}."
-    names = (_code(option.flag), _code(file), "<br>".join(_code(name) for name in option.env))
-    return f"| {' | '.join((*names, default, help))} |"
+    names = "<br>".join(_code(name) for name in (option.flag, file, *option.env) if name)
+    return f"| {names} | {default} | {help} |"
 
 
 def _code(word: str | None) -> str:
