@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from .gradients import GradientState
 from .hooks.values import get_state_dict_offloaded_model as get_state_dict_offloaded_model  # an old address
 from .logging import get_logger
 from .memory import release_memory
+from .mesh import DATA_AXES
 from .metrics import StreamingMean
 from .micro_batches import ComputeLoss, MicroBatches, Work
 from .names import PROFILE_PATTERN_NAME
@@ -138,7 +140,8 @@ class Accelerator:
             cpu=run.use_cpu, debug=run.debug, **construction.process_group_options(self._handlers.init)
         )
         self.state = AcceleratorState._fill(self.settings, self.world, dynamo_plugin=self.dynamo_plugin, **plugins)
-        self.state.device_mesh = construction.device_mesh(self, plugins["parallelism_config"])
+        self.mesh = construction.mesh(self, plugins["parallelism_config"])
+        self.state.device_mesh = self.mesh.device_mesh if plugins["parallelism_config"] is not None else None
         self.precision = construction.precision(self.state.mixed_precision, self.world, self._handlers, plugins)
         self.gradient_state = GradientState.create(
             gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=run.gradient_accumulation_steps)
@@ -146,7 +149,7 @@ class Accelerator:
         self.strategy = strategies.choose(
             self.settings,
             self.world,
-            strategies.StrategyOptions(self.dynamo_plugin, self._handlers.ddp, plugins),
+            strategies.StrategyOptions(self.dynamo_plugin, self._handlers.ddp, plugins, self.mesh),
         )
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -162,7 +165,7 @@ class Accelerator:
 
     def _hold_nothing(self) -> None:
         """Nothing is prepared, registered or hooked."""
-        self._weights = WindowWeights(self.world)
+        self._weights = WindowWeights(self.mesh)
         self._micro_batches = MicroBatches(self.strategy)
         self._models: list[Any] = []
         self._optimizers: list[Any] = []
@@ -438,10 +441,9 @@ class Accelerator:
         return self._axis_rank("pp")
 
     def _axis_rank(self, axis: str) -> int:
-        mesh = self.torch_device_mesh
-        if mesh is None:
+        if self.parallelism_config is None:
             raise RuntimeError(f"The rank along {axis!r} needs Accelerator(parallelism_config=ParallelismConfig(...)).")
-        return mesh.get_local_rank(axis) if axis in (mesh.mesh_dim_names or ()) else 0
+        return self.mesh.place(axis)
 
     # == one process, or all in turn =======================================================================
 
@@ -593,7 +595,7 @@ class Accelerator:
             own[:1] or self._optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
-            num_processes=self.world.size,
+            num_processes=self.mesh.data_share().count,
             mode=self.scheduler_mode,
             gradient_state=self.gradient_state,
         )
@@ -628,6 +630,7 @@ class Accelerator:
             use_stateful_dataloader=config.use_stateful_dataloader,
             torch_device_mesh=self.torch_device_mesh,
             gradient_state=self.gradient_state,
+            share=self.mesh.data_share(),
             index_free_shuffle=config.index_free_shuffle,
             prefetch_to_device=config.prefetch_to_device,
         )
@@ -886,10 +889,11 @@ class Accelerator:
             to: ``"main"`` gathers on rank 0 only; the other ranks get None.
         """
         as_objects = use_gather_object or not is_all_tensors(input_data)
+        readers = self.mesh.within(*DATA_AXES)  # of ranks that share the work on a sample, each hears from its like
         if as_objects:
-            gathered = collectives.gather_object(input_data, world=self.world)
+            gathered = collectives.gather_object(input_data, world=readers)
         else:
-            gathered = collectives.gather(input_data, world=self.world, to=None if to == "all" else 0)
+            gathered = collectives.gather(input_data, world=readers, to=None if to == "all" else 0)
         if to == "main" and not self.world.is_main:
             return None
         loader = self.gradient_state.active_dataloader
@@ -898,7 +902,7 @@ class Accelerator:
 
     def streaming_mean(self) -> StreamingMean:
         """A mean over samples of all ranks, each once, of which every rank keeps two numbers."""
-        return StreamingMean(self.world, self.gradient_state)
+        return StreamingMean(self.mesh, self.gradient_state)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The elementwise sum, mean or max over ranks, on every rank; ``tensor`` is unchanged."""
@@ -1245,10 +1249,10 @@ class Accelerator:
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
-        left = ("world", "trackers", "_weights", "_micro_batches", "_window", "_run")
+        left = ("world", "mesh", "trackers", "_weights", "_micro_batches", "_window", "_run")
         left += ("_save_hooks", "_load_hooks", "_background")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
-        state["strategy"] = self.strategy.options
+        state["strategy"] = replace(self.strategy.options, mesh=None)
         state["_prepared_models"] = [self._prepared_models.get(id(model)) for model in self._models]
         return state
 
@@ -1256,10 +1260,11 @@ class Accelerator:
         options, prepared_models = state.pop("strategy"), state.pop("_prepared_models")
         self.__dict__.update(state)
         self.world = join_world(cpu=self.settings.run.use_cpu)
+        self.mesh = options.mesh = construction.mesh(self, options.plugins.get("parallelism_config"))
         self.strategy = strategies.choose(self.settings, self.world, options)
         self.trackers = []
         self._window, self._run = (), None
-        self._weights = WindowWeights(self.world)
+        self._weights = WindowWeights(self.mesh)
         self._micro_batches = MicroBatches(self.strategy)
         self._save_hooks, self._load_hooks = checkpointing.Hooks(), checkpointing.Hooks()
         self._background = checkpointing.Background()

@@ -10,6 +10,7 @@ from typing import Any, final
 from .errors import SettingError
 from .health.failure import record_uncaught
 from .logging import install_rich_tracebacks
+from .mesh import Mesh
 from .plugins.base import KwargsHandler
 from .plugins.data import DataLoaderConfiguration
 from .plugins.ddp import DistributedDataParallelKwargs
@@ -163,14 +164,14 @@ def complete_plugins(plugins: dict[str, Any], settings: Settings, known: Mapping
         plugins["parallelism_config"] = ParallelismConfig()
 
 
-def device_mesh(accelerator: Any, config: ParallelismConfig | None) -> Any:
-    """The processes in the axes of ``config``; None without one.
+def mesh(accelerator: Any, config: ParallelismConfig | None) -> Mesh:
+    """The processes along the axes of ``config``; without one they are replicas.
 
     Raises:
         SettingError: the axes don't fit the processes, or ask to shard without FSDP.
     """
     if config is None:
-        return None
+        return Mesh.of(accelerator.world)
     config._validate_accelerator(accelerator)
     if config.dp_shard_size > 1 and accelerator.state.fsdp_plugin is None:
         raise SettingError(
@@ -178,9 +179,7 @@ def device_mesh(accelerator: Any, config: ParallelismConfig | None) -> Any:
             f"fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), or set dp_shard_size=1 "
             f"({config.equation()})."
         )
-    if accelerator.world.backend is None:
-        return None
-    return config.get_device_mesh(accelerator.world.device.type)
+    return config.mesh(accelerator.world)
 
 
 def precision(label: str, world: World, handlers: Handlers, plugins: dict[str, Any]) -> Precision:

@@ -9,7 +9,7 @@ import torch
 from .collectives import reduce
 from .errors import PreparationError
 from .gradients import GradientState
-from .world import World
+from .mesh import TOKEN_AXES, Mesh
 
 
 @final
@@ -25,16 +25,16 @@ class StreamingMean:
         print(loss.mean())
     """
 
-    def __init__(self, world: World, clock: GradientState) -> None:
-        self._world, self._clock = world, clock
+    def __init__(self, mesh: Mesh, clock: GradientState) -> None:
+        self._mesh, self._clock = mesh, clock
         self.reset()
 
     def reset(self) -> None:
         """Nothing has been seen."""
         try:
-            self._kept = torch.zeros(2, dtype=torch.float64, device=self._world.device)
+            self._kept = torch.zeros(2, dtype=torch.float64, device=self._mesh.world.device)
         except (TypeError, RuntimeError):  # a device without float64
-            self._kept = torch.zeros(2, device=self._world.device)
+            self._kept = torch.zeros(2, device=self._mesh.world.device)
 
     def update(self, values: Any, weight: Any = None) -> None:
         """The samples of the batch in hand are in.
@@ -50,7 +50,9 @@ class StreamingMean:
             total, count = values.sum(dtype=self._kept.dtype), weight
         else:
             values = self._real(values)
-            total, count = values.sum(dtype=self._kept.dtype), values.numel()
+            # Ranks that share the work on a sample all speak for it.
+            speakers = self._mesh.size("cp", "sp")
+            total, count = values.sum(dtype=self._kept.dtype) / speakers, values.numel() / speakers
         self._kept[0] += total
         self._kept[1] += count
 
@@ -69,7 +71,7 @@ class StreamingMean:
 
     def sum_and_count(self) -> tuple[float, float]:
         """The sum and the count over all ranks, on every rank; a collective."""
-        total, count = reduce(self._kept, "sum", world=self._world).tolist()
+        total, count = reduce(self._kept, "sum", world=self._mesh.within(*TOKEN_AXES)).tolist()
         return total, count
 
     def sum(self) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from .collectives import reduce
 from .errors import PreparationError
-from .world import World
+from .mesh import TOKEN_AXES, Mesh
 
 Backward = Callable[[torch.Tensor], None]
 
@@ -22,8 +22,8 @@ Backward = Callable[[torch.Tensor], None]
 class WindowWeights:
     """The weights of the windows that are open, by the models of the window."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
         #: The weight so far of every window that has weighted micro-batches behind it.
         self.pending: dict[Hashable, Any] = {}
 
@@ -37,6 +37,19 @@ class WindowWeights:
             raise PreparationError(
                 "backward(loss) without a weight, in a window whose earlier micro-batches had one: the two can't be "
                 "averaged together. Pass weight= in every micro-batch of the window, or in none."
+            )
+
+    def refuse_open_window(self, *, completes_window: bool) -> None:
+        """Raises unless a window is this one micro-batch: an engine that steps inside backward can't wait for more.
+
+        Raises:
+            PreparationError: gradients are accumulated.
+        """
+        if self.pending or not completes_window:
+            raise PreparationError(
+                "backward(loss, weight=...) over several micro-batches: DeepSpeed's engine updates the parameters "
+                "inside the last backward, before their total weight can be divided out. Use "
+                "gradient_accumulation_steps=1, FSDP or DDP, or a mean loss without weight=."
             )
 
     def backward(
@@ -66,7 +79,7 @@ class WindowWeights:
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def _factor(self, total: Any, device: torch.device) -> torch.Tensor:
-        """World size over total weight: the strategy divides by the world size, the true mean by the weight."""
+        """Ranks over total weight: the strategy divides by the ranks that have tokens, the true mean by the weight."""
         weight = torch.as_tensor(total, dtype=torch.float32, device=device).detach()
-        weight = reduce(weight, "sum", world=self._world)
-        return torch.where(weight > 0, self._world.size / weight, torch.zeros_like(weight))
+        weight = reduce(weight, "sum", world=self._mesh.within(*TOKEN_AXES))
+        return torch.where(weight > 0, self._mesh.size(*TOKEN_AXES) / weight, torch.zeros_like(weight))

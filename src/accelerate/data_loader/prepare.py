@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from accelerate.errors import PreparationError
 from accelerate.gradients import GradientState
-from accelerate.mesh import DataShare
+from accelerate.mesh import AXES, DATA_AXES, DataShare
 from accelerate.world import current_world
 
 from .aware import AlreadyShardedWarning, account_of, rank_aware_part
@@ -25,7 +24,7 @@ from .shard import BatchSamplerShard, IterableDatasetShard
 from .skip import arguments_of
 
 # Mesh axes along which ranks work on the same samples.
-_SAME_DATA_AXES = frozenset({"tp", "cp", "sp", "pp"})
+_SAME_DATA_AXES = frozenset(AXES) - frozenset(DATA_AXES)
 
 
 def prepare_data_loader(
@@ -135,8 +134,13 @@ def _share(num_processes: int | None, process_index: int | None, mesh: Any) -> D
     index = process_index if process_index is not None else world.rank if world is not None else 0
     if mesh is not None:
         names = mesh.mesh_dim_names or ()
-        alike = math.prod(size for name, size in zip(names, mesh.mesh.shape, strict=False) if name in _SAME_DATA_AXES)
-        count, index = max(count // alike, 1), index // alike
+        share, count, rest = 0, 1, index
+        for name, size in reversed([*zip(names, mesh.mesh.shape, strict=False)]):
+            rest, place = divmod(rest, size)
+            if name not in _SAME_DATA_AXES:
+                share += place * count
+                count *= size
+        index = share
     return DataShare(index, count)
 
 

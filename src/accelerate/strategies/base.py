@@ -16,6 +16,7 @@ import torch
 from ..checkpointing.sharded import InPlace, StateAccess
 from ..errors import PreparationError
 from ..hooks.values import get_state_dict_offloaded_model, has_offloaded_params
+from ..mesh import Mesh
 from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..world import World
@@ -33,6 +34,7 @@ class StrategyOptions:
     dynamo_plugin: Any = None
     ddp_handler: Any = None
     plugins: dict[str, Any] = field(default_factory=dict)
+    mesh: Mesh | None = None  # without one, all ranks are replicas
 
 
 class Strategy(ABC):
@@ -41,6 +43,7 @@ class Strategy(ABC):
     def __init__(self, world: World, options: StrategyOptions) -> None:
         self.world = world
         self.options = options
+        self.mesh = options.mesh or Mesh.of(world)
 
     # -- choosing ------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from ..errors import PreparationError
+from ..mesh import SHARD_AXES
 from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..world import World
@@ -35,7 +36,7 @@ class FullyShard(Strategy):
 
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
-        self._mesh: DeviceMesh | None = None
+        self._shards: DeviceMesh | None = None
         self._unreduced: set[int] = set()  # the models inside no_sync
 
     @classmethod
@@ -96,6 +97,7 @@ class FullyShard(Strategy):
         self._compile_regions(model)
         self._shard(model, units, ignored, keeps_outputs=precision.is_autocast)
         dynamo = self.options.dynamo_plugin
+        precision.patch_wrapped(model)
         return model if dynamo is None or dynamo.use_regional_compilation else compile_model(model, dynamo)
 
     def _compile_regions(self, model: torch.nn.Module) -> None:
@@ -116,7 +118,7 @@ class FullyShard(Strategy):
         Args:
             keeps_outputs: the model's own forward has decided the dtype of its outputs.
         """
-        plugin, mesh = self.plugin, self.mesh()
+        plugin, mesh = self.plugin, self.shard_mesh()
         ignored_parameters = {parameter for module in ignored for parameter in module.parameters()}
         options: dict[str, Any] = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
         if plugin.mixed_precision_policy is not None:
@@ -143,21 +145,18 @@ class FullyShard(Strategy):
         if callable(getattr(model, "generate", None)):
             register_fsdp_forward_method(model, "generate")
 
-    def mesh(self) -> DeviceMesh:
+    def shard_mesh(self) -> DeviceMesh:
         """The ranks over which parameters are sharded: the last axis; over the first of two they are replicated."""
-        if self._mesh is None:
-            config = self.options.plugins.get("parallelism_config")
-            kind = self.world.device.type
-            whole = None if config is None else config.get_device_mesh(kind)
-            if config is not None and whole is not None:
-                sharding = config.dp_shard_cp_dim_names
-                over = sharding if len(sharding) == 1 else ["dp_shard_cp"]
-                replicating = ["dp_replicate"] if config.dp_replicate_enabled else []
-                self._mesh = whole[tuple(replicating + over)]
+        if self._shards is None:
+            if self.mesh.size(*SHARD_AXES) == 1:  # nothing was said: all ranks shard
+                self._shards = init_device_mesh(
+                    self.world.device.type, (self.world.size,), mesh_dim_names=("dp_shard",)
+                )
             else:
-                self._mesh = init_device_mesh(kind, (self.world.size,), mesh_dim_names=("dp_shard",))
-        assert self._mesh is not None
-        return self._mesh
+                self._shards = self.mesh.flat("dp_shard_cp", *SHARD_AXES)
+                if self.mesh.active("dp_replicate"):
+                    self._shards = DeviceMesh._concatenate([self.mesh.over("dp_replicate"), self._shards])
+        return self._shards
 
     # -- training ------------------------------------------------------------------------------------------
 
