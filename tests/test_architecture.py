@@ -101,6 +101,9 @@ SHARED_STRATEGY_FILES: Final = frozenset(
         "shard_setup",
         "shard_saving",
         "flat_state",
+        "deepspeed_document",
+        "deepspeed_engine",
+        "deepspeed_state",
     ]
 )
 

@@ -15,8 +15,11 @@ import torch
 
 from ..checkpointing.sharded import InPlace, StateAccess
 from ..errors import PreparationError
+from ..gradients import GradientState
 from ..hooks.values import get_state_dict_offloaded_model, has_offloaded_params
 from ..mesh import Mesh
+from ..plugins.data import DataLoaderConfiguration
+from ..plugins.deepspeed import DummyOptim, DummyScheduler
 from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..world import World
@@ -35,10 +38,19 @@ class StrategyOptions:
     ddp_handler: Any = None
     plugins: dict[str, Any] = field(default_factory=dict)
     mesh: Mesh | None = None  # without one, all ranks are replicas
+    clock: GradientState | None = None
+    loaders: DataLoaderConfiguration | None = None
 
 
 class Strategy(ABC):
     """How parameters, gradients and state lie over the processes."""
+
+    #: Whether :meth:`place` wants the whole bundle at once, and makes the optimizers too (an engine).
+    takes_bundle: bool = False
+    #: Whether the engine divides losses by the accumulation steps, and updates parameters, inside ``backward``.
+    steps_in_backward: bool = False
+    #: What ``accelerator.deepspeed_engine_wrapped`` shows.
+    engine: Any = None
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         self.world = world
@@ -61,6 +73,8 @@ class Strategy(ABC):
 
     def check(self, bundle: Bundle) -> None:
         """Nothing has changed yet; raises if the objects can't be prepared together."""
+        if not self.takes_bundle:
+            refuse_stand_ins(bundle)
         for slot in bundle.of(Role.MODEL):
             self.check_model(slot.current)
 
@@ -82,6 +96,7 @@ class Strategy(ABC):
             model = model.to(self.world.device)
         if not evaluation_mode:
             model = self.wrap(model)
+        precision.patch_wrapped(model)
         plugin = self.options.dynamo_plugin
         return model if plugin is None else compile_model(model, plugin)
 
@@ -99,6 +114,9 @@ class Strategy(ABC):
         """Which of the two the Accelerator saves, hands to hooks and looks for gradients in."""
         return model
 
+    def release(self) -> None:
+        """Nothing that was placed is held any more."""
+
     def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The parameters that train ``model``, prepared or not, under every name of the user's own model."""
         return parameters_by_name(self.unwrap(model, keep_torch_compile=False))
@@ -108,6 +126,23 @@ class Strategy(ABC):
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """A context in which backward passes don't reduce gradients."""
         return nullcontext()
+
+    @property
+    def communicates_in_forward(self) -> bool:
+        """Whether ranks wait for each other inside a forward, so that none can give one up alone."""
+        return False
+
+    def check_parts(self, model: torch.nn.Module) -> None:
+        """Raises if a batch of ``model`` can't be computed in parts."""
+
+    def send_buffers(self, model: torch.nn.Module) -> None:
+        """What the next forward of ``model`` would exchange has been exchanged."""
+
+    def reduce_now(self, model: torch.nn.Module) -> None:
+        """Gradients that backward passes under :meth:`no_sync` left on each rank are reduced."""
+
+    def abandon_forwards(self, model: torch.nn.Module) -> None:
+        """Nothing is left of forwards whose backward will never come."""
 
     def backward(self, loss: torch.Tensor, scaler: Any, **kwargs: Any) -> None:
         """Gradients of ``loss`` have been added to the parameters' (scaled, under a gradient scaler)."""
@@ -147,6 +182,10 @@ class Strategy(ABC):
         """What a checkpoint is written from: ``weights``, ``optimizers`` and ``write_parts``. A collective."""
         return {"weights": [self.full_state_dict(model) for model in models], "optimizers": optimizers}
 
+    def restorable(self, optimizers: Sequence[Any]) -> Sequence[Any]:
+        """Those of ``optimizers`` whose state a checkpoint gives back by itself."""
+        return optimizers
+
 
 def _stays_in_place(model: torch.nn.Module, device: torch.device) -> bool:
     """Whether ``model`` lies where loading it has put it, for good.
@@ -171,6 +210,21 @@ def _stays_in_place(model: torch.nn.Module, device: torch.device) -> bool:
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether ``parameter`` is a DTensor: a piece of a tensor that lies over several devices."""
     return any(kind.__name__ == "DTensor" for kind in (type(parameter), type(parameter.data)))
+
+
+def refuse_stand_ins(bundle: Bundle) -> None:
+    """Raises if something stands for what only an engine makes.
+
+    Raises:
+        PreparationError: a DummyOptim or DummyScheduler, in a run without DeepSpeed.
+    """
+    for slot in bundle.slots:
+        if isinstance(slot.current, (DummyOptim, DummyScheduler)):
+            raise PreparationError(
+                f"{type(slot.current).__name__} stands for what DeepSpeed makes from its config, but this run doesn't "
+                "use DeepSpeed. Give prepare() a torch object, or Accelerator(deepspeed_plugin=DeepSpeedPlugin(...)), "
+                "or launch with --use_deepspeed."
+            )
 
 
 def is_placed_by_map(model: torch.nn.Module) -> bool:

@@ -121,6 +121,39 @@ class DataParallel(Strategy):
         replica = replica_in(model)
         return nullcontext() if replica is None else replica.no_sync()
 
+    def check_parts(self, model: torch.nn.Module) -> None:
+        """Raises if the graph was promised to be static: a batch that is computed in parts breaks that."""
+        if getattr(replica_in(model), "static_graph", False):
+            raise PreparationError(
+                "DistributedDataParallelKwargs(static_graph=True) and backward_in_parts(): a batch may be computed in "
+                "several parts, so the graph isn't static. Leave static_graph out."
+            )
+
+    def send_buffers(self, model: torch.nn.Module) -> None:
+        """Buffers are those of the main process, once an update, before its first forward."""
+        replica = replica_in(model)
+        if replica is not None and replica.will_sync_module_buffers():
+            replica._sync_buffers()
+            replica.require_forward_param_sync = False
+
+    def reduce_now(self, model: torch.nn.Module) -> None:
+        """Gradients are averaged, by a backward that adds nothing to them."""
+        replica = replica_in(model)
+        if replica is None:
+            return
+        self.abandon_forwards(model)
+        looks_for_unused = replica.find_unused_parameters
+        trained = [parameter for parameter in replica.parameters() if parameter.requires_grad]
+        used = [parameter for parameter in trained if parameter.grad is not None or not looks_for_unused]
+        nothing = torch.stack([parameter.sum().to(torch.float32) * 0 for parameter in used]).sum()
+        replica.reducer.prepare_for_backward([nothing] if looks_for_unused else [])  # pyright: ignore[reportAttributeAccessIssue]
+        nothing.backward()
+        replica.require_forward_param_sync = True
+
+    def abandon_forwards(self, model: torch.nn.Module) -> None:
+        """Nothing waits for a backward."""
+        getattr(replica_in(model), "awaiting_backward", {}).clear()
+
 
 def replica_in(model: Any) -> DistributedDataParallel | None:
     """The replica that ``model`` is, or that was compiled into it; None where there is none."""
