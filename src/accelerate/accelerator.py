@@ -35,14 +35,19 @@ from .plugins.base import KwargsHandler
 from .plugins.data import DataLoaderConfiguration
 from .plugins.deepspeed import DeepSpeedPlugin
 from .plugins.dynamo import TorchDynamoPlugin
+from .plugins.fp8 import TERecipeKwargs as TERecipeKwargs  # looked up here at every use: libraries on top replace it
 from .plugins.fsdp import FullyShardedDataParallelPlugin
 from .plugins.megatron import MegatronLMPlugin
 from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from .plugins.precision import AutocastKwargs
 from .plugins.profile import ProfileKwargs
 from .plugins.project import ProjectConfiguration
+from .precision.conversion import ConversionReport
+from .precision.fp8_ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao  # replaced by libraries on top too
+from .precision.fp8_te import apply_fp8_autowrap as apply_fp8_autowrap
+from .precision.fp8_te import convert_model as convert_model
 from .scheduler import AcceleratedScheduler
-from .settings.labels import DistributedType
+from .settings.labels import DistributedType, FP8BackendType
 from .settings.run import collect, refuse_unbuilt
 from .state import AcceleratorState
 from .strategies.bundle import Bundle, Role, Slot
@@ -72,6 +77,8 @@ class Accelerator:
         cpu: force the CPU.
         scheduler_mode: ``"samples"`` (documented: N processes advance a schedule N times a step) or
             ``"updates"`` (once per optimizer update; the same curve on any number of processes).
+        parameter_dtype: true half or true double: prepared models keep parameters, gradients and optimizer states
+            in this dtype, and compute in it. It takes the place of ``mixed_precision``.
 
     Raises:
         SettingError: contradictory or impossible values, with where they came from.
@@ -103,6 +110,7 @@ class Accelerator:
         parallelism_config: ParallelismConfig | None = None,
         *,
         scheduler_mode: Literal["samples", "updates"] = "samples",
+        parameter_dtype: torch.dtype | None = None,
         **old: Any,
     ) -> None:
         construction.explain_failures()
@@ -111,7 +119,7 @@ class Accelerator:
         loader_options, project_options, mixed_precision = construction.old_spellings(old, mixed_precision)
         self.dataloader_config = construction.loader_configuration(dataloader_config, loader_options)
         self.project_configuration = construction.project_configuration(project_config, project_dir, project_options)
-        self._handlers = construction.sort_handlers(kwargs_handlers)
+        self._handlers = construction.sort_handlers(kwargs_handlers, te_recipe=TERecipeKwargs)
         plugins: dict[str, Any] = {
             "deepspeed_plugin": deepspeed_plugin,
             "deepspeed_plugins": deepspeed_plugins,
@@ -133,6 +141,7 @@ class Accelerator:
             }
         )
         refuse_unbuilt(self.settings)
+        construction.reach_precision(self.settings, parameter_dtype)
         construction.complete_plugins(plugins, self.settings, AcceleratorState._shared_state)
         self.dynamo_plugin = construction.dynamo_plugin(dynamo_plugin, dynamo_backend)
         run = self.settings.run
@@ -142,14 +151,18 @@ class Accelerator:
         self.state = AcceleratorState._fill(self.settings, self.world, dynamo_plugin=self.dynamo_plugin, **plugins)
         self.mesh = construction.mesh(self, plugins["parallelism_config"])
         self.state.device_mesh = self.mesh.device_mesh if plugins["parallelism_config"] is not None else None
-        self.precision = construction.precision(self.state.mixed_precision, self.world, self._handlers, plugins)
+        self.precision = construction.precision(
+            self.state.mixed_precision, self.world, self._handlers, plugins, self.settings, _looked_up, parameter_dtype
+        )
         self.gradient_state = GradientState.create(
             gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=run.gradient_accumulation_steps)
         )
         self.strategy = strategies.choose(
             self.settings,
             self.world,
-            strategies.StrategyOptions(self.dynamo_plugin, self._handlers.ddp, plugins, self.mesh),
+            strategies.StrategyOptions(
+                self.dynamo_plugin, self._handlers.ddp, plugins, self.mesh, self.gradient_state, self.dataloader_config
+            ),
         )
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -158,7 +171,6 @@ class Accelerator:
         self.log_with = tracking.filter_trackers(log_with, self.logging_dir)
         self.trackers: list[Any] = []
         self.flag_tensor: torch.Tensor | None = None
-        self.deepspeed_engine_wrapped: Any = None
         self._window: tuple[int, ...] = ()
         self._is_distributed = self.world.size > 1
         self._hold_nothing()
@@ -322,14 +334,19 @@ class Accelerator:
         return self.mixed_precision == "fp8"
 
     @property
-    def fp8_backend(self) -> Any:
-        """The library that computes in fp8; None without fp8."""
-        return None
+    def fp8_backend(self) -> FP8BackendType | None:
+        """The library that computes in fp8 (AO: torchao, TE: Transformer Engine, MSAMP); None without fp8."""
+        return construction.fp8_backend(self.precision)
+
+    @property
+    def conversions(self) -> Sequence[ConversionReport]:
+        """What fp8 made of every module of each prepared model; ``print(accelerator.conversions[-1])`` is a table."""
+        return self.precision.reports
 
     @property
     def delayed_fp8_autocast(self) -> bool:
-        """Whether fp8 autocast is applied after wrapping."""
-        return False
+        """Whether fp8 autocast is around the container that trains the model, not inside it."""
+        return self.fp8_backend == FP8BackendType.TE and self.use_distributed
 
     @property
     def has_lomo_optimizer(self) -> bool:
@@ -389,6 +406,11 @@ class Accelerator:
     def deepspeed_plugin(self) -> Any:
         """The active DeepSpeedPlugin; None without DeepSpeed."""
         return self.state.deepspeed_plugin
+
+    @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """What ``backward`` goes through under DeepSpeed (``.engine``: the engine itself); None elsewhere."""
+        return self.strategy.engine
 
     @property
     def parallelism_config(self) -> Any:
@@ -513,6 +535,9 @@ class Accelerator:
         """
         bundle = Bundle.sort(args, device_placement, self.device_placement)
         self.strategy.check(bundle)
+        fresh = self._converted_together(bundle)
+        if self.strategy.takes_bundle:
+            self._place_together(bundle)
         with self._optimizers_following(bundle):
             for slot in bundle.of(Role.MODEL):
                 slot.current = self.prepare_model(slot.current, device_placement=slot.device_placement)
@@ -522,7 +547,26 @@ class Accelerator:
             slot.current = self.prepare_optimizer(slot.current, device_placement=slot.device_placement)
         for slot in bundle.of(Role.SCHEDULER):  # last: a scheduler looks for its prepared optimizer
             slot.current = self.prepare_scheduler(slot.current)
+        models, optimizers = ([slot.current for slot in slots] for slots in fresh)
+        self.precision.follow(models, [getattr(one, "optimizer", one) for one in optimizers])
         return bundle.unsort()
+
+    def _converted_together(self, bundle: Bundle) -> tuple[list[Slot], list[Slot]]:
+        """The models and the optimizers that are new, as the precision wants them before they are placed."""
+        models = [slot for slot in bundle.of(Role.MODEL) if id(slot.current) not in self._prepared_models]
+        made = [slot for slot in bundle.of(Role.OPTIMIZER) if not isinstance(slot.current, AcceleratedOptimizer)]
+        converted = self.precision.convert_together([slot.current for slot in models], [slot.current for slot in made])
+        for slot, current in zip([*models, *made], [*converted[0], *converted[1]], strict=True):
+            slot.current = current
+        return models, made
+
+    def _place_together(self, bundle: Bundle) -> None:
+        """An engine has made what it needs of the bundle; the rest is prepared one by one, as ever."""
+        self.strategy.place(bundle, self.precision)
+        for slot in bundle.of(Role.MODEL):
+            if slot.current is not slot.original:
+                slot.current.__dict__["_is_accelerate_prepared"] = True
+                self._hold_model(slot.original, slot.current)
 
     @contextmanager
     def _optimizers_following(self, bundle: Bundle) -> Iterator[None]:
@@ -550,6 +594,7 @@ class Accelerator:
         if model.__dict__.get("_is_accelerate_prepared", False):  # by another Accelerator, or before free_memory()
             inner = self.strategy.unwrap(model, keep_torch_compile=False)
             self.precision.patch_forward(inner)
+            self.precision.patch_wrapped(model)
             return self._hold_model(inner, model)
         self.strategy.check_model(model)
         placed = self.device_placement if device_placement is None else device_placement
@@ -727,6 +772,9 @@ class Accelerator:
                 self.lomo_backward(loss, learning_rate)
                 return
         if weight is not None:
+            if self.strategy.steps_in_backward:
+                kwargs["scale_wrt_gas"] = False
+                self._weights.refuse_open_window(completes_window=self.gradient_state.sync_gradients)
             self._weights.backward(
                 loss,
                 weight,
@@ -738,7 +786,7 @@ class Accelerator:
             return
         if self._weights.pending:
             self._weights.refuse_unweighted(self._window)
-        if steps != 1:
+        if steps != 1 and not self.strategy.steps_in_backward:
             loss = loss / steps
         self.strategy.backward(loss, self.precision.scaler, **kwargs)
 
@@ -1105,7 +1153,7 @@ class Accelerator:
             "world": self.world,
             "project": self.project_configuration,
             "models": self._models,
-            "optimizers": self._optimizers,
+            "optimizers": self.strategy.restorable(self._optimizers),
             "schedulers": self._schedulers,
             "dataloaders": self._dataloaders,
             "scaler": self.scaler,
@@ -1151,7 +1199,7 @@ class Accelerator:
         self._may_pickle.clear()
         self._background.release_memory()
         self._prepared_models.clear()
-        self.deepspeed_engine_wrapped = None
+        self.strategy.release()
         self.step = 0
         return release_memory(*objects)
 
@@ -1278,6 +1326,11 @@ def _register(held: list[Any], obj: Any) -> None:
     """``obj`` is in ``held``, once (by identity: parameters and tensors compare elementwise)."""
     if not any(known is obj for known in held):
         held.append(obj)
+
+
+def _looked_up(name: str) -> Any:
+    """What this module's ``name`` is now: libraries on top put their own in its place."""
+    return globals()[name]
 
 
 def _as_list(parameters: Any) -> list[torch.Tensor]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from .errors import SettingError
+from .errors import NotBuilt, SettingError
 from .health.failure import record_uncaught
 from .logging import install_rich_tracebacks
-from .mesh import Mesh
+from .mesh import TOKEN_AXES, Mesh
+from .optional import is_installed, require
 from .plugins.base import KwargsHandler
 from .plugins.data import DataLoaderConfiguration
 from .plugins.ddp import DistributedDataParallelKwargs
+from .plugins.deepspeed import DEEPSPEED_FLOOR, DeepSpeedPlugin
 from .plugins.dynamo import TorchDynamoPlugin
 from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from .plugins.fsdp import FullyShardedDataParallelPlugin
@@ -24,9 +27,11 @@ from .plugins.profile import ProfileKwargs
 from .plugins.project import ProjectConfiguration
 from .precision import Precision
 from .precision import choose as choose_precision
+from .precision.fp8 import Fp8Functions, Fp8Request, choose_backend
 from .settings import env
+from .settings.labels import FP8BackendType
 from .settings.run import Settings
-from .world import World
+from .world import World, expected_backend
 
 
 @final
@@ -59,8 +64,11 @@ _KINDS: tuple[tuple[str, type], ...] = (
 )
 
 
-def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
+def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None, te_recipe: type[Any] = TERecipeKwargs) -> Handlers:
     """``kwargs_handlers`` by kind.
+
+    Args:
+        te_recipe: another class of the recipe of Transformer Engine, which a library on top has put in its place.
 
     Raises:
         AssertionError: an entry is no KwargsHandler (the documented exception).
@@ -74,7 +82,7 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None) -> Handlers:
                 "DistributedDataParallelKwargs(), one of each kind."
             )
         for name, kind in _KINDS:
-            if isinstance(handler, kind):
+            if isinstance(handler, (kind, te_recipe) if name == "te" else kind):
                 if getattr(handlers, name) is not None:
                     raise SettingError(
                         f"You can only pass one {kind.__name__} in kwargs_handlers; got a second one: {handler!r}."
@@ -159,9 +167,40 @@ def complete_plugins(plugins: dict[str, Any], settings: Settings, known: Mapping
             plugin.set_mixed_precision(settings.run.mixed_precision)
         env.publish({"ACCELERATE_USE_FSDP": True, "FSDP_VERSION": plugin.fsdp_version})
         plugins["fsdp_plugin"] = plugin
+    if settings.deepspeed is not None:
+        plugins["deepspeed_plugin"] = deepspeed_plugins(plugins, settings, known)
     plugins["parallelism_config"] = plugins["parallelism_config"] or known.get("parallelism_config")
     if settings.parallelism is not None and plugins["parallelism_config"] is None:
         plugins["parallelism_config"] = ParallelismConfig()
+
+
+def deepspeed_plugins(plugins: dict[str, Any], settings: Settings, known: Mapping[str, Any]) -> Any:
+    """The DeepSpeedPlugin, or several by name of which one is in use, in the run's precision.
+
+    Raises:
+        MissingDependency: DeepSpeed isn't installed, or is too old.
+        NotImplementedError: a second Accelerator brings a plugin of its own (the documented exception).
+    """
+    if not is_installed("deepspeed", at_least=DEEPSPEED_FLOOR):
+        asked = settings.quote("paradigm.use_deepspeed")
+        require("deepspeed", "deepspeed", purpose=f"DeepSpeed, asked for by {asked},", at_least=DEEPSPEED_FLOOR)
+    given = plugins["deepspeed_plugin"] or plugins["deepspeed_plugins"]
+    earlier = known.get("deepspeed_plugins")
+    if earlier is not None:
+        if given is not None:
+            raise NotImplementedError(
+                "You cannot pass in a `deepspeed_plugin` when creating a second `Accelerator`. Please make sure the "
+                "first `Accelerator` is initialized with all the plugins you want to use, as a dictionary by name."
+            )
+        return earlier
+    given = DeepSpeedPlugin() if given is None else given
+    for plugin in given.values() if isinstance(given, dict) else (given,):
+        if not isinstance(plugin, DeepSpeedPlugin):
+            raise TypeError(f"`deepspeed_plugin` has to hold DeepSpeedPlugin objects, not {type(plugin).__name__}.")
+        plugin.set_mixed_precision(str(settings.run.mixed_precision))
+    env.publish({"ACCELERATE_USE_DEEPSPEED": True})
+    (next(iter(given.values())) if isinstance(given, dict) else given).select(_from_accelerator_state=True)
+    return given
 
 
 def mesh(accelerator: Any, config: ParallelismConfig | None) -> Mesh:
@@ -171,27 +210,132 @@ def mesh(accelerator: Any, config: ParallelismConfig | None) -> Mesh:
         SettingError: the axes don't fit the processes, or ask to shard without FSDP.
     """
     if config is None:
-        return Mesh.of(accelerator.world)
+        plugin = accelerator.state.deepspeed_plugin
+        cuts = 1 if plugin is None else plugin.tensor_parallel_size
+        return Mesh.of(accelerator.world, dp_replicate=accelerator.world.size // cuts, tp=cuts)
     config._validate_accelerator(accelerator)
-    if config.dp_shard_size > 1 and accelerator.state.fsdp_plugin is None:
-        raise SettingError(
-            f"dp_shard_size={config.dp_shard_size} shards the model, which takes FSDP2: give Accelerator("
-            f"fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)), or set dp_shard_size=1 "
-            f"({config.equation()})."
-        )
+    _check_engines(config, accelerator.state)
     return config.mesh(accelerator.world)
 
 
-def precision(label: str, world: World, handlers: Handlers, plugins: dict[str, Any]) -> Precision:
+def _check_engines(config: ParallelismConfig, state: Any) -> None:
+    """Raises unless there is an engine for every axis of ``config``."""
+    sharding = "give Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
+    has_shards = state.fsdp_plugin is not None or state.deepspeed_plugin is not None
+    if config.dp_shard_size > 1 and not has_shards:
+        raise SettingError(
+            f"dp_shard_size={config.dp_shard_size} shards the model, which takes FSDP2: {sharding}, or set "
+            f"dp_shard_size=1 ({config.equation()})."
+        )
+    if config.cp_enabled and not has_shards and not env.flag("ACCELERATE_ALLOW_CP_STANDALONE"):
+        raise SettingError(
+            f"cp_size={config.cp_size}: context parallelism needs an FSDP2 plugin, which averages gradients over its "
+            f"ranks: {sharding}; or let replicas do it with ACCELERATE_ALLOW_CP_STANDALONE=true ({config.equation()})."
+        )
+    if config.tp_enabled and config._active(*TOKEN_AXES) and not has_shards:
+        raise SettingError(
+            f"tp_size={config.tp_size} beside other axes takes FSDP2: {sharding}, or give all processes to one of them "
+            f"({config.equation()})."
+        )
+    if config.sp_enabled and (config.sp_backend == "deepspeed") != (state.deepspeed_plugin is not None):
+        raise SettingError(
+            f"sp_size={config.sp_size} with sp_backend={config.sp_backend!r} "
+            + (
+                "takes a DeepSpeedPlugin. Give one, or set sp_backend='torch', which needs none."
+                if config.sp_backend == "deepspeed"
+                else "excludes a DeepSpeedPlugin. Leave the plugin out, or set sp_backend='deepspeed'."
+            )
+        )
+
+
+def reach_precision(settings: Settings, parameter_dtype: Any) -> None:
+    """The precision asked for is one that this hardware has: instead of fp8, where it doesn't, fp16 (CUDA) or bf16.
+
+    Raises:
+        SettingError: ``parameter_dtype`` beside mixed precision, or beside an engine that has its own.
+    """
+    asked = settings.run.mixed_precision
+    if parameter_dtype is not None:
+        engine = "deepspeed" if settings.deepspeed is not None else "megatron" if settings.megatron is not None else ""
+        if asked != "no" or engine:
+            other = f"{engine}, which decides the dtype itself" if engine else settings.quote("run.mixed_precision")
+            raise SettingError(f"parameter_dtype={parameter_dtype} contradicts {other}. Keep one of them.")
+        return
+    if asked != "fp8":
+        return
+    kind = expected_backend(cpu=settings.run.use_cpu)[1]
+    if kind.supports_fp8():
+        return
+    logging.getLogger(__name__).warning(
+        "%s: this %s device does not multiply 8-bit floats (NVIDIA: compute capability 8.9 and later do). The run "
+        "computes in %s; set mixed_precision='%s' to silence this.",
+        settings.quote("run.mixed_precision"), kind.name, kind.fp8_fallback, kind.fp8_fallback,
+    )  # fmt: skip
+    settings.run.mixed_precision = kind.fp8_fallback
+
+
+def fp8_backend(precision: Precision) -> FP8BackendType | None:
+    """The library by which ``precision`` computes in fp8."""
+    return None if precision.backend is None else FP8BackendType(precision.backend)
+
+
+def _fp8_request(settings: Settings, world: World, handlers: Handlers, functions: Fp8Functions) -> Fp8Request:
+    """What was said about fp8, in arguments and settings.
+
+    Raises:
+        SettingError: torchao together with FSDP's loading from rank 0, or MS-AMP with FSDP.
+    """
+    named = {"AO": handlers.ao, "TE": handlers.te, "MSAMP": handlers.msamp}
+    recipes = {name: recipe for name, recipe in named.items() if recipe is not None}
+    if handlers.fp8 is not None:
+        recipes[handlers.fp8.backend] = handlers.fp8
+    fsdp = settings.fsdp if world.backend is not None else None
+    request = Fp8Request(
+        settings.fp8.backend if settings.fp8 is not None else "NO",
+        settings.quote("fp8.backend"),
+        functions,
+        recipes,
+        gathers=fsdp is not None and fsdp.fsdp_version == 2,
+    )
+    request.backend = choose_backend(request)
+    if fsdp is not None and request.backend == "MSAMP":
+        raise NotBuilt(
+            "fp8 by MS-AMP doesn't work with FSDP. Use torchao (AORecipeKwargs()), or mixed_precision='bf16'."
+        )
+    if fsdp is not None and request.backend == "AO" and fsdp.cpu_ram_efficient_loading:
+        raise SettingError(
+            f"mixed_precision='fp8' by torchao doesn't work with {settings.quote('fsdp.cpu_ram_efficient_loading')}: "
+            "converted weights can't be sent from rank 0. Set fsdp_cpu_ram_efficient_loading to false."
+        )
+    return request
+
+
+def precision(
+    label: str,
+    world: World,
+    handlers: Handlers,
+    plugins: dict[str, Any],
+    settings: Settings,
+    functions: Fp8Functions,
+    parameter_dtype: Any = None,
+) -> Precision:
     """The precision that ``label`` means in ``world``, with the handlers' options."""
-    is_sharded = plugins["fsdp_plugin"] is not None and world.backend is not None
-    return choose_precision(
+    config = plugins["parallelism_config"]
+    is_sharded = world.backend is not None and (
+        plugins["fsdp_plugin"] is not None or (config is not None and config.tp_enabled)
+    )
+    chosen = choose_precision(
         label,
         world.device.type,
         autocast_handler=handlers.autocast,
         scaler_handler=handlers.scaler,
         shards_over=world if is_sharded else None,
+        fp8=_fp8_request(settings, world, handlers, functions) if label == "fp8" else None,
+        parameter_dtype=parameter_dtype,
     )
+    if plugins["deepspeed_plugin"] is not None:
+        chosen.scaler = None  # the engine scales losses itself
+    return chosen
 
 
 def parallelism(config: Any, torch_tp_plugin: Any) -> Any:

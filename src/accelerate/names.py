@@ -26,3 +26,8 @@ PROFILE_PATTERN_NAME: Final = "profile_{suffix}.json"
 CHECKPOINTS_FOLDER: Final = "checkpoints"
 CHECKPOINT_NAME: Final = "checkpoint"
 MANIFEST_NAME: Final = "manifest.json"
+
+
+def engine_tag(index: int = 0) -> str:
+    """The folder that DeepSpeed's engine of model ``index`` writes inside a checkpoint."""
+    return f"{MODEL_NAME}_{index}" if index else MODEL_NAME

@@ -314,6 +314,8 @@ def _read(found: LoadedCheckpoint, store: Store, receivers: Receivers) -> None:
 def _read_model(model: Any, folder: Path, index: int, receivers: Receivers, selection: Selection) -> list[str]:
     """``model`` has its weights, in whatever form they lie in ``folder``; the files that were read."""
     access, options = receivers.access, receivers.load_model_options
+    if access.restore(model, folder, index, model_only=receivers.model_only, **options):
+        return []
     shards = sharded.weights_folder(folder, index)
     if sharded.is_sharded(shards):
         sharded.read_model_shards(access, model, shards, **options)

@@ -46,6 +46,10 @@ class StateAccess(ABC):
     """How the state of a model or an optimizer that lies over the ranks is given and taken. Everything here is a
     collective."""
 
+    def restore(self, model: Any, folder: Path, index: int, *, model_only: bool = False, **options: Any) -> bool:
+        """Whether ``folder`` held the state of ``model`` in a form of the strategy's own, and ``model`` now has it."""
+        return False
+
     @abstractmethod
     def receiver(self, model: Any) -> Any:
         """An object with ``state_dict`` and ``load_state_dict(state, strict=)`` for whole tensors."""

@@ -14,13 +14,15 @@ from typing import Any, Final, cast
 from torch import nn
 
 from ..errors import NotBuilt, SettingError
-from ..optional import require
+from ..optional import is_installed, require
 from ..settings import env
 from ..settings.deepspeed import DeepSpeedOptions
 from .base import settle
 from .deepspeed_config import HfDeepSpeedConfig as HfDeepSpeedConfig
 from .fsdp import get_module_class_from_name
 
+#: The oldest DeepSpeed whose engine this package drives.
+DEEPSPEED_FLOOR: Final = "0.9.3"
 #: Fields of the plugin, and the entries of DeepSpeed's document that say the same.
 _ENTRIES: Final = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -221,6 +223,11 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         # It keeps only a weak reference: ours keeps the object alive.
         self.dschf = library.HfDeepSpeedConfig(document)
 
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Over how many ranks DeepSpeed cuts each layer (AutoTP)."""
+        return int(self.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 1) or 1)
+
     def is_zero3_init_enabled(self) -> bool:
         """Whether parameters are sharded while a model is built."""
         return bool(self.zero3_init_flag)
@@ -265,9 +272,13 @@ class DeepSpeedPlugin(DeepSpeedOptions):
                 "A DeepSpeedPlugin is made active by `AcceleratorState().select_deepspeed_plugin(name)`."
             )
         self._set_selected(True)
+        # By default models are sharded while transformers builds them, where transformers is there to do it.
+        if self.is_zero3_init_enabled() and is_installed("transformers"):
+            self.set_deepspeed_weakref()
 
     def _unselect(self) -> None:
         self._set_selected(False)
+        self.dschf = None
 
     def _set_selected(self, value: bool) -> None:
         self._selected = value
@@ -325,6 +336,11 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
             "dictionary of them) to "
             "the Accelerator as `deepspeed_plugin`."
         )
+    return active_plugin(plugins)
+
+
+def active_plugin(plugins: Any) -> DeepSpeedPlugin:
+    """The only plugin, or the selected one of several by name."""
     if isinstance(plugins, dict):
         named = cast("dict[str, DeepSpeedPlugin]", plugins)
         return next(plugin for plugin in named.values() if plugin.selected)

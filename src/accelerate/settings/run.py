@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 #: What this version can do at runtime; everything else is refused by name.
-BUILT: Final = ("single", "ddp", "fsdp")
+BUILT: Final = ("single", "ddp", "fsdp", "deepspeed", "fp8")
 
 #: Constructor arguments -> options.
 ARGUMENTS: Final = {
@@ -397,20 +397,12 @@ def _info(address: str) -> OptionInfo:
 # What is not there yet
 
 
-def _splits_models(parallelism: object) -> bool:
-    """Whether ranks are to share the work on one sample, which more than data parallelism is needed for."""
-    axes = ("tp_size", "cp_size", "sp_size", "pp_size", "ep_size")
-    return any((getattr(parallelism, axis, 1) or 1) > 1 for axis in axes)
-
-
 def refuse_unbuilt(settings: Settings) -> None:
     """Nothing was asked for that this version cannot do. Raises NotBuilt, naming the setting and its source."""
-    parallelism = settings.parallelism
     asked = {
         "fsdp": "paradigm.use_fsdp" if settings.fsdp is not None else None,
         "deepspeed": "paradigm.use_deepspeed" if settings.deepspeed is not None else None,
         "megatron": "paradigm.use_megatron_lm" if settings.megatron is not None else None,
-        "parallelism": "paradigm.use_parallelism_config" if _splits_models(parallelism) else None,
         "fp8": "run.mixed_precision" if settings.run.mixed_precision == "fp8" else None,
         "xla": "launch.use_tpu" if settings.launch.use_tpu else None,
     }
@@ -418,6 +410,5 @@ def refuse_unbuilt(settings: Settings) -> None:
         if address is not None and strategy not in BUILT:
             raise NotBuilt(
                 f"{settings.quote(address)} asks for {strategy}, which this version does not have yet. "
-                "It has: one device, and data parallel (DDP, FSDP) on any number of processes. Leave the "
-                "setting out."
+                f"It has: {', '.join(BUILT)}, and every axis of a ParallelismConfig. Leave the setting out."
             )

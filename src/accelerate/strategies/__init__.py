@@ -9,12 +9,14 @@ from .base import Strategy as Strategy
 from .base import StrategyOptions as StrategyOptions
 from .base import is_placed_by_map as is_placed_by_map
 from .ddp import DataParallel
+from .deepspeed import DeepSpeed
 from .fsdp1 import FlatShard
 from .fsdp2 import FullyShard
 from .single import SingleDevice
+from .tensor import TensorParallel
 
 #: The first that suits wins.
-ORDER: tuple[type[Strategy], ...] = (FullyShard, FlatShard, SingleDevice, DataParallel)
+ORDER: tuple[type[Strategy], ...] = (DeepSpeed, FullyShard, FlatShard, TensorParallel, SingleDevice, DataParallel)
 
 
 def choose(settings: Any, world: World, options: StrategyOptions) -> Strategy:

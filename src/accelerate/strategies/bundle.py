@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import PreparationError
 from ..optimizer import AcceleratedOptimizer
+from ..plugins.deepspeed import DummyOptim, DummyScheduler
 from ..scheduler import AcceleratedScheduler
 
 
@@ -32,9 +33,9 @@ def role_of(obj: object) -> Role:
         return Role.LOADER
     if isinstance(obj, torch.nn.Module):
         return Role.MODEL
-    if isinstance(obj, torch.optim.Optimizer):
+    if isinstance(obj, (torch.optim.Optimizer, DummyOptim)):
         return Role.OPTIMIZER
-    if isinstance(obj, (LRScheduler, AcceleratedScheduler)):
+    if isinstance(obj, (LRScheduler, AcceleratedScheduler, DummyScheduler)):
         return Role.SCHEDULER
     return Role.FOREIGN
 
@@ -54,8 +55,10 @@ class Slot:
 class Bundle:
     """The arguments of one ``prepare`` call; strategies replace the contents of slots, never their order."""
 
-    def __init__(self, slots: list[Slot]) -> None:
+    def __init__(self, slots: list[Slot], *, has_placements: bool = False) -> None:
         self.slots = slots
+        #: Whether the caller said object by object what is moved.
+        self.has_placements = has_placements
 
     @classmethod
     def sort(cls, objects: Sequence[Any], device_placement: Sequence[bool] | None, default_placement: bool) -> Bundle:
@@ -66,6 +69,7 @@ class Bundle:
         """
         if not objects:
             raise PreparationError("prepare() was called with nothing to prepare. Give it the model, optimizer, ....")
+        has_placements = device_placement is not None
         if device_placement is None:
             device_placement = [default_placement] * len(objects)
         elif len(device_placement) != len(objects):
@@ -74,7 +78,8 @@ class Bundle:
                 f"which has {len(device_placement)} entries. Give one per object, in the same order."
             )
         pairs = zip(objects, device_placement, strict=True)
-        return cls([Slot(role_of(obj), obj, bool(placed), obj) for obj, placed in pairs])
+        slots = [Slot(role_of(obj), obj, bool(placed), obj) for obj, placed in pairs]
+        return cls(slots, has_placements=has_placements)
 
     def of(self, role: Role) -> Iterator[Slot]:
         """The slots of one role, in the order given."""

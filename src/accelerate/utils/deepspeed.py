@@ -3,5 +3,22 @@
 from __future__ import annotations
 
 from ..plugins.deepspeed import DummyOptim, DummyScheduler, HfDeepSpeedConfig, get_active_deepspeed_plugin
+from ..strategies.deepspeed_engine import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+    GatheredParameters,
+    map_pytorch_optim_to_deepspeed,
+)
 
-__all__ = ["DummyOptim", "DummyScheduler", "HfDeepSpeedConfig", "get_active_deepspeed_plugin"]
+__all__ = [
+    "DeepSpeedEngineWrapper",
+    "DeepSpeedOptimizerWrapper",
+    "DeepSpeedSchedulerWrapper",
+    "DummyOptim",
+    "DummyScheduler",
+    "GatheredParameters",
+    "HfDeepSpeedConfig",
+    "get_active_deepspeed_plugin",
+    "map_pytorch_optim_to_deepspeed",
+]

@@ -317,7 +317,6 @@ def test_launcher_matters_stay_with_the_launcher() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environ", "named"),
     [
-        ({}, {"ACCELERATE_USE_DEEPSPEED": "1"}, "ACCELERATE_USE_DEEPSPEED"),
         ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron"),
         (
             {},
@@ -336,6 +335,7 @@ def test_what_is_not_built_is_refused_by_name(arguments: dict[str, Any], environ
 def test_one_device_and_data_parallel_are_built() -> None:
     refuse_unbuilt(collect({"mixed_precision": "bf16"}, {}))
     refuse_unbuilt(collect({}, {}, flags={"multi_gpu": True, "num_processes": 2}))
+    refuse_unbuilt(collect({}, {"ACCELERATE_USE_DEEPSPEED": "1"}))
 
 
 # Others ask

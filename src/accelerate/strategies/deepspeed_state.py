@@ -1,0 +1,193 @@
+"""The state of DeepSpeed's engines: its own folder for going on, whole weights for going elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from ..checkpointing.sharded import InPlace, StateAccess
+from ..errors import CheckpointError
+from ..logging import get_logger
+from ..names import engine_tag
+from ..optional import require
+from .deepspeed_engine import GatheredParameters, is_partitioned
+
+logger = get_logger(__name__)
+
+
+@final
+class EngineState(StateAccess):
+    """Engines give and take weights whole; optimizer state only in the engine's own folder.
+
+    Models that no engine has (prepared for evaluation) lie in place.
+    """
+
+    def __init__(self, in_place: InPlace) -> None:
+        self._in_place = in_place
+
+    def restore(self, model: Any, folder: Path, index: int, *, model_only: bool = False, **options: Any) -> bool:
+        """True where ``folder`` holds what this engine's like has saved, in as many pieces as there are ranks."""
+        if not _is_engine(model):
+            return False
+        tag = engine_tag(index)
+        if not (folder / tag).is_dir():
+            logger.warning(
+                "%s was not saved by DeepSpeed: the model gets its weights, and the optimizer starts anew.", folder
+            )
+            return False
+        path, _ = model.load_checkpoint(
+            str(folder),
+            tag=tag,
+            load_module_strict=options.get("strict", True),
+            load_optimizer_states=not model_only,
+            load_lr_scheduler_states=not model_only,
+            load_module_only=model_only,
+        )
+        if path is None:
+            raise CheckpointError(
+                f"DeepSpeed could not load {folder / tag}. It goes on with the ZeRO stage and the number of ranks that "
+                "saved it; other runs take the weights only, from the other files of the checkpoint."
+            )
+        return True
+
+    def receiver(self, model: Any) -> Any:
+        """Something that takes whole tensors for the engine's pieces."""
+        return _Receiver(model) if _is_engine(model) else self._in_place.receiver(model)
+
+    def whole_model(self, model: Any, keeps: bool) -> dict[str, Any]:
+        """Full-precision values where the engine has them, on the CPU; a collective."""
+        return whole_weights(model, keeps) if _is_engine(model) else self._in_place.whole_model(model, keeps)
+
+    def model_shards(self, model: Any) -> dict[str, Any]:
+        """For an engine: empty tensors of the whole shapes, to be read into."""
+        if not _is_engine(model):
+            return self._in_place.model_shards(model)
+        made: dict[int, torch.Tensor] = {}
+        return {
+            name: made.setdefault(id(value), torch.empty(_shape(value), dtype=torch.float32))
+            if value.is_floating_point()
+            else made.setdefault(id(value), torch.empty(_shape(value), dtype=value.dtype))
+            for name, value in _named_state(model.module)
+        }
+
+    def take_model(self, model: Any, shards: dict[str, Any]) -> None:
+        """The engine has the values."""
+        if _is_engine(model):
+            take_weights(model, shards)
+        else:
+            self._in_place.take_model(model, shards)
+
+    def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Nothing: optimizer state stays with the engine."""
+        return {}
+
+    def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
+        """Never asked for: the engine saves its optimizer."""
+        raise _refusal()
+
+    def take_optimizer(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
+        """Never asked for: the engine loads its optimizer."""
+        raise _refusal()
+
+    def whole_optimizer(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
+        """Never asked for: the engine saves its optimizer."""
+        raise _refusal()
+
+    def take_whole_optimizer(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
+        """Never asked for: the engine loads its optimizer."""
+        raise _refusal()
+
+
+def _refusal() -> CheckpointError:
+    return CheckpointError("The state of DeepSpeed's optimizer is saved and loaded by its engine only.")
+
+
+@final
+class _Receiver:
+    """An engine as something that whole tensors can be loaded into."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names and shapes."""
+        return {
+            name: torch.empty(_shape(value), dtype=value.dtype, device="meta")
+            for name, value in _named_state(self._engine.module)
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+        """The engine has the values of ``state``; ties may come under one of their names."""
+        live = dict(_named_state(self._engine.module))
+        filled = {id(live[name]) for name in state if name in live}
+        missing = [name for name, value in live.items() if id(value) not in filled]
+        unexpected = [name for name in state if name not in live]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"missing {missing[:5]}, unexpected {unexpected[:5]}")
+        take_weights(self._engine, {name: value for name, value in state.items() if name in live})
+        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def whole_weights(engine: Any, keeps: bool, *, half: bool = False) -> dict[str, Any]:
+    """The state dict of the engine's model with whole tensors in CPU memory, where ``keeps``; a collective.
+
+    One tensor after the other, in full precision where the engine has it, unless ``half``: then in the dtype that the
+    model computes in. Tied names share one tensor.
+    """
+    masters = None if half else require("deepspeed.utils", "deepspeed").safe_get_full_fp32_param
+    gathered: dict[int, Any] = {}
+    state: dict[str, Any] = {}
+    for name, value in _named_state(engine.module):
+        if id(value) not in gathered:
+            gathered[id(value)] = _whole(value, masters, keeps)
+        if keeps:
+            state[name] = gathered[id(value)]
+    return state
+
+
+def _whole(value: torch.Tensor, masters: Any, keeps: bool) -> torch.Tensor | None:
+    if masters is not None and isinstance(value, torch.nn.Parameter) and value.requires_grad:
+        master = masters(value)
+        if master is not None:
+            return master.detach().reshape(_shape(value)).to("cpu", copy=True) if keeps else None
+    with GatheredParameters([value]):  # a copy: the engine's parameters are views of flat buffers
+        return value.detach().to("cpu", copy=True) if keeps else None
+
+
+def take_weights(engine: Any, state: Mapping[str, Any]) -> None:
+    """The engine's model, and the full-precision values it is updated from, have ``state``; a collective.
+
+    Every rank has to have ``state``.
+    """
+    tools = require("deepspeed.utils", "deepspeed")
+    optimizer = engine.optimizer
+    with torch.no_grad():
+        for name, value in _named_state(engine.module):
+            if name in state:
+                with GatheredParameters([value], modifier_rank=0):
+                    value.data.copy_(state[name].to(value.device))
+        refresh = getattr(optimizer, "refresh_fp32_params", None)
+        if refresh is not None:
+            refresh()
+        for name, value in _named_state(engine.module):
+            if name in state and isinstance(value, torch.nn.Parameter) and value.requires_grad:
+                # As they were saved, where the model itself has them rounded.
+                tools.safe_set_full_fp32_param(value, state[name].to(device=value.device, dtype=torch.float32))
+
+
+def _named_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers under all their names, as they are."""
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def _shape(value: Any) -> torch.Size:
+    return torch.Size(value.ds_shape) if is_partitioned(value) else value.shape
+
+
+def _is_engine(model: Any) -> bool:
+    return callable(getattr(type(model), "set_gradient_accumulation_boundary", None))
