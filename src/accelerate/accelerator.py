@@ -151,19 +151,11 @@ class Accelerator:
         self.state = AcceleratorState._fill(self.settings, self.world, dynamo_plugin=self.dynamo_plugin, **plugins)
         self.mesh = construction.mesh(self, plugins["parallelism_config"])
         self.state.device_mesh = self.mesh.device_mesh if plugins["parallelism_config"] is not None else None
-        self.precision = construction.precision(
-            self.state.mixed_precision, self.world, self._handlers, plugins, self.settings, _looked_up, parameter_dtype
-        )
+        self.precision = construction.precision(self, self._handlers, plugins, _looked_up, parameter_dtype)
         self.gradient_state = GradientState.create(
             gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=run.gradient_accumulation_steps)
         )
-        self.strategy = strategies.choose(
-            self.settings,
-            self.world,
-            strategies.StrategyOptions(
-                self.dynamo_plugin, self._handlers.ddp, plugins, self.mesh, self.gradient_state, self.dataloader_config
-            ),
-        )
+        self.strategy = strategies.choose(self.settings, self.world, self._strategy_options(plugins))
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_mode = scheduler_mode
@@ -174,6 +166,11 @@ class Accelerator:
         self._window: tuple[int, ...] = ()
         self._is_distributed = self.world.size > 1
         self._hold_nothing()
+
+    def _strategy_options(self, plugins: dict[str, Any]) -> strategies.StrategyOptions:
+        return strategies.StrategyOptions(
+            self.dynamo_plugin, self._handlers.ddp, plugins, self.mesh, self.gradient_state, self.dataloader_config
+        )
 
     def _hold_nothing(self) -> None:
         """Nothing is prepared, registered or hooked."""
