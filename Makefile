@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test multi oracle engines storage kills check fix bench docs build
+.PHONY: help setup demo test multi oracle engines storage kills monitor check fix bench docs build
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
@@ -43,6 +43,9 @@ storage: setup   ## install a server and a client of S3 beside .venv, and run th
 
 kills: setup     ## kill runs at 200 random instants inside saving, 1 and 2 ranks, with and without background (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_kills.py
+
+monitor: setup   ## look at the live page of a run in headless Chromium (apt install chromium); remakes docs/images
+	DOCS_IMAGES=1 $(BIN)/python -m pytest -q -m browser tests/monitor
 
 check: setup     ## lint, types, architecture
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "env": ("env", "Print versions, devices and the configuration, to be pasted into a report."),
     "estimate-memory": ("estimate", "Say how much memory a model needs."),
     "checkpoints": ("checkpoints", "List the checkpoints in a folder, and say which of them load."),
+    "monitor": ("monitor", "Show a run while it goes on: a live page, or the terminal."),
     "merge-weights": ("merge", "Merge the sharded weights of a checkpoint into one file."),
     "to-fsdp2": ("to_fsdp2", "Convert a configuration file from FSDP version 1 to version 2."),
     "tpu-config": ("tpu", "Run set-up commands on every machine of a TPU pod."),

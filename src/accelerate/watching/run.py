@@ -80,7 +80,7 @@ class RunWatch:
         self._loader: Any = None
         self._samples_per_batch = 0.0
         self._warned = False
-        self._record = RankRecord(folder, world.rank, seconds_between=0.1 if world.is_main else 0.5)
+        self._record = RankRecord(folder, world.rank, seconds_between=0.1 if world.size <= 64 else 2.0)
         self._began, self._began_at = perf_counter(), 0
         self._record.start(rank=world.rank, ranks=world.size, total_steps=total_steps, **facts)
         if resumed:

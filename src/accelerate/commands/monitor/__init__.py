@@ -1,0 +1,106 @@
+"""``accelerate monitor RUN``: a page and a terminal view of a run, live, from the files in its folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import AccelerateError
+from ..parser import Parser
+
+_DESCRIPTION: Final = (
+    "Show a run while it goes on: a page on this machine (the default), or the terminal. The script reports with "
+    "`run = accelerator.watch_run()` and `run.step(loss)`."
+)
+_PORT: Final = 8321
+
+
+def monitor_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """A parser of ``accelerate monitor``."""
+    if subparsers is not None:
+        parser = subparsers.add_parser("monitor", description=_DESCRIPTION, allow_abbrev=False)
+    else:
+        parser = Parser(prog="accelerate monitor", description=_DESCRIPTION)
+    parser.add_argument("run", type=Path, help="The project's folder: the run's Accelerator(project_dir=...).")
+    parser.add_argument("--terminal", action="store_true", help="Draw in the terminal instead of serving a page.")
+    parser.add_argument("--once", action="store_true", help="Print the run as it is now, as text, and end.")
+    parser.add_argument(
+        "--export", type=Path, metavar="FILE", help="Write FILE (.html, .png or .json) as the run is now, and end."
+    )
+    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="Of a picture.")
+    parser.add_argument("--host", default="127.0.0.1", help="Where to serve; 0.0.0.0 lets other machines in.")
+    parser.add_argument(
+        "--port", type=int, default=None, help=f"Where to serve; {_PORT}, or any free one if that is taken."
+    )
+    parser.add_argument("--open", action="store_true", help="Show the page in the browser.")
+    parser.set_defaults(func=monitor_command)
+    return parser
+
+
+def monitor_command(args: argparse.Namespace) -> int:
+    """The run was shown the way that was asked for.
+
+    Raises:
+        SettingError: there is no such folder, or a file can't be written that way.
+        MissingDependency: a picture needs a browser.
+    """
+    from .reading import RunFiles
+
+    run = RunFiles(args.run)
+    run.refresh()
+    if args.export is not None:
+        from .export import export
+        from .snapshot import snapshot
+
+        export(snapshot(run), args.export, theme=args.theme)
+        print(args.export)
+        return 0
+    if args.once or args.terminal:
+        from . import terminal
+        from .snapshot import snapshot
+
+        if args.once or not terminal.is_terminal():
+            print("\n".join(terminal.screen(snapshot(run), 120)))
+        else:
+            terminal.watch(run, sys.stdout)
+        return 0
+    return _serve(run, args)
+
+
+def _serve(run: Any, args: argparse.Namespace) -> int:
+    from .serve import Server
+
+    try:
+        server = Server(run, args.host, _PORT if args.port is None else args.port)
+    except OSError:
+        if args.port is not None:
+            raise
+        server = Server(run, args.host, 0)
+    print(f"{run.folder.name} is shown at {server.url}  (Ctrl-C ends)", flush=True)
+    if args.open:
+        import webbrowser
+
+        webbrowser.open(server.url)
+    with server:
+        server.serve_forever()
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of ``accelerate monitor``."""
+    from ..launch import complain
+
+    args = monitor_command_parser().parse_args(None if arguments is None else list(arguments))
+    try:
+        return monitor_command(args)
+    except (AccelerateError, OSError) as error:
+        return complain("accelerate monitor", error)
+    except KeyboardInterrupt:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""The page of a run as a file: HTML that needs nothing else, or a picture of it by a browser that is installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from ...errors import MissingDependency, SettingError
+from .serve import page
+
+_BROWSERS: Final = (
+    "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge", "msedge",
+    "brave-browser",
+)  # fmt: skip
+_APPLICATIONS: Final = (
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+    "/Applications/Chromium.app/Contents/MacOS/Chromium",
+)
+#: Of a picture, in pixels.
+WIDTH: Final = 1440
+_SECONDS: Final = 60
+
+
+def export(content: dict[str, Any], target: Path, *, theme: str = "light") -> None:
+    """``target`` (.html, .png or .json) shows the run as it is now.
+
+    Raises:
+        SettingError: another ending.
+        MissingDependency: a .png without a browser that can draw it.
+    """
+    kind = target.suffix.lower()
+    if kind not in (".html", ".png", ".json"):
+        raise SettingError(f"--export {target}: the name ends with .html, .png or .json, which says what is written.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if kind == ".json":
+        target.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    elif kind == ".html":
+        target.write_text(page(content), encoding="utf-8")
+    else:
+        picture(page(content), target, theme=theme)
+
+
+def find_browser() -> str | None:
+    """The program of a browser that draws without a screen, or None."""
+    found = (shutil.which(name) for name in _BROWSERS)
+    here = (path for path in _APPLICATIONS if Path(path).is_file())
+    return next((path for path in found if path), None) or next(here, None)
+
+
+def picture(html: str, target: Path, *, theme: str = "light") -> None:
+    """``target`` is a PNG of ``html``.
+
+    Raises:
+        MissingDependency: there is no browser, or it didn't draw.
+    """
+    browser = find_browser()
+    if browser is None:
+        raise MissingDependency(
+            "--export to .png needs Chromium, Chrome or Edge on this machine. Export .html, or press PNG on the page."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "run.html"
+        source.write_text(html, encoding="utf-8")
+        drawn = Path(folder) / "run.png"
+        words = [
+            browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            f"--user-data-dir={folder}/profile", "--virtual-time-budget=2000",
+        ]  # fmt: skip
+        address = f"{source.as_uri()}?theme={theme}&still"
+        height = _height(_run([*words, f"--window-size={WIDTH},1200", "--dump-dom", address]).stdout)
+        done = _run([*words, f"--window-size={WIDTH},{height}", f"--screenshot={drawn}", address])
+        if not drawn.is_file():
+            raise MissingDependency(f"{browser} drew nothing (exit code {done.returncode}): {done.stderr[-300:]}")
+        shutil.copyfile(drawn, target)
+
+
+def _height(document: str) -> int:
+    """How high the page says that it is, within reason."""
+    found = re.search(r'data-height="(\d+)"', document)
+    return min(max(int(found[1]), 400), 12000) if found else 1600
+
+
+def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=False)

@@ -1,0 +1,156 @@
+"""A run as one JSON object: what the page and the terminal draw. Long curves are thinned out here."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from .reading import KNOWN, Curve, Rank, RunFiles, finite
+
+#: Points of a curve that are sent; more than there are pixels are of no use.
+MAX_POINTS: Final = 600
+#: So many ranks are drawn as lines of their own; more as the smallest, the middle and the largest.
+MAX_LINES: Final = 8
+_MAX_EVENTS: Final = 300
+#: A rank that has written nothing for so long, though it didn't say that it ends, may be gone.
+SILENT_SECONDS: Final = 60.0
+_PER_RANK: Final = ("step_seconds", "wait_seconds", "memory_bytes")
+#: On every rank, but one line of them is enough.
+_TOLD_BY_ONE: Final = ("epoch", "save", "load", "stop", "start", "restart", "end")
+
+
+def snapshot(run: RunFiles, *, now: float | None = None) -> dict[str, Any]:
+    """Everything that is shown of ``run``."""
+    main = run.main
+    now = time.time() if now is None else now
+    content: dict[str, Any] = {
+        "name": run.folder.name,
+        "folder": str(run.folder),
+        "version": run.version,
+        "now": now,
+        "state": state_of(run, now),
+        "facts": {} if main is None else main.facts,
+        "newest": {} if main is None else {name: _shown(value) for name, value in main.newest.items()},
+        "ranks": [_rank(rank, now) for _, rank in sorted(run.ranks.items())],
+        "skew": skew(run),
+        "curves": {},
+        "own": {},
+        "per_rank": {},
+        "events": events(run),
+    }
+    if main is None:
+        return content
+    content["curves"] = {name: thinned(main.curves[name]) for name in KNOWN if name in main.curves}
+    own = {**run.logged, **{name: curve for name, curve in main.curves.items() if name not in KNOWN}}
+    content["own"] = {name: thinned(curve) for name, curve in sorted(own.items())}
+    content["per_rank"] = {name: over_ranks(run, name) for name in _PER_RANK}
+    return content
+
+
+def state_of(run: RunFiles, now: float) -> str:
+    """empty, running, silent, finished, stopped or failed."""
+    ranks = list(run.ranks.values())
+    if not ranks:
+        return "empty"
+    endings = [rank.ending for rank in ranks]
+    for ending, state in (("error", "failed"), ("stop", "stopped")):
+        if ending in endings:
+            return state
+    if all(ending == "end" for ending in endings):
+        return "finished"
+    return "silent" if now - max(rank.last_time for rank in ranks) > SILENT_SECONDS else "running"
+
+
+def skew(run: RunFiles) -> dict[str, Any] | None:
+    """How much longer the slowest rank took than the middle one, in the newest report of all; None with one rank."""
+    curves = {n: rank.curves["step_seconds"] for n, rank in run.ranks.items() if "step_seconds" in rank.curves}
+    if len(curves) < 2:
+        return None
+    common = set.intersection(*(set(curve.steps[-MAX_POINTS:]) for curve in curves.values()))
+    if not common:
+        return None
+    step = max(common)
+    times = {n: curve.values[curve.steps.index(step)] for n, curve in curves.items()}
+    middle = statistics.median_low(times.values())
+    slowest = max(times, key=lambda rank: times[rank])
+    return {"rank": slowest, "share": (times[slowest] - middle) / middle if middle else 0.0}
+
+
+def _rank(rank: Rank, now: float) -> dict[str, Any]:
+    ending = rank.ending
+    silent = ending is None and now - rank.last_time > SILENT_SECONDS
+    return {
+        "rank": rank.number,
+        "device": rank.facts.get("device"),
+        "pid": rank.facts.get("pid"),
+        "host": rank.facts.get("host"),
+        "step": rank.newest.get("step"),
+        "seen": rank.last_time,
+        "state": {"error": "failed", "stop": "stopped", "end": "finished"}.get(
+            ending or "", "silent" if silent else "running"
+        ),
+        **{name: _shown(rank.newest.get(name)) for name in _PER_RANK},
+    }
+
+
+def _shown(value: Any) -> Any:
+    """JSON has no NaN: such a number is its name."""
+    return value if not isinstance(value, float) or finite(value) is not None else str(value)
+
+
+def events(run: RunFiles) -> list[dict[str, Any]]:
+    """What happened, newest last; what all ranks tell alike, once."""
+    told: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for event in run.events:
+        kind = event.get("event")
+        what = (event.get("step"), event.get("epoch"), event.get("folder"), event.get("attempt"))
+        key = (kind, *what) if kind in _TOLD_BY_ONE else (kind, event.get("rank"), event.get("time"), len(told))
+        known = told.get(key)
+        if known is None:
+            told[key] = {**event, "ranks": [event["rank"]]}
+        else:
+            known["ranks"].append(event["rank"])
+    return list(told.values())[-_MAX_EVENTS:]
+
+
+def thinned(curve: Curve) -> dict[str, Any]:
+    """``steps`` and ``values``; of a long curve the means of neighbours, with the smallest and largest beside them."""
+    size = -(-len(curve.steps) // MAX_POINTS)
+    bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if finite(value) is None]
+    if size <= 1:
+        return {"steps": curve.steps, "values": [finite(value) for value in curve.values], "bad": bad}
+    steps: list[int] = []
+    parts: list[list[float]] = []
+    for start in range(0, len(curve.steps), size):
+        steps.append(curve.steps[min(start + size, len(curve.steps)) - 1])
+        parts.append([value for value in curve.values[start : start + size] if finite(value) is not None])
+    return {
+        "steps": steps,
+        "values": [statistics.fmean(part) if part else None for part in parts],
+        "low": [min(part, default=None) for part in parts],
+        "high": [max(part, default=None) for part in parts],
+        "bad": bad[:MAX_POINTS],
+    }
+
+
+def over_ranks(run: RunFiles, name: str) -> dict[str, Any]:
+    """A curve for each rank; of many ranks the smallest, the middle and the largest value at each step."""
+    curves = {n: rank.curves[name] for n, rank in sorted(run.ranks.items()) if name in rank.curves}
+    if len(curves) <= MAX_LINES:
+        return {"lines": {f"rank {n}": thinned(curve) for n, curve in curves.items()}}
+    at: dict[int, list[float]] = {}
+    for curve in curves.values():
+        for step, value in zip(curve.steps, curve.values, strict=True):
+            if finite(value) is not None:
+                at.setdefault(step, []).append(value)
+    whole = {step: values for step, values in sorted(at.items()) if 2 * len(values) >= len(curves)}
+    return {"lines": {label: thinned(_summary(whole, pick)) for label, pick in _PICKS.items()}}
+
+
+def _summary(at: Mapping[int, Sequence[float]], pick: Any) -> Curve:
+    return Curve(list(at), [pick(values) for values in at.values()])
+
+
+_PICKS: Final = {"slowest or largest": max, "middle": statistics.median, "fastest or smallest": min}

@@ -1,0 +1,197 @@
+"""The page of ``accelerate monitor`` in a headless browser, of a run of two ranks while it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.commands.monitor.export import find_browser
+from tests.monitor.browser import Page
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+HERE = Path(__file__).resolve().parent
+#: With DOCS_IMAGES=1 the pictures of the documentation are made anew.
+IMAGES = HERE.parent.parent / "docs" / "images" if os.environ.get("DOCS_IMAGES") else None
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE.parent.parent / "src"),
+}  # fmt: skip
+
+
+def accelerate(*words: object, **options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "accelerate.commands.main", *map(str, words)]
+    return subprocess.Popen(
+        command, text=True, env={**os.environ, **ENVIRONMENT}, start_new_session=True, stdout=subprocess.PIPE, **options
+    )
+
+
+def end(program: subprocess.Popen[str]) -> None:
+    if program.poll() is None:
+        os.killpg(program.pid, signal.SIGINT)
+    try:
+        program.wait(15)
+    except subprocess.TimeoutExpired:
+        os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+    if program.stdout is not None:
+        program.stdout.close()
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    browser = find_browser()
+    assert browser is not None
+    with Page(browser, tmp_path) as page:
+        yield page
+
+
+@pytest.fixture
+def monitor(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
+    folder = tmp_path / "spirals"
+    folder.mkdir()
+    program = accelerate("monitor", folder, "--port", "0")
+    assert program.stdout is not None
+    address = program.stdout.readline().split(" at ")[1].split()[0]
+    yield program, address, folder
+    end(program)
+
+
+def number_of(text: str) -> int:
+    """`step 465 of 1,200` -> 465"""
+    return int(text.split("step ")[1].split()[0].replace(",", ""))
+
+
+def width_and_height(picture: Path) -> tuple[int, int]:
+    data = picture.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", data[16:24])
+
+
+def test_a_live_run_of_two_ranks(page: Page, monitor: tuple[subprocess.Popen[str], str, Path], tmp_path: Path) -> None:
+    server, address, folder = monitor
+    images = IMAGES or tmp_path / "images"
+    page.open(address)
+    page.wait("!document.querySelector('#empty').hidden")
+    assert "Nothing has been reported yet" in page.ask("document.body.innerText")
+    assert str(folder) in page.ask("document.querySelector('#where').textContent")
+
+    training = accelerate(
+        "launch", "--cpu", "--num_processes", 2, "--main_process_port", 0, HERE / "live_run.py", folder, 60
+    )
+    try:
+        # It appears by itself, and goes on by itself.
+        facts = "document.querySelector('#facts').textContent"
+        page.wait(f"{facts}.includes('step ')", 60)
+        first = number_of(page.ask(facts))
+        page.until(lambda: number_of(page.ask(facts)) > first + 50, "the page follows the run")
+        assert page.ask("document.querySelector('#state').textContent") == "running"
+        assert page.ask("document.querySelectorAll('tbody tr').length") == 2
+        page.until(lambda: number_of(page.ask(facts)) > 400, "step 400", 60)
+
+        titles = page.ask("[...document.querySelectorAll('.chart h2')].map(e => e.firstChild.textContent)")
+        assert titles[:7] == [
+            "Loss", "Step time", "Throughput", "Memory", "Learning rate", "Step time of each rank",
+            "Waiting for data, each rank",
+        ]  # fmt: skip
+        assert "accuracy" in titles  # what the script logged itself
+        events = page.ask("document.querySelector('#events').innerText")
+        for text in ("Started on 2 ranks", "Saved checkpoint_0", "Epoch 0 done", "more workers would hide it"):
+            assert text in events
+        assert page.ask("document.querySelectorAll('.chart svg path[d^=M]').length") >= 10
+
+        page.point_at(".chart svg", right=0.6)
+        page.wait("document.querySelector('#tip').style.display === 'block'")
+        assert "step" in page.ask("document.querySelector('#tip').innerText")
+        page.resize(1360, 1240)
+        page.point_at(".chart svg", right=0.6)
+        time.sleep(0.3)
+        page.ask("document.documentElement.dataset.theme === 'light' || document.querySelector('#theme').click()")
+        page.picture(images / "monitor_light.png", whole=True)
+        page.point_at("h1")
+        page.ask("document.querySelector('#theme').click()")
+        assert page.ask("document.documentElement.dataset.theme") == "dark"
+        page.resize(1360, 760)
+        page.picture(images / "monitor_dark.png")
+        page.resize(420, 900)
+        time.sleep(0.5)
+        page.wait("document.documentElement.scrollWidth <= innerWidth")  # nothing sticks out on a telephone
+        page.picture(images / "monitor_narrow.png")
+        page.resize(1360, 1000)
+        page.wait("document.querySelector('#state').textContent === 'finished'", 90)
+        assert training.wait(30) == 0
+    finally:
+        end(training)
+
+    page.ask("document.querySelector('#theme').click()")
+    saved_by_button(page, tmp_path)
+    assert page.problems == []
+    hosts = {request.split("/")[2] for request in page.requests if request.startswith("http")}
+    assert hosts == {address.split("/")[2]}  # nothing is fetched from anywhere else
+
+    end(server)
+    page.wait("document.querySelector('#state').textContent === 'not connected'")
+    assert "doesn't answer" in page.ask("document.querySelector('#banner').textContent")
+
+
+def saved_by_button(page: Page, folder: Path) -> None:
+    """The buttons hand over a picture and a page that holds its own numbers."""
+    page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+    for ending in ("png", "html"):
+        page.ask(f"document.querySelector('#{ending}').click()")
+        target = folder / f"spirals.{ending}"
+        page.until(target.exists, f"{target} is saved")
+    width, height = width_and_height(folder / "spirals.png")
+    assert width > 1000 and height > 1000
+    assert '"name": "spirals"' in (folder / "spirals.html").read_text().replace('"name":"', '"name": "')
+
+
+def lines_of_a_lost_run(folder: Path, ranks: int) -> None:
+    (folder / "monitor").mkdir(parents=True)
+    for rank in range(ranks):
+        lines: list[dict[str, Any]] = [{"time": 1e9, "event": "start", "rank": rank, "ranks": ranks, "device": "cpu"}]
+        for step in range(10, 4000, 10):
+            values = {"loss": 5 / step**0.4, "step_seconds": 0.1 + 0.001 * rank, "wait_seconds": 0.01 * (rank % 3)}
+            lines.append({"time": 1e9 + step, "step": step, "memory_bytes": 2 * 10**9, **values})
+        lines.append({"time": 1e9 + 4001, "step": 4000, "loss": "nan"})
+        text = "the loss on rank 1 is not finite since step 3991"
+        lines.append({"time": 1e9 + 4001, "event": "stop", "text": text, "step": 4000})
+        (folder / "monitor" / f"rank_{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_lost_run_of_many_ranks_as_a_file(page: Page, tmp_path: Path) -> None:
+    folder = tmp_path / "</script><b>lost"
+    lines_of_a_lost_run(folder, 12)
+    target = tmp_path / "lost.html"
+    program = accelerate("monitor", folder, "--export", target)
+    assert program.wait(60) == 0
+    end(program)
+    page.open(target.as_uri())
+    page.wait("document.querySelector('#state').textContent === 'stopped'")
+    assert "not finite since step 3991" in page.ask("document.querySelector('#banner').textContent")
+    assert page.ask("document.querySelector('h1').textContent") == "</script><b>lost".rpartition("/")[2]
+    legends = page.ask("[...document.querySelectorAll('.legend')].map(e => e.innerText).join()")
+    assert "middle" in legends and "rank 11" not in legends
+    assert page.ask("document.querySelectorAll('tbody tr').length") == 12
+    assert page.problems == [] and all(request.startswith("file:") for request in page.requests)
+
+
+def test_a_picture_is_made_by_the_command(tmp_path: Path) -> None:
+    folder = tmp_path / "lost"
+    lines_of_a_lost_run(folder, 2)
+    for theme in ("light", "dark"):
+        target = tmp_path / f"{theme}.png"
+        program = accelerate("monitor", folder, "--export", target, "--theme", theme)
+        assert program.wait(90) == 0
+        end(program)
+        width, height = width_and_height(target)
+        assert width == 1440 and height > 1000
