@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from .plugins.project import ProjectConfiguration
 from .precision import Precision
 from .precision import choose as choose_precision
 from .precision.fp8 import Fp8Functions, Fp8Request, choose_backend
+from .precision.fp8 import Fp8Functions, Fp8Request, choose_backend
 from .settings import env
+from .settings.labels import FP8BackendType
 from .settings.labels import FP8BackendType
 from .settings.run import Settings
 from .world import World, expected_backend
@@ -311,15 +314,10 @@ def _fp8_request(settings: Settings, world: World, handlers: Handlers, functions
 
 
 def precision(
-    label: str,
-    world: World,
-    handlers: Handlers,
-    plugins: dict[str, Any],
-    settings: Settings,
-    functions: Fp8Functions,
-    parameter_dtype: Any = None,
+    accelerator: Any, handlers: Handlers, plugins: dict[str, Any], functions: Fp8Functions, parameter_dtype: Any
 ) -> Precision:
-    """The precision that ``label`` means in ``world``, with the handlers' options."""
+    """What the Accelerator's ``mixed_precision`` means in its world, with the handlers' options."""
+    label, world = accelerator.state.mixed_precision, accelerator.world
     config = plugins["parallelism_config"]
     is_sharded = world.backend is not None and (
         plugins["fsdp_plugin"] is not None or (config is not None and config.tp_enabled)
@@ -330,7 +328,7 @@ def precision(
         autocast_handler=handlers.autocast,
         scaler_handler=handlers.scaler,
         shards_over=world if is_sharded else None,
-        fp8=_fp8_request(settings, world, handlers, functions) if label == "fp8" else None,
+        fp8=_fp8_request(accelerator.settings, world, handlers, functions) if label == "fp8" else None,
         parameter_dtype=parameter_dtype,
     )
     if plugins["deepspeed_plugin"] is not None:

@@ -66,6 +66,9 @@ class DeviceKind:
     memory_left: str = "mem_get_info"
     bf16: str = "is_bf16_supported"  # a call, or always, or never
     fp16: str = _ALWAYS
+    fp8: str = _ALWAYS  # whether the hardware multiplies 8-bit floats, where that can be asked
+    fp8_fallback: str = "bf16"  # the precision in place of fp8 where it does not
+    fp8_backends: str = "AO"  # the packages whose fp8 works on such devices, in the words of the interface
     stream: str = "Stream"  # makes a queue of work beside the current one
     stream_scope: str = "stream"
     stream_now: str = "current_stream"
@@ -190,6 +193,10 @@ class DeviceKind:
         """Whether the device computes in float16."""
         return self._supports(self.fp16)
 
+    def supports_fp8(self) -> bool:
+        """Whether the device multiplies matrices of 8-bit floats (or isn't known not to)."""
+        return self._supports(self.fp8)
+
     def _supports(self, answer: str) -> bool:
         return answer == _ALWAYS or (answer != _NEVER and bool(self._ask(answer, otherwise=False)))
 
@@ -268,11 +275,13 @@ KINDS: Final[tuple[DeviceKind, ...]] = (
         "hpu", "MULTI_HPU", "torch.hpu", extension="habana_frameworks.torch", backend="hccl",
         visible_devices="HABANA_VISIBLE_MODULES", clear="", seed_call="torch.hpu.random:manual_seed_all",
         rng_read="torch.hpu.random:get_rng_state_all", rng_write="torch.hpu.random:set_rng_state_all", bf16=_ALWAYS,
+        fp8="accelerate.devices:is_gaudi2_or_later", fp8_backends="AO TE",
     ),
     DeviceKind(
         "cuda", "MULTI_GPU", "torch.cuda", backend="nccl", visible_devices="CUDA_VISIBLE_DEVICES",
         builds="cuda hip", binds_group=True, driver_builds="cuda", driver_files="/proc/driver/nvidia/gpus/*",
-        driver_command="nvidia-smi -L",
+        driver_command="nvidia-smi -L", fp8="accelerate.hardware:check_cuda_fp8_capability", fp8_fallback="fp16",
+        fp8_backends="AO TE MSAMP",
     ),
     DeviceKind(
         "xpu", "MULTI_XPU", "torch.xpu", backend="xccl", visible_devices="ZE_AFFINITY_MASK", builds="xpu",
@@ -343,6 +352,11 @@ def is_macos_14() -> bool:
     """Whether this is macOS 14 or later, the first whose Metal computes in bfloat16."""
     version = platform.mac_ver()[0].partition(".")[0]
     return version.isdigit() and int(version) >= 14
+
+
+def is_gaudi2_or_later() -> bool:
+    """Whether the HPU is one of a generation that has 8-bit floats."""
+    return importlib.import_module("habana_frameworks.torch.utils.experimental")._get_device_type() != 1
 
 
 def read_from(environment: Mapping[str, str] | None, name: str) -> str | None:

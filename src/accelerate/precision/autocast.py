@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -16,29 +17,22 @@ from .base import Precision
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@final
-class AutocastPrecision(Precision):
-    """Forward passes under autocast in fp16 or bf16, with outputs back in ``output_dtype``.
+class Autocasting(Precision, ABC):
+    """Forward passes under autocast in ``dtype``, with outputs back in the handler's ``output_dtype``.
 
     Args:
-        label: ``"fp16"`` or ``"bf16"``.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
         device_type: where autocast acts (``"cuda"``, ``"cpu"``, ...).
         scaler: the gradient scaler (fp16), or None.
         handler: AutocastKwargs; its ``output_dtype=None`` leaves outputs in the compute dtype.
     """
 
-    def __init__(self, label: str, device_type: str, scaler: Any = None, handler: Any = None) -> None:
-        self._label = label
+    def __init__(self, dtype: torch.dtype, device_type: str, scaler: Any = None, handler: Any = None) -> None:
         self.scaler = scaler
         self._device_type = device_type
-        self._dtype = _HALF[label]
+        self._dtype = dtype
         self.handler = handler
         self.is_autocast = True
-
-    @property
-    def label(self) -> str:
-        """fp16 or bf16."""
-        return self._label
 
     def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:
         """A context in which operations run in half precision, as ``handler`` (or the constructor's) says."""
@@ -64,6 +58,20 @@ class AutocastPrecision(Precision):
     def restore_forward(self, model: torch.nn.Module) -> None:
         """``model.forward`` is the user's again."""
         restore_forward(model)
+
+
+@final
+class AutocastPrecision(Autocasting):
+    """``label`` is ``"fp16"`` or ``"bf16"``."""
+
+    def __init__(self, label: str, device_type: str, scaler: Any = None, handler: Any = None) -> None:
+        super().__init__(_HALF[label], device_type, scaler, handler)
+        self._label = label
+
+    @property
+    def label(self) -> str:
+        """fp16 or bf16."""
+        return self._label
 
 
 def _is_patched(model: torch.nn.Module) -> bool:

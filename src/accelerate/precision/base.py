@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
 from torch.amp.grad_scaler import OptState
+
+from .conversion import ConversionReport
 
 
 class Precision(ABC):
@@ -20,10 +23,21 @@ class Precision(ABC):
     #: The AutocastKwargs, where there are any.
     handler: Any = None
 
+    #: Which modules were converted, one report for each model that was; a precision that converts has its own list.
+    reports: Sequence[ConversionReport] = ()
+    #: The package that converts, in the word of the interface (AO, TE, MSAMP).
+    backend: str | None = None
+
     @property
     @abstractmethod
     def label(self) -> str:
         """The word of the interface: no, fp16, bf16, fp8."""
+
+    def convert_together(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[Sequence[torch.nn.Module], Sequence[torch.optim.Optimizer]]:
+        """The models and optimizers of one ``prepare``, as many, where the two can only be converted at once."""
+        return models, optimizers
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model with its modules or weights as the precision needs them; called first in ``place``."""
@@ -32,8 +46,14 @@ class Precision(ABC):
     def patch_forward(self, model: torch.nn.Module) -> None:
         """``model.forward`` computes in this precision."""
 
+    def patch_wrapped(self, model: torch.nn.Module) -> None:
+        """The forward of ``model``, in the container that trains it, computes in this precision."""
+
     def restore_forward(self, model: torch.nn.Module) -> None:
         """``model.forward`` is what it was before :meth:`patch_forward`."""
+
+    def follow(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """What has to happen at every update of prepared ``models`` will; called last in ``prepare``."""
 
     def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:
         """A context in which operations run in this precision."""

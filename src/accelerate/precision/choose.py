@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from ..devices import available_kind, kind_of
-from ..errors import NotBuilt, SettingError
+from ..errors import SettingError
 from ..world import World, current_world
 from .autocast import AutocastPrecision
 from .base import FullPrecision, Precision
+from .fp8 import Fp8Request, choose_backend, package_of
+from .true import TruePrecision
 
 
 def choose(
@@ -20,16 +22,22 @@ def choose(
     autocast_handler: Any = None,
     scaler_handler: Any = None,
     shards_over: World | None = None,
+    fp8: Fp8Request | None = None,
+    parameter_dtype: torch.dtype | None = None,
 ) -> Precision:
     """The precision that ``label`` (no, fp16, bf16, fp8) means on ``device_type``.
 
     Args:
         shards_over: the processes over which gradients lie in pieces; None where each has them whole.
+        fp8: the backend and recipes of fp8; without them nothing is converted, and only the rest computes in bf16.
+        parameter_dtype: what prepared models are made of, parameters and all; it excludes mixed precision.
 
     Raises:
         SettingError: the device can't compute in that precision.
-        NotBuilt: fp8.
+        MissingDependency: no package for fp8 is installed.
     """
+    if parameter_dtype is not None:
+        return TruePrecision(parameter_dtype, device_type, autocast_handler)
     if label == "no":
         return FullPrecision()
     if label == "bf16":
@@ -40,8 +48,41 @@ def choose(
         scaler = make_scaler(device_type, **kwargs) if shards_over is None else _sharded(shards_over, kwargs)
         return AutocastPrecision("fp16", device_type, scaler=scaler, handler=autocast_handler)
     if label == "fp8":
-        raise NotBuilt("mixed_precision='fp8' isn't built in this version. Use 'bf16' or 'fp16'.")
+        if fp8 is None:
+            return AutocastPrecision("bf16", device_type, handler=autocast_handler)
+        return _fp8(fp8, device_type, autocast_handler)
     raise SettingError(f"mixed_precision={label!r}: choose one of 'no', 'fp16', 'bf16', 'fp8'.")
+
+
+def _fp8(request: Fp8Request, device_type: str, handler: Any) -> Precision:
+    """fp8 arithmetic as ``request`` asks, on ``device_type``.
+
+    Raises:
+        SettingError: the backend doesn't compute on this device.
+        MissingDependency: the backend isn't installed.
+    """
+    backend = choose_backend(request)
+    recipe = request.recipes.get(backend)
+    if backend == "AO":
+        from ..plugins.fp8 import AORecipeKwargs
+        from .fp8_ao import AoPrecision
+
+        recipe = recipe or AORecipeKwargs()
+        return AoPrecision(device_type, recipe, request.functions, gathers=request.gathers, handler=handler)
+    if backend not in kind_of(device_type).fp8_backends.split():
+        raise SettingError(
+            f"fp8 by {package_of(backend)} doesn't compute on {device_type}, where this process does. Use torchao "
+            "(ACCELERATE_FP8_BACKEND=AO, or AORecipeKwargs()), or mixed_precision='bf16'."
+        )
+    if backend == "TE":
+        from .fp8_te import TePrecision
+
+        recipe = recipe or request.functions("TERecipeKwargs")()
+        return TePrecision(device_type, recipe, request.functions, handler=handler)
+    from ..plugins.fp8 import MSAMPRecipeKwargs
+    from .fp8_msamp import MsampPrecision
+
+    return MsampPrecision(device_type, recipe or MSAMPRecipeKwargs(), handler=handler)
 
 
 def _refuse_bf16_without_hardware(device_type: str) -> None:

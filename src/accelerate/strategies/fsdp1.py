@@ -86,6 +86,7 @@ class FlatShard(Strategy):
         wrapped.__dict__.update(names)
         self._roots.add(wrapped)
         dynamo = self.options.dynamo_plugin
+        precision.patch_wrapped(wrapped)
         return wrapped if dynamo is None else compile_model(wrapped, dynamo)
 
     def _wrapped(self, model: torch.nn.Module, ignored: list[torch.nn.Module]) -> FullyShardedDataParallel:

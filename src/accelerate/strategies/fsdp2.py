@@ -98,6 +98,7 @@ class FullyShard(Strategy):
         self._shard(model, units, ignored, keeps_outputs=precision.is_autocast)
         dynamo = self.options.dynamo_plugin
         precision.patch_wrapped(model)
+        precision.patch_wrapped(model)
         return model if dynamo is None or dynamo.use_regional_compilation else compile_model(model, dynamo)
 
     def _compile_regions(self, model: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accelerate import devices
-from accelerate.errors import NotBuilt, SettingError
+from accelerate.errors import SettingError
 from accelerate.plugins.precision import AutocastKwargs, GradScalerKwargs
 from accelerate.precision import choose
 from accelerate.precision.choose import get_grad_scaler
@@ -36,9 +36,12 @@ def test_bf16_is_refused_where_the_device_cannot(monkeypatch: pytest.MonkeyPatch
         choose("bf16", "old")
 
 
-def test_fp8_and_unknown_words_are_refused_by_name() -> None:
-    with pytest.raises(NotBuilt, match="fp8"):
-        choose("fp8", "cpu")
+def test_fp8_without_a_backend_is_the_bf16_around_it() -> None:
+    with choose("fp8", "cpu").autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+
+
+def test_unknown_words_are_refused_by_name() -> None:
     with pytest.raises(SettingError, match=r"'fp61'.*'bf16'"):
         choose("fp61", "cpu")
 

@@ -323,7 +323,6 @@ def test_launcher_matters_stay_with_the_launcher() -> None:
             {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"},
             "ACCELERATE_USE_PARALLELISM_CONFIG",
         ),
-        ({"mixed_precision": "fp8"}, {}, "mixed_precision=fp8"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(arguments: dict[str, Any], environ: dict[str, str], named: str) -> None:

@@ -1,0 +1,165 @@
+"""fp8 by torchao: linear layers whose matrix products are computed in 8-bit floats, scaled as they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import distributed as dist
+
+from ..optional import require, torchao_required
+from .autocast import Autocasting
+from .conversion import HOLDS_OTHERS, OTHER_KIND, report_conversion
+from .fp8 import Fp8Functions, announce
+
+#: The products of 8-bit matrices come in blocks of this size.
+MULTIPLE = 16
+
+ModuleFilter = Callable[[torch.nn.Module, str], bool]
+
+
+def find_first_last_linear_layers(model: torch.nn.Module) -> tuple[str | None, str | None]:
+    """The names of the first and the last linear layer of ``model``; None where it has none."""
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(module: torch.nn.Module, fqn: str, layers_to_filter: Sequence[str | None]) -> bool:
+    """Whether ``module``, called ``fqn``, is a linear layer that torchao converts and none of ``layers_to_filter``."""
+    return not why_kept(fqn, module, layers_to_filter)
+
+
+def filter_first_and_last_linear_layers(module: torch.nn.Module, fqn: str) -> bool:
+    """Whether the layer ``fqn`` is converted, where ``module`` is the model whose first and last layer stay."""
+    return filter_linear_layers(module, fqn, layers_to_filter=find_first_last_linear_layers(module))
+
+
+def why_kept(name: str, module: torch.nn.Module, layers_to_filter: Sequence[str | None]) -> str:
+    """Why torchao doesn't convert ``module``; empty where it does."""
+    if not isinstance(module, torch.nn.Linear):
+        return HOLDS_OTHERS if next(module.children(), None) is not None else OTHER_KIND
+    if name in layers_to_filter:
+        return "the first or last linear layer"
+    shape = (module.in_features, module.out_features)
+    return f"{shape[0]} x {shape[1]}: not both multiples of {MULTIPLE}" if any(s % MULTIPLE for s in shape) else ""
+
+
+@torchao_required
+def convert_model_to_fp8_ao(
+    model: torch.nn.Module, config: Any = None, module_filter_func: ModuleFilter | None = None
+) -> torch.nn.Module:
+    """``model`` with linear layers that compute in fp8, in the place of the old ones.
+
+    Args:
+        config: a ``torchao.float8.Float8LinearConfig``.
+        module_filter_func: ``(module, name) -> bool``; by default all linear layers but the first and the last whose
+            sizes are multiples of 16.
+    """
+    float8 = require("torchao.float8", "fp8", purpose="convert_model_to_fp8_ao")
+    if module_filter_func is None:
+        ends = find_first_last_linear_layers(model)
+        module_filter_func = partial(filter_linear_layers, layers_to_filter=ends)
+    return float8.convert_to_float8_training(model, module_filter_fn=module_filter_func, config=config)
+
+
+@torchao_required
+def has_ao_layers(model: torch.nn.Module) -> bool:
+    """Whether ``model`` has linear layers that torchao converted."""
+    return any(map(_is_converted, model.modules()))
+
+
+def _is_converted(module: torch.nn.Module) -> bool:
+    linear = require("torchao.float8.float8_linear", "fp8").Float8Linear
+    return isinstance(module, linear)
+
+
+@final
+class AoPrecision(Autocasting):
+    """Linear layers in fp8 by torchao, everything else under autocast in bf16.
+
+    Args:
+        recipe: AORecipeKwargs.
+        gathers: whether parameters are gathered for each use (``fully_shard``), which can then be done in fp8.
+        functions: where the conversion is looked up at every use, because libraries on top replace it.
+    """
+
+    def __init__(
+        self, device_type: str, recipe: Any, functions: Fp8Functions, *, gathers: bool, handler: Any = None
+    ) -> None:
+        super().__init__(torch.bfloat16, device_type, handler=handler)
+        config = recipe.config
+        if config.enable_fsdp_float8_all_gather and not gathers:
+            # Without shards it would only make weights a class of tensor that replicas can't broadcast.
+            config = replace(config, enable_fsdp_float8_all_gather=False)
+        self.config = config
+        self._filter: ModuleFilter | None = recipe.module_filter_func
+        self._functions = functions
+        self.reports = []
+        self.backend = "AO"
+
+    @property
+    def label(self) -> str:
+        """fp8."""
+        return "fp8"
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        """``model`` with Float8Linear in place of linear layers; one that has them already stays."""
+        if has_ao_layers(model):
+            return model
+        convert = partial(
+            self._functions("convert_model_to_fp8_ao"), config=self.config, module_filter_func=self._filter
+        )
+        ends = find_first_last_linear_layers(model)
+        model, report = report_conversion(
+            model, "fp8 by torchao", convert, partial(self._why_kept, ends), _is_converted
+        )
+        self.reports = [*self.reports, report]
+        announce(report)
+        return model
+
+    def _why_kept(self, ends: tuple[str | None, str | None], name: str, module: torch.nn.Module) -> str:
+        if self._filter is None or not isinstance(module, torch.nn.Linear):
+            return why_kept(name, module, ends)
+        return "left out by module_filter_func"
+
+    def patch_wrapped(self, model: torch.nn.Module) -> None:
+        """Where processes can't send 8-bit floats (gloo), sharded parameters are gathered as bytes."""
+        if not self.config.enable_fsdp_float8_all_gather or self._device_type != torch.device("cpu").type:
+            return
+        for module in model.modules():
+            choose = getattr(module, "set_custom_all_gather", None)  # torch 2.8 and later
+            if choose is not None:
+                choose(_ByteGather())
+
+    def follow(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """After every update the scales of sharded weights are computed at once, not layer by layer in the forward."""
+        if not self.config.enable_fsdp_float8_all_gather:
+            return
+        for model in models:
+            ours = {id(parameter) for parameter in model.parameters()}
+            training = [one for one in optimizers if any(id(p) in ours for g in one.param_groups for p in g["params"])]
+            if training and has_ao_layers(model):
+                training[-1].register_step_post_hook(partial(_precompute_scales, model))
+
+
+@final
+class _ByteGather:
+    """torch's all-gather of a sharded unit, which sends bytes."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An empty tensor to gather into."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        """The output holds the pieces of all ranks (at once, or when the work that is handed back is done)."""
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        return gather(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group=group, async_op=async_op)
+
+
+def _precompute_scales(model: torch.nn.Module, *_: Any) -> None:
+    require("torchao.float8", "fp8").precompute_float8_dynamic_scale_for_fsdp(model)
