@@ -36,7 +36,6 @@ from .plugins.data import DataLoaderConfiguration
 from .plugins.deepspeed import DeepSpeedPlugin
 from .plugins.dynamo import TorchDynamoPlugin
 from .plugins.fp8 import TERecipeKwargs as TERecipeKwargs  # looked up here at every use: libraries on top replace it
-from .plugins.fp8 import TERecipeKwargs as TERecipeKwargs  # looked up here at every use: libraries on top replace it
 from .plugins.fsdp import FullyShardedDataParallelPlugin
 from .plugins.megatron import MegatronLMPlugin
 from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
@@ -142,7 +141,6 @@ class Accelerator:
             }
         )
         refuse_unbuilt(self.settings)
-        construction.reach_precision(self.settings, parameter_dtype)
         construction.reach_precision(self.settings, parameter_dtype)
         construction.complete_plugins(plugins, self.settings, AcceleratorState._shared_state)
         self.dynamo_plugin = construction.dynamo_plugin(dynamo_plugin, dynamo_backend)
@@ -534,7 +532,6 @@ class Accelerator:
         """
         bundle = Bundle.sort(args, device_placement, self.device_placement)
         self.strategy.check(bundle)
-        fresh = self._converted_together(bundle)
         fresh = self._converted_together(bundle)
         if self.strategy.takes_bundle:
             self._place_together(bundle)
@@ -1326,11 +1323,6 @@ def _register(held: list[Any], obj: Any) -> None:
     """``obj`` is in ``held``, once (by identity: parameters and tensors compare elementwise)."""
     if not any(known is obj for known in held):
         held.append(obj)
-
-
-def _looked_up(name: str) -> Any:
-    """What this module's ``name`` is now: libraries on top put their own in its place."""
-    return globals()[name]
 
 
 def _looked_up(name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,9 +28,7 @@ from .plugins.project import ProjectConfiguration
 from .precision import Precision
 from .precision import choose as choose_precision
 from .precision.fp8 import Fp8Functions, Fp8Request, choose_backend
-from .precision.fp8 import Fp8Functions, Fp8Request, choose_backend
 from .settings import env
-from .settings.labels import FP8BackendType
 from .settings.labels import FP8BackendType
 from .settings.run import Settings
 from .world import World, expected_backend

@@ -97,7 +97,6 @@ class Strategy(ABC):
         if not evaluation_mode:
             model = self.wrap(model)
         precision.patch_wrapped(model)
-        precision.patch_wrapped(model)
         plugin = self.options.dynamo_plugin
         return model if plugin is None else compile_model(model, plugin)
 

@@ -80,9 +80,6 @@ if TYPE_CHECKING:
     from ..precision.fp8_ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers, has_ao_layers
     from ..precision.fp8_te import apply_fp8_autowrap, contextual_fp8_autocast, convert_model
     from ..precision.fp8_te import has_transformer_engine_layers
-    from ..precision.fp8_ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers, has_ao_layers
-    from ..precision.fp8_te import apply_fp8_autowrap, contextual_fp8_autocast, convert_model
-    from ..precision.fp8_te import has_transformer_engine_layers
     from ..precision.outputs import convert_outputs_to_fp32
     from ..probes import is_bf16_available, is_cuda_available, is_fp16_available, is_fp8_available
     from ..probes import is_habana_gaudi1, is_hpu_available, is_mlu_available, is_mps_available
@@ -153,10 +150,6 @@ _HOMES = {
     "save_fsdp_model": "strategies.fsdp_files",
     "save_fsdp_optimizer": "strategies.fsdp_files",
     "AORecipeKwargs": "plugins.fp8", "AutocastKwargs": "plugins.precision",
-    "apply_fp8_autowrap": "precision.fp8_te", "contextual_fp8_autocast": "precision.fp8_te",
-    "convert_model": "precision.fp8_te", "convert_model_to_fp8_ao": "precision.fp8_ao",
-    "filter_first_and_last_linear_layers": "precision.fp8_ao", "has_ao_layers": "precision.fp8_ao",
-    "has_transformer_engine_layers": "precision.fp8_te",
     "apply_fp8_autowrap": "precision.fp8_te", "contextual_fp8_autocast": "precision.fp8_te",
     "convert_model": "precision.fp8_te", "convert_model_to_fp8_ao": "precision.fp8_ao",
     "filter_first_and_last_linear_layers": "precision.fp8_ao", "has_ao_layers": "precision.fp8_ao",
