@@ -74,7 +74,7 @@ class WindowWeights:
             backward(loss * factor)
             return
         backward(loss)
-        gradients = [parameter.grad for parameter in parameters() if parameter.grad is not None]
+        gradients = [_own_piece(parameter.grad) for parameter in parameters() if parameter.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -83,3 +83,9 @@ class WindowWeights:
         weight = torch.as_tensor(total, dtype=torch.float32, device=device).detach()
         weight = reduce(weight, "sum", world=self._mesh.within(*TOKEN_AXES))
         return torch.where(weight > 0, self._mesh.size(*TOKEN_AXES) / weight, torch.zeros_like(weight))
+
+
+def _own_piece(gradient: torch.Tensor) -> torch.Tensor:
+    """What of ``gradient`` lies on this rank: gradients that are cut in different ways can't be scaled together."""
+    local = getattr(gradient, "to_local", None)
+    return gradient if local is None else local()

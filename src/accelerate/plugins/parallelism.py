@@ -40,17 +40,14 @@ class _Accelerated(Protocol):
 
 @dataclass
 class TorchTensorParallelConfig(TensorParallelOptions):
-    """How tensor parallelism through torch behaves."""
+    """How tensor parallelism through torch behaves.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.enable_async_tp:
-            warnings.warn(
-                "TorchTensorParallelConfig(enable_async_tp=True): asynchronous tensor parallelism is not "
-                "supported "
-                "yet, the option is ignored.",
-                stacklevel=3,
-            )
+    Args:
+        enable_async_tp: compiled layers overlap communication with their products, on devices where torch can.
+        plan: for models without a ``tp_plan`` of their own, or in its place: patterns of module names (``*`` stands for
+            one part of a name) -> a style: "colwise", "rowwise", ... (``accelerate.strategies.tensor.STYLES``), or an
+            object of torch.distributed.tensor.parallel.
+    """
 
 
 @dataclass

@@ -62,6 +62,7 @@ class ParallelismOptions(
     sp_handler: Any = option(None, "More about sequence parallelism.", kind="object")
     pp_size: int = option(1, "Over how many processes the layers are dealt, as stages of a pipeline.", minimum=1)
     # No variable of its own: others write PARALLELISM_CONFIG_EP_SIZE for a degree that is no factor of theirs.
+    pp_handler: Any = option(None, "More about pipelines.", kind="object")
     ep_size: int = option(1, "Over how many processes the experts of a layer are dealt.", minimum=1, env=None)
 
 
@@ -70,6 +71,7 @@ class TensorParallelOptions(OptionGroup, title="Parallelism"):
     """More about tensor parallelism."""
 
     enable_async_tp: bool = option(False, "Overlap communication and computation.")
+    plan: Any = option(None, "How each layer is cut: a mapping from patterns of names to styles.", kind="object")
 
 
 @dataclass

@@ -22,11 +22,12 @@ from ..world import World
 from .base import Strategy, is_sharded
 from .bundle import Bundle, Role
 from .compile import compile_model, compile_regions_fsdp2, uncompiled
-from .norms import clip_pieces, own_piece
+from .norms import clamp_pieces, clip_pieces
 from .rebind import inner_optimizer
 from .recompute import recompute_activations
 from .shard_saving import saved_as
 from .shard_setup import average_ignored, replicate_rest, send_from_main, upcast_trainable
+from .tensor import parallelize
 from .units import find_ignored, find_units
 
 
@@ -88,6 +89,8 @@ class FullyShard(Strategy):
         if precision.label != "no":
             plugin.set_mixed_precision(precision.label)
             upcast_trainable(model)
+        config = self.options.plugins.get("parallelism_config")
+        parallelize(model, self.mesh, None if config is None else config.tp_handler)
         plugin.set_auto_wrap_policy(model)
         ignored = find_ignored(plugin.ignored_modules, model)
         units = find_units(model, plugin.auto_wrap_policy, ignored)
@@ -97,7 +100,6 @@ class FullyShard(Strategy):
         self._compile_regions(model)
         self._shard(model, units, ignored, keeps_outputs=precision.is_autocast)
         dynamo = self.options.dynamo_plugin
-        precision.patch_wrapped(model)
         precision.patch_wrapped(model)
         return model if dynamo is None or dynamo.use_regional_compilation else compile_model(model, dynamo)
 
@@ -184,14 +186,11 @@ class FullyShard(Strategy):
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
         """The global norm is at most ``max_norm``; a collective."""
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return clip_pieces(chosen, max_norm, norm_type, self.world.device, error_if_nonfinite)
+        return clip_pieces(parameters, max_norm, norm_type, self.world.device, error_if_nonfinite)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """No gradient element is larger than ``clip_value`` in size."""
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        for gradient in [own_piece(parameter.grad) for parameter in chosen if parameter.grad is not None]:
-            gradient.clamp_(-clip_value, clip_value)
+        clamp_pieces(parameters, clip_value)
 
     # -- state ---------------------------------------------------------------------------------------------
 

@@ -90,13 +90,25 @@ def scale_to(
 
 
 def clip_pieces(
-    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, device: torch.device, nonfinite: bool
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+    nonfinite: bool,
 ) -> torch.Tensor:
     """The gradients of ``parameters``, plain or in pieces, have a norm of at most ``max_norm``; returns what it was."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
     norm = total_norm(map(pieces, gradients), float(norm_type), device)
     scale_to(list(map(own_piece, gradients)), norm, max_norm, nonfinite)
     return norm
+
+
+def clamp_pieces(parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+    """No element of the gradients of ``parameters``, plain or in pieces, is larger than ``clip_value`` in size."""
+    chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    for gradient in [own_piece(parameter.grad) for parameter in chosen if parameter.grad is not None]:
+        gradient.clamp_(-clip_value, clip_value)
 
 
 def own_piece(tensor: torch.Tensor) -> torch.Tensor:

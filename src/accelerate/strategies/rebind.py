@@ -78,6 +78,7 @@ class Names:
             for name, state in states:
                 new = after[name]
                 optimizer.state[new] = {key: _following(value, new) for key, value in state.items()}
+            _keep_kinds_apart(optimizer)
 
 
 def _looked_up(held: Sequence[Any], after: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -103,6 +104,28 @@ def _refuse_shared(parameters: Iterable[torch.Tensor], number: int, owners: dict
                 "parameter. Set FullyShardedDataParallelPlugin(use_orig_params=True), which keeps parameters apart, "
                 "or fsdp_version=2."
             )
+
+
+def _keep_kinds_apart(optimizer: torch.optim.Optimizer) -> None:
+    """Parameters that lie differently are updated one by one: torch's joint updates want them to lie alike.
+
+    Raises:
+        PreparationError: a joint update (``foreach=True``, ``fused=True``) was asked for.
+    """
+    for group in optimizer.param_groups:
+        if len({_mesh_of(parameter) for parameter in group["params"]}) < 2 or "foreach" not in group:
+            continue
+        asked = next((name for name in ("foreach", "fused") if group.get(name)), None)
+        if asked is not None:
+            raise PreparationError(
+                f"{type(optimizer).__name__}({asked}=True) updates all parameters at once, but some are cut over other "
+                f"ranks than others. Leave {asked} out."
+            )
+        group["foreach"] = False
+
+
+def _mesh_of(parameter: torch.Tensor) -> Any:
+    return getattr(parameter, "device_mesh", None)
 
 
 def _following(value: Any, parameter: torch.Tensor) -> Any:

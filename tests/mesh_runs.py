@@ -1,0 +1,207 @@
+"""The same short training of a small language model on any mesh, for tests that compare it with one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
+from accelerate.plugins.parallelism import ParallelismConfig, TorchContextParallelConfig, TorchTensorParallelConfig
+
+NUM_UPDATES = 20
+LENGTH, WORDS, WIDTH = 16, 32, 16
+BATCH = 8  # samples that all ranks read at once
+V2 = {"fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": "Layer"}
+PLAN = {
+    "embedding": "embedding_rowwise",
+    "layers.*.self_attn.query": "colwise",
+    "layers.*.self_attn.key": "colwise",
+    "layers.*.self_attn.value": "colwise",
+    "layers.*.self_attn.out": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+SEQUENCE_PLAN = {
+    "embedding": "embedding_to_sequence",
+    "places": "embedding_to_sequence",
+    "layers.*.first": "sequence",
+    "layers.*.self_attn.query": "colwise_from_sequence",
+    "layers.*.self_attn.key": "colwise_from_sequence",
+    "layers.*.self_attn.value": "colwise_from_sequence",
+    "layers.*.self_attn.out": "rowwise_to_sequence",
+    "layers.*.second": "sequence",
+    "layers.*.up": "colwise_from_sequence",
+    "layers.*.down": "rowwise_to_sequence",
+    "norm": "sequence",
+    "head": "colwise_gather_from_sequence",
+}
+
+
+class Attention(nn.Module):
+    """Causal attention of four heads."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.causal = causal
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What every place takes from the others."""
+        parts = [
+            project(hidden).unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        ]
+        mixed = scaled_dot_product_attention(*parts, is_causal=self.causal)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """Attention and a two-layer network, each around a residual."""
+
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.self_attn = Attention(causal)
+        self.up, self.down = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The next hidden state."""
+        hidden = hidden + self.self_attn(self.first(hidden))
+        return hidden + self.down(torch.relu(self.up(self.second(hidden))))
+
+
+class LanguageModel(nn.Module):
+    """Two layers between an embedding and a head; ``tied`` makes these two one weight."""
+
+    def __init__(self, tied: bool = False, causal: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers = nn.ModuleList([Layer(causal), Layer(causal)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Scores of the next words."""
+        hidden = self.embedding(words) + self.places(places)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+    @torch.no_grad()
+    def generate(self, words: torch.Tensor, count: int) -> torch.Tensor:
+        """``words`` and the ``count`` most likely next ones."""
+        for _ in range(count):
+            scores = self(words, torch.arange(words.shape[1]).expand_as(words))
+            words = torch.cat([words, scores[:, -1:].argmax(-1)], 1)
+        return words
+
+
+def samples(count: int = BATCH * 2 * NUM_UPDATES) -> TensorDataset:
+    """Words and the words that follow them, always the same."""
+    words = torch.randint(0, WORDS, (count, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(words[:, :-1].contiguous(), words[:, 1:].contiguous())
+
+
+def accelerator(
+    degrees: dict[str, int] | None = None,
+    fsdp: dict[str, Any] | None = None,
+    *,
+    plan: dict[str, Any] | None = None,
+    communication: str = "allgather",
+    **arguments: Any,
+) -> Accelerator:
+    """An Accelerator for a mesh of ``degrees``; none: one process, or replicas."""
+    config = None
+    if degrees is not None:
+        handlers: dict[str, Any] = {}
+        if degrees.get("tp", 1) > 1:
+            handlers["tp_handler"] = TorchTensorParallelConfig(plan=PLAN if plan is None else plan)
+        if degrees.get("cp", 1) > 1:
+            handlers["cp_handler"] = TorchContextParallelConfig(cp_comm_strategy=communication)
+        config = ParallelismConfig(
+            **{f"{axis}_size": size for axis, size in degrees.items()}, sp_backend="torch", **handlers
+        )
+    return Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        fsdp_plugin=None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp),
+        parallelism_config=config,
+        **arguments,
+    )
+
+
+def prepared(run: Accelerator, *, tied: bool = False, causal: bool = True, updates: int = NUM_UPDATES) -> Any:
+    """Model, optimizer, schedule and loader of the run."""
+    torch.manual_seed(0)
+    model = LanguageModel(tied, causal)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    shares = run.mesh.data_share().count
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 0.95 ** (count // shares))
+    loader = DataLoader(samples(BATCH * 2 * updates), batch_size=BATCH // shares)
+    return run.prepare(model, optimizer, schedule, loader)
+
+
+def steps(run: Accelerator, objects: Any, *, weighted: bool = False) -> dict[str, list[float]]:
+    """One pass with accumulation, clipping and a schedule: losses and norms."""
+    model, optimizer, schedule, loader = objects
+    losses: list[float] = []
+    norms: list[float] = []
+    for words, following in loader:
+        places = torch.arange(LENGTH).repeat(len(words), 1)
+        buffers = [words, following, places]
+        with (
+            run.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)),
+            run.accumulate(model),
+        ):
+            scores = model(words, places).flatten(0, 1)
+            loss = cross_entropy(scores, following.flatten(), reduction="sum" if weighted else "mean")
+            run.backward(loss, weight=following.numel()) if weighted else run.backward(loss)
+            if run.sync_gradients:
+                norms.append(float(run.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(float(run.reduce(loss.detach(), "mean")))
+    return {"losses": losses, "norms": norms}
+
+
+def train(
+    degrees: dict[str, int] | None = None,
+    fsdp: dict[str, Any] | None = None,
+    *,
+    tied: bool = False,
+    causal: bool = True,
+    weighted: bool = False,
+    updates: int = NUM_UPDATES,
+    **options: Any,
+) -> dict[str, Any]:
+    """The whole run: losses, norms and the weights at the end."""
+    run = accelerator(degrees, fsdp, **options)
+    objects = prepared(run, tied=tied, causal=causal, updates=updates)
+    found = steps(run, objects, weighted=weighted)
+    weights = run.get_state_dict(objects[0])
+    return {**found, "weights": {name: value.tolist() for name, value in weights.items()}}
+
+
+def assert_same_run(run: dict[str, Any], reference: dict[str, Any], tolerance: float = 1e-5) -> None:
+    """Losses and norms of every step agree, and, in full precision, so do the weights at the end."""
+    assert reference["norms"]
+    for name in ("losses", "norms"):
+        torch.testing.assert_close(
+            torch.tensor(run[name]), torch.tensor(reference[name]), rtol=tolerance, atol=tolerance
+        )
+    if tolerance < 1e-3:
+        assert list(run["weights"]) == list(reference["weights"])
+        for name, value in reference["weights"].items():
+            torch.testing.assert_close(
+                torch.tensor(run["weights"][name]), torch.tensor(value), rtol=1e-4, atol=1e-4, msg=name
+            )
