@@ -170,7 +170,7 @@ def steps(run: Accelerator, objects: Any, *, weighted: bool = False) -> dict[str
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        losses.append(float(run.reduce(loss.detach(), "mean")))
+        losses.append(float(run.reduce(loss.detach() / (following.numel() if weighted else 1), "mean")))
     return {"losses": losses, "norms": norms}
 
 

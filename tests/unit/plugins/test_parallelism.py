@@ -161,11 +161,6 @@ class TestSequenceParallel:
             DeepSpeedSequenceParallelConfig(sp_attn_implementation=attention)
 
 
-def test_asynchronous_tensor_parallelism_is_ignored_aloud() -> None:
-    with pytest.warns(UserWarning, match="ignored"):
-        TorchTensorParallelConfig(enable_async_tp=True)
-
-
 def test_the_mesh_has_the_active_and_the_flattened_axes() -> None:
     def on_rank() -> dict[str, Any]:
         torch.distributed.init_process_group("gloo")

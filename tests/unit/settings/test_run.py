@@ -318,11 +318,6 @@ def test_launcher_matters_stay_with_the_launcher() -> None:
     ("arguments", "environ", "named"),
     [
         ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}, "megatron"),
-        (
-            {},
-            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"},
-            "ACCELERATE_USE_PARALLELISM_CONFIG",
-        ),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(arguments: dict[str, Any], environ: dict[str, str], named: str) -> None:
