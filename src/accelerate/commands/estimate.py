@@ -1,62 +1,139 @@
-"""``accelerate estimate-memory``: the names stand; the estimate comes with big-model loading."""
+"""``accelerate estimate-memory``: what a model takes, in each precision and on each rank of a training run."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from ..errors import NotBuilt
+from ..errors import AccelerateError
 from .parser import Parser, spellings
 
 DTYPES = ("float32", "float16", "int8", "int4")
+_PRECISIONS = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
+_LAYOUTS = ("ddp", "zero2", "fsdp-grad", "fsdp", "tp")
+_DESCRIPTION = "Say how much memory a model needs, stored and in training, alone and on several ranks."
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """A parser of ``accelerate estimate-memory``."""
-    description = "Say how much memory a model of the hub needs."
     if subparsers is not None:
-        parser = subparsers.add_parser("estimate-memory", description=description, allow_abbrev=False)
+        parser = subparsers.add_parser("estimate-memory", description=_DESCRIPTION, allow_abbrev=False)
     else:
-        parser = Parser(prog="accelerate estimate-memory", description=description)
-    parser.add_argument("model_name", help="The model's name on the hub.")
-    parser.add_argument(*spellings("--library_name"), dest="library_name", choices=("timm", "transformers"))
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument(*spellings("--trust_remote_code"), dest="trust_remote_code", action="store_true")
+        parser = Parser(prog="accelerate estimate-memory", description=_DESCRIPTION)
+    parser.add_argument(
+        "model_name", help="A name on the hub, a folder, or a function that builds the model: 'module:function'."
+    )
+    parser.add_argument(
+        *spellings("--library_name"),
+        dest="library_name",
+        choices=("timm", "transformers"),
+        help="The library that builds the model, where its configuration doesn't tell.",
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        default=list(DTYPES),
+        choices=("float32", "float16", "bfloat16", "int8", "int4"),
+        help="Precisions of the first table.",
+    )
+    parser.add_argument(
+        *spellings("--trust_remote_code"),
+        dest="trust_remote_code",
+        action="store_true",
+        help="Run the code that the model brings with it.",
+    )
+    parser.add_argument("--batch", type=_count, default=1, help="Samples of a micro-batch on one rank.")
+    parser.add_argument("--sequence", type=_count, default=512, help="Tokens of a sample.")
+    parser.add_argument("--optimizer", default="adamw", help="A class of torch.optim.")
+    parser.add_argument(
+        *spellings("--mixed_precision"), dest="mixed_precision", choices=tuple(_PRECISIONS), default="no"
+    )
+    parser.add_argument("--recompute", action="store_true", help="With activation checkpointing of the blocks.")
+    parser.add_argument(
+        *spellings("--num_processes"),
+        dest="num_processes",
+        type=_count,
+        nargs="+",
+        default=[1, 8],
+        help="Numbers of ranks.",
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=list(_LAYOUTS),
+        help="How several ranks share the work: ddp, zero1, zero2, zero3, fsdp, fsdp-grad, tp, cp, pp, joined with "
+        "'+' and numbers, like tp2+fsdp.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print one object for programs.")
+    parser.add_argument("--plot", metavar="FILE", help="Draw the second table as bars into a PNG file.")
     parser.set_defaults(func=estimate_command)
     return parser
 
 
-def _not_built() -> NoReturn:
-    raise NotBuilt("`accelerate estimate-memory` isn't built yet in this version: it comes with big-model loading.")
+def _count(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return number
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """The model's name as timm wants it for a model of the hub.
-
-    Raises:
-        NotBuilt: in this version.
-    """
-    _not_built()
+    """The model's name as timm wants it for a model of the hub."""
+    return model_name if model_name.startswith(("hf_hub:", "hf-hub:")) else f"hf_hub:{model_name}"
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
-    """The rows of the table.
+    """The rows of the first table: precision, bytes of the largest layer, of the model, and of training with Adam.
 
     Raises:
-        NotBuilt: in this version.
+        AccelerateError: the model isn't known, or can't be built here.
     """
-    _not_built()
+    from ..estimate.report import documented_rows, stored_sizes
+    from ..estimate.subject import find_subject
+
+    subject = find_subject(args.model_name, args.library_name, args.trust_remote_code)
+    return documented_rows(stored_sizes(subject.build(), args.dtypes))
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """The table has been printed.
+    """The tables have been printed, and the bars drawn if asked.
 
     Raises:
-        NotBuilt: in this version.
+        AccelerateError: the model isn't known, or can't be built here.
     """
-    _not_built()
+    import torch
+
+    from ..estimate.report import as_text, draw, estimate
+    from ..estimate.subject import find_subject
+
+    subject = find_subject(args.model_name, args.library_name, args.trust_remote_code)
+    precision = _PRECISIONS[args.mixed_precision]
+    found = estimate(
+        subject,
+        args.dtypes,
+        _layouts(args),
+        batch=args.batch,
+        sequence=args.sequence,
+        optimizer=args.optimizer,
+        dtype=torch.float32,
+        autocast=None if precision is None else getattr(torch, precision),
+        recompute=args.recompute,
+    )
+    print(json.dumps(found.as_json(), indent=2) if args.json else as_text(found))
+    if args.plot is not None:
+        draw(found, args.plot)
+
+
+def _layouts(args: argparse.Namespace) -> list[Any]:
+    from ..estimate.layout import Layout
+
+    found: list[Layout] = []
+    for ranks in args.num_processes:
+        found += [Layout()] if ranks == 1 else [Layout.parse(text, ranks) for text in args.layouts]
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = estimate_command_parser().parse_args(None if arguments is None else list(arguments))
     try:
         estimate_command(args)
-    except NotBuilt as error:
+    except (AccelerateError, OSError) as error:
         return complain("accelerate estimate-memory", error)
     return 0
 

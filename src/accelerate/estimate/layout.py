@@ -28,6 +28,8 @@ _SHARDED: Final[dict[Sharding, tuple[bool, bool, bool]]] = {
 }
 _ON_EVERY_TENSOR_RANK: Final = 10 / 34
 _FULL_PRECISION_BYTES: Final = 4
+#: What DeepSpeed sends at once, unless its configuration says another number.
+_BUCKET_NUMBERS: Final = 500_000_000
 
 
 @final
@@ -139,40 +141,51 @@ class Footprint:
 def footprint(trace: TrainingTrace, layout: Layout) -> Footprint:
     """What the training step of ``trace`` needs on each rank of the layout."""
     cut_weights, cut_gradients, cut_optimizer = (layout.shards if cut else 1 for cut in _SHARDED[layout.sharding])
-    held = _held_share(trace, layout)
-    weights, gradients, optimizer = _trained(trace, layout)
-    activations = (_ON_EVERY_TENSOR_RANK + (1 - _ON_EVERY_TENSOR_RANK) / layout.tp) / layout.cp
-    per_rank_weights = held * weights / cut_weights
-    per_rank_optimizer = held * optimizer / cut_optimizer
-    gathered = _gathered(trace, layout)
-    sent = _sent(trace, layout, held * gradients)
-    scale = held * gradients / max(trace.gradients, 1) / cut_gradients
-    all_gradients = scale * trace.gradients
-    host = 0.0
+    share = _held_share(trace, layout)
+    weights, gradients, optimizer = (share * num_bytes for num_bytes in _trained(trace, layout))
+    sent, gathered = _sent(trace, layout, gradients), _gathered(trace, layout)
+    moments = _moments(trace, layout, gradients / cut_gradients, gathered, sent)
+    kept_weights, kept_optimizer, host = weights / cut_weights, optimizer / cut_optimizer, 0.0
     if layout.offload_weights:
-        host = per_rank_weights + all_gradients + per_rank_optimizer
-        per_rank_weights = per_rank_optimizer = scale = 0.0
+        host = kept_weights + gradients / cut_gradients + kept_optimizer
+        kept_weights = kept_optimizer = 0.0
     elif layout.offload_optimizer:
-        host, per_rank_optimizer = per_rank_optimizer, 0.0
-    moments = [
-        (scale * moment.gradients, activations * moment.activations, gathered + (sent if moment.gradients else 0))
-        for moment in trace.moments
-    ]
-    if not (layout.offload_weights or layout.offload_optimizer):
-        temporaries = held * trace.step_temporaries / cut_optimizer
-        still_gathered = sent if layout.sharding == "none" else 0.0
-        moments.append((all_gradients, activations * trace.held_in_step + temporaries, still_gathered))
-    fullest = max(moments, key=sum, default=(0.0, 0.0, 0.0))
+        host, kept_optimizer = kept_optimizer, 0.0
+    else:
+        step = _activations_share(layout) * trace.held_in_step + share * trace.step_temporaries / cut_optimizer
+        moments.append((gradients / cut_gradients, step, sent if layout.sharding == "none" else 0.0))
+    fullest = max(moments, key=sum)
     return Footprint(
         layout,
-        weights=round(per_rank_weights),
+        weights=round(kept_weights),
         buffers=trace.buffers,
         gradients=round(fullest[0]),
-        optimizer=round(per_rank_optimizer),
+        optimizer=round(kept_optimizer),
         activations=round(fullest[1]),
         communication=round(fullest[2]),
         host=round(host),
     )
+
+
+def _moments(
+    trace: TrainingTrace, layout: Layout, gradients: float, gathered: float, sent: float
+) -> list[tuple[float, float, float]]:
+    """Gradients, activations and communication at the full moments of the forward and backward pass."""
+    step = trace.narrow if trace.narrow is not None and layout.sharding != "none" else trace
+    scale = 0.0 if layout.offload_weights else gradients / max(step.gradients, 1)
+    waiting = layout.sharding == "none"  # replicas have room for what is sent from the beginning
+    return [
+        (
+            scale * moment.gradients,
+            _activations_share(layout) * moment.activations,
+            gathered + (sent if moment.gradients or waiting else 0.0),
+        )
+        for moment in step.moments
+    ]
+
+
+def _activations_share(layout: Layout) -> float:
+    return (_ON_EVERY_TENSOR_RANK + (1 - _ON_EVERY_TENSOR_RANK) / layout.tp) / layout.cp
 
 
 def _held_share(trace: TrainingTrace, layout: Layout) -> float:
@@ -212,4 +225,6 @@ def _sent(trace: TrainingTrace, layout: Layout, gradients: float) -> float:
         return gradients if layout.replicas > 1 else 0.0
     if layout.shards == 1:
         return 0.0
+    if layout.sharding in ("zero1", "zero2"):
+        return min(gradients, _BUCKET_NUMBERS * (trace.autocast_bytes or _FULL_PRECISION_BYTES))
     return _held_share(trace, layout) * 2 * max(trace.largest_block, trace.outside_blocks)

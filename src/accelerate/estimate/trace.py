@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
 import torch
@@ -29,7 +29,10 @@ _DIVISIBLE_LAYERS = ("Linear", "Embedding", "Conv1D")
 class Traceable(Protocol):
     """A model that can be built without values, and what it is called with."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        ...
 
     def build(self) -> nn.Module:
         """A new model, its parameters on the meta device."""
@@ -81,6 +84,9 @@ class TrainingTrace:
     """Activations (the last outputs, the batch) that are still there while the optimizer steps."""
     step_temporaries: int
     """What the optimizer's step needs beside its state."""
+    narrow: TrainingTrace | None = None
+    """The same step with weights stored in the precision of computation, where that is another one: there is no
+    autocast copy of them then. So it is where whole weights are put together from shards."""
 
     @property
     def activations(self) -> int:
@@ -104,6 +110,7 @@ def trace_training(
     autocast: torch.dtype | None = None,
     optimizer: str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = "adamw",
     recompute: bool = False,
+    activations: bool = True,
     device: torch.device | str | None = None,
 ) -> TrainingTrace:
     """What one training step of the model needs, traced in seconds without taking memory.
@@ -116,6 +123,7 @@ def trace_training(
         autocast: the lower precision in which the forward pass computes.
         optimizer: the name of a class of ``torch.optim``, or what makes one from parameters.
         recompute: activation checkpointing of the repeated blocks.
+        activations: without them the model isn't run, so it doesn't matter what it is called with.
         device: whose kernels and allocator are counted; left out, this machine's best.
 
     Raises:
@@ -123,21 +131,40 @@ def trace_training(
         PreparationError: the model can't be run without values, or nobody knows what it is called with.
     """
     target = torch.device(available_kind().name if device is None else device)
+
+    def traced(weights: torch.dtype | None) -> TrainingTrace:
+        return _traced(subject, batch, sequence, weights, autocast, optimizer, recompute, activations, target)
+
+    whole = traced(dtype)
+    return whole if autocast is None or not activations else replace(whole, narrow=traced(autocast))
+
+
+def _traced(
+    subject: Traceable,
+    batch: int,
+    sequence: int,
+    dtype: torch.dtype | None,
+    autocast: torch.dtype | None,
+    optimizer: Any,
+    recompute: bool,
+    activations: bool,
+    target: torch.device,
+) -> TrainingTrace:
     model = subject.build().train()
     with FakeTensorMode(allow_non_fake_inputs=True):
         _take_place(model, target, dtype)
-        inputs = subject.inputs(model, batch, sequence)
-        if inputs is None:
+        inputs = subject.inputs(model, batch, sequence) if activations else None
+        if activations and inputs is None:
             raise PreparationError(
-                f"{subject.name}: nobody knows what {type(model).__name__} is called with, so its activations can't be "
-                "traced. Let the function return the model and a function `inputs(batch, sequence)`."
+                f"{subject.name}: what {type(model).__name__} is called with isn't known, so its activations can't be "
+                "traced. A function given as 'module:function' may return the model and `inputs(batch, sequence)`."
             )
         if recompute:
-            recompute_activations(repeated_blocks(model))
-        run = _Run(model, _moved(inputs, target), target, autocast, optimizer_of(optimizer, model, target))
+            recompute_blocks(model)
+        given = None if inputs is None else _moved(inputs, target)
+        run = _Run(model, given, target, autocast, optimizer_of(optimizer, model, target))
         try:
-            # Recurrent layers hide what they keep from a trace, unless each step of theirs is an operation of its own.
-            with run.meter, torch.backends.mkldnn.flags(enabled=False):
+            with run.meter:
                 run.step()
                 run.moments.clear()
                 run.step()
@@ -213,7 +240,7 @@ class _Run:
         self._kept: Any = None
         self.meter.count(model.parameters(), "weights")
         self.meter.count(model.buffers(), "buffers")
-        self.meter.count(inputs.values() if isinstance(inputs, Mapping) else inputs)
+        self.meter.count(inputs.values() if isinstance(inputs, Mapping) else inputs or ())
         self._counts = [
             parameter.register_post_accumulate_grad_hook(self._count_gradient)
             for parameter in model.parameters()
@@ -232,11 +259,14 @@ class _Run:
         meter = self.meter
         meter.on_growth = self._remember
         self._remember()
-        with self._precision():
-            output = _called(self._model, self._inputs)
-            loss = loss_of(output)
-        self._kept = (output, loss)
-        loss.backward()
+        if self._inputs is None:
+            self._make_gradients()
+        else:
+            with self._precision():
+                output = _called(self._model, self._inputs)
+                loss = loss_of(output)
+            self._kept = (output, loss)
+            loss.backward()
         self.all_gradients = meter.num_bytes["gradients"]
         self.held_in_step = most = meter.num_bytes["other"]
 
@@ -250,6 +280,13 @@ class _Run:
         meter.count(_state_tensors(self.optimizer), "optimizer")
         self.step_temporaries = most - self.held_in_step
         self.optimizer.zero_grad()
+
+    def _make_gradients(self) -> None:
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+                self._count_gradient(parameter)
+        self._remember()
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
@@ -320,6 +357,14 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
     longest = max(lists, key=lambda each: (len(each), sum(p.numel() for p in each.parameters())), default=None)
     return [] if longest is None else [block for block in longest if any(True for _ in block.parameters())]
+
+
+def recompute_blocks(model: nn.Module) -> None:
+    """The repeated blocks keep only their inputs for the backward pass."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # a second forward of a block would find its own keys there
+    recompute_activations(repeated_blocks(model))
 
 
 def _num_bytes(parameters: Iterable[torch.Tensor]) -> int:

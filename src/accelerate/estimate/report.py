@@ -1,0 +1,207 @@
+"""An estimate for people, for programs, and as a drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+
+from ..device_map.sizes import calculate_maximum_sizes, dtype_byte_size
+from ..errors import PreparationError
+from ..memory import convert_bytes
+from ..optional import require
+from ..settings.labels import CustomDtype
+from .layout import Footprint, Layout, footprint
+from .trace import Traceable, TrainingTrace, trace_training
+
+#: The documented names of precisions.
+DTYPE_NAMES: Final[dict[str, torch.dtype | CustomDtype]] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "int4": CustomDtype.INT4,
+}
+_PARTS: Final = ("weights", "buffers", "gradients", "optimizer", "activations", "communication")
+_COLORS: Final = ("#4477aa", "#99bbdd", "#66ccee", "#228833", "#ee6677", "#ccbb44")
+
+
+@final
+@dataclass(frozen=True)
+class StoredSize:
+    """A model in one precision: bytes."""
+
+    dtype: str
+    largest_layer: int
+    total: int
+    training: int | None
+    """Weights, gradients and the two values that Adam keeps for each; None where nothing is trained in this dtype."""
+
+
+@final
+@dataclass(frozen=True)
+class Estimate:
+    """Everything that is said about a model."""
+
+    model: str
+    num_parameters: int
+    stored: tuple[StoredSize, ...]
+    trace: TrainingTrace
+    footprints: tuple[Footprint, ...]
+    untraced: str | None
+    """Why activations aren't in the numbers; None where they are."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs: bytes, and plain names."""
+        return {
+            "model": self.model,
+            "parameters": self.num_parameters,
+            "stored": [asdict(size) for size in self.stored],
+            "step": {
+                "batch": self.trace.batch,
+                "sequence": self.trace.sequence,
+                "optimizer": self.trace.optimizer_name,
+                "activations_left_out": self.untraced,
+            },
+            "ranks": [
+                {
+                    "layout": each.layout.name,
+                    "ranks": each.layout.ranks,
+                    **{part: getattr(each, part) for part in _PARTS},
+                    "host": each.host,
+                    "peak": each.peak,
+                }
+                for each in self.footprints
+            ],
+        }
+
+
+def estimate(subject: Traceable, dtypes: Sequence[str], layouts: Sequence[Layout], **step: Any) -> Estimate:
+    """What the model takes in each precision, and what one training step takes on each rank of each layout.
+
+    ``step`` goes to ``trace_training``. Where the model can't be traced, activations are left out and the reason said.
+    """
+    untraced = None
+    try:
+        trace = trace_training(subject, **step)
+    except PreparationError as error:
+        untraced = str(error)
+        trace = trace_training(subject, **step, activations=False)
+    return Estimate(
+        model=subject.name,
+        num_parameters=trace.num_parameters,
+        stored=stored_sizes(subject.build(), dtypes),
+        trace=trace,
+        footprints=tuple(footprint(trace, layout) for layout in layouts),
+        untraced=untraced,
+    )
+
+
+def stored_sizes(model: nn.Module, dtypes: Sequence[str]) -> tuple[StoredSize, ...]:
+    """The model in each of the precisions."""
+    total, (largest, _) = calculate_maximum_sizes(model.to(torch.float32))
+    found = []
+    for name in dtypes:
+        share = dtype_byte_size(DTYPE_NAMES[name]) / torch.float32.itemsize
+        is_trained = isinstance(DTYPE_NAMES[name], torch.dtype) and DTYPE_NAMES[name].is_floating_point  # pyright: ignore[reportAttributeAccessIssue]
+        # In mixed precision the weights that are trained, their gradients and the optimizer's values stay whole.
+        training = 4 * total + (0 if share == 1 else int(total * share)) if is_trained else None
+        found.append(StoredSize(name, int(largest * share), int(total * share), training))
+    return tuple(found)
+
+
+def as_text(found: Estimate) -> str:
+    """The tables."""
+    stored = [("dtype", "largest layer", "total size", "training with Adam")]
+    stored += [
+        (
+            size.dtype,
+            convert_bytes(size.largest_layer),
+            convert_bytes(size.total),
+            "-" if size.training is None else convert_bytes(size.training),
+        )
+        for size in found.stored
+    ]
+    rows = [("layout", "ranks", *_PARTS, "peak per rank", "host")]
+    rows += [
+        (
+            each.layout.name,
+            str(each.layout.ranks),
+            *(convert_bytes(getattr(each, part)) for part in _PARTS),
+            convert_bytes(each.peak),
+            convert_bytes(each.host) if each.host else "-",
+        )
+        for each in found.footprints
+    ]
+    lines = [f"{found.model}: {found.num_parameters:,} parameters", "", *_aligned(stored)]
+    if found.footprints:
+        lines += ["", f"{_title(found)}, at its fullest moment:", "", *_aligned(rows)]
+    return "\n".join(lines + ([] if found.untraced is None else ["", f"Without activations. {found.untraced}"]))
+
+
+def _title(found: Estimate) -> str:
+    trace = found.trace
+    return f"One training step of batch {trace.batch}, sequence {trace.sequence}, {trace.optimizer_name}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def draw(found: Estimate, path: str | PathLike[str]) -> None:
+    """The file holds a bar for each layout, made of what its memory is for.
+
+    Raises:
+        MissingDependency: matplotlib isn't installed.
+    """
+    require("matplotlib", "examples", purpose="Drawing an estimate")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    size, unit = _unit(max((each.peak for each in found.footprints), default=0))
+    figure = Figure(figsize=(9, 1.6 + 0.5 * len(found.footprints)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.subplots()
+    names = [f"{each.layout.name} ({_ranks(each.layout.ranks)})" for each in found.footprints]
+    left = [0.0] * len(names)
+    for part, color in zip(_PARTS, _COLORS, strict=True):
+        widths = [getattr(each, part) / size for each in found.footprints]
+        if any(widths):
+            axes.barh(names, widths, left=left, color=color, label=part, height=0.6)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for row, each in enumerate(found.footprints):
+        axes.text(left[row], row, f" {convert_bytes(each.peak)}", va="center")
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(f"{unit} on each rank")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"{found.model}\n{_title(found)}", loc="left", fontsize="medium")
+    figure.legend(loc="outside lower center", ncols=len(_PARTS), frameon=False, fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def _unit(largest: float) -> tuple[int, str]:
+    power = 0
+    while largest >= 1024 and power < 4:
+        largest, power = largest / 1024, power + 1
+    return 1024**power, ("bytes", "KB", "MB", "GB", "TB")[power]
+
+
+def documented_rows(stored: Sequence[StoredSize]) -> list[list[Any]]:
+    """The documented table: precision, largest layer, total size, training with Adam; bytes."""
+    return [[size.dtype, size.largest_layer, size.total, size.training] for size in stored]
