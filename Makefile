@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test multi oracle engines storage kills monitor check fix bench docs build
+.PHONY: help setup demo test multi oracle engines storage clients trackers kills monitor check fix bench docs build
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
@@ -40,6 +40,22 @@ storage: setup   ## install a server and a client of S3 beside .venv, and run th
 	cp .storage/packages "$$(.storage/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth"
 	.storage/bin/python -m pip install --quiet --disable-pip-version-check "moto[server,s3]>=5" "s3fs>=2024.6"
 	PYTHONPATH=src .storage/bin/python -m pytest -q tests/unit/checkpointing/test_remote.py
+
+# $(call beside,ENVIRONMENT): an environment that borrows what .venv has (torch above all) and adds to it.
+define beside
+	test -x $(1)/bin/python || $(BIN)/python -m venv $(1)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth"
+endef
+
+clients: setup   ## install transformers, diffusers, peft, trl, ... beside .venv, and run them on this package (minutes)
+	$(call beside,.clients)
+	.clients/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt transformers diffusers peft trl sentence-transformers "lm-eval[hf]" tensorboard
+	PYTHONPATH=$(CURDIR)/src .clients/bin/python -m pytest -q tests/clients --record docs/clients.md tests/unit/test_big_models_of_transformers.py $(wildcard tests/unit/estimate/test_of_transformers.py)
+
+trackers: setup  ## install the nine tracking services beside .venv, log to each offline, read back, kill backends (minutes)
+	$(call beside,.trackers)
+	.trackers/bin/python -m pip install --quiet --disable-pip-version-check -c tests/trackers/constraints.txt tensorboard wandb mlflow aim comet-ml clearml dvclive swanlab trackio
+	PYTHONPATH=$(CURDIR)/src .trackers/bin/python -m pytest -q tests/trackers
 
 kills: setup     ## kill runs at 200 random instants inside saving, 1 and 2 ranks, with and without background (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_kills.py

@@ -6,17 +6,21 @@ The documented names under which other programs and tests look at a launch witho
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ..errors import NotBuilt, SettingError
+from ..errors import SettingError
 from ..settings import env
 from ..settings.fp8 import Fp8Options
+from ..settings.sagemaker import SageMakerOptions
 from ..settings.tree import Settings
 from .arguments import program_of, settings_of
+from .deepspeed import DeepSpeedLauncher
 from .engine import base_environment, count_processes, is_cpu_run
 from .host import Host, this_host
+from .sagemaker import SageMaker, estimator_arguments
 
 #: The options of torchrun.
 TORCH_LAUNCH_PARAMS: Final = [
@@ -77,7 +81,12 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
     """(command or None where torchrun starts the ranks, environment) of a DeepSpeed launch."""
-    return None, prepare_multi_gpu_env(args)
+    settings, host = _told(args)
+    launcher = DeepSpeedLauncher()
+    if not launcher.suits(settings, host):
+        return None, prepare_multi_gpu_env(args)
+    plan = launcher.plan(settings, program_of(args, settings), host)
+    return list(plan.argv), {**env.snapshot(), **plan.environment}
 
 
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
@@ -118,12 +127,16 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
 
 
 def prepare_sagemager_args_inputs(sagemaker_config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """(arguments of the estimator, its inputs) of a SageMaker job.
-
-    Raises:
-        NotBuilt: in this version.
-    """
-    raise NotBuilt("SageMaker jobs aren't built yet in this version.")
+    """(arguments of the estimator, its inputs) of the SageMaker job that ``sagemaker_config`` describes."""
+    settings, host = _told(args)
+    described = {each.name: getattr(sagemaker_config, each.name, None) for each in dataclasses.fields(SageMakerOptions)}
+    keys = {name: getattr(args, name, None) for name in ("aws_access_key_id", "aws_secret_access_key")}
+    given = {name: value for name, value in {**described, **keys}.items() if value is not None}
+    if "distributed_type" in given:
+        given["distributed_type"] = str(getattr(given["distributed_type"], "value", given["distributed_type"]))
+    settings = dataclasses.replace(settings, sagemaker=SageMakerOptions(**given))
+    plan = SageMaker().plan(settings, program_of(args, settings), host)
+    return estimator_arguments(plan), plan.engine_options.get("inputs")
 
 
 def convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:

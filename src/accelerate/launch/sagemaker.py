@@ -201,12 +201,8 @@ def _session(plan: LaunchPlan) -> Any:
     return boto3.Session(region_name=options["region"], **keys, **profile)
 
 
-def _start_v2(plan: LaunchPlan) -> None:
-    """The job has completed, through the estimator of version 2."""
-    from ..optional import require
-
-    estimators = require("sagemaker.huggingface", "sagemaker")
-    session = require("sagemaker", "sagemaker").Session(boto_session=_session(plan))
+def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
+    """What version 2's HuggingFace estimator is made with, but for the session."""
     options = dict(plan.engine_options)
     taken = (
         "entry_point source_dir role image_uri instance_type instance_count base_job_name "
@@ -218,10 +214,17 @@ def _start_v2(plan: LaunchPlan) -> None:
         given.update(transformers_version=None, pytorch_version=None)
     additional = options.get("additional_args") or {}
     assert isinstance(additional, Mapping)
-    estimator = estimators.HuggingFace(
-        **{**given, "environment": dict(plan.environment), "sagemaker_session": session, **additional}
-    )
-    estimator.fit(inputs=options.get("inputs"))
+    return {**given, "environment": dict(plan.environment), **additional}
+
+
+def _start_v2(plan: LaunchPlan) -> None:
+    """The job has completed, through the estimator of version 2."""
+    from ..optional import require
+
+    estimators = require("sagemaker.huggingface", "sagemaker")
+    session = require("sagemaker", "sagemaker").Session(boto_session=_session(plan))
+    estimator = estimators.HuggingFace(**{"sagemaker_session": session, **estimator_arguments(plan)})
+    estimator.fit(inputs=plan.engine_options.get("inputs"))
 
 
 def _start_v3(plan: LaunchPlan) -> None:

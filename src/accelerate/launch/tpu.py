@@ -116,6 +116,33 @@ def _load(target: str, is_module: bool) -> Any:
     return module
 
 
+def install_xla(upgrade: bool = False) -> None:
+    """The torch_xla that fits this torch is installed, in a Colab notebook; anywhere else one installs it oneself.
+
+    Args:
+        upgrade: also where some torch_xla is installed already.
+
+    Raises:
+        LaunchError: this isn't Colab, or pip failed.
+    """
+    import importlib.metadata
+    import importlib.util
+    import subprocess
+
+    if "google.colab" not in sys.modules:
+        raise LaunchError(
+            "`install_xla` works in Google Colab only. Elsewhere: pip install 'torch_xla[tpu]', as new as torch."
+        )
+    if importlib.util.find_spec("torch_xla") is not None and not upgrade:
+        return
+    release = ".".join(importlib.metadata.version("torch").split("+")[0].split(".")[:2])
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--upgrade", f"torch_xla[tpu]=={release}.*"], check=False
+    )
+    if done.returncode != 0:
+        raise LaunchError(f"pip could not install torch_xla {release}; its output says why.")
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """The script's function has returned on each device of this host."""
     import argparse

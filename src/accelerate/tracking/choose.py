@@ -185,10 +185,17 @@ def finish(trackers: Iterable[GeneralTracker]) -> None:
         outbox.close(tracker.finish)
     for tracker, outbox in open_ones:
         limit = tracker.finish_timeout_seconds
-        ended = outbox.wait_for_the_end(begun + limit, limit)
+        is_finished = outbox.wait_for_the_end(begun + limit, limit)
         tracker._outbox = None
-        if ended:
-            tracker._leave_thread()
+        if is_finished:
+            _leave_thread(tracker)
+
+
+def _leave_thread(tracker: GeneralTracker) -> None:
+    try:
+        tracker._leave_thread()
+    except Exception as error:  # the service's; the run is over, and what follows it must still happen
+        logger.error("The tracker '%s' failed at its end (%s: %s).", tracker.name, type(error).__name__, error)
 
 
 def find_tracker(trackers: Iterable[GeneralTracker], name: str, unwrap: bool = False) -> Any:

@@ -52,6 +52,7 @@ class Outbox:
         self.limit_bytes = limit_bytes
         self.in_background = in_background
         self.taken = self.failed = self.refused = 0
+        self.is_finished = False
         self._changed = threading.Condition()
         self._waiting: deque[_Letter] = deque()
         self._in_hand: _Letter | None = None
@@ -164,7 +165,12 @@ class Outbox:
         """Nothing more is taken; ``finish`` is the last call."""
         if os.getpid() != self._process_id:
             return
-        letter = _Letter(finish, "finish", 0, time.time())
+
+        def last() -> None:
+            finish()
+            self.is_finished = True
+
+        letter = _Letter(last, "finish", 0, time.time())
         if not self.in_background:
             self._is_closed = True
             self._deliver(letter)
@@ -175,7 +181,7 @@ class Outbox:
                 self._is_closed = True
 
     def wait_for_the_end(self, deadline: float, timeout_seconds: float) -> bool:
-        """Whether ``finish`` was called before ``deadline``; if not, what waits is dropped. Losses are said."""
+        """Whether ``finish`` returned before ``deadline``; if not, what waits is dropped. Losses are said."""
         ended = self.wait(max(0.0, deadline - time.monotonic()))
         with self._changed:
             left = 0 if ended else len(self._waiting) + (self._in_hand is not None)
@@ -183,7 +189,7 @@ class Outbox:
         atexit.unregister(self.wait)
         if self.failed or self.refused or left:
             logger.warning("%s", self._account(left, timeout_seconds))
-        return ended
+        return self.is_finished
 
     def _account(self, left: int, timeout_seconds: float) -> str:
         losses: list[str] = []

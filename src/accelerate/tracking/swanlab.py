@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from ..optional import require
@@ -20,6 +21,7 @@ class SwanLabTracker(GeneralTracker):
         self.run_name = run_name
         self.init_kwargs = kwargs
         self.run: Any = None
+        self._is_finished = False
 
     @on_main_process
     def start(self) -> None:
@@ -47,4 +49,11 @@ class SwanLabTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        self.run.finish()
+        # SwanLab sets signal handlers when it finishes, which Python allows the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            self._leave_thread()
+
+    def _leave_thread(self) -> None:
+        if not self._is_finished:
+            self._is_finished = True
+            self.run.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..checkpointing import clean_state_dict_for_safetensors, load, save
+from ..launch.tpu import install_xla
 from ..memory import convert_bytes
 from ..modules import get_module_children_bottom_up, get_pretty_name, merge_dicts, model_has_dtensor, recursive_getattr
 from ..ports import get_free_port, is_port_in_use
@@ -32,6 +33,7 @@ __all__ = [
     "get_pretty_name",
     "has_compiled_regions",
     "has_repeated_blocks",
+    "install_xla",
     "is_compiled_module",
     "is_port_in_use",
     "is_repeated_blocks",

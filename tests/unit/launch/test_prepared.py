@@ -5,18 +5,24 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from accelerate.commands.config.config_args import SageMakerConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.launch.prepared import (
     PrepareForLaunch,
     convert_nargs_to_dict,
     env_var_path_add,
+    prepare_deepspeed_cmd_env,
     prepare_multi_gpu_env,
+    prepare_sagemager_args_inputs,
     prepare_simple_launcher_cmd_env,
     prepare_tpu,
 )
+from accelerate.launch.tpu import install_xla
+from accelerate.settings.labels import ComputeEnvironment, SageMakerDistributedType
 
 
 @pytest.fixture
@@ -68,3 +74,64 @@ def test_a_path_is_added_to_a_list_of_paths() -> None:
     assert env_var_path_add("SOME_PATHS", "/b") == "/a:/b"
     assert env_var_path_add("NO_PATHS", "/b") == "/b"
     assert os.environ["SOME_PATHS"] == "/a"
+
+
+def test_deepspeed_on_one_host_leaves_the_ranks_to_torchrun(script: str) -> None:
+    args = launch_command_parser().parse_args(["--use_deepspeed", "--zero_stage", "3", "--num_processes", "2", script])
+    command, environment = prepare_deepspeed_cmd_env(args)
+    assert command is None
+    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+
+
+def test_deepspeed_on_several_hosts_is_started_by_its_own_launcher(script: str, tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=2\nb slots=2\n")
+    words = ["--use_deepspeed", "--deepspeed_hostfile", str(hosts), "--deepspeed_multinode_launcher", "pdsh"]
+    machines = ["--num_machines", "2", "--num_processes", "4", "--main_process_ip", "a", "--main_process_port", "29500"]
+    command, environment = prepare_deepspeed_cmd_env(
+        launch_command_parser().parse_args([*words, *machines, script, "--lr", "1"])
+    )
+    assert command is not None and command[0] == "deepspeed"
+    assert str(hosts) in command
+    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+
+
+def test_a_sagemaker_job_is_the_arguments_of_an_estimator(script: str, tmp_path: Path) -> None:
+    channels = tmp_path / "channels.tsv"
+    channels.write_text("channel_name\tdata_location\ntrain\ts3://bucket/train\n")
+    described = SageMakerConfig(
+        compute_environment=ComputeEnvironment.AMAZON_SAGEMAKER,
+        distributed_type=SageMakerDistributedType.DATA_PARALLEL,
+        mixed_precision="bf16",
+        use_cpu=False,
+        debug=False,
+        ec2_instance_type="ml.p4d.24xlarge",
+        iam_role_name="trainer",
+        num_machines=2,
+        sagemaker_inputs_file=str(channels),
+    )
+    args = launch_command_parser().parse_args(["--mixed_precision", "bf16", script, "--lr", "0.1"])
+    estimator, inputs = prepare_sagemager_args_inputs(described, args)
+    assert inputs == {"train": "s3://bucket/train"}
+    assert (estimator["entry_point"], estimator["role"], estimator["instance_count"]) == ("s.py", "trainer", 2)
+    assert estimator["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
+    assert estimator["hyperparameters"] == {"lr": "0.1"}
+    assert estimator["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def test_xla_is_installed_in_colab_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="Colab"):
+        install_xla()
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> object:
+        commands.append(command)
+        return SimpleNamespace(returncode=len(commands) - 1)
+
+    monkeypatch.setitem(sys.modules, "google.colab", ModuleType("google.colab"))
+    monkeypatch.setattr("subprocess.run", run)
+    install_xla(upgrade=True)
+    assert commands[0][1:4] == ["-m", "pip", "install"] and commands[0][-1].startswith("torch_xla[tpu]==2.")
+    with pytest.raises(RuntimeError, match="pip"):
+        install_xla(upgrade=True)

@@ -1,0 +1,205 @@
+"""Clients run unmodified, on one process and on two, and come to the numbers that they come to on the peer.
+
+The peer's numbers are in peer_results.json. `PEER_PACKAGE=FOLDER`, where the peer's package lies in FOLDER, runs the
+programs on the peer instead of reading them; `RECORD_PEER=1` writes them down as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "src"
+RECORDED = HERE / "peer_results.json"
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@dataclass(frozen=True)
+class Client:
+    """A program that uses a library, and what must come out."""
+
+    library: str
+    what: str
+    program: str
+    arguments: tuple[str, ...] = ()
+    ranks: int = 1
+    #: Exactly these results, whatever the peer comes to.
+    expected: dict[str, Any] = field(default_factory=dict)
+    #: Results that the peer can't be asked for, by their path: on a CPU it doesn't shard, for one.
+    own: tuple[str, ...] = ()
+    after: str | None = None  # the program of this name wrote what this one reads
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.program, *self.arguments, f"{self.ranks}p"])
+
+
+TRAINER = ("train", "accumulation", "bf16", "checkpointed_activations", "resume")
+CLIENTS = (
+    Client("transformers", "Trainer: train, evaluate, predict, accumulate, bf16, checkpointing, resume", "trainer",
+           TRAINER, expected={"resume.same": True}, own=("resume.files",)),
+    Client("transformers", "Trainer: the same", "trainer", TRAINER, 2,
+           expected={"resume.same": True, "train.processes": 2}, own=("resume.files",)),
+    Client("transformers", "Trainer: FSDP, first and second generation", "trainer", ("fsdp1", "fsdp2"), 2,
+           expected={"fsdp1.kind": "FSDP", "fsdp2.kind": "FSDP"}),
+    Client("transformers", "`device_map`, offload to disk, generate, save; PEFT on top", "device_map",
+           expected={"automatic": True, "split": True, "offloaded_device": "meta", "generates": True, "saves": True,
+                     "adapter_offloaded": True}),
+    Client("diffusers", "unconditional image generation: EMA, hooks, accumulation", "diffusion"),
+    Client("diffusers", "the same, resumed", "diffusion", ("resume",), after="diffusion 1p"),
+    Client("diffusers", "the same", "diffusion", (), 2),
+    Client("peft", "LoRA: classification, checkpoints", "adapters", ("train",), expected={"seen": 37}),
+    Client("peft", "the same, resumed", "adapters", ("resume",), after="adapters train 1p"),
+    Client("peft", "LoRA: classification, checkpoints", "adapters", ("train",), 2, expected={"seen": 37}),
+    Client("peft", "LoRA under FSDP, first generation", "adapters", ("fsdp1",), 2, expected={"seen": 37},
+           own=("model",)),
+    Client("peft", "LoRA under FSDP, second generation", "adapters", ("fsdp2",), 2, expected={"seen": 37},
+           own=("model",)),
+    Client("trl", "SFTTrainer", "sft"),
+    Client("trl", "SFTTrainer", "sft", (), 2),
+    Client("trl", "SFTTrainer with LoRA", "sft", ("lora",)),
+    Client("sentence-transformers", "SentenceTransformerTrainer, two data sets", "embeddings"),
+    Client("sentence-transformers", "the same", "embeddings", (), 2),
+    Client("lm_eval", "`lm_eval --model hf`, a local task", "harness", expected={"samples": 40}),
+    Client("lm_eval", "the same", "harness", (), 2, expected={"samples": 40}),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the tiny models and data, and what the programs write."""
+    folder = tmp_path_factory.mktemp("clients")
+    made = subprocess.run(
+        [sys.executable, str(HERE / "assets.py"), str(folder / "assets")],
+        env=environment(folder), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+def environment(folder: Path, package: Path = SOURCE) -> dict[str, str]:
+    """Everything offline, one thread, on the CPU, with the accelerate that lies in ``package``."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(package), str(HERE / "programs")]),
+        "CLIENT_ASSETS": str(folder / "assets"),
+        "CLIENT_OUTPUT": str(folder / ("ours" if package == SOURCE else "peer")),
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "ACCELERATE_USE_CPU": "true",
+    }
+
+
+def results_of(client: Client, folder: Path, package: Path = SOURCE) -> dict[str, Any]:
+    """What the program reported."""
+    program = [str(HERE / "programs" / f"{client.program}.py"), *client.arguments]
+    ranks = ["--nproc_per_node", str(client.ranks), "--master_port", str(29100 + os.getpid() % 800)]
+    torchrun = ["-m", "torch.distributed.run", *ranks] if client.ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *torchrun, *program],
+        env=environment(folder, package), cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return flat(json.loads(line.removeprefix("RESULT ")))
+
+
+def flat(results: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for name, value in results.items():
+        found.update(flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value})
+    return found
+
+
+def peer_results(client: Client, folder: Path) -> dict[str, Any]:
+    recorded = json.loads(RECORDED.read_text()) if RECORDED.is_file() else {}
+    package = os.environ.get("PEER_PACKAGE")
+    if package is None:
+        return recorded.get(client.name, {})
+    results = results_of(client, folder, Path(package))
+    if os.environ.get("RECORD_PEER"):
+        RECORDED.write_text(json.dumps({**recorded, client.name: results}, indent=1, sort_keys=True) + "\n")
+    return results
+
+
+OUTCOMES: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=[client.name for client in CLIENTS])
+def test_a_client_comes_to_the_results_of_the_peer(client: Client, folder: Path) -> None:
+    OUTCOMES[client.name] = "fails"
+    ours = results_of(client, folder)
+    for name, value in client.expected.items():
+        assert ours[name] == value, name
+    numbers = [
+        number for value in ours.values() for number in (value if isinstance(value, list) else [value])
+        if isinstance(number, float)
+    ]  # fmt: skip
+    assert all(math.isfinite(number) for number in numbers)
+    compared = 0
+    for name, value in peer_results(client, folder).items():
+        if name in client.expected or name in client.own:
+            continue
+        assert ours[name] == (value if isinstance(value, (str, bool)) else close(value)), name
+        compared += 1
+    OUTCOMES[client.name] = f"passes, {compared} results as the peer's" if compared else "passes"
+
+
+def close(value: Any) -> Any:
+    """``value`` up to the order in which floats are summed."""
+    if isinstance(value, list) and any(isinstance(each, str) for each in value):
+        return value
+    return pytest.approx(value, rel=2e-4, abs=1e-6)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def record(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The page of the docs lists what ran, when all of it did."""
+    yield
+    path = request.config.getoption("--record")
+    if path is not None and len(OUTCOMES) == len(CLIENTS):
+        Path(path).write_text(page())
+
+
+def page() -> str:
+    """Clients, versions and outcomes, as Markdown."""
+    lines = [
+        "# Libraries that run on this one",
+        "",
+        "`make clients` installs them beside `.venv` (versions in `tests/clients/constraints.txt`) and runs the "
+        "programs of `tests/clients/programs`, offline, with tiny models made from their configurations; the libraries "
+        "are as they were released. The results are compared with those that the same programs come to on the peer, "
+        "Hugging Face's accelerate 1.15.0 (`tests/clients/peer_results.json`). This page is written by that run.",
+        "",
+        "| library | version | what runs | processes | outcome |",
+        "|---|---|---|---|---|",
+    ]
+    for client in CLIENTS:
+        version = metadata.version(client.library)
+        cells = [client.library.replace("_", "-"), version, client.what, str(client.ranks), OUTCOMES[client.name]]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"Python {sys.version_info.major}.{sys.version_info.minor}, torch {metadata.version('torch')}, on the CPU; two "
+        "processes talk by gloo. On a CPU the peer trains FSDP runs with plain data parallelism, so those numbers are "
+        "compared with replicas that aren't sharded.",
+        "",
+    ]
+    return "\n".join(lines)
