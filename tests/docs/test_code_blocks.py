@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import accelerate.accelerator  # noqa: F401  (here, so that forked pages find it imported)
 from tests.docs.pages import NOT_CODE, ROOT, RUN, blocks, num_ranks, pages, run_page
 from tests.ranks import RankFailed, run_on_ranks
 
