@@ -831,6 +831,37 @@ class Accelerator:
         work = Work(compute_loss, batch, named, backward, reduction, self.gradient_state.sync_gradients)
         return self._micro_batches.backward(work, num_parts=num_parts, always_careful=always_careful)
 
+    def pipeline_step(
+        self, model: Any, batch: tuple[Any, Any], loss_function: Callable[[Any, Any], torch.Tensor]
+    ) -> torch.Tensor:
+        """Forward and backward of one micro-batch through all stages of a pipeline; its loss, on every rank.
+
+        ::
+
+            for inputs, targets in loader:
+                with accelerator.accumulate(model):
+                    loss = accelerator.pipeline_step(model, (inputs, targets), loss_function)
+                    optimizer.step()
+                    ...
+
+        Without pipeline parallelism it is the plain step, so that the same loop runs on one process.
+
+        Args:
+            batch: the model's inputs (a tensor or a tuple of them) and what ``loss_function`` compares with, the same
+                on all stages.
+            loss_function: of the model's output and the targets, a mean over samples.
+        """
+        inputs, targets = batch
+        return self.strategy.pipeline_step(
+            model,
+            inputs if isinstance(inputs, tuple) else (inputs,),
+            targets,
+            loss_function,
+            scaler=self.precision.scaler,
+            num_steps=self.gradient_state.note_backward(),
+            synchronises=self.gradient_state.sync_gradients,
+        )
+
     def _window_parameters(self) -> Iterator[torch.nn.Parameter]:
         """The parameters of the models of the current window; of all models where none was named."""
         named = [model for model in self._models if not self._window or self._is_in_window(model)]

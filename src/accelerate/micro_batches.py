@@ -10,7 +10,6 @@ after an update), reduction overlaps with backward as always.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ import torch
 from .errors import MemoryExhausted, SettingError
 from .logging import get_logger
 from .memory import clear_device_cache, should_reduce_batch_size
-from .nested import honor_type, ignorant_find_batch_size
+from .nested import ignorant_find_batch_size, split_batch
 from .seeding import capture_rng_states, restore_rng_states
 from .strategies import Strategy
 
@@ -100,8 +99,8 @@ class MicroBatches:
         """As in a loop that accumulates by hand: the last part synchronises, if the micro-batch does."""
         try:
             if not work.synchronises or self.num_parts == 1:
-                return work.run(split(work.batch, work.size, self.num_parts))
-            parts = list(split(work.batch, work.size, self.num_parts))
+                return work.run(split_batch(work.batch, work.size, self.num_parts))
+            parts = list(split_batch(work.batch, work.size, self.num_parts))
             with self._apart(work.models):
                 loss = work.run(parts[:-1])
             return loss + work.run(parts[-1:])
@@ -138,7 +137,7 @@ class MicroBatches:
         """The loss, with its gradients added; or None, with everything as it was, if memory ran out."""
         before = _Before(work.models)
         try:
-            loss = work.run(split(work.batch, work.size, self.num_parts))
+            loss = work.run(split_batch(work.batch, work.size, self.num_parts))
         except Exception as error:  # looked at, and raised again unless memory ran out
             before.restore()
             if not should_reduce_batch_size(error):
@@ -212,31 +211,6 @@ def _size_of(batch: Any) -> int:
             "Give a tensor, or tuples, lists and dicts whose first tensor has a dimension of samples in front."
         )
     return size
-
-
-def split(batch: Any, size: int, num_parts: int) -> Iterator[tuple[Any, int]]:
-    """``num_parts`` parts of nearly the same size, with their sizes.
-
-    Tensors and lists of objects with ``size`` entries are cut; everything else is in every part.
-    """
-    edges = [size * number // num_parts for number in range(num_parts + 1)]
-    for start, stop in itertools.pairwise(edges):
-        yield (batch if num_parts == 1 else _cut(batch, size, slice(start, stop))), stop - start
-
-
-def _cut(data: Any, size: int, rows: slice) -> Any:
-    if isinstance(data, torch.Tensor):
-        return data[rows] if data.ndim and data.shape[0] == size else data
-    if isinstance(data, (list, tuple)):
-        items = cast("Sequence[Any]", data)
-        if len(items) == size and not any(isinstance(item, (torch.Tensor, list, tuple, Mapping)) for item in items):
-            return items[rows]
-        return honor_type(data, (_cut(item, size, rows) for item in items))
-    if isinstance(data, Mapping):
-        mapping = cast("Mapping[Any, Any]", data)
-        cut = {key: _cut(value, size, rows) for key, value in mapping.items()}
-        return cut if type(data) is dict else type(data)(cut)  # pyright: ignore[reportCallIssue]
-    return data
 
 
 def _shapes_of(data: Any) -> Shapes:

@@ -6,8 +6,9 @@ Containers keep their type: a namedtuple comes back as the same namedtuple, a ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import torch
@@ -203,6 +204,31 @@ def slice_tensors(
         return tensor[tensor_slice]
 
     return recursively_apply(cut, data)
+
+
+def split_batch(batch: Any, size: int, num_parts: int) -> Iterator[tuple[Any, int]]:
+    """``num_parts`` parts of nearly the same size, with their sizes.
+
+    Tensors and lists of objects with ``size`` entries are cut; everything else is in every part.
+    """
+    edges = [size * number // num_parts for number in range(num_parts + 1)]
+    for start, stop in pairwise(edges):
+        yield (batch if num_parts == 1 else _rows_of(batch, size, slice(start, stop))), stop - start
+
+
+def _rows_of(data: Any, size: int, rows: slice) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data[rows] if data.ndim and data.shape[0] == size else data
+    if isinstance(data, (list, tuple)):
+        items = cast("Sequence[Any]", data)
+        if len(items) == size and not any(isinstance(item, (torch.Tensor, list, tuple, Mapping)) for item in items):
+            return items[rows]
+        return honor_type(data, (_rows_of(item, size, rows) for item in items))
+    if isinstance(data, Mapping):
+        mapping = cast("Mapping[Any, Any]", data)
+        cut = {key: _rows_of(value, size, rows) for key, value in mapping.items()}
+        return _rebuild_mapping(mapping, cut)
+    return data
 
 
 def concatenate(data: list[Any], dim: int = 0) -> Any:

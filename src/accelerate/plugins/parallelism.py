@@ -18,6 +18,7 @@ from ..settings.parallelism import (
     TensorParallelOptions,
 )
 from .base import settle
+from .pipeline import PipelineParallelConfig
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,6 +92,7 @@ _HANDLERS = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
     "sp": DeepSpeedSequenceParallelConfig,
+    "pp": PipelineParallelConfig,
 }
 
 

@@ -12,11 +12,20 @@ from .ddp import DataParallel
 from .deepspeed import DeepSpeed
 from .fsdp1 import FlatShard
 from .fsdp2 import FullyShard
+from .pipeline import Pipeline
 from .single import SingleDevice
 from .tensor import TensorParallel
 
 #: The first that suits wins.
-ORDER: tuple[type[Strategy], ...] = (DeepSpeed, FullyShard, FlatShard, TensorParallel, SingleDevice, DataParallel)
+ORDER: tuple[type[Strategy], ...] = (
+    DeepSpeed,
+    Pipeline,
+    FullyShard,
+    FlatShard,
+    TensorParallel,
+    SingleDevice,
+    DataParallel,
+)
 
 
 def choose(settings: Any, world: World, options: StrategyOptions) -> Strategy:

@@ -6,7 +6,7 @@ A strategy is one file. Adding one is that file plus one line in ``strategies/__
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -149,6 +149,22 @@ class Strategy(ABC):
         if scaler is not None:
             loss = scaler.scale(loss)
         loss.backward(**kwargs)
+
+    def pipeline_step(
+        self,
+        model: torch.nn.Module,
+        inputs: tuple[Any, ...],
+        targets: Any,
+        loss_function: Callable[[Any, Any], torch.Tensor],
+        *,
+        scaler: Any,
+        num_steps: int,
+        synchronises: bool,
+    ) -> torch.Tensor:
+        """The gradients of the loss of one micro-batch have been added; the loss. Without stages: the plain step."""
+        loss = loss_function(model(*inputs), targets)
+        self.backward(loss / num_steps if num_steps != 1 else loss, scaler)
+        return loss.detach()
 
     def clip_grad_norm(
         self,

@@ -1,0 +1,144 @@
+"""State that lies over the stages of a pipeline, given and taken whole: under the names, and in the order, that one
+process has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import distributed as dist
+
+from ..checkpointing.sharded import InPlace, NamedParameters, StateAccess, laid_like
+from ..mesh import Mesh
+from .rebind import canonical_name
+
+
+@final
+class OverStages(StateAccess):
+    """Models whose tensors have values on the ranks of their stages, and a shape everywhere else."""
+
+    def __init__(self, mesh: Mesh, device: torch.device, named_parameters: NamedParameters) -> None:
+        self._mesh, self._device = mesh, device
+        self._in_place = InPlace(named_parameters, canonical_name)
+
+    # -- models --------------------------------------------------------------------------------------------
+
+    def receiver(self, model: Any) -> Any:
+        """Takes whole state dicts, and keeps what this rank has."""
+        return _Stages(model)
+
+    def whole_model(self, model: Any, keeps: bool) -> dict[str, Any]:
+        """One tensor after the other is sent by its stage; tied names share one tensor."""
+        state: dict[str, Any] = {}
+        sent: dict[int, torch.Tensor | None] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor):
+                state[name] = tensor
+                continue
+            if id(tensor) not in sent:
+                sent[id(tensor)] = self._send(tensor, model.owners[name][0], keeps)
+            if keeps:
+                state[canonical_name(name)] = sent[id(tensor)]
+        return state if keeps else {}
+
+    def _send(self, tensor: torch.Tensor, owner: int, keeps: bool) -> torch.Tensor | None:
+        """``tensor`` as the rank ``owner`` of the pipeline has it, in CPU memory, where ``keeps``."""
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        if owner == self._mesh.place("pp"):
+            value.copy_(tensor.detach())
+        dist.broadcast(value, self._mesh.ranks("pp")[owner], self._mesh.group("pp"))
+        return value.cpu() if keeps else None
+
+    def model_shards(self, model: Any) -> dict[str, Any]:
+        """Own tensors, and room for those of other stages."""
+        shards = self._in_place.model_shards(model)
+        return {name: _room(value) for name, value in shards.items()}
+
+    def take_model(self, model: Any, shards: dict[str, Any]) -> None:
+        """Own tensors have been read in place."""
+
+    # -- optimizers ----------------------------------------------------------------------------------------
+
+    def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """The parameters, or room for them."""
+        return {name: _room(value) for name, value in self._in_place.layouts(models).items()}
+
+    def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
+        """What this rank has."""
+        return self._in_place.optimizer_shards(optimizer, models)
+
+    def take_optimizer(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
+        """State of other stages is dropped."""
+        self._in_place.take_optimizer(optimizer, models, shards)
+        _forget_foreign(optimizer)
+
+    def whole_optimizer(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
+        """The state of the parameters of all stages, by their numbers."""
+        own = optimizer.state_dict()
+        parts: list[Any] = [None] * self._mesh.size("pp")
+        outline = {
+            number: {key: _outline(value) for key, value in entries.items()} for number, entries in own["state"].items()
+        }
+        dist.all_gather_object(parts, outline, self._mesh.group("pp"))
+        state: dict[int, dict[str, Any]] = {}
+        for owner, part in enumerate(parts):
+            for number, entries in part.items():
+                if number in state:  # a parameter that several stages have
+                    continue
+                state[number] = {}
+                for key, value in entries.items():
+                    if isinstance(value, torch.Tensor):  # only its shape
+                        mine = own["state"][number][key] if owner == self._mesh.place("pp") else value
+                        value = self._send(mine, owner, keeps)
+                    state[number][key] = value
+        return {**own, "state": dict(sorted(state.items()))} if keeps else {}
+
+    def take_whole_optimizer(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
+        """State of other stages is dropped."""
+        self._in_place.take_whole_optimizer(optimizer, models, state)
+        _forget_foreign(optimizer)
+
+
+def _room(value: Any) -> Any:
+    return torch.empty_like(value, device="cpu") if isinstance(value, torch.Tensor) and value.is_meta else value
+
+
+def _outline(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def _forget_foreign(optimizer: Any) -> None:
+    for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
+        del optimizer.state[parameter]
+
+
+@final
+class _Stages:
+    """A model of which this rank has some stages, as something that whole tensors can be loaded into."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def state_dict(self, **_: Any) -> dict[str, Any]:
+        """The live tensors; those of other stages have no values."""
+        return self._model.state_dict(keep_vars=True)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+        """Every tensor that this rank has, has its value."""
+        own = {canonical_name(name): tensor for name, tensor in self.state_dict().items()}
+        given = {id(own[name]) for name in state if name in own}  # a tied tensor comes under one of its names
+        missing = [name for name, tensor in own.items() if id(tensor) not in given]
+        unexpected = [name for name in state if name not in own]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"The state doesn't fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}.")
+        with torch.no_grad():
+            for name in [name for name in state if name in own]:
+                tensor = own[name]
+                if tensor.shape != state[name].shape:
+                    raise RuntimeError(
+                        f"{name!r} has shape {list(state[name].shape)} there, and {list(tensor.shape)} here."
+                    )
+                if not tensor.is_meta:
+                    tensor.copy_(laid_like(state[name].to(tensor.dtype), tensor.detach()))
+        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)

@@ -1,0 +1,233 @@
+"""Which stage works on which part of a batch when: torch's schedules, made for each shape of batch and kept."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ..errors import PreparationError, SettingError
+from ..mesh import Mesh
+from ..nested import split_batch
+from ..plugins.pipeline import PipelineParallelConfig
+from ..world import World
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class Shape:
+    """A tensor without its values, as ranks tell each other about it."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Shape:
+        """The shape of ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """A tensor of this shape."""
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+        return made.requires_grad_(self.requires_grad)
+
+
+Shapes = tuple[Shape, ...]
+
+
+@final
+@dataclass(frozen=True)
+class _Flow:
+    """What goes into and comes out of every stage, for one part of a batch."""
+
+    shapes: tuple[Shapes, ...]  # one more than there are stages: the inputs of each, and the last one's outputs
+    structure: TreeSpec  # of the last stage's output
+
+
+@final
+class Timetable:
+    """The stages of one model on this rank, and the schedules that run them.
+
+    Args:
+        trained: this rank's stages by number.
+        evaluated: the same, as they compute in evaluation mode.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        mesh: Mesh,
+        config: PipelineParallelConfig,
+        num_stages: int,
+        trained: dict[int, nn.Module],
+        evaluated: dict[int, nn.Module],
+    ) -> None:
+        self._world, self._config, self.num_stages = world, config, num_stages
+        self._stages = {True: trained, False: evaluated}
+        self._group, self._ranks = mesh.group("pp"), mesh.ranks("pp")
+        self._known: dict[Any, tuple[Any, _Flow]] = {}
+        # What the loss of the running step is made with.
+        self._loss_function: LossFunction | None = None
+        self._targets: list[Any] = []
+        self._losses: list[torch.Tensor] = []
+        self._factor = 1.0
+
+    # -- running -------------------------------------------------------------------------------------------
+
+    def train(
+        self, inputs: tuple[Any, ...], targets: Any, loss_function: LossFunction, *, num_steps: int, training: bool
+    ) -> torch.Tensor:
+        """Gradients are added on every stage; the loss of the batch, on every rank."""
+        size = _size_of(inputs)
+        num_parts = self._num_parts(size)
+        schedule, _ = self._schedule(inputs, size // num_parts, num_parts, has_backward=True, training=training)
+        self._loss_function, self._factor = loss_function, 1.0 / (num_parts * num_steps)
+        self._targets = [part for part, _ in split_batch(targets, size, num_parts)]
+        self._losses = []
+        # torch cuts the numbers of the parts in place of the targets, which may be any structure.
+        numbers = torch.arange(num_parts)
+        given = inputs if 0 in self._stages[True] else ()
+        schedule.step(*given, target=numbers, return_outputs=False)
+        loss = torch.zeros((), device=self._world.device)
+        if self._losses:
+            loss = torch.stack([part.to(torch.float32) for part in self._losses]).mean()
+        self._loss_function, self._targets, self._losses = None, [], []
+        dist.broadcast(loss, self._rank_of(self.num_stages - 1), self._group)
+        return loss
+
+    def _loss_of(self, output: Any, number: torch.Tensor) -> torch.Tensor:
+        assert self._loss_function is not None, "the schedule runs inside train()"
+        loss = self._loss_function(output, self._targets[int(number)])
+        self._losses.append(loss.detach())
+        return loss * self._factor
+
+    def evaluate(self, inputs: tuple[Any, ...], *, training: bool) -> Any:
+        """The output of the last stage for the whole batch, on every rank."""
+        size = _size_of(inputs)
+        num_parts = self._num_parts(size)
+        schedule, flow = self._schedule(inputs, size // num_parts, num_parts, has_backward=False, training=training)
+        given = inputs if 0 in self._stages[True] else ()
+        output = schedule.eval(*given)
+        leaves: list[Any] = [None] * len(flow.shapes[-1]) if output is None else tree_flatten(output)[0]
+        for place, shape in enumerate(flow.shapes[-1]):
+            whole = (shape.size[0] * num_parts, *shape.size[1:])
+            if leaves[place] is None:
+                leaves[place] = torch.empty(whole, dtype=shape.dtype, device=self._world.device)
+            leaves[place] = leaves[place].contiguous()
+            dist.broadcast(leaves[place], self._rank_of(self.num_stages - 1), self._group)
+        return tree_unflatten(leaves, flow.structure)
+
+    def _rank_of(self, stage: int) -> int:
+        return self._ranks[stage % len(self._ranks)]
+
+    # -- schedules -----------------------------------------------------------------------------------------
+
+    def _num_parts(self, size: int) -> int:
+        """The largest number of equal parts, up to the one asked for."""
+        wanted = self._config.num_micro_batches or self.num_stages
+        return max(number for number in range(1, min(wanted, size) + 1) if size % number == 0)
+
+    def _schedule(
+        self, inputs: tuple[Any, ...], part_size: int, num_parts: int, *, has_backward: bool, training: bool
+    ) -> tuple[Any, _Flow]:
+        shapes = tuple(Shape.of(tensor[:part_size]) for tensor in inputs)
+        key = (shapes, num_parts, has_backward, training)
+        if key not in self._known:
+            flow = self._flow(shapes, has_backward=has_backward, training=training)
+            self._known[key] = self._make(flow, num_parts, has_backward=has_backward, training=training), flow
+        return self._known[key]
+
+    def _make(self, flow: _Flow, num_parts: int, *, has_backward: bool, training: bool) -> Any:
+        from torch.distributed.pipelining import (
+            PipelineStage,
+            Schedule1F1B,
+            ScheduleGPipe,
+            ScheduleInterleaved1F1B,
+            ScheduleLoopedBFS,
+        )
+
+        def examples(shapes: Shapes) -> tuple[torch.Tensor, ...]:
+            return tuple(shape.empty("meta") for shape in shapes)
+
+        stages = [
+            PipelineStage(
+                module,
+                number,
+                self.num_stages,
+                self._world.device,
+                input_args=examples(flow.shapes[number]),
+                output_args=examples(flow.shapes[number + 1]),
+                group=self._group,
+            )
+            for number, module in self._stages[training].items()
+        ]
+        num_ranks = len(self._ranks)
+        # Losses are divided where they are made: dividing gradients would divide those of earlier micro-batches too.
+        options: dict[str, Any] = {"loss_fn": self._loss_of if has_backward else None, "scale_grads": False}
+        if len(stages) > 1:
+            divides = num_parts % max(1, num_parts // num_ranks) == 0
+            kind: Any = ScheduleInterleaved1F1B if has_backward and divides else ScheduleLoopedBFS
+            return kind(stages, num_parts, **options)
+        in_turns = has_backward and self._config.schedule == "1f1b" and num_parts >= self.num_stages
+        single: Any = Schedule1F1B if in_turns else ScheduleGPipe
+        return single(stages[0], num_parts, **options)
+
+    # -- shapes --------------------------------------------------------------------------------------------
+
+    def _flow(self, inputs: Shapes, *, has_backward: bool, training: bool) -> _Flow:
+        """What every stage hands on, found without computing anything; a collective of the pipeline.
+
+        Raises:
+            PreparationError: on every rank, when a stage can't compute with what the one before hands on.
+        """
+        found: list[Shapes] = [inputs]
+        structure: Any = None
+        for number in range(self.num_stages):
+            answer: list[Any] = [None]
+            if number in self._stages[training]:
+                answer = [self._try(self._stages[training][number], found[-1], has_backward)]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # torch pickles a structure by its own old name
+                dist.broadcast_object_list(answer, self._rank_of(number), self._group)
+            if isinstance(answer[0], str):
+                raise PreparationError(
+                    f"Stage {number} of the pipeline can't compute with inputs of shapes "
+                    f"{[list(shape.size) for shape in found[-1]]}: {answer[0]}"
+                )
+            shapes, structure = answer[0]
+            found.append(shapes)
+        return _Flow(tuple(found), structure)
+
+    def _try(self, stage: nn.Module, inputs: Shapes, has_backward: bool) -> tuple[Shapes, TreeSpec] | str:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(has_backward):
+                output = stage(*(shape.empty(self._world.device) for shape in inputs))
+        except Exception as error:  # told to all ranks, which raise it together
+            return f"{type(error).__name__}: {error}"
+        leaves, structure = tree_flatten(output)
+        strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        if strange:
+            return f"its output has a {strange[0]}; stages hand on tensors, and structures of them"
+        return tuple(map(Shape.of, leaves)), structure
+
+
+def _size_of(inputs: Sequence[Any]) -> int:
+    if not inputs or not all(isinstance(tensor, torch.Tensor) and tensor.ndim for tensor in inputs):
+        raise SettingError(
+            f"The inputs of a pipeline are tensors with a dimension of samples in front, got "
+            f"({', '.join(type(one).__name__ for one in inputs)}). Give them as `pipeline_step(model, (inputs, "
+            "targets), loss_function)`, where `inputs` is a tensor or a tuple of tensors."
+        )
+    return len(inputs[0])

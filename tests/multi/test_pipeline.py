@@ -1,0 +1,238 @@
+"""Pipelines on real ranks: the run of one process, however the layers are dealt and whoever works first."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.plugins.parallelism import ParallelismConfig
+from accelerate.plugins.pipeline import PipelineParallelConfig
+from tests.ranks import RankFailed, run_on_ranks
+from tests.sharded_runs import Block, Network, assert_same_run, samples, train
+
+
+def as_sequence() -> nn.Module:
+    """Blocks in a row."""
+    return nn.Sequential(nn.Linear(8, 8), Block(), Block(), Block(), nn.Linear(8, 8))
+
+
+def accelerator_of(
+    num_ranks: int, pipeline: dict[str, Any] | None, precision: str = "no", replicas: int = 1, steps: int = 2
+) -> Accelerator:
+    """Over all processes."""
+    if num_ranks == 1:
+        return Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=steps)
+    config = ParallelismConfig(
+        pp_size=num_ranks // replicas, dp_replicate_size=replicas, pp_handler=PipelineParallelConfig(**pipeline or {})
+    )
+    return Accelerator(
+        cpu=True, mixed_precision=precision, gradient_accumulation_steps=steps, parallelism_config=config
+    )
+
+
+def _train(
+    num_ranks: int,
+    pipeline: dict[str, Any] | None = None,
+    *,
+    build: Any = Network,
+    precision: str = "no",
+    replicas: int = 1,
+    batch_size: int = 8,
+) -> dict[str, Any]:
+    run = accelerator_of(num_ranks, pipeline, precision, replicas)
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 0.95 ** (count // replicas))
+    loader = DataLoader(samples(), batch_size=batch_size // replicas)
+    model, optimizer, schedule, loader = run.prepare(model, optimizer, schedule, loader)
+    losses: list[float] = []
+    norms: list[float] = []
+    for inputs, classes in loader:
+        with run.accumulate(model):
+            loss = run.pipeline_step(model, (inputs, classes), nn.functional.cross_entropy)
+            if run.sync_gradients:
+                norms.append(float(run.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(float(run.reduce(loss.detach(), "mean")))
+    model.eval()
+    with torch.no_grad():
+        outputs = model(samples(6).tensors[0])
+    weights = run.get_state_dict(model)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": {name: value.tolist() for name, value in weights.items()},
+        "outputs": outputs.tolist(),
+        "own": [name for name, _ in model.named_parameters()],
+    }
+
+
+@functools.cache
+def _alone(**options: Any) -> dict[str, Any]:
+    return run_on_ranks(functools.partial(_train, 1, **options), 1)[0]
+
+
+def _compare(ranks: list[dict[str, Any]], alone: dict[str, Any], tolerance: float = 1e-5) -> None:
+    assert_same_run(ranks[0], alone, tolerance)
+    for rank in ranks:
+        assert rank["losses"] == ranks[0]["losses"] and rank["norms"] == ranks[0]["norms"]
+        torch.testing.assert_close(
+            torch.tensor(rank["outputs"]), torch.tensor(alone["outputs"]), rtol=10 * tolerance, atol=10 * tolerance
+        )
+    assert [rank["weights"] != {} for rank in ranks] == [True, *[False] * (len(ranks) - 1)]
+
+
+TRACED = {"example_inputs": torch.zeros(4, 8)}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gpipe": {"pipeline": {"schedule": "gpipe"}, "build": as_sequence},
+    "1f1b": {"pipeline": {"schedule": "1f1b", "num_micro_batches": 4}, "build": as_sequence},
+    "interleaved": {"pipeline": {"schedule": "interleaved"}, "build": as_sequence},
+    "traced": {"pipeline": TRACED, "build": Network},
+    "traced where asked": {"pipeline": {**TRACED, "split_points": "head"}, "build": Network},
+    "tied": {"pipeline": TRACED, "build": functools.partial(Network, tied=True)},
+    "asked for": {"pipeline": {"split_points": ["4"]}, "build": as_sequence},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_losses_norms_and_weights_are_those_of_one_process(name: str) -> None:
+    variant = VARIANTS[name]
+    _compare(run_on_ranks(functools.partial(_train, 2, **variant), 2), _alone(build=variant["build"]))
+
+
+def test_each_rank_has_its_own_layers_only() -> None:
+    first, second = run_on_ranks(functools.partial(_train, 2, **VARIANTS["asked for"]), 2)
+    assert second["own"] == ["4.weight", "4.bias"]
+    assert not set(first["own"]) & set(second["own"])
+
+
+def test_four_stages_train_as_one_process() -> None:
+    _compare(run_on_ranks(functools.partial(_train, 4, build=as_sequence), 4), _alone(build=as_sequence))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "traced"])
+def test_replicas_of_a_pipeline_train_as_one_process(name: str) -> None:
+    variant = VARIANTS[name]
+    _compare(run_on_ranks(functools.partial(_train, 4, replicas=2, **variant), 4), _alone(build=variant["build"]))
+
+
+def test_bf16_trains_as_one_process_in_bf16() -> None:
+    ranks = run_on_ranks(functools.partial(_train, 2, precision="bf16", **VARIANTS["1f1b"]), 2)
+    _compare(ranks, _alone(build=as_sequence, precision="bf16"), 1e-2)
+
+
+# ------------------------------------------------------------------------------------------- checkpoints
+
+
+def _saved_half_way(folder: str, num_ranks: int, stop: int, resume: bool, **options: Any) -> dict[str, Any]:
+    """The updates from a half on, with the state of the first half from ``folder``."""
+    options = dict(options)
+    run = accelerator_of(num_ranks, options.pop("pipeline", None), steps=1, **options)
+    torch.manual_seed(int(resume))  # other weights than those that were saved
+    model = as_sequence()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = run.prepare(model, optimizer)
+    inputs, classes = samples().tensors
+    if resume:
+        run.load_state(folder)
+    share = slice(0, 8) if run.mesh.data_share().count == 1 else slice(run.mesh.data_share().index * 4, None)
+    for number in range(5 if resume else 0, stop):
+        rows = slice(number * 8, number * 8 + 8)
+        x, y = inputs[rows][share], classes[rows][share]
+        if run.mesh.data_share().count > 1:
+            x, y = x[:4], y[:4]
+        run.pipeline_step(model, (x, y), nn.functional.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+    if not resume and stop == 5:
+        run.save_state(folder)
+    return {name: value.tolist() for name, value in run.get_state_dict(model).items()}
+
+
+INTERLEAVED = {"pipeline": {"schedule": "interleaved"}}
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"),
+    [
+        ((2, {}), (2, {})),
+        ((2, INTERLEAVED), (1, {})),
+        ((1, {}), (2, {"pipeline": {"split_points": ["1"]}})),
+        ((2, {}), (4, {"replicas": 2})),
+    ],
+    ids=["itself", "into one process", "from one process", "into replicas"],
+)
+def test_a_checkpoint_loads_under_any_number_of_stages(
+    saves: tuple[int, dict[str, Any]], loads: tuple[int, dict[str, Any]], tmp_path: Path
+) -> None:
+    whole = run_on_ranks(functools.partial(_saved_half_way, str(tmp_path / "none"), 1, 10, False), 1)[0]
+    run_on_ranks(functools.partial(_saved_half_way, str(tmp_path / "half"), saves[0], 5, False, **saves[1]), saves[0])
+    resumed = run_on_ranks(
+        functools.partial(_saved_half_way, str(tmp_path / "half"), loads[0], 10, True, **loads[1]), loads[0]
+    )[0]
+    assert list(resumed) == list(whole)
+    for name, value in whole.items():
+        torch.testing.assert_close(torch.tensor(resumed[name]), torch.tensor(value), rtol=1e-5, atol=1e-6, msg=name)
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def _refused(case: str) -> None:
+    if case == "fp16":
+        accelerator_of(2, None, "fp16").prepare(as_sequence())
+    elif case == "backward":
+        run = accelerator_of(2, None)
+        run.prepare(as_sequence())
+        run.backward(torch.zeros((), requires_grad=True))
+    elif case == "gradients":
+        accelerator_of(2, None).prepare(as_sequence())(torch.zeros(4, 8))
+    elif case == "no example":
+        accelerator_of(2, None).prepare(Network())
+    elif case == "name":
+        accelerator_of(2, {"split_points": ["nowhere"]}).prepare(as_sequence())
+    elif case == "number":
+        accelerator_of(2, {"split_points": ["1", "2"]}).prepare(as_sequence())
+    elif case == "blocks":
+        accelerator_of(2, None).prepare(nn.Sequential(nn.Linear(8, 8)))
+    elif case == "shapes":
+        run = accelerator_of(2, None)
+        model = run.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(9, 8)))
+        run.pipeline_step(model, (torch.zeros(4, 8), torch.zeros(4).long()), nn.functional.cross_entropy)
+    elif case == "inputs":
+        run = accelerator_of(2, None)
+        run.pipeline_step(run.prepare(as_sequence()), ({"x": 1}, None), nn.functional.cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("fp16", r"mixed_precision='fp16' with pp_size=2.*bf16"),
+        ("backward", r"loss = accelerator\.pipeline_step"),
+        ("gradients", r"Train with `loss = accelerator\.pipeline_step"),
+        ("no example", r"example_inputs="),
+        ("name", r"no module 'nowhere'"),
+        ("number", r"makes 3 stages, but pp_size=2"),
+        ("blocks", r"1 blocks, too few for 2 stages"),
+        ("shapes", r"Stage 1 of the pipeline can't compute with inputs of shapes"),
+        ("inputs", r"inputs of a pipeline are tensors"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(case: str, text: str) -> None:
+    with pytest.raises(RankFailed, match=text):
+        run_on_ranks(functools.partial(_refused, case), 2)
+
+
+def test_the_same_loop_runs_without_a_pipeline() -> None:
+    plain = run_on_ranks(train, 1)[0]
+    assert_same_run(_alone(build=Network), plain)
