@@ -51,6 +51,7 @@ from .settings.labels import DistributedType, FP8BackendType
 from .settings.run import collect, refuse_unbuilt
 from .state import AcceleratorState
 from .strategies.bundle import Bundle, Role, Slot
+from .strategies.context import split_sequences
 from .strategies.ddp import trigger_sync_in_backward
 from .strategies.rebind import Names
 from .uneven import join_uneven_inputs
@@ -941,7 +942,19 @@ class Accelerator:
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[Any]:
-        """A block in which ``buffers`` are cut along the sequence; without context parallelism they stay whole."""
+        """A block in which ``buffers`` are cut along the sequence; without context parallelism they stay whole.
+
+        Attention inside the block still sees whole sequences. Forward and backward both belong into it.
+
+        Args:
+            buffers: tensors with a sequence dimension (inputs, labels, positions), changed in place.
+            buffer_seq_dims: that dimension, for each of them.
+            no_restore_buffers: the set of those that may stay cut after the block.
+        """
+        if self.mesh.active("cp", "sp"):
+            return split_sequences(
+                self.mesh, self.parallelism_config, buffers, buffer_seq_dims, no_restore_buffers
+            )
         logger.warning_once(
             "maybe_context_parallel() has no effect: no ParallelismConfig asks for context parallelism."
         )

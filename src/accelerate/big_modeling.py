@@ -33,10 +33,15 @@ from .hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
+from .hooks.attention import attach_context_parallel_hooks, refuse_recurrent_layers
 from .hooks.casting import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from .offload import OffloadedWeightsLoader, offload_state_dict
 from .offload.folder import Entry, read_index
 from .settings.env import flag
+
+# Old addresses.
+_attach_context_parallel_hooks = attach_context_parallel_hooks
+_refuse_recurrent_layers_under_sequence_parallelism = refuse_recurrent_layers
 
 _log = logging.getLogger(__name__)
 

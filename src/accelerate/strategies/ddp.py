@@ -21,6 +21,7 @@ from ..settings.labels import DistributedType
 from ..world import World
 from .base import Strategy, is_sharded, refuse_device_map
 from .compile import uncompiled
+from .context import prepare_attention
 
 
 @final
@@ -102,6 +103,7 @@ class DataParallel(Strategy):
         """``model`` as a replica; a model with nothing to train stays as it is."""
         if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
             return model
+        prepare_attention(model, self.mesh)
         handler = self.options.ddp_handler
         kwargs: dict[str, Any] = handler.to_kwargs() if handler else {}
         for ours in ("comm_hook", "comm_wrapper", "comm_state_option"):

@@ -22,6 +22,7 @@ from ..world import World
 from .base import Strategy, is_sharded
 from .bundle import Bundle, Role
 from .compile import compile_model, compile_regions_fsdp2, uncompiled
+from .context import prepare_attention
 from .norms import clamp_pieces, clip_pieces
 from .rebind import inner_optimizer
 from .recompute import recompute_activations
@@ -91,6 +92,7 @@ class FullyShard(Strategy):
             upcast_trainable(model)
         config = self.options.plugins.get("parallelism_config")
         parallelize(model, self.mesh, None if config is None else config.tp_handler)
+        prepare_attention(model, self.mesh)
         plugin.set_auto_wrap_policy(model)
         ignored = find_ignored(plugin.ignored_modules, model)
         units = find_units(model, plugin.auto_wrap_policy, ignored)

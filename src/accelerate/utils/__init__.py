@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     from ..strategies.deepspeed_engine import map_pytorch_optim_to_deepspeed
     from ..strategies.compile import has_compiled_regions, is_compiled_module
     from ..strategies.fsdp1 import ensure_weights_retied
+    from ..strategies.tensor import get_model_tp_size
     from ..strategies.fsdp_files import disable_fsdp_ram_efficient_loading
     from ..strategies.fsdp_files import enable_fsdp_ram_efficient_loading, fsdp2_apply_ac
     from ..strategies.fsdp_files import fsdp2_canonicalize_names, fsdp2_load_full_state_dict
@@ -136,7 +137,7 @@ _HOMES = {
     "DummyScheduler": "plugins.deepspeed",
     "HfDeepSpeedConfig": "plugins.deepspeed",
     "get_active_deepspeed_plugin": "plugins.deepspeed",
-    "ensure_weights_retied": "strategies.fsdp1",
+    "ensure_weights_retied": "strategies.fsdp1", "get_model_tp_size": "strategies.tensor",
     "disable_fsdp_ram_efficient_loading": "strategies.fsdp_files",
     "enable_fsdp_ram_efficient_loading": "strategies.fsdp_files",
     "fsdp2_apply_ac": "strategies.fsdp_files",
@@ -300,7 +301,7 @@ __all__ = [
     "gather_object", "get_active_deepspeed_plugin", "get_balanced_memory", "get_cpu_distributed_information",
     "get_current_device_type", "get_data_structure", "get_fsdp2_grad_scaler", "get_gpu_info",
     "get_grad_scaler", "get_int_from_env", "get_max_layer_size", "get_max_memory",
-    "get_mixed_precision_context_manager", "get_module_children_bottom_up", "get_pretty_name",
+    "get_mixed_precision_context_manager", "get_model_tp_size", "get_module_children_bottom_up", "get_pretty_name",
     "has_ao_layers", "has_compiled_regions", "has_offloaded_params", "has_transformer_engine_layers",
     "honor_type", "id_tensor_storage", "ignorant_find_batch_size", "infer_auto_device_map",
     "initialize_tensors", "install_xla", "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",

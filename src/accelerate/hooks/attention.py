@@ -1,0 +1,72 @@
+"""What the attention of a model needs where its sequences are cut over ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import PreparationError
+
+_WINDOWS = ("sliding_attention", "chunked_attention")
+
+
+def refuse_recurrent_layers(model: torch.nn.Module) -> None:
+    """Raises if ``model`` has layers that read the sequence step by step.
+
+    Raises:
+        PreparationError: linear attention, state spaces, recurrent networks.
+    """
+    kinds = [kind for kind in _layer_types(model) if kind not in ("full_attention", *_WINDOWS)]
+    modules = [type(module).__name__ for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
+    if kinds or modules:
+        raise PreparationError(
+            f"{type(model).__name__} has {[*kinds, *modules][0]} layers, which read a sequence from its beginning, so "
+            "that ranks can't have parts of it: context and sequence parallelism need attention layers only. Set "
+            "cp_size=1 and sp_size=1."
+        )
+
+
+def refuse_windows(model: torch.nn.Module) -> None:
+    """Raises if ``model`` has attention over a part of the sequence only.
+
+    Raises:
+        PreparationError: sliding windows, chunks.
+    """
+    config = getattr(model, "config", None)
+    kinds = [kind for kind in _layer_types(model) if kind in _WINDOWS]
+    slides = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
+    if kinds or (slides and not _layer_types(model)):
+        raise PreparationError(
+            f"{type(model).__name__} has {kinds[0] if kinds else 'sliding_attention'} layers, and context parallelism "
+            "has full and causal attention only. Use sequence parallelism (sp_size) or tensor parallelism (tp_size)."
+        )
+
+
+def _layer_types(model: torch.nn.Module) -> list[str]:
+    return list(getattr(getattr(model, "config", None), "layer_types", None) or ())
+
+
+def attach_context_parallel_hooks(model: torch.nn.Module) -> None:
+    """Modules called ``self_attn`` are given no attention mask; those that know ``is_causal`` get it as True."""
+    for name, module in model.named_modules():
+        if not name.endswith("self_attn"):
+            continue
+        parameters = inspect.signature(module.forward).parameters
+        knows = "is_causal" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        module.register_forward_pre_hook(_without_mask(knows), with_kwargs=True, prepend=True)
+
+
+def _without_mask(knows_is_causal: bool) -> Callable[..., Any]:
+    def drop_mask(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if "attention_mask" in kwargs:
+            kwargs["attention_mask"] = None
+        if knows_is_causal:
+            kwargs["is_causal"] = True
+        return args, kwargs
+
+    # Libraries know these hooks by the module that they are documented in, and take them off by it.
+    drop_mask.__module__ = "accelerate.big_modeling"
+    return drop_mask
