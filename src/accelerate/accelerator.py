@@ -147,7 +147,7 @@ class Accelerator:
         self.dynamo_plugin = construction.dynamo_plugin(dynamo_plugin, dynamo_backend)
         run = self.settings.run
         self.world = join_world(
-            cpu=run.use_cpu, debug=run.debug, **construction.process_group_options(self._handlers.init)
+            cpu=run.use_cpu, debug=run.debug, **construction.joining_options(self._handlers.init, self.settings)
         )
         self.state = AcceleratorState._fill(self.settings, self.world, dynamo_plugin=self.dynamo_plugin, **plugins)
         self.mesh = construction.mesh(self, plugins["parallelism_config"])
@@ -620,6 +620,7 @@ class Accelerator:
         prepared = AcceleratedOptimizer(
             optimizer, placed, self.scaler, device=self.device, gradient_state=self.gradient_state
         )
+        self.strategy.adopt_optimizer(optimizer)
         _register(self._optimizers, prepared)
         return prepared
 
@@ -677,6 +678,7 @@ class Accelerator:
             index_free_shuffle=config.index_free_shuffle,
             prefetch_to_device=config.prefetch_to_device,
         )
+        self.strategy.adopt_loader(prepared)
         _register(self._dataloaders, prepared)
         return prepared
 
@@ -952,9 +954,7 @@ class Accelerator:
             no_restore_buffers: the set of those that may stay cut after the block.
         """
         if self.mesh.active("cp", "sp"):
-            return split_sequences(
-                self.mesh, self.parallelism_config, buffers, buffer_seq_dims, no_restore_buffers
-            )
+            return split_sequences(self.mesh, self.parallelism_config, buffers, buffer_seq_dims, no_restore_buffers)
         logger.warning_once(
             "maybe_context_parallel() has no effect: no ParallelismConfig asks for context parallelism."
         )
@@ -986,8 +986,10 @@ class Accelerator:
         if to == "main" and not self.world.is_main:
             return None
         loader = self.gradient_state.active_dataloader
-        coverage = None if loader is None else loader.coverage
-        return gathered if coverage is None else keep_real(gathered, coverage, as_objects=as_objects)
+        if loader is None or loader.coverage is None:
+            return gathered
+        nominal = loader.total_batch_size // len(loader.coverage.size)
+        return keep_real(gathered, loader.coverage, as_objects=as_objects, nominal=nominal)
 
     def streaming_mean(self) -> StreamingMean:
         """A mean over samples of all ranks, each once, of which every rank keeps two numbers."""

@@ -242,8 +242,9 @@ class DeviceKind:
 KINDS: Final[tuple[DeviceKind, ...]] = (
     DeviceKind(
         "xla", "XLA", "torch_xla", extension="torch_xla", backend="xla", runtime="torch_xla.runtime",
-        available="torch_xla.core.xla_model:get_xla_supported_devices",
-        count="torch_xla.runtime:local_device_count", select="", wait="torch_xla.core.xla_model:wait_device_ops",
+        # Other questions make devices, after which it is too late to choose one program for all of them.
+        available="torch_xla.runtime:addressable_runtime_device_count",
+        count="torch_xla.runtime:addressable_runtime_device_count", select="", wait="torch_xla.core.xla_model:wait_device_ops",
         clear="", seed_call="torch_xla.core.xla_model:set_rng_state",
         rng_read="torch_xla.core.xla_model:get_rng_state", rng_write="torch_xla.core.xla_model:set_rng_state",
         rng_is_list=False, memory_used="", memory_peak="", memory_peak_reset="", memory_left="", bf16=_ALWAYS,
@@ -414,6 +415,11 @@ def _num_visible(text: str | None, num_devices: int) -> int:
             break
         count += 1
     return count
+
+
+def is_torch_xpu_tensor(tensor: object) -> bool:
+    """Whether ``tensor`` is one that lies on an XPU."""
+    return getattr(getattr(tensor, "device", None), "type", None) == "xpu"
 
 
 def _num_lines(command: str) -> int:

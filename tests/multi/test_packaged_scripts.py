@@ -13,9 +13,12 @@ SCRIPTS = (
     "test_sync",
     "test_distributed_data_loop",
     "test_ddp_comm_hook",
+    "test_cli",
+    "test_merge_weights",
     "external_deps.test_metrics",
     "external_deps.test_checkpointing",
     "external_deps.test_performance",
+    "external_deps.test_peak_memory_usage",
 )
 
 

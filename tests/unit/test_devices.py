@@ -36,8 +36,7 @@ CALLS = {
     "mem_get_info": (30, 40),
     "recommended_max_memory": 40,
     "is_bf16_supported": True,
-    "get_xla_supported_devices": ["xla:0"],
-    "local_device_count": 3,
+    "addressable_runtime_device_count": 3,
     "wait_device_ops": None,
     "current_device": 1,
 }
@@ -242,3 +241,9 @@ def test_torch_version_is_read_without_importing_it() -> None:
     build = importlib.import_module("torch.version")
     assert devices._torch_build()["cuda"] == build.cuda
     assert devices._torch_build()["__version__"] == str(torch.__version__)
+
+
+def test_a_tensor_on_an_xpu_is_known_by_its_device() -> None:
+    assert devices.is_torch_xpu_tensor(types.SimpleNamespace(device=torch.device("xpu", 0)))
+    assert not devices.is_torch_xpu_tensor(torch.zeros(1))
+    assert not devices.is_torch_xpu_tensor("xpu")

@@ -73,7 +73,19 @@ def _keep_items(items: list[Any], coverage: BatchCoverage) -> list[Any]:
     return items if kept is None else [items[row] for rows in kept for row in rows]
 
 
-def keep_real(gathered: Any, coverage: BatchCoverage | None, *, as_objects: bool = False) -> Any:
+def _keep_repeated(tensor: torch.Tensor, coverage: BatchCoverage, nominal: int) -> torch.Tensor:
+    """One value per rank, repeated for as many rows as its batches usually have, is kept for each real sample."""
+    shares = len(coverage.size)
+    if tensor.ndim == 1 and tensor.shape[0] == shares * nominal:
+        by_share = tensor.view(shares, nominal)
+        if torch.equal(by_share, by_share[:, :1].expand_as(by_share)):
+            return torch.cat([by_share[share, :real] for share, real in enumerate(coverage.real)])
+    return _keep_tensor(tensor, coverage)
+
+
+def keep_real(
+    gathered: Any, coverage: BatchCoverage | None, *, as_objects: bool = False, nominal: int | None = None
+) -> Any:
     """``gathered`` (tensors in any containers, rank after rank) without the rows that were added.
 
     A sample may have several rows (all samples equally many), and a tensor may hold one value per rank instead:
@@ -82,8 +94,15 @@ def keep_real(gathered: Any, coverage: BatchCoverage | None, *, as_objects: bool
 
     A flat list of objects, one per sample, is cut in the same way; ``as_objects`` says that a list is one where
     its objects are, or hold, tensors.
+
+    In a batch that is shorter than the ``nominal`` one, a mean that was repeated once per nominal row (so does the
+    Trainer of transformers) is kept once per real sample: averages over all rows are then averages over samples.
     """
-    if coverage is None or coverage.is_complete:
+    if coverage is None:
+        return gathered
+    if nominal is not None and max(coverage.size) < nominal and not isinstance(gathered, list):
+        return recursively_apply(_keep_repeated, gathered, coverage, nominal)
+    if coverage.is_complete:
         return gathered
     if isinstance(gathered, list):
         items = cast("list[Any]", gathered)

@@ -120,6 +120,17 @@ def prepare_tpu(
     return args, current_env
 
 
+def _filter_args(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = ()
+) -> argparse.Namespace:
+    """The arguments that ``parser`` knows: its own defaults, with the values of ``args`` where it has them."""
+    known, _ = parser.parse_known_args(list(default_args))
+    for name, value in vars(args).items():
+        if name in vars(known):
+            setattr(known, name, value)
+    return known
+
+
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
     """The value of a variable that lists paths, with one more path at its end; the variable isn't touched."""
     paths = [path for path in (env.read(env_var_name, "") or "").split(os.pathsep) if path]

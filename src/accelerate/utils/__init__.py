@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..hardware import check_cuda_fp8_capability, check_cuda_p2p_ib_support, get_current_device_type
     from ..hardware import get_gpu_info, set_numa_affinity
     from ..launch.tpu import install_xla
+    from ..launch.prepared import _filter_args
     from ..launch.prepared import (
         PrepareForLaunch,
         TORCH_LAUNCH_PARAMS,
@@ -236,7 +237,7 @@ _HOMES = {
     "offload_state_dict": "offload", "offload_weight": "offload", "pad_across_processes": "collectives",
     "pad_input_tensors": "nested", "parse_choice_from_env": "settings.env",
     "parse_flag_from_env": "settings.env", "patch_environment": "settings.env",
-    "install_xla": "launch.tpu",
+    "_filter_args": "launch.prepared", "install_xla": "launch.tpu",
     "prepare_deepspeed_cmd_env": "launch.prepared", "prepare_multi_gpu_env": "launch.prepared",
     "prepare_sagemager_args_inputs": "launch.prepared", "prepare_tpu": "launch.prepared",
     "prepare_simple_launcher_cmd_env": "launch.prepared", "purge_accelerate_environment": "settings.env",
@@ -270,6 +271,7 @@ _MODULES = (
 )
 
 __all__ = [
+    "_filter_args",
     "AORecipeKwargs", "AutocastKwargs", "BnbQuantizationConfig", "CannotPadNestedTensorWarning",
     "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration",
     "DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedPlugin", "DeepSpeedSchedulerWrapper",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..launch.prepared import (
     PrepareForLaunch,
+    _filter_args,
     env_var_path_add,
     prepare_deepspeed_cmd_env,
     prepare_extend_env_parallelism_config,
@@ -18,6 +19,7 @@ from ..launch.prepared import convert_nargs_to_dict as _convert_nargs_to_dict
 __all__ = [
     "PrepareForLaunch",
     "_convert_nargs_to_dict",
+    "_filter_args",
     "env_var_path_add",
     "prepare_deepspeed_cmd_env",
     "prepare_extend_env_parallelism_config",

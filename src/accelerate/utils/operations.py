@@ -15,6 +15,7 @@ from ..collectives import (
     reduce,
     verify_operation,
 )
+from ..devices import is_torch_xpu_tensor
 from ..errors import DistributedOperationException
 from ..nested import (
     TensorInformation,
@@ -63,6 +64,7 @@ __all__ = [
     "is_namedtuple",
     "is_tensor_information",
     "is_torch_tensor",
+    "is_torch_xpu_tensor",
     "listify",
     "pad_across_processes",
     "pad_input_tensors",

@@ -53,3 +53,20 @@ def test_shares_of_different_sizes_are_told_apart() -> None:
 
 def test_a_batch_without_a_real_sample_leaves_nothing() -> None:
     assert keep_real(torch.arange(4), BatchCoverage((0, 0), (2, 2))).shape == (0,)
+
+
+def test_a_mean_that_was_repeated_for_each_usual_row_counts_once_per_sample() -> None:
+    """The Trainer of transformers gathers `loss.repeat(batch_size)`, in the short last batch too."""
+    short = BatchCoverage((2,), (2,))
+    assert keep_real(torch.full((8,), 0.5), short, nominal=8).tolist() == [0.5, 0.5]
+    two_ranks = BatchCoverage((3, 1), (3, 3))
+    losses = torch.tensor([0.5] * 8 + [0.25] * 8)
+    assert keep_real({"loss": losses}, two_ranks, nominal=8)["loss"].tolist() == [0.5, 0.5, 0.5, 0.25]
+
+
+def test_rows_that_differ_belong_to_the_samples_however_many_they_are() -> None:
+    short = BatchCoverage((2,), (2,))
+    assert keep_real(torch.arange(8), short, nominal=8).tolist() == list(range(8))  # four rows for each sample
+    assert keep_real(torch.zeros(8, 3), short, nominal=8).shape == (8, 3)
+    full = BatchCoverage((8,), (8,))
+    assert keep_real(torch.zeros(8), full, nominal=8).shape == (8,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from accelerate.commands.config.config_args import SageMakerConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.launch.prepared import (
     PrepareForLaunch,
+    _filter_args,
     convert_nargs_to_dict,
     env_var_path_add,
     prepare_deepspeed_cmd_env,
@@ -118,6 +120,14 @@ def test_a_sagemaker_job_is_the_arguments_of_an_estimator(script: str, tmp_path:
     assert estimator["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
     assert estimator["hyperparameters"] == {"lr": "0.1"}
     assert estimator["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def test_arguments_are_filtered_by_what_another_parser_knows() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nnodes", default="1:1")
+    parser.add_argument("--tee", default="0")
+    known = _filter_args(argparse.Namespace(nnodes="2", mixed_precision="bf16"), parser)
+    assert vars(known) == {"nnodes": "2", "tee": "0"}
 
 
 def test_xla_is_installed_in_colab_only(monkeypatch: pytest.MonkeyPatch) -> None:
