@@ -57,6 +57,9 @@ trackers: setup  ## install the nine tracking services beside .venv, log to each
 	.trackers/bin/python -m pip install --quiet --disable-pip-version-check -c tests/trackers/constraints.txt tensorboard wandb mlflow aim comet-ml clearml dvclive swanlab trackio
 	PYTHONPATH=$(CURDIR)/src .trackers/bin/python -m pytest -q tests/trackers
 
+meshes: setup    ## every mesh of 2 and 4 ranks against one process, and every checkpoint under every other (minutes)
+	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_meshes.py
+
 kills: setup     ## kill runs at 200 random instants inside saving, 1 and 2 ranks, with and without background (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_kills.py
 

@@ -145,7 +145,8 @@ def prepared(run: Accelerator, *, tied: bool = False, causal: bool = True, updat
     model = LanguageModel(tied, causal)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shares = run.mesh.data_share().count
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 0.95 ** (count // shares))
+    per_update = 1 if run.scheduler_mode == "updates" else shares
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 0.95 ** (count // per_update))
     loader = DataLoader(samples(BATCH * 2 * updates), batch_size=BATCH // shares)
     return run.prepare(model, optimizer, schedule, loader)
 

@@ -1,0 +1,348 @@
+"""Every mesh trains as one process does, and what one saves every other can load.
+
+The fast part has each kind of parallelism once; ``RUN_SLOW=1`` (``make meshes``) has them all, by everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.errors import PreparationError, SettingError
+from accelerate.plugins.parallelism import ParallelismConfig
+from tests.mesh_runs import (
+    BATCH,
+    LENGTH,
+    NUM_UPDATES,
+    SEQUENCE_PLAN,
+    V2,
+    LanguageModel,
+    accelerator,
+    assert_same_run,
+    prepared,
+    samples,
+    steps,
+    train,
+)
+from tests.ranks import RankFailed, run_on_ranks
+
+# torch, of an output that is a view, under tensor parallelism
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+
+V1: dict[str, Any] = {**V2, "fsdp_version": 1, "use_orig_params": True}
+RING = {"communication": "alltoall"}
+
+#: name -> (ranks, arguments of train)
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {}),
+    "ddp on four": (4, {}),
+    "fsdp1": (2, {"fsdp": V1}),
+    "fsdp1 on four": (4, {"fsdp": V1}),
+    "fsdp2": (2, {"fsdp": V2}),
+    "fsdp2 on four": (4, {"fsdp": V2}),
+    "hsdp": (4, {"fsdp": V2, "degrees": {"dp_replicate": 2, "dp_shard": 2}}),
+    "tp": (2, {"degrees": {"tp": 2}}),
+    "tp on four": (4, {"degrees": {"tp": 4}}),
+    "tp, sequences cut between": (2, {"degrees": {"tp": 2}, "plan": SEQUENCE_PLAN}),
+    "tp x fsdp": (4, {"fsdp": V2, "degrees": {"tp": 2, "dp_shard": 2}}),
+    "tp x fsdp, sequences cut between": (4, {"fsdp": V2, "degrees": {"tp": 2, "dp_shard": 2}, "plan": SEQUENCE_PLAN}),
+    "cp": (2, {"fsdp": V2, "degrees": {"cp": 2}}),
+    "cp on four": (4, {"fsdp": V2, "degrees": {"cp": 4}}),
+    "cp, a ring": (2, {"fsdp": V2, "degrees": {"cp": 2}, **RING}),
+    "cp, a ring of four": (4, {"fsdp": V2, "degrees": {"cp": 4}, **RING}),
+    "cp x fsdp": (4, {"fsdp": V2, "degrees": {"cp": 2, "dp_shard": 2}}),
+    "cp x fsdp, a ring": (4, {"fsdp": V2, "degrees": {"cp": 2, "dp_shard": 2}, **RING}),
+    "cp x tp": (4, {"fsdp": V2, "degrees": {"cp": 2, "tp": 2}}),
+    "sp": (2, {"degrees": {"sp": 2}}),
+    "sp on four": (4, {"degrees": {"sp": 4}}),
+    "sp x ddp": (4, {"degrees": {"sp": 2, "dp_replicate": 2}}),
+    "sp x fsdp": (4, {"fsdp": V2, "degrees": {"sp": 2, "dp_shard": 2}}),
+}
+FAST = ("tp", "tp x fsdp, sequences cut between", "cp", "cp, a ring", "cp x fsdp", "sp x fsdp")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "tied": {"tied": True},
+    "weighted": {"weighted": True},
+    "not causal": {"causal": False},
+    "bf16": {"mixed_precision": "bf16"},
+}
+
+IS_SLOW = "RUN_SLOW" in os.environ
+slow = pytest.mark.skipif(not IS_SLOW, reason="RUN_SLOW=1 (make meshes)")
+
+
+@functools.cache
+def alone(variant: str = "", updates: int = NUM_UPDATES) -> dict[str, Any]:
+    """The run of one process."""
+    return run_on_ranks(lambda: train(updates=updates, **VARIANTS[variant]), 1)[0]
+
+
+def check_same_run(name: str, variant: str) -> None:
+    """Losses and norms of 20 updates, and the weights at the end."""
+    ranks, arguments = MESHES[name]
+    found = run_on_ranks(lambda: train(**arguments, **VARIANTS[variant]), ranks, timeout_seconds=180)
+    assert_same_run(found[0], alone(variant), tolerance=1e-2 if variant == "bf16" else 1e-5)
+    assert all(other["losses"] == found[0]["losses"] and other["norms"] == found[0]["norms"] for other in found)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_losses_norms_and_weights_are_those_of_one_process(name: str) -> None:
+    """With accumulation, clipping and a schedule."""
+    check_same_run(name, "")
+
+
+@slow
+@pytest.mark.parametrize(("variant", "name"), [*itertools.product(VARIANTS, MESHES)])
+def test_every_mesh_trains_as_one_process(name: str, variant: str) -> None:
+    """Also with tied weights, weighted losses, attention in both directions, and in bf16."""
+    if variant == "tied" and MESHES[name][1].get("plan") is SEQUENCE_PLAN:
+        pytest.skip("an embedding and a head that see the sequence cut can't share a weight")
+    check_same_run(name, variant)
+
+
+# -- what is saved ----------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, arguments: dict[str, Any]) -> None:
+    """A run of one pass of three updates is saved in ``folder``."""
+    run = accelerator(**arguments, scheduler_mode="updates")
+    objects = prepared(run, updates=3)
+    steps(run, objects)
+    run.save_state(str(folder))
+
+
+def go_on(folder: Path | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The second pass, by a run that has loaded the first (None: that has done it)."""
+    run = accelerator(**arguments, scheduler_mode="updates")
+    objects = prepared(run, updates=3)
+    if folder is None:
+        steps(run, objects)
+    else:
+        with torch.no_grad():
+            for parameter in objects[0].parameters():
+                parameter.zero_()
+        run.load_state(str(folder))
+    found = steps(run, objects)
+    return {**found, "weights": {name: value.tolist() for name, value in run.get_state_dict(objects[0]).items()}}
+
+
+@functools.cache
+def uninterrupted() -> dict[str, Any]:
+    """Both passes in one process."""
+    return run_on_ranks(lambda: go_on(None, {}), 1)[0]
+
+
+SAVED: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    **{name: MESHES[name] for name in ("ddp", "fsdp1", "fsdp2 on four", "hsdp", "tp", "tp x fsdp", "cp", "sp x ddp")},
+}
+
+
+def check_loads(saved: str, loaded: list[str], folder: Path) -> None:
+    """What ``saved`` wrote goes on under each of ``loaded``."""
+    ranks, arguments = SAVED[saved]
+    run_on_ranks(lambda: save(folder, arguments), ranks, timeout_seconds=180)
+    for name in loaded:
+        ranks, arguments = SAVED[name]
+        found = run_on_ranks(lambda arguments=arguments: go_on(folder, arguments), ranks, timeout_seconds=180)
+        assert_same_run(found[0], uninterrupted())
+
+
+def test_the_state_of_a_mesh_of_two_kinds_loads_elsewhere_and_back(tmp_path: Path) -> None:
+    """Weights, optimizer, schedule and position."""
+    check_loads("tp x fsdp", ["one process", "fsdp1", "tp"], tmp_path / "1")
+    check_loads("ddp", ["tp x fsdp"], tmp_path / "2")
+
+
+@slow
+@pytest.mark.parametrize("saved", SAVED)
+def test_saved_state_loads_under_every_strategy_and_rank_count(saved: str, tmp_path: Path) -> None:
+    """All of them from all of them."""
+    check_loads(saved, list(SAVED), tmp_path / "state")
+
+
+# -- what is done with a model ----------------------------------------------------------------------------------
+
+
+def use(arguments: dict[str, Any]) -> dict[str, Any]:
+    """After three updates: evaluation of 21 samples, each once; generation; the user's own model and its state."""
+    run = accelerator(**arguments)
+    model, *_ = objects = prepared(run, updates=3)
+    steps(run, objects)
+    model.eval()
+    shares = run.mesh.data_share().count
+    loader = run.prepare(DataLoader(samples(21), batch_size=BATCH // shares))
+    seen: list[torch.Tensor] = []
+    mean = run.streaming_mean()
+    for words, following in loader:
+        places = torch.arange(LENGTH).repeat(len(words), 1)
+        with torch.no_grad():
+            scores = model(words, places)
+        losses = torch.nn.functional.cross_entropy(scores.flatten(0, 1), following.flatten(), reduction="none")
+        mean.update(losses.view(len(words), -1).mean(1))
+        seen.append(run.gather_for_metrics(scores.argmax(-1)))
+    own = run.unwrap_model(model)
+    state = run.get_state_dict(model)
+    if run.is_main_process():
+        fresh = LanguageModel()
+        fresh.load_state_dict(state)
+    return {
+        "predicted": torch.cat(seen).tolist(),
+        "mean": mean.sum_and_count(),
+        "generated": model.generate(torch.tensor([[1, 2, 3]]), 5).tolist(),
+        "own": own is model or isinstance(own, LanguageModel),
+        "step": run.optimizer_step_was_skipped,
+    }
+
+
+@functools.cache
+def used_alone() -> dict[str, Any]:
+    """The same by one process."""
+    return run_on_ranks(lambda: use({}), 1)[0]
+
+
+@pytest.mark.parametrize("name", [*MESHES] if IS_SLOW else ["tp", "tp x fsdp", "cp"])
+def test_evaluation_generation_unwrapping_and_state_are_those_of_one_process(name: str) -> None:
+    """On every rank."""
+    ranks, arguments = MESHES[name]
+    expected = used_alone()
+    for found in run_on_ranks(lambda: use(arguments), ranks, timeout_seconds=120):
+        assert found["predicted"] == expected["predicted"] and len(found["predicted"]) == 21
+        assert found["mean"] == pytest.approx(expected["mean"], rel=1e-5)
+        assert (found["generated"], found["own"]) == (expected["generated"], True)
+
+
+def test_ranks_that_share_layers_draw_the_same_random_numbers_and_start_equal() -> None:
+    """Whatever they were seeded with: dropout between cut layers must agree."""
+
+    def on_rank() -> list[float]:
+        run = accelerator({"tp": 2})
+        torch.manual_seed(run.process_index)
+        model = LanguageModel()
+        model = run.prepare(model)
+        return [float(torch.rand(())), float(model.places.weight.detach().sum())]
+
+    first, second = run_on_ranks(on_rank, 2)
+    assert first == second
+
+
+# -- what can't be ----------------------------------------------------------------------------------------------
+
+
+def refused(function: Callable[[], Any]) -> str:
+    """The words with which ``function`` is refused."""
+    with pytest.raises((SettingError, PreparationError)) as caught:
+        function()
+    return str(caught.value)
+
+
+def test_plans_that_cannot_be_are_refused_with_the_way_out() -> None:
+    """Before anything is cut."""
+
+    def on_rank() -> list[str]:
+        said: list[str] = []
+        for plan in ({"layers.*.upp": "colwise"}, {"layers.*.up": "column"}, {"head": "colwise"}):
+            run = accelerator({"tp": 2}, plan=plan)
+            said.append(refused(lambda run=run: run.prepare(LanguageModel(tied=True))))
+        run = accelerator({"tp": 2}, plan={"layers.0": "rowwise", "layers.1": "colwise"})
+        said.append(refused(lambda: run.prepare(torch.nn.Sequential())))
+        odd = torch.nn.ModuleDict({"head": torch.nn.Linear(4, 5)})
+        said.append(refused(lambda: accelerator({"tp": 2}, plan={"head": "colwise"}).prepare(odd)))
+        run = accelerator({"tp": 2}, plan={})
+        run.parallelism_config.tp_handler.plan = None
+        said.append(refused(lambda: run.prepare(LanguageModel())))
+        loaded = LanguageModel()
+        loaded.tp_size = 4  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        loaded.norm.weight = torch.nn.Parameter(distribute_tensor(torch.ones(4), run.mesh.over("tp")))
+        said.append(refused(lambda: run.prepare(loaded)))
+        model = LanguageModel()
+        joint = torch.optim.AdamW(model.parameters(), foreach=True)
+        said.append(refused(lambda: accelerator({"tp": 2}).prepare(model, joint)))
+        return said
+
+    said = run_on_ranks(on_rank, 2)[0]
+    expected = (
+        "'layers.*.upp' is no module of LanguageModel. Did you mean 'layers.0.up'?",
+        "'column' is no style",
+        "share one weight, but are cut in different ways",
+        "'layers.0' is no module of Sequential",
+        "doesn't divide its 5",
+        "has no plan of how its layers are cut",
+        "was loaded for tp_size=4, but ParallelismConfig says tp_size=2",
+        "AdamW(foreach=True) updates all parameters at once",
+    )
+    for words, text in zip(expected, said, strict=True):
+        assert words in text
+
+
+def test_what_cannot_be_cut_along_the_sequence_is_refused_with_the_way_out() -> None:
+    """Masks, odd lengths, recurrent layers, attention that isn't torch's."""
+
+    def on_rank() -> list[str]:
+        said: list[str] = []
+        run = accelerator({"sp": 2})
+        recurrent = torch.nn.Sequential(torch.nn.LSTM(4, 4))
+        said.append(refused(lambda: run.prepare(recurrent)))
+        blind = run.prepare(torch.nn.Linear(4, 4))
+        words = torch.zeros(2, 4)
+
+        def inside(call: Callable[[], Any], buffer: torch.Tensor = words, dims: Sequence[int] = (1,)) -> None:
+            with run.maybe_context_parallel(buffers=[buffer], buffer_seq_dims=list(dims)):
+                call()
+
+        said.append(refused(lambda: inside(lambda: blind(torch.zeros(2, 4)))))
+        said.append(refused(lambda: inside(lambda: None, torch.zeros(2, 5))))
+        said.append(refused(lambda: inside(lambda: None, dims=(1, 1))))
+        heads = torch.zeros(1, 2, 4, 4)
+        mask = torch.ones(4, 4, dtype=torch.bool)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        attend = torch.nn.functional
+        said.append(refused(lambda: inside(lambda: attend.scaled_dot_product_attention(heads, heads, heads, mask))))
+        odd = torch.zeros(1, 3, 4, 4)
+        said.append(refused(lambda: inside(lambda: attend.scaled_dot_product_attention(odd, odd, odd))))
+        assert attend.scaled_dot_product_attention is attention and words.shape == (2, 4)
+        return said
+
+    said = run_on_ranks(on_rank, 2)[0]
+    expected = (
+        "has LSTM layers",
+        "computed no attention by torch.nn.functional.scaled_dot_product_attention",
+        "can't be cut along dimension 1: sp_size=2 takes sequences whose length is a multiple of 2",
+        "`buffer_seq_dims` must have the same number of elements as `buffers`",
+        "takes no attn_mask",
+        "doesn't divide this model's 3 heads",
+    )
+    for words, text in zip(expected, said, strict=True):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        ({"cp": 2}, "context parallelism needs an FSDP2 plugin"),
+        ({"dp_shard": 2}, "shards the model, which takes FSDP2"),
+        ({"tp": 2, "ep": 2}, "tp_size=2 beside other axes takes FSDP2"),
+    ],
+    ids=str,
+)
+def test_axes_without_an_engine_are_refused(degrees: dict[str, int], words: str) -> None:
+    """With what to give."""
+    with pytest.raises(RankFailed, match=words):
+        run_on_ranks(lambda: accelerator(degrees), math.prod(degrees.values()))
+
+
+def test_deepspeeds_sequence_parallelism_takes_deepspeed() -> None:
+    """Ours doesn't."""
+    with pytest.raises(RankFailed, match="sp_backend='torch', which needs none"):
+        run_on_ranks(lambda: Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2)), 2)
