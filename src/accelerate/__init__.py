@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .data_loader import skip_first_batches
     from .device_map.load import load_checkpoint_in_model
     from .device_map.plan import infer_auto_device_map
+    from .inference import prepare_pippy
     from .launchers import debug_launcher, notebook_launcher
     from .memory import find_executable_batch_size
     from .optional import is_rich_available
@@ -68,6 +69,7 @@ _HOMES = {
     "load_checkpoint_and_dispatch": "big_modeling",
     "load_checkpoint_in_model": "device_map.load",
     "notebook_launcher": "launchers",
+    "prepare_pippy": "inference",
     "skip_first_batches": "data_loader",
     "synchronize_rng_states": "seeding",
 }
@@ -121,6 +123,7 @@ __all__ = [
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "notebook_launcher",
+    "prepare_pippy",
     "skip_first_batches",
     "synchronize_rng_states",
 ]

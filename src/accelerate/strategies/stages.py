@@ -6,6 +6,7 @@ cut where the named modules begin. Stages hold the model's own parameters, under
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -13,6 +14,9 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
+from torch.fx.node import map_arg
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import PreparationError, SettingError
 
@@ -168,10 +172,79 @@ def traced(
             "through each of them, in this order."
         )
     for stage in stages:
+        _forget_devices(stage)
         for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
             if name in own and own[name] is not parameter:  # a tied parameter, of which tracing made a copy
                 _put(stage, name, own[name])
-    return stages
+    return _chained(pipe.split_gm.graph, stages, _structure_of(model, args, kwargs or {}))
+
+
+@final
+class Routed(nn.Module):
+    """A stage of a traced model that takes what the one before hands on, and hands on what later ones need.
+
+    Values that pass a stage by (a mask, positions) travel through it.
+    """
+
+    def __init__(self, stage: nn.Module, nodes: Sequence[Any], takes: Sequence[str], gives: Any) -> None:
+        super().__init__()
+        self.stage = stage
+        self._nodes, self._takes, self._gives = tuple(nodes), tuple(takes), gives
+
+    def forward(self, *values: Any) -> Any:
+        """The values for the next stage; the model's output, from the last one."""
+        known = dict(zip(self._takes, values, strict=True))
+        for node in self._nodes:
+            arguments = map_arg(node.args, lambda used: known[used.name])
+            made = self.stage(*arguments) if node.op == "call_module" else node.target(*arguments)
+            known[node.name] = made
+        if isinstance(self._gives, tuple):
+            return tuple(known[name] for name in self._gives)
+        return self._gives(known)
+
+
+def _chained(graph: Any, stages: Sequence[nn.Module], structure: TreeSpec) -> list[nn.Module]:
+    """``stages``, each of which hands on all that any later one uses."""
+    nodes = list(graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    calls = [number for number, node in enumerate(nodes) if node.op == "call_module"]
+    end = next(number for number, node in enumerate(nodes) if node.op == "output")
+    edges = [*calls, end]
+    takes = [node.name for node in inputs]
+    chained: list[nn.Module] = []
+    for stage, start, stop in zip(stages, edges, edges[1:], strict=False):
+        later = {used.name for node in nodes[stop:] for used in node.all_input_nodes}
+        gives: Any = tuple(node.name for node in nodes[:stop] if node.name in later)
+        if stop == end:
+            gives = functools.partial(_output, nodes[end].args[0], structure)
+        chained.append(Routed(stage, nodes[start:stop], takes, gives))
+        takes = gives
+    return chained
+
+
+def _output(result: Any, structure: TreeSpec, known: dict[str, Any]) -> Any:
+    leaves = tree_flatten(map_arg(result, lambda used: known[used.name]))[0]
+    return tree_unflatten(leaves, structure)
+
+
+def _structure_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeSpec:
+    """The structure of the model's output, which a traced graph doesn't have; nothing is computed."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        return tree_flatten(model(*args, **kwargs))[1]
+
+
+def _forget_devices(stage: nn.Module) -> None:
+    """The graph computes where its inputs lie, not where it was traced."""
+    for module in stage.modules():
+        graph = getattr(module, "graph", None)
+        if not isinstance(module, GraphModule) or graph is None:
+            continue
+        for node in list(graph.nodes):
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                graph.erase_node(node)
+        module.recompile()
 
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -45,6 +45,15 @@ class Shape:
 Shapes = tuple[Shape, ...]
 
 
+def told(value: Any, rank: int, group: Any = None) -> Any:
+    """What ``value`` is on ``rank``; a collective."""
+    held = [value]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch unpickles a TreeSpec by its own old name
+        dist.broadcast_object_list(held, rank, group)
+    return held[0]
+
+
 @final
 @dataclass(frozen=True)
 class _Flow:
@@ -193,18 +202,15 @@ class Timetable:
         found: list[Shapes] = [inputs]
         structure: Any = None
         for number in range(self.num_stages):
-            answer: list[Any] = [None]
-            if number in self._stages[training]:
-                answer = [self._try(self._stages[training][number], found[-1], has_backward)]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # torch pickles a structure by its own old name
-                dist.broadcast_object_list(answer, self._rank_of(number), self._group)
-            if isinstance(answer[0], str):
+            mine = self._stages[training].get(number)
+            answer = None if mine is None else self._try(mine, found[-1], has_backward)
+            answer = told(answer, self._rank_of(number), self._group)
+            if isinstance(answer, str):
                 raise PreparationError(
                     f"Stage {number} of the pipeline can't compute with inputs of shapes "
-                    f"{[list(shape.size) for shape in found[-1]]}: {answer[0]}"
+                    f"{[list(shape.size) for shape in found[-1]]}: {answer}"
                 )
-            shapes, structure = answer[0]
+            shapes, structure = answer
             found.append(shapes)
         return _Flow(tuple(found), structure)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -49,10 +50,41 @@ def test_stages_of_a_traced_model_hold_its_own_parameters() -> None:
     held = [{names[id(parameter)] for parameter in stage.parameters()} for stage in stages]
     assert held[0] == {"entrance.weight", "entrance.bias"} and held[2] == {"entrance.weight", "head.bias"}
     x = torch.randn(5, 8)
-    hidden = x
-    for stage in stages:
-        hidden = stage(hidden)
-    torch.testing.assert_close(hidden, model(x), rtol=0, atol=0)
+    torch.testing.assert_close(_through(stages, x), model(x), rtol=0, atol=0)
+
+
+def _through(stages: list[nn.Module], *values: Any) -> Any:
+    for stage in stages[:-1]:
+        handed_on = stage(*values)
+        values = handed_on if isinstance(handed_on, tuple) else (handed_on,)
+    return stages[-1](*values)
+
+
+class Skipping(nn.Module):
+    """What the first layer makes, and an input, are used in every later one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+        """Scores, and what they were made of."""
+        wave = torch.cos(x)
+        hidden = x
+        for layer in self.layers:
+            hidden = hidden + layer(hidden) * wave
+        hidden = hidden * mask[..., None]
+        return {"scores": self.head(hidden), "more": [hidden, wave]}
+
+
+def test_values_that_pass_a_stage_by_travel_through_it() -> None:
+    model = Skipping()
+    x, mask = torch.randn(3, 4), torch.tensor([1.0, 0.0, 1.0])
+    stages = split(model, ["layers.1", "layers.2", "head"], [x], {"mask": mask})
+    found, expected = _through(stages, x, mask), model(x, mask)
+    assert list(found) == list(expected) and isinstance(found["more"], list)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_what_other_stages_have_takes_no_memory() -> None:
