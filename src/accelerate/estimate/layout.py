@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, Literal, final, get_args
 
+from ..devices import CPU
 from ..errors import SettingError
 from .trace import TrainingTrace
 
@@ -143,8 +144,7 @@ def footprint(trace: TrainingTrace, layout: Layout) -> Footprint:
     cut_weights, cut_gradients, cut_optimizer = (layout.shards if cut else 1 for cut in _SHARDED[layout.sharding])
     share = _held_share(trace, layout)
     weights, gradients, optimizer = (share * num_bytes for num_bytes in _trained(trace, layout))
-    sent, gathered = _sent(trace, layout, gradients), _gathered(trace, layout)
-    moments = _moments(trace, layout, gradients / cut_gradients, gathered, sent)
+    moments = _moments(trace, layout, gradients, cut_gradients)
     kept_weights, kept_optimizer, host = weights / cut_weights, optimizer / cut_optimizer, 0.0
     if layout.offload_weights:
         host = kept_weights + gradients / cut_gradients + kept_optimizer
@@ -153,7 +153,8 @@ def footprint(trace: TrainingTrace, layout: Layout) -> Footprint:
         host, kept_optimizer = kept_optimizer, 0.0
     else:
         step = _activations_share(layout) * trace.held_in_step + share * trace.step_temporaries / cut_optimizer
-        moments.append((gradients / cut_gradients, step, sent if layout.sharding == "none" else 0.0))
+        waiting = _communicated(trace, layout, gradients, 1.0) if layout.sharding == "none" else 0.0
+        moments.append((gradients / cut_gradients, step, waiting))
     fullest = max(moments, key=sum)
     return Footprint(
         layout,
@@ -168,24 +169,41 @@ def footprint(trace: TrainingTrace, layout: Layout) -> Footprint:
 
 
 def _moments(
-    trace: TrainingTrace, layout: Layout, gradients: float, gathered: float, sent: float
+    trace: TrainingTrace, layout: Layout, gradients: float, cut_gradients: int
 ) -> list[tuple[float, float, float]]:
     """Gradients, activations and communication at the full moments of the forward and backward pass."""
     step = trace.narrow if trace.narrow is not None and layout.sharding != "none" else trace
-    scale = 0.0 if layout.offload_weights else gradients / max(step.gradients, 1)
-    waiting = layout.sharding == "none"  # replicas have room for what is sent from the beginning
-    return [
-        (
-            scale * moment.gradients,
-            _activations_share(layout) * moment.activations,
-            gathered + (sent if moment.gradients or waiting else 0.0),
-        )
-        for moment in step.moments
-    ]
+    found = []
+    for moment in step.moments:
+        done = moment.gradients / max(step.gradients, 1)
+        kept = 0.0 if layout.offload_weights else done * gradients / cut_gradients
+        communicated = _communicated(trace, layout, gradients, done)
+        found.append((kept, _activations_share(layout) * moment.activations, communicated))
+    return found
 
 
 def _activations_share(layout: Layout) -> float:
     return (_ON_EVERY_TENSOR_RANK + (1 - _ON_EVERY_TENSOR_RANK) / layout.tp) / layout.cp
+
+
+def _communicated(trace: TrainingTrace, layout: Layout, gradients: float, done: float) -> float:
+    """Whole weights that are put together from shards, and gradients on their way, when a share is ``done``."""
+    if layout.sharding == "none":  # replicas have buckets for all gradients from the beginning
+        return gradients if layout.replicas > 1 else 0.0
+    if layout.shards == 1:
+        return 0.0
+    if layout.sharding in ("zero1", "zero2"):
+        return min(gradients, _BUCKET_NUMBERS * (trace.autocast_bytes or _FULL_PRECISION_BYTES)) if done else 0.0
+    share = _held_share(trace, layout)
+    narrower = 1.0
+    if trace.autocast_bytes is not None:
+        narrower = trace.autocast_bytes * trace.num_parameters / max(trace.weights, 1)
+    inside, blocks = trace.weights - trace.outside_blocks, 2 * trace.largest_block
+    gathered = (1 - done) * inside if layout.sharding == "fsdp-grad" else blocks
+    # The gradients of one block, and those of the block before while they are summed up over the ranks.
+    sent = blocks + trace.outside_blocks if done else 0
+    staged = trace.largest_block if trace.device_type == CPU.name else 0  # gloo works on copies
+    return share * narrower * (trace.outside_blocks + gathered + sent + staged)
 
 
 def _held_share(trace: TrainingTrace, layout: Layout) -> float:
@@ -204,27 +222,3 @@ def _trained(trace: TrainingTrace, layout: Layout) -> tuple[float, float, float]
     weights = trace.num_parameters * trace.autocast_bytes
     gradients = trace.num_trainable * trace.autocast_bytes
     return weights, gradients, trace.optimizer + trace.num_trainable * _FULL_PRECISION_BYTES
-
-
-def _gathered(trace: TrainingTrace, layout: Layout) -> float:
-    """Whole weights that are put together from shards while they are used."""
-    if layout.shards == 1 or layout.sharding not in ("fsdp", "fsdp-grad", "zero3"):
-        return 0.0
-    narrower = 1.0
-    if trace.autocast_bytes is not None and trace.num_parameters:
-        narrower = trace.autocast_bytes * trace.num_parameters / max(trace.weights, 1)
-    share = _held_share(trace, layout)
-    if layout.sharding == "fsdp-grad":
-        return share * narrower * trace.weights
-    return share * narrower * (trace.outside_blocks + 2 * trace.largest_block)
-
-
-def _sent(trace: TrainingTrace, layout: Layout, gradients: float) -> float:
-    """Gradients that are on their way to the other ranks."""
-    if layout.sharding == "none":
-        return gradients if layout.replicas > 1 else 0.0
-    if layout.shards == 1:
-        return 0.0
-    if layout.sharding in ("zero1", "zero2"):
-        return min(gradients, _BUCKET_NUMBERS * (trace.autocast_bytes or _FULL_PRECISION_BYTES))
-    return _held_share(trace, layout) * 2 * max(trace.largest_block, trace.outside_blocks)

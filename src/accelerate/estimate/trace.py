@@ -60,6 +60,7 @@ class TrainingTrace:
     name: str
     batch: int
     sequence: int
+    device_type: str
     optimizer_name: str
     num_parameters: int
     weights: int
@@ -179,6 +180,7 @@ def _traced(
         name=subject.name,
         batch=batch,
         sequence=sequence,
+        device_type=target.type,
         optimizer_name=type(run.optimizer).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         weights=sizes["weights"],
@@ -361,9 +363,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 def recompute_blocks(model: nn.Module) -> None:
     """The repeated blocks keep only their inputs for the backward pass."""
-    config: Any = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
-        config.use_cache = False  # a second forward of a block would find its own keys there
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # a second forward of a block would find its own keys there
     recompute_activations(repeated_blocks(model))
 
 

@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 import accelerate
-from accelerate.commands import env, estimate, to_fsdp2, tpu
+from accelerate.commands import env, to_fsdp2, tpu
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
-from accelerate.errors import NotBuilt
 
 FSDP1 = {
     "distributed_type": "FSDP",
@@ -110,10 +109,3 @@ def test_tpu_config_without_a_tpu_or_a_command_is_refused(capsys: pytest.Capture
     version = ["--install_accelerate", "--accelerate_version", "dev"]
     assert tpu.main(["--tpu_name", "t", "--tpu_zone", "z", *version]) == 2
     assert "Traceback" not in capsys.readouterr().err
-
-
-def test_what_isnt_built_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert estimate.main(["bert-base-cased", "--dtypes", "float32"]) == 2
-    assert capsys.readouterr().err.count("isn't built yet") == 1
-    with pytest.raises(NotBuilt):
-        estimate.gather_data(estimate.estimate_command_parser().parse_args(["m"]))

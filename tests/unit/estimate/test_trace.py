@@ -1,0 +1,118 @@
+"""The traced step against the real one, every allocation counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.errors import PreparationError, SettingError
+from accelerate.estimate.trace import Moment, TrainingTrace, repeated_blocks, trace_training
+from benchmarks.estimates import MODELS, LanguageModel, Subject, compare
+
+
+def traced(make: Any, inputs: Any, **options: Any) -> TrainingTrace:
+    return trace_training(Subject("it", make, lambda *_: inputs, 1), device="cpu", **options)
+
+
+@pytest.mark.parametrize("subject", MODELS, ids=lambda subject: subject.name)
+def test_the_estimate_is_the_measured_peak(subject: Subject) -> None:
+    (row,) = compare([subject])
+    assert abs(row.error) < 0.03, row
+
+
+@pytest.mark.parametrize("options", [{"autocast": torch.bfloat16}, {"recompute": True}], ids=str)
+def test_the_estimate_follows_precision_and_recomputation(options: dict[str, Any]) -> None:
+    subject = next(each for each in MODELS if each.name == "language model")
+    (plain,), (row,) = compare([subject]), compare([subject], **options)
+    assert abs(row.error) < 0.03, row
+    assert row.estimated < plain.estimated
+
+
+def test_each_kind_of_memory_has_its_own_number() -> None:
+    trace = traced(lambda: nn.Sequential(nn.Linear(10, 20), nn.BatchNorm1d(20)), (torch.zeros(4, 10),))
+    num_bytes = 4 * (10 * 20 + 20 + 2 * 20)
+    assert (trace.num_parameters, trace.weights, trace.gradients) == (num_bytes // 4, num_bytes, num_bytes)
+    assert trace.optimizer == 2 * num_bytes + 4 * 4  # and a counter for each of four tensors
+    assert trace.buffers == 2 * 20 * 4 + 8
+    assert trace.activations >= 4 * 10 * 4 + 2 * 4 * 20 * 4
+
+
+def test_frozen_weights_have_no_gradients_and_no_state() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
+        model[0].requires_grad_(False)
+        return model
+
+    trace = traced(make, (torch.zeros(1, 10),), optimizer="sgd")
+    assert (trace.weights, trace.gradients, trace.optimizer) == (880, 440, 0)
+
+
+def test_tied_weights_are_there_once() -> None:
+    inputs = (torch.zeros(1, 8, dtype=torch.long),)
+    plain, tied = traced(LanguageModel, inputs), traced(lambda: LanguageModel(tied=True), inputs)
+    assert plain.weights - tied.weights == plain.gradients - tied.gradients == 4 * 1000 * 128
+
+
+def test_any_optimizer_can_be_asked_about() -> None:
+    inputs = (torch.zeros(1, 10),)
+    assert traced(lambda: nn.Linear(10, 10), inputs, optimizer="SGD").optimizer == 0
+    momentum = traced(lambda: nn.Linear(10, 10), inputs, optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9))
+    assert momentum.optimizer == 440
+    with pytest.raises(SettingError, match=r"optimizer='adamx': torch\.optim has .*adamw"):
+        traced(lambda: nn.Linear(10, 10), inputs, optimizer="adamx")
+
+
+def test_weights_in_lower_precision_are_half_as_large() -> None:
+    whole, half = (
+        traced(LanguageModel, (torch.zeros(1, 8, dtype=torch.long),), dtype=d) for d in (None, torch.bfloat16)
+    )
+    assert half.weights * 2 == whole.weights
+
+
+def test_nothing_is_allocated_for_a_model_larger_than_memory() -> None:
+    trace = traced(lambda: nn.Linear(400_000, 400_000, bias=False), (torch.zeros(1, 400_000),))
+    assert trace.weights == 4 * 400_000**2
+
+
+def test_a_model_that_looks_at_values_is_refused_by_name() -> None:
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden = self.inner(inputs)
+            return hidden if hidden.sum().item() > 0 else -hidden
+
+    with pytest.raises(PreparationError, match="it: the forward pass of Deciding depends on values"):
+        traced(Deciding, (torch.zeros(1, 2),))
+    assert traced(Deciding, None, activations=False).gradients == 24
+
+
+def test_a_model_that_gives_no_loss_is_refused() -> None:
+    class Counting(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs).argmax()
+
+    with pytest.raises(PreparationError, match="no loss and no tensor with a gradient"):
+        traced(lambda: Counting(2, 2), (torch.zeros(1, 2),))
+
+
+def test_moments_are_kept_while_no_other_surpasses_them() -> None:
+    trace = traced(LanguageModel, (torch.zeros(2, 32, dtype=torch.long),))
+    gradients = [moment.gradients for moment in trace.moments]
+    activations = [moment.activations for moment in trace.moments]
+    assert gradients == sorted(set(gradients)) and activations == sorted(set(activations), reverse=True)
+    assert isinstance(trace.moments[0], Moment)
+    assert max(gradients) <= trace.gradients
+
+
+def test_blocks_are_those_that_the_model_names_else_its_longest_list() -> None:
+    model = LanguageModel(depth=5)
+    assert repeated_blocks(model) == list(model.blocks)
+    model._no_split_modules = ["Attention"]  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    assert len(repeated_blocks(model)) == 5 and type(repeated_blocks(model)[0]).__name__ == "Attention"
+    assert repeated_blocks(nn.Linear(2, 2)) == []
