@@ -32,7 +32,7 @@ FLOORS: Final[dict[str, int]] = {
             "errors optional versions nested names ports flag",
             "settings",
             "devices clusters world plugins mesh collectives processes seeding logging memory modules progress probes"
-            " hardware meeting",
+            " hardware meeting messages",
             "precision data_loader checkpointing tracking device_map hooks offload optimizer scheduler gradients"
             " weighting metrics health watching",
             "strategies",
@@ -57,7 +57,7 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "world": ("devices", "clusters", "meeting", "hardware"),
     "plugins": ("devices", "world", "mesh"),
     "mesh": ("world", "devices"),
-    "collectives": ("world", "devices", "meeting"),
+    "collectives": ("world", "devices", "meeting", "messages"),
     "processes": ("world", "collectives", "devices", "meeting"),
     "seeding": ("world", "collectives", "devices"),
     "logging": ("world", "processes"),

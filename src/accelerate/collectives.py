@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import warnings
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
@@ -20,7 +19,8 @@ import torch.distributed as dist
 from .devices import KINDS
 from .errors import CollectiveError, NotBuilt, SettingError
 from .meeting import Meeting
-from .nested import get_shape, recursively_apply
+from .messages import message_for
+from .nested import flat_tensors, get_shape, recursively_apply
 from .world import World, current_world, join_world
 
 Parameters = ParamSpec("Parameters")
@@ -40,7 +40,6 @@ _CARRIED: Final = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
 _ON_HOST: Final = ("gloo", "mpi")
-_LARGEST_TOGETHER: Final = 4 << 20  # bytes: up to here, copying tensors into one message costs less than a message
 _OF_OBJECTS: Final = ("gather_object", "broadcast_object_list")  # whatever their size, they travel pickled
 
 
@@ -64,7 +63,9 @@ def verify_operation(function: Callable[Parameters, Result]) -> Callable[Paramet
             return function(*args, **kwargs)
         name = function.__name__
         meeting = meeting_of(world, name)
-        meeting.begin(name, with_site=world.debug)
+        # What is waited for on the host, with an eye on the others, need not be told before the waiting gets long.
+        aloud = world.debug or name in _OF_OBJECTS or world.backend not in _ON_HOST
+        meeting.begin(name, with_site=world.debug, aloud=aloud)
         if world.debug:
             data = args[0] if args else kwargs.get("tensor")
             compared = None if name in _OF_OBJECTS or data is None else _describe(data)
@@ -165,57 +166,46 @@ def gather(tensor: Any, *, world: World | None = None, to: int | None = None) ->
     here = world_or_joined(world)
     if here.size == 1:
         return tensor
-    leaves: list[torch.Tensor] = []
-    recursively_apply(leaves.append, tensor, error_on_other_type=True)
-    if _travel_together(leaves):
-        joined = _gather_together(leaves, here, to)
-        return None if joined is None else recursively_apply(lambda _: next(joined), tensor)
-    gathered = recursively_apply(_gather_one, tensor, here, to)
-    return gathered if to is None or to == here.rank else None
-
-
-def _travel_together(leaves: list[torch.Tensor]) -> bool:
-    """Whether one message for all is cheaper than one each: there are several, and copying them costs little."""
-    if len(leaves) < 2 or any(leaf.device != leaves[0].device or leaf.is_complex() for leaf in leaves):
-        return False
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves) <= _LARGEST_TOGETHER
-
-
-def _gather_together(leaves: list[torch.Tensor], world: World, to: int | None) -> Iterator[torch.Tensor] | None:
-    """Every leaf joined with those of all ranks, in one message per rank; None where `to` is another rank."""
-    # The message begins with a sum of what it is made of: equally long messages of other shapes are not mixed up.
-    header = _sum_of(tuple((leaf.shape, leaf.dtype) for leaf in leaves), leaves[0].device)
-    message = torch.cat([header, *[_as_bytes(leaf.detach().contiguous()) for leaf in leaves]])
-    joined = _gather_one(message, world, to)
-    if joined is None:
+    leaves = flat_tensors(tensor)
+    is_flat = leaves is not None
+    if leaves is None:
+        leaves = []
+        recursively_apply(leaves.append, tensor, error_on_other_type=True)
+    parts = _gather_together(leaves, here, to)
+    if parts is None:
+        parts = [_gather_one(leaf, here, to) for leaf in leaves]
+    if to is not None and to != here.rank:
         return None
-    if joined.is_cpu and len(set(joined.view(torch.int64).view(world.size, -1)[:, 0].tolist())) > 1:
+    if is_flat:
+        return dict(zip(tensor, parts, strict=True)) if type(tensor) is dict else type(tensor)(parts)
+    rest = iter(parts)
+    return recursively_apply(lambda _: next(rest), tensor)
+
+
+def _gather_together(leaves: list[torch.Tensor], world: World, to: int | None) -> list[Any] | None:
+    """Every leaf joined with those of all ranks, in one message per rank; None where one each is better."""
+    message = message_for(leaves, world.size) if all(map(_is_plain, leaves)) else None
+    if message is None or not (world.backend in _ON_HOST or f"{leaves[0].device.type}:" in str(world.backend)):
+        return None
+    own, joined = message.pack(leaves)
+    if to is None:
+        _finish(world, _all_gather(joined, own, world))
+    else:
+        parts = list(joined.chunk(world.size)) if to == world.rank else None
+        _finish(world, dist.gather(own, parts, dst=_seat(to, world), group=world.group, async_op=True))
+        if parts is None:
+            return []
+    unpacked = message.unpack()
+    if unpacked is None:
         raise CollectiveError(
             "`gather`: the ranks gave tensors of different shapes or dtypes. Pad them first "
             "(`pad_across_processes`); ACCELERATE_DEBUG_MODE=true shows what each rank gave."
         )
-    return _taken_apart(joined.view(world.size, -1), leaves)
+    return unpacked
 
 
-@functools.lru_cache(maxsize=64)
-def _sum_of(description: tuple[Any, ...], device: torch.device) -> torch.Tensor:
-    return _as_bytes(torch.tensor([zlib.crc32(repr(description).encode())], device=device))
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, filled up so that whatever follows begins where any dtype may begin."""
-    flat = tensor.reshape(-1).view(torch.uint8)
-    missing = -flat.shape[0] % 8
-    return flat if not missing else torch.nn.functional.pad(flat, (0, missing))
-
-
-def _taken_apart(rows: torch.Tensor, leaves: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    position = 8
-    for leaf in leaves:
-        num_bytes = leaf.numel() * leaf.element_size()
-        own = rows[:, position : position + num_bytes].contiguous().view(leaf.dtype)
-        yield own.view(rows.shape[0] * leaf.shape[0], *leaf.shape[1:]) if leaf.ndim else own.view(-1)
-        position += num_bytes + -num_bytes % 8
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
 
 
 def _gather_one(tensor: torch.Tensor, world: World, to: int | None) -> torch.Tensor | None:

@@ -84,8 +84,22 @@ def recursively_apply(
     return walk(data)
 
 
+def flat_tensors(data: Any) -> list[torch.Tensor] | None:
+    """The items of a plain dict, list or tuple that holds tensors and nothing else; None for anything more."""
+    kind = cast("type[Any]", type(data))
+    if kind is not dict and kind is not list and kind is not tuple:
+        return None
+    items: list[Any] = list(data.values() if kind is dict else data)
+    for item in items:
+        if not isinstance(item, torch.Tensor):
+            return None
+    return items
+
+
 def is_all_tensors(data: Any) -> bool:
     """Whether every leaf of ``data`` is a tensor."""
+    if flat_tensors(data) is not None:
+        return True
     children = _children(data)
     return isinstance(data, torch.Tensor) if children is None else all(map(is_all_tensors, children))
 

@@ -53,16 +53,20 @@ class Meeting:
         self.number = 0
         self.operation = ""
         self.site = ""
+        self._told = 0  # the number of the operation that the others were last told of
         self._courier = Courier("accelerate_meeting")
 
     # ------------------------------------------------------------------------------------ taking part
 
-    def begin(self, operation: str, *, with_site: bool = False) -> int:
-        """This rank is in `operation`, the next one that needs all ranks; returns its number."""
+    def begin(self, operation: str, *, with_site: bool = False, aloud: bool = True) -> int:
+        """This rank is in `operation`, the next one that needs all ranks; returns its number.
+
+        Unless `aloud`, the others are told only once this rank has to wait, or the operation fails.
+        """
         self.number += 1
         self.operation = operation
         self.site = _call_site() if with_site else ""
-        if self.size <= _NUM_TALKATIVE:
+        if aloud and self.size <= _NUM_TALKATIVE:
             self._tell()
         return self.number
 
@@ -90,12 +94,12 @@ class Meeting:
 
     def explain(self, error: Exception) -> str:
         """Why the running operation failed with `error`, as far as the other ranks tell."""
-        return self._verdict() or self._broken(error)
+        return self._verdict_of_all() or self._broken(error)
 
     def complete(self, work: Any) -> None:
         """A collective that was started asynchronously is done. Raises CollectiveError when it never will be."""
         patience = min(timedelta(seconds=PATIENCE_SECONDS), self.timeout)
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        num_waits, longest = 0, self.timeout / patience
         while True:
             try:
                 work.wait(patience)
@@ -103,10 +107,13 @@ class Meeting:
             except RuntimeError as error:
                 # torch says "Operation timed out!" and keeps the operation going; anything else is its end.
                 is_late = "timed out" in str(error).lower() and not work.is_completed()
+                if not is_late:
+                    raise CollectiveError(self.explain(error)) from error
                 verdict = self._verdict()
-                if verdict is not None or not is_late:
-                    raise CollectiveError(verdict or self._broken(error)) from error
-                if time.monotonic() > deadline:
+                if verdict is not None:
+                    raise CollectiveError(verdict) from error
+                num_waits += 1
+                if num_waits >= longest:
                     raise CollectiveError(self._too_late()) from error
 
     def compare(self, description: str, mismatch: Callable[[list[str], list[str]], str | None]) -> None:
@@ -179,6 +186,7 @@ class Meeting:
     def _tell(self) -> None:
         if self._courier.is_lost:
             raise CollectiveError(self._store_is_silent())
+        self._told = self.number
         try:
             self.store.set(f"at/{self.rank}", _SEPARATOR.join((str(self.number), self.operation, self.site)))
         except RuntimeError as error:
@@ -197,11 +205,20 @@ class Meeting:
     def _verdict(self, setter: int | None = None) -> str | None:
         """Why this operation can't end, or None when it still may."""
         try:
-            if self.size > _NUM_TALKATIVE:
+            if self._told != self.number:
                 self._tell()
             return self._ask(lambda: self._look_around(setter))
         except CollectiveError as error:
             return str(error)
+
+    def _verdict_of_all(self) -> str | None:
+        """As `_verdict`, once every rank that still lives has had the time to say where it is."""
+        until = time.monotonic() + min(PATIENCE_SECONDS, self.timeout.total_seconds()) * 1.5
+        while (verdict := self._verdict()) is None and time.monotonic() < until:
+            if self._ask(lambda: all(rank == self.rank or self._is_here(rank) for rank in range(self.size))):
+                break
+            time.sleep(_LONGEST_SLEEP_SECONDS)
+        return verdict
 
     def _look_around(self, setter: int | None) -> str | None:
         for rank in range(self.size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -113,3 +114,37 @@ def test_old_keys_are_forgotten() -> None:
         return seat.store.num_keys()
 
     assert all(number < 10 for number in at_the_table(many, many))
+
+
+def test_what_was_begun_in_silence_is_told_once_the_waiting_gets_long() -> None:
+    class Late:
+        def wait(self, patience: timedelta) -> None:
+            time.sleep(patience.total_seconds())
+            raise RuntimeError("Operation timed out!")
+
+        def is_completed(self) -> bool:
+            return False
+
+    def gather(seat: Meeting) -> None:
+        seat.begin("gather", aloud=False)
+        assert not seat.store.check(["at/0"])
+        seat.complete(Late())
+
+    one, other = at_the_table(gather, lambda seat: seat.wait_for_everyone())
+    assert "Rank 0 is in `gather`, but rank 1 is in `wait_for_everyone` instead" in one
+    assert "Rank 1 is in `wait_for_everyone`, but rank 0 is in `gather` instead" in other
+
+
+def test_a_failure_waits_for_the_others_to_say_where_they_are() -> None:
+    def fail(seat: Meeting) -> str:
+        seat.begin("gather", aloud=False)
+        return seat.explain(RuntimeError("connection closed"))
+
+    def come_late(seat: Meeting) -> str:
+        time.sleep(0.03)
+        seat.begin("reduce", aloud=False)
+        return seat.explain(RuntimeError("connection closed"))
+
+    one, other = at_the_table(fail, come_late)
+    assert "rank 1 is in `reduce` instead" in one
+    assert "rank 0 is in `gather` instead" in other
