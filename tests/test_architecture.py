@@ -78,6 +78,8 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     # house
     "accelerator": ("state", "construction", "uneven", "pace", "micro_batches"),
     "local_sgd": ("accelerator", "state"),
+    "quantize": ("big_modeling",),
+    "estimate": ("big_modeling",),
     "test_utils": ("accelerator", "state", "local_sgd", "big_modeling", "inference"),
     # doors: importing is what they are for
     "accelerate": ("utils", "launchers", "parallelism_config"),
@@ -128,7 +130,7 @@ VENDOR_FILES: Final = (
     "hardware.py", "probes.py",  # the questions that devices.py answers, under their old names
     "strategies/xla.py",
     # names that are data here:
-    "settings/", "launch/", "commands/config", "utils/", "optional.py", "test_utils/",
+    "settings/", "launch/", "commands/config", "commands/migrate/", "utils/", "optional.py", "test_utils/",
 )  # fmt: skip
 
 STATE_FILES: Final = ("state.py", "test_utils/")

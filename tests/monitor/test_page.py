@@ -18,7 +18,7 @@ import pytest
 from accelerate.commands.monitor.export import find_browser
 from tests.monitor.browser import Page
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
 HERE = Path(__file__).resolve().parent
 #: With DOCS_IMAGES=1 the pictures of the documentation are made anew.
@@ -86,7 +86,7 @@ def test_a_live_run_of_two_ranks(page: Page, monitor: tuple[subprocess.Popen[str
     assert str(folder) in page.ask("document.querySelector('#where').textContent")
 
     training = accelerate(
-        "launch", "--cpu", "--num_processes", 2, "--main_process_port", 0, HERE / "live_run.py", folder, 60
+        "launch", "--cpu", "--num_processes", 2, "--main_process_port", 0, HERE / "live_run.py", folder, 150
     )
     try:
         # It appears by itself, and goes on by itself.
@@ -96,7 +96,7 @@ def test_a_live_run_of_two_ranks(page: Page, monitor: tuple[subprocess.Popen[str
         page.until(lambda: number_of(page.ask(facts)) > first + 50, "the page follows the run")
         assert page.ask("document.querySelector('#state').textContent") == "running"
         assert page.ask("document.querySelectorAll('tbody tr').length") == 2
-        page.until(lambda: number_of(page.ask(facts)) > 400, "step 400", 60)
+        page.until(lambda: number_of(page.ask(facts)) > 400, "step 400", 120)
 
         titles = page.ask("[...document.querySelectorAll('.chart h2')].map(e => e.firstChild.textContent)")
         assert titles[:7] == [
@@ -127,7 +127,7 @@ def test_a_live_run_of_two_ranks(page: Page, monitor: tuple[subprocess.Popen[str
         page.wait("document.documentElement.scrollWidth <= innerWidth")  # nothing sticks out on a telephone
         page.picture(images / "monitor_narrow.png")
         page.resize(1360, 1000)
-        page.wait("document.querySelector('#state').textContent === 'finished'", 90)
+        page.wait("document.querySelector('#state').textContent === 'finished'", 150)
         assert training.wait(30) == 0
     finally:
         end(training)

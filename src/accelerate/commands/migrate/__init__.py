@@ -1,0 +1,107 @@
+"""``accelerate migrate script.py``: a raw PyTorch script as an accelerated one, shown as a diff to accept."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ...errors import AccelerateError
+from ..parser import Parser
+
+if TYPE_CHECKING:
+    from .migrate import Migration
+
+_DESCRIPTION: Final = (
+    "Turn a raw PyTorch script (for one device, or distributed by hand) into one that runs on any number of processes. "
+    "The changes are shown as a diff, each with its reason, with what was left alone; nothing is written unasked."
+)
+
+
+def migrate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """A parser of ``accelerate migrate``."""
+    if subparsers is not None:
+        parser = subparsers.add_parser("migrate", description=_DESCRIPTION, allow_abbrev=False)
+    else:
+        parser = Parser(prog="accelerate migrate", description=_DESCRIPTION)
+    parser.add_argument("script", type=Path, help="The Python file to change.")
+    parser.add_argument("--write", action="store_true", help="Write the changes into the script without asking.")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="Write the changed script to FILE instead.")
+    parser.add_argument("--diff", action="store_true", help="Print the bare diff only, for `git apply` or `patch`.")
+    parser.set_defaults(func=migrate_command)
+    return parser
+
+
+def migrate_command(args: argparse.Namespace) -> int:
+    """The changes are shown, and written where that was asked for or accepted; 0 unless they were declined.
+
+    Raises:
+        Refused: the script can't be changed, or is accelerated already.
+    """
+    from .migrate import migrate
+
+    found = migrate(_read(args.script), str(args.script))
+    if args.diff:
+        print(found.diff(), end="")
+    else:
+        print(shown(found, colored=sys.stdout.isatty()))
+    target = args.output or args.script
+    if not (args.write or args.output):
+        if args.diff or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            return 0
+        if input(f"\nWrite this to {target}? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("Nothing was written.")
+            return 1
+    target.write_bytes(found.after.encode("utf-8"))
+    if not args.diff:
+        print(f"\nWritten to {target}. Run it with `accelerate launch {target}`.")
+    return 0
+
+
+def _read(path: Path) -> str:
+    from .migrate import Refused
+
+    if path.suffix == ".ipynb":
+        raise Refused(f"{path}:1: it is a notebook; export it as a script first (jupyter nbconvert --to script).")
+    try:
+        return path.read_bytes().decode("utf-8")  # line endings included
+    except UnicodeDecodeError as error:
+        raise Refused(f"{path}:1: it isn't text in UTF-8 ({error.reason} at byte {error.start}).") from None
+
+
+def shown(found: Migration, *, colored: bool = False) -> str:
+    """The diff, the reasons, and what was left alone."""
+    red, green, dim, plain = ("\033[31m", "\033[32m", "\033[2m", "\033[0m") if colored else ("", "", "", "")
+    lines: list[str] = []
+    for line in found.diff().splitlines():
+        tone = green if line.startswith("+") else red if line.startswith("-") else dim if line.startswith("@@") else ""
+        lines.append(f"{tone}{line}{plain}" if tone else line)
+    lines += ["", "Why:"]
+    reasons: dict[str, list[int]] = {}
+    for line, why in found.changes:
+        reasons.setdefault(why, []).append(line)
+    for why, places in reasons.items():
+        lines.append(f"  line {', '.join(map(str, dict.fromkeys(places)))}: {why}")
+    if found.left:
+        lines += ["", "Left alone, or to be known:"]
+        lines += [f"  {found.name}:{note.line}: {note.text}" for note in found.left]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of ``accelerate migrate``: 2 where the script is refused."""
+    from ..launch import complain
+
+    args = migrate_command_parser().parse_args(None if arguments is None else list(arguments))
+    try:
+        return migrate_command(args)
+    except (AccelerateError, OSError) as error:
+        return complain("accelerate migrate", error) or 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""Distributed training written by hand: the launcher and ``prepare`` do all of it."""
+
+from __future__ import annotations
+
+import ast
+from typing import Final
+
+from .plan import LOADER, MODEL, Plan
+from .source import dotted, method, targets
+from .survey import SAMPLER, Symbol
+
+_NUMBERS: Final = {
+    "RANK": "process_index", "LOCAL_RANK": "local_process_index", "WORLD_SIZE": "num_processes",
+    "torch.distributed.get_rank": "process_index", "torch.distributed.get_world_size": "num_processes",
+    "torch.distributed.get_node_local_rank": "local_process_index",
+}  # fmt: skip
+_ADDRESS: Final = ("MASTER_ADDR", "MASTER_PORT")
+_REDUCTIONS: Final = {"SUM": "sum", "AVG": "mean", "MAX": "max"}
+_WRAPPERS: Final = ("DistributedDataParallel", "DataParallel")
+_DDP_OPTIONS: Final = (
+    "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "broadcast_buffers",
+)  # fmt: skip
+_LAUNCHED = "accelerate launch starts the processes, and Accelerator() joins them"
+_SHARDED = "a prepared loader gives each process its part"
+
+
+def is_by_hand(plan: Plan) -> bool:
+    """Whether the script sets up processes itself."""
+    script = plan.script
+    return any(
+        path.startswith("torch.distributed.") or path.endswith(("DistributedDataParallel", "DistributedSampler"))
+        for path in (script.path(call.func) for call in script.nodes(ast.Call))
+    )
+
+
+def change(plan: Plan) -> None:
+    """Process groups, samplers, wrappers and collectives are the Accelerator's."""
+    for call in plan.script.nodes(ast.Call):
+        path = plan.script.path(call.func)
+        last = path.rpartition(".")[2]
+        if path in ("torch.distributed.init_process_group", "torch.distributed.destroy_process_group"):
+            plan.remove(plan.script.statement(call), _LAUNCHED)
+        elif last in _WRAPPERS and path.startswith(("torch.", last)):
+            _wrapper(plan, call, last)
+        elif path == "torch.multiprocessing.spawn":
+            _spawned(plan, call)
+        elif path.startswith("torch.distributed."):
+            _collective(plan, call, last)
+    _numbers(plan)
+    _samplers(plan)
+    _inner_models(plan)
+
+
+# ------------------------------------------------------------------------------------------ the wrapper
+
+
+def _wrapper(plan: Plan, call: ast.Call, last: str) -> None:
+    if not call.args:
+        return
+    inner, statement = call.args[0], plan.script.statement(call)
+    why = f"prepare() wraps the model in what the run needs, {last} included"
+    options = [word for word in call.keywords if word.arg in _DDP_OPTIONS]
+    if options and last == "DistributedDataParallel":
+        plan.handlers["DistributedDataParallelKwargs"] = [
+            f"{word.arg}={plan.script.of(word.value)}" for word in options
+        ]
+    bound = targets(statement)
+    same = len(bound) == 1 and bool(dotted(inner)) and dotted(bound[0]) == dotted(inner)
+    if same and isinstance(statement, ast.Assign) and statement.value is call:
+        plan.remove(statement, why)
+        return
+    plan.strip_around(call, inner, why)
+    if len(bound) == 1 and dotted(inner):  # wrapped = DDP(model): the wrapped name is the one to prepare
+        outer, root = plan.survey.symbol(bound[0]), plan.survey.symbol(inner)
+        if outer is not None and root in plan.prepared[MODEL]:
+            models = [outer if each == root else each for each in plan.prepared[MODEL]]
+            plan.prepared[MODEL] = list(dict.fromkeys(models))
+            plan.aliases[outer] = root
+
+
+def _inner_models(plan: Plan) -> None:
+    """``model.module`` and ``model.no_sync()`` of a wrapped model."""
+    for call in plan.script.nodes(ast.Call):
+        asked = method(call)
+        if asked is not None and asked[0] == "no_sync" and is_trained(plan, asked[1]):
+            text = f"{plan.accelerator}.no_sync({plan.script.of(asked[1])})"
+            plan.replace(call, text, "gradients stay here, whatever the model is wrapped in")
+    for node in plan.script.nodes(ast.Attribute):
+        if node.attr == "module" and isinstance(node.ctx, ast.Load) and is_trained(plan, node.value):
+            text = f"{plan.accelerator}.unwrap_model({plan.script.of(node.value)})"
+            plan.replace(node, text, "the model without what prepare() put around it")
+
+
+def is_trained(plan: Plan, node: ast.expr) -> bool:
+    """Whether a name is one of the prepared models, before or after it was wrapped."""
+    roots = plan.survey.roots(plan.survey.symbol(node))
+    known = {*plan.prepared[MODEL], *plan.aliases, *plan.aliases.values()}
+    return bool(roots) and roots <= known
+
+
+# ---------------------------------------------------------------------------------------------- numbers
+
+
+def _variable(plan: Plan, node: ast.expr) -> str | None:
+    """``RANK`` for ``os.environ["RANK"]``, ``os.environ.get("RANK", 0)`` and ``os.getenv("RANK")``."""
+    name: ast.expr | None = None
+    if isinstance(node, ast.Subscript) and plan.script.path(node.value) == "os.environ":
+        name = node.slice
+    elif isinstance(node, ast.Call) and plan.script.path(node.func) in ("os.environ.get", "os.getenv") and node.args:
+        name = node.args[0]
+    return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else None
+
+
+def _numbers(plan: Plan) -> None:
+    """Ranks and sizes are asked of the Accelerator; addresses are the launcher's business."""
+    for node in plan.script.nodes((ast.Subscript, ast.Call)):
+        variable = _variable(plan, node)
+        if variable in _ADDRESS and isinstance(getattr(node, "ctx", None), ast.Store):
+            plan.remove(plan.script.statement(node), _LAUNCHED)
+        elif variable in _NUMBERS and isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
+            outer = plan.script.parents[node]
+            whole = outer if isinstance(outer, ast.Call) and dotted(outer.func) == "int" else node
+            if plan.script.statement(node) not in plan.removed and not _is_test(plan, whole):
+                plan.replace(whole, f"{plan.accelerator}.{_NUMBERS[variable]}", "the number of this process")
+        elif variable in _NUMBERS:
+            plan.remove(plan.script.statement(node), _LAUNCHED)
+
+
+def _is_test(plan: Plan, node: ast.AST) -> bool:
+    """Whether the question is only if the variable is there at all."""
+    outer = plan.script.parents[node]
+    return isinstance(outer, (ast.If, ast.BoolOp)) or (
+        isinstance(outer, ast.Compare) and isinstance(outer.ops[0], ast.In)
+    )
+
+
+def _collective(plan: Plan, call: ast.Call, last: str) -> None:
+    number = _NUMBERS.get(f"torch.distributed.{last}")
+    statement = plan.script.statement(call)
+    is_whole = isinstance(statement, ast.Expr) and statement.value is call
+    if number is not None:
+        plan.replace(call, f"{plan.accelerator}.{number}", "the number of this process")
+    elif last == "barrier":
+        plan.replace(call, f"{plan.accelerator}.wait_for_everyone()", "every process has arrived")
+    elif last in ("all_reduce", "reduce") and is_whole and call.args:
+        operation = next((word.value for word in call.keywords if word.arg == "op"), None)
+        if operation is None and len(call.args) > (1 if last == "all_reduce" else 2):
+            operation = call.args[1 if last == "all_reduce" else 2]
+        name = "SUM" if operation is None else plan.script.path(operation).rpartition(".")[2]
+        if name in _REDUCTIONS:
+            what = plan.script.of(call.args[0])
+            text = f'{what} = {plan.accelerator}.reduce({what}, reduction="{_REDUCTIONS[name]}")'
+            plan.replace(call, text, "a reduction that is valid on one process, too")
+            return
+        plan.note(call, f"torch.distributed.{last} with {name} is left as it is; it needs several processes.")
+    elif last not in (
+        "is_initialized",
+        "is_available",
+        "is_nccl_available",
+        "is_gloo_available",
+        "is_torchelastic_launched",
+    ):
+        plan.note(call, f"torch.distributed.{last} is left as it is; it needs several processes.")
+
+
+def _spawned(plan: Plan, call: ast.Call) -> None:
+    """``mp.spawn(worker, args=(a, b), nprocs=n)`` is ``worker(rank, a, b)`` in each process."""
+    if not call.args:
+        return
+    given = next(
+        (word.value for word in call.keywords if word.arg == "args"), call.args[1] if len(call.args) > 1 else None
+    )
+    count = next(
+        (word.value for word in call.keywords if word.arg == "nprocs"), call.args[2] if len(call.args) > 2 else None
+    )
+    size = f"{plan.accelerator}.num_processes"
+    words = [f"{plan.accelerator}.process_index"]
+    if isinstance(given, (ast.Tuple, ast.List)):
+        same = None if count is None else plan.script.of(count)
+        words += [size if plan.script.of(each) == same else plan.script.of(each) for each in given.elts]
+    elif given is not None:
+        words.append(f"*{plan.script.of(given)}")
+    plan.replace(call, f"{plan.script.of(call.args[0])}({', '.join(words)})", _LAUNCHED)
+    plan.everywhere = True
+    symbol = None if count is None else plan.survey.symbol(count)
+    if symbol is None:
+        return
+    for statement, value, _ in plan.survey.assignments(symbol):
+        if isinstance(value, (ast.Call, ast.Constant)):
+            plan.replace(value, size, "as many processes as were launched")
+        else:
+            plan.note(statement, f"`{symbol.name}` was the number of processes; the launcher decides that now.")
+
+
+# ---------------------------------------------------------------------------------------------- samplers
+
+
+def _samplers(plan: Plan) -> None:
+    for call in plan.script.nodes(ast.Call):
+        asked = method(call)
+        if asked is not None and asked[0] == "set_epoch" and _is_sampler(plan, asked[1]):
+            plan.remove(plan.script.statement(call), "a prepared loader shuffles anew in each epoch by itself")
+        if plan.survey.role(call) == LOADER and isinstance(call, ast.Call) and call.keywords:
+            _loader(plan, call)
+    for symbol in list(plan.survey._assigned):
+        if plan.survey.role_of(symbol) == SAMPLER:
+            for statement, value, _ in plan.survey.assignments(symbol):
+                _sampler_made(plan, symbol, statement, value)
+
+
+def _is_sampler(plan: Plan, node: ast.expr) -> bool:
+    if isinstance(node, ast.Attribute) and node.attr == "sampler":
+        return True
+    roots = plan.survey.roots(plan.survey.symbol(node))
+    return any(plan.survey.role_of(root) == SAMPLER for root in roots) or "sampler" in dotted(node).lower()
+
+
+def _sampler_of(plan: Plan, node: ast.expr) -> ast.Call | None:
+    """The DistributedSampler that an expression is, or that a name stands for."""
+    if isinstance(node, ast.IfExp):
+        return _sampler_of(plan, node.body) or _sampler_of(plan, node.orelse)
+    if isinstance(node, ast.Call):
+        return node if plan.survey.role(node) == SAMPLER else None
+    for root in plan.survey.roots(plan.survey.symbol(node)):
+        for _, value, _ in plan.survey.assignments(root):
+            found = None if isinstance(value, (ast.Name, ast.Attribute)) else _sampler_of(plan, value)
+            if found is not None:
+                return found
+    return None
+
+
+def _loader(plan: Plan, call: ast.Call) -> None:
+    """A loader with a distributed sampler has a plain one, and is prepared."""
+    words = {word.arg: word for word in call.keywords}
+    word = words.get("sampler")
+    made = None if word is None else _sampler_of(plan, word.value)
+    if word is None or made is None:
+        return
+    asked = next((each.value for each in made.keywords if each.arg == "shuffle"), None)
+    shuffle = "True" if asked is None else plan.script.of(asked)
+    own = words.get("shuffle")
+    if own is not None:
+        plan.replace(own.value, shuffle, "the order that the sampler gave", uses=False)
+        _drop(plan, call, word, _SHARDED)
+    else:
+        plan.replace(word, f"shuffle={shuffle}", _SHARDED, uses=False)
+    for target in targets(plan.script.statement(call)):
+        for root in plan.survey._outermost(plan.survey.roots(plan.survey.symbol(target))):
+            if root not in plan.prepared[LOADER]:
+                plan.prepared[LOADER].append(root)
+
+
+def _drop(plan: Plan, call: ast.Call, word: ast.keyword, why: str) -> None:
+    """An argument and the comma before it (or after it, when it is the first) are gone."""
+    everything = [*call.args, *call.keywords]
+    everything.sort(key=plan.script.start)
+    at = everything.index(word)
+    if at:
+        plan.cut(plan.script.end(everything[at - 1]), plan.script.end(word), "", why, word)
+    elif len(everything) > 1:
+        plan.cut(plan.script.start(word), plan.script.start(everything[1]), "", why, word)
+
+
+def _sampler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
+    if isinstance(statement, ast.Assign) and statement.value is value and len(statement.targets) == 1:
+        plan.remove(statement, _SHARDED)
+    made = _sampler_of(plan, value)
+    for node in plan.script.nodes(ast.Call):
+        if dotted(node.func) == "len" and node.args and plan.survey.symbol(node.args[0]) == symbol and made is not None:
+            data = plan.script.of(made.args[0]) if made.args else "dataset"
+            plan.replace(node, f"(len({data}) // {plan.accelerator}.num_processes)", "the part of one process")

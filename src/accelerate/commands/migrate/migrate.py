@@ -1,0 +1,117 @@
+"""A script in, an accelerated script out, with a reason for every change."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from dataclasses import dataclass
+from typing import final
+
+from . import devices, distributed, evaluation, saving, setup, steps
+from .plan import LOADER, Note, Plan
+from .refuse import Refused, check
+from .source import Edit, Script, apply, chosen
+from .survey import Survey
+
+
+@final
+@dataclass(frozen=True)
+class Migration:
+    """What becomes of a script.
+
+    Attributes:
+        changes: line of the original and reason, in the order of the text.
+        left: what was left alone, or has to be known.
+    """
+
+    name: str
+    before: str
+    after: str
+    changes: list[tuple[int, str]]
+    left: list[Note]
+
+    def diff(self) -> str:
+        """The changes as a unified diff."""
+        return "".join(
+            difflib.unified_diff(
+                self.before.splitlines(keepends=True),
+                [line if line.endswith("\n") else f"{line}\n" for line in self.after.splitlines(keepends=True)],
+                self.name,
+                f"{self.name} (accelerated)",
+            )
+        )
+
+
+def migrate(text: str, name: str) -> Migration:
+    """The accelerated form of a script.
+
+    Raises:
+        Refused: it is malformed, accelerated already, or has no loop that can be changed.
+    """
+    if not text.strip():
+        raise Refused(f"{name}:1: the file is empty.")
+    try:
+        script = Script(text, name)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise Refused(f"{name}:{line}: it isn't valid Python ({getattr(error, 'msg', error)}).") from None
+    survey = Survey(script)
+    check(script, survey)
+    plan = Plan(script, survey)
+    by_hand = distributed.is_by_hand(plan)
+    distributed.change(plan)
+    if not survey.backwards:
+        evaluation.change(plan)
+    devices.change(plan)
+    steps.change(plan)
+    steps.schedule(plan, by_hand=by_hand)
+    plan.empty_blocks()
+    devices.assigned(plan)
+    plan.empty_blocks()
+    prepared_at = setup.prepare(plan)
+    saving.change(plan, prepared_at)
+    visible, made_at = setup.create(plan)
+    if not by_hand:
+        steps.prints(plan, visible, made_at)
+    setup.drop_imports(plan)
+    _say_what_is_left(plan)
+    return _finished(plan)
+
+
+def _finished(plan: Plan) -> Migration:
+    edits: list[Edit] = [*plan.edits, *plan.removals()]
+    text = apply(plan.script, edits)
+    try:
+        ast.parse(text)
+    except SyntaxError as error:  # never to be written, and worth a report
+        raise Refused(
+            f"{plan.script.name}:1: the changes don't fit together (line {error.lineno} of the result: {error.msg}). "
+            "Please report this with the script; nothing was written."
+        ) from None
+    changes = [(edit.line, edit.why) for edit in chosen(edits) if edit.why]
+    left = sorted(plan.notes, key=lambda note: note.line)
+    return Migration(plan.script.name, plan.script.text, text, changes, left)
+
+
+def _say_what_is_left(plan: Plan) -> None:
+    """Loops that every process runs in full, options that have no effect any more."""
+    trained = set(plan.names(LOADER))
+    for loop in plan.survey.loops:
+        if not loop.trains and not loop.loaders <= trained:
+            plan.note(
+                loop.node,
+                "this loop's loader isn't prepared: every process goes through all of it, so its numbers are those of "
+                "one process. To divide it, prepare the loader too and gather what the loop collects with "
+                "accelerator.gather_for_metrics(...).",
+            )
+    for call in plan.script.nodes(ast.Call):
+        name = plan.script.of(call.func)
+        if name.endswith(".add_argument") and call.args and isinstance(call.args[0], ast.Constant):
+            option = str(call.args[0].value)
+            if option.lstrip("-").replace("-", "_") in ("local_rank", "device", "gpu", "gpus", "world_size", "no_cuda"):
+                plan.note(
+                    call, f"the option {option} decides nothing any more; `accelerate launch` has options for that."
+                )
+
+
+__all__ = ["Migration", "Refused", "migrate"]

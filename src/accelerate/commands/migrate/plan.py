@@ -1,0 +1,201 @@
+"""The changes to one script, while they are being decided: edits, statements that go, arguments, and what is left."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+from .source import Edit, Script, dotted, first_line
+from .survey import LOADER, MODEL, OPTIMIZER, PREPARED, SCHEDULER, Survey, Symbol
+
+_WRAPPING: Final = (ast.If, ast.With, ast.AsyncWith)
+
+
+@final
+@dataclass(frozen=True)
+class Note:
+    """Something that was left alone, or that the author has to know."""
+
+    line: int
+    text: str
+
+
+@final
+@dataclass
+class Plan:
+    """What is going to change.
+
+    Attributes:
+        users: nodes whose new text mentions the Accelerator, so that it has to exist before them.
+        arguments: of the Accelerator, by name, as source text.
+        needs: expressions that those arguments are made of.
+        handlers: keyword handlers of the Accelerator: class name -> arguments as source text.
+        prepared: what ``prepare`` gets, by role.
+        aliases: names of wrapped models -> the names that were wrapped.
+    """
+
+    script: Script
+    survey: Survey
+    edits: list[Edit] = field(default_factory=list[Edit])
+    removed: dict[ast.stmt, str] = field(default_factory=dict[ast.stmt, str])
+    notes: list[Note] = field(default_factory=list[Note])
+    users: list[ast.AST] = field(default_factory=list[ast.AST])
+    arguments: dict[str, str] = field(default_factory=dict[str, str])
+    needs: list[ast.expr] = field(default_factory=list[ast.expr])
+    handlers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    stripped: set[int] = field(default_factory=set[int])
+    aliases: dict[Symbol, Symbol] = field(default_factory=dict[Symbol, Symbol])
+    everywhere: bool = False  # the Accelerator has to be known in the whole module
+    accelerator: str = "accelerator"
+
+    def __post_init__(self) -> None:
+        if self.script.is_used(self.accelerator):
+            self.accelerator = "the_accelerator"
+        self.prepared: dict[str, list[Symbol]] = {role: list(found) for role, found in self.survey.trained.items()}
+
+    # -- deciding ------------------------------------------------------------------------------------------
+
+    def replace(self, node: Any, text: str, why: str, *, uses: bool = True) -> None:
+        """The text of ``node`` becomes ``text``."""
+        self.cut(self.script.start(node), self.script.end(node), text, why, node)
+        if uses:
+            self.users.append(node)
+
+    def cut(self, start: int, end: int, text: str, why: str, node: Any) -> None:
+        """Characters ``start`` to ``end`` become ``text``, on account of ``node``."""
+        self.edits.append(Edit(start, end, text, why, node.lineno))
+
+    def remove(self, statement: ast.stmt, why: str) -> None:
+        """The statement goes, with its lines; a block that is left empty goes too."""
+        self.removed.setdefault(statement, why)
+
+    def note(self, node: Any, text: str) -> None:
+        """``text`` is said about the place of ``node``."""
+        note = Note(getattr(node, "lineno", 1), text)
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def strip(self, call: ast.Call, base: ast.expr, why: str) -> None:
+        """``base.to(device)`` becomes ``base``."""
+        self.cut(self.script.end(base), self.script.end(call), "", why, call)
+        for argument in (*call.args, *call.keywords):
+            self.stripped.update(map(id, ast.walk(argument)))
+
+    def strip_around(self, call: ast.Call, inner: ast.expr, why: str) -> None:
+        """``wrapper(inner, ...)`` becomes ``inner``."""
+        self.cut(self.script.start(call), self.script.start(inner), "", why, call)
+        self.cut(self.script.end(inner), self.script.end(call), "", "", call)
+        for argument in (*call.args[1:], *call.keywords):
+            self.stripped.update(map(id, ast.walk(argument)))
+
+    # -- asking --------------------------------------------------------------------------------------------
+
+    def is_prepared(self, node: ast.AST, role: str) -> bool:
+        """Whether a name stands for something that is prepared, whoever hands it over."""
+        roots = self.survey.roots(self.survey.symbol(node))
+        return bool(roots) and roots <= set(self.prepared[role])
+
+    def is_gone(self, node: ast.AST) -> bool:
+        """Whether the node is part of something that goes."""
+        if id(node) in self.stripped or node in self.removed:
+            return True
+        return any(outer in self.removed or id(outer) in self.stripped for outer in self.script.around(node))
+
+    def names(self, role: str) -> list[Symbol]:
+        """What is prepared of one role."""
+        return self.prepared[role]
+
+    # -- finishing -----------------------------------------------------------------------------------------
+
+    def empty_blocks(self) -> None:
+        """Blocks all of whose statements go are gone too, and so are functions and the calls of them."""
+        changed = True
+        while changed:
+            before = len(self.removed)
+            for node in self.script.nodes(_WRAPPING):
+                if self._is_empty(node) and node not in self.removed:
+                    self.remove(node, self._why_inside(node))
+            for name, functions in self.survey.functions.items():
+                for function in functions:
+                    if function not in self.removed and self._is_empty(function) and self._calls_can_go(name):
+                        self._remove_function(function, name)
+            changed = len(self.removed) != before
+
+    def _is_empty(self, node: Any) -> bool:
+        body = [each for each in node.body if not _is_docstring(each)]
+        gone = bool(body) and all(each in self.removed or isinstance(each, ast.Pass) for each in body)
+        return gone and any(each in self.removed for each in body) and not getattr(node, "orelse", [])
+
+    def _why_inside(self, node: Any) -> str:
+        return next(self.removed[each] for each in node.body if each in self.removed)
+
+    def _calls_can_go(self, name: str) -> bool:
+        uses = [n for n in ast.walk(self.script.tree) if isinstance(n, ast.Name) and n.id == name]
+        return all(isinstance(self.script.statement(use), ast.Expr) for use in uses)
+
+    def _remove_function(self, function: Any, name: str) -> None:
+        why = self._why_inside(function)
+        self.remove(function, why)
+        for use in ast.walk(self.script.tree):
+            if isinstance(use, ast.Name) and use.id == name:
+                self.remove(self.script.statement(use), f"{name}() is gone")
+
+    def removals(self) -> list[Edit]:
+        """The removed statements as edits."""
+        found: list[Edit] = []
+        for statement, why in self.removed.items():
+            if any(outer in self.removed for outer in self.script.around(statement)):
+                continue
+            found.append(self._removal(statement, why))
+        return found
+
+    def _removal(self, statement: ast.stmt, why: str) -> Edit:
+        script = self.script
+        start, end = script.start(statement), script.end(statement)
+        block = [each for each in script.block(statement) if not _is_docstring(each)]
+        line_start = script.line_start(first_line(statement))
+        last_line = statement.end_lineno or statement.lineno
+        alone = not script.text[line_start : script.start(statement)].strip(" \t@").strip()
+        if all(each in self.removed for each in block) and block[-1] is statement:
+            return Edit(start, end, "pass", why, statement.lineno)
+        beside = self._beside(statement)
+        if beside is not None:  # a; b on one line
+            return Edit(*beside, "", why, statement.lineno)
+        if not alone:
+            return Edit(start, end, "pass", why, statement.lineno)
+        end = script.line_start(last_line + 1)
+        if script.text[end : end + 1] == "\n" and self._opens(statement, block):
+            return Edit(line_start, end + 1, "", why, statement.lineno)  # the first line of a block isn't blank
+        if line_start >= 2 and script.text[:line_start].endswith("\n\n") and script.text[end : end + 1] == "\n":
+            end += 1  # one of two blank lines around it
+        return Edit(line_start, end, "", why, statement.lineno)
+
+    def _beside(self, statement: ast.stmt) -> tuple[int, int] | None:
+        """What goes with a statement that shares its line with another one."""
+        block = self.script.block(statement)
+        at = block.index(statement)
+        if at + 1 < len(block) and block[at + 1].lineno == statement.end_lineno:
+            return self.script.start(statement), self.script.start(block[at + 1])
+        if at and block[at - 1].end_lineno == statement.lineno:
+            return self.script.end(block[at - 1]), self.script.end(statement)
+        return None
+
+    def _opens(self, statement: ast.stmt, block: list[ast.stmt]) -> bool:
+        """Whether nothing before this statement stays in its block, and something after it does."""
+        if isinstance(self.script.parents[statement], ast.Module):
+            return False
+        at = block.index(statement)
+        stays = at + 1 < len(block) and block[at + 1] not in self.removed
+        return stays and all(each in self.removed for each in block[:at])
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+
+
+__all__ = ["LOADER", "MODEL", "OPTIMIZER", "PREPARED", "SCHEDULER", "Note", "Plan", "dotted"]

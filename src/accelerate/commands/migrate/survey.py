@@ -1,0 +1,455 @@
+"""Which names of a script are the model, the optimizer, the loader: found by how they are made and how they are used.
+
+A name is followed from the loop that trains, through the parameters of functions, to where its value is made: its root.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias, final
+
+from .source import Function, Scope, Script, dotted, method, pairs, targets
+
+MODEL: Final = "model"
+OPTIMIZER: Final = "optimizer"
+SCHEDULER: Final = "scheduler"
+LOADER: Final = "loader"
+SCALER: Final = "scaler"
+SAMPLER: Final = "sampler"
+Role: TypeAlias = str | None
+
+#: In this order they are given to ``prepare``.
+PREPARED: Final = (MODEL, OPTIMIZER, LOADER, SCHEDULER)
+_WRAPPERS: Final = ("DistributedDataParallel", "DataParallel")
+_KEEPS_ROLE: Final = frozenset({"to", "cuda", "cpu", "train", "eval", "half", "float", "double", "bfloat16", "apply"})
+_SCHEDULE: Final = re.compile(r"get_\w*schedule\w*$|^transformers\.get_scheduler$|LRScheduler$|Scheduler$")
+_LOSS: Final = re.compile(r"Loss(\d+d)?$|^torch\.nn\.(functional|init|utils|parallel)\b")
+_PASSES_ON: Final = frozenset({"enumerate", "tqdm", "iter", "islice", "zip", "track", "progress"})
+_NAMED_LIKE_MODELS: Final = re.compile(r"(^|\.|_)(model|net|network|module)\w*$", re.IGNORECASE)
+
+
+@final
+@dataclass(frozen=True)
+class Symbol:
+    """A name where it belongs: in a function, in the module, or (``self.x``) in a class."""
+
+    scope: Any
+    name: str
+
+    def __hash__(self) -> int:
+        return hash((id(self.scope), self.name))
+
+
+@final
+@dataclass
+class Loop:
+    """A ``for`` loop over batches."""
+
+    node: ast.For
+    loaders: set[Symbol]
+    trains: bool
+    batch_names: set[str] = field(default_factory=set[str])
+
+
+@final
+class Survey:
+    """What a script trains, and with what."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.functions: dict[str, list[Function]] = {}
+        self.classes: dict[str, ast.ClassDef] = {}
+        for node in ast.walk(script.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self.functions.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.ClassDef):
+                self.classes[node.name] = node
+        self._assigned: dict[Symbol, list[tuple[ast.stmt, ast.expr, int | None]]] = {}
+        for statement in script.nodes((ast.Assign, ast.AnnAssign)):
+            self._note(statement)
+
+    def _note(self, statement: ast.Assign | ast.AnnAssign) -> None:
+        for target, value in pairs(statement):
+            symbol = self.symbol(target)
+            if symbol is None:
+                continue
+            position = None
+            for whole in getattr(statement, "targets", ()):
+                if isinstance(whole, (ast.Tuple, ast.List)) and target in whole.elts and value is statement.value:
+                    position = whole.elts.index(target)
+            self._assigned.setdefault(symbol, []).append((statement, value, position))
+
+    # -- symbols -------------------------------------------------------------------------------------------
+
+    def symbol(self, node: ast.AST) -> Symbol | None:
+        """What a name or ``self.name`` stands for."""
+        name = dotted(node)
+        if not name:
+            return None
+        scope = self.script.scope(node)
+        first = name.split(".")[0]
+        if "." in name:
+            owner = self.script.owner(scope)
+            if first == "self" and name.count(".") == 1 and owner is not None:
+                return Symbol(owner, name)
+            return None
+        while not isinstance(scope, ast.Module):
+            if first in self.locals(scope):
+                return Symbol(scope, name)
+            scope = self.script.scope(scope)
+        return Symbol(scope, name)
+
+    @functools.cache  # noqa: B019  (a survey lives as long as the command)
+    def locals(self, scope: Scope) -> set[str]:
+        """The names that a function binds: its parameters, and what is assigned in it."""
+        names = set(parameters(scope))
+        outside: set[str] = set()
+        for node in ast.walk(scope):
+            if isinstance(node, (ast.Global, ast.Nonlocal)) and self.script.scope(node) is scope:
+                outside.update(node.names)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and self.script.scope(node) is scope:
+                names.add(node.id)
+        return names - outside
+
+    def assignments(self, symbol: Symbol) -> list[tuple[ast.stmt, ast.expr, int | None]]:
+        """Statements that bind it, with the value, and the place in it where a call gives several."""
+        return self._assigned.get(symbol, [])
+
+    def roots(self, symbol: Symbol | None, seen: frozenset[Symbol] = frozenset()) -> set[Symbol]:
+        """Where the value of a name comes from: itself, unless callers hand it over or another name gave it."""
+        if symbol is None or symbol in seen:
+            return set()
+        seen |= {symbol}
+        if not isinstance(symbol.scope, (ast.Module, ast.ClassDef)) and symbol.name in parameters(symbol.scope):
+            handed = [self.roots(each, seen) for each in self._arguments(symbol)]
+            found = set[Symbol]().union(*handed)
+            return found or {symbol}
+        names = [value for _, value, _ in self.assignments(symbol) if isinstance(value, (ast.Name, ast.Attribute))]
+        copies = set[Symbol]().union(*(self.roots(self.symbol(value), seen) for value in names))
+        made = [value for _, value, _ in self.assignments(symbol) if not isinstance(value, (ast.Name, ast.Attribute))]
+        return copies if copies and not made else {symbol}
+
+    def _arguments(self, symbol: Symbol) -> Iterator[Symbol | None]:
+        """What callers give for a parameter."""
+        function, name = symbol.scope, symbol.name
+        owner = self.script.parents.get(function)
+        is_method = isinstance(owner, ast.ClassDef)
+        position = parameters(function).index(name) - (1 if is_method else 0)
+        called = owner.name if is_method and function.name == "__init__" else function.name
+        for call in self.script.nodes(ast.Call):
+            found = dotted(call.func).rpartition(".")[2]
+            if found != called:
+                continue
+            given = next((word.value for word in call.keywords if word.arg == name), None)
+            if given is None and 0 <= position < len(call.args):
+                given = call.args[position]
+            if given is not None and not isinstance(given, ast.Starred):
+                yield self.symbol(given)
+
+    # -- roles ---------------------------------------------------------------------------------------------
+
+    def is_module_class(self, name: str, seen: tuple[str, ...] = ()) -> bool:
+        """Whether a class of the script is a torch module."""
+        node = self.classes.get(name)
+        if node is None or name in seen:
+            return False
+        bases = [self.script.path(base) for base in node.bases]
+        return any(
+            base in ("torch.nn.Module", "torch.nn.modules.Module")
+            or base.endswith(("nn.Module", "PreTrainedModel"))
+            or base.startswith("torch.nn.")
+            or self.is_module_class(base, (*seen, name))
+            for base in bases
+        )
+
+    def role(self, value: ast.expr | None, depth: int = 0) -> Role | list[Role]:
+        """What an expression makes; a list for a tuple."""
+        if value is None or depth > 6:
+            return None
+        if isinstance(value, (ast.Tuple, ast.List)):
+            return [_single(self.role(each, depth + 1)) for each in value.elts]
+        if isinstance(value, ast.IfExp):
+            return self.role(value.body, depth + 1) or self.role(value.orelse, depth + 1)
+        if isinstance(value, (ast.Name, ast.Attribute)):
+            return self.role_of(self.symbol(value), depth + 1)
+        return self._role_of_call(value, depth) if isinstance(value, ast.Call) else None
+
+    def _role_of_call(self, call: ast.Call, depth: int) -> Role | list[Role]:
+        path = self.script.path(call.func)
+        last = path.rpartition(".")[2]
+        found = self._role_by_path(path, last)
+        if found is not None:
+            return found
+        if last in _WRAPPERS or path in ("torch.compile", "torch.nn.SyncBatchNorm.convert_sync_batchnorm"):
+            return self.role(call.args[0], depth + 1) if call.args else None
+        asked = method(call)
+        if asked is not None and asked[0] in _KEEPS_ROLE:
+            return self.role(asked[1], depth + 1)
+        if asked is not None and asked[0] == "from_pretrained" and _NAMED_LIKE_MODELS.search(dotted(asked[1]) or ""):
+            return MODEL
+        if last in self.functions and (path == last or path.startswith("self.")):
+            return self._role_of_result(self.functions[last][0], depth)
+        if any(is_parameters_call(each) for each in call.args for each in ast.walk(each)) and last[:1].isupper():
+            return OPTIMIZER
+        return None
+
+    def _role_by_path(self, path: str, last: str) -> Role:
+        if path.startswith("torch.optim.lr_scheduler.") or _SCHEDULE.search(path):
+            return SCHEDULER
+        if path.startswith(("torch.optim.", "bitsandbytes.optim.")):
+            return None if last == "swa_utils" else OPTIMIZER
+        if last == "DataLoader":
+            return LOADER
+        if last == "GradScaler":
+            return SCALER
+        if last == "DistributedSampler":
+            return SAMPLER
+        if self.is_module_class(path):
+            return MODEL
+        if path.startswith("torch.nn.") and last[:1].isupper() and not _LOSS.search(path) and last not in _WRAPPERS:
+            return None if last == "Parameter" else MODEL
+        return MODEL if path.startswith(("torchvision.models.", "timm.create_model")) else None
+
+    def _role_of_result(self, function: Function, depth: int) -> Role | list[Role]:
+        returns = [node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+        return self.role(returns[-1].value, depth + 1) if returns else None
+
+    def role_of(self, symbol: Symbol | None, depth: int = 0) -> Role:
+        """What a name stands for, by how it is made."""
+        if symbol is None or depth > 6:
+            return None
+        for _, value, position in self.assignments(symbol):
+            found = self.role(value, depth + 1)
+            if isinstance(found, list):
+                found = found[position] if position is not None and position < len(found) else None
+            if found is not None:
+                return found
+        return None
+
+    @functools.cached_property
+    def _made_by_statements(self) -> set[str]:
+        """Names of functions, classes and imports."""
+        return {*self.functions, *self.classes, *self.script.imported}
+
+    def is_defined(self, symbol: Symbol) -> bool:
+        """Whether the script itself gives the name a value."""
+        return bool(self.assignments(symbol))
+
+    # -- the loops -----------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def backwards(self) -> list[ast.Call]:
+        """``loss.backward()``, however the loss is written."""
+        found = (call for call in self.script.nodes(ast.Call) if (method(call) or ("",))[0] == "backward")
+        return [call for call in found if not self._is_autograd(call)]
+
+    def _is_autograd(self, call: ast.Call) -> bool:
+        return self.script.path(call.func) in ("torch.autograd.backward", "super.backward")
+
+    @functools.cached_property
+    def training_functions(self) -> set[str]:
+        """Functions in which, or below which, a backward runs."""
+        names: set[str] = set()
+        before = -1
+        while len(names) != before:
+            before = len(names)
+            for name, functions in self.functions.items():
+                if any(self.trains(function, names) for function in functions):
+                    names.add(name)
+        return names
+
+    def trains(self, node: ast.AST, functions: Iterable[str] | None = None) -> bool:
+        """Whether a backward runs in ``node``, or in a function that it calls."""
+        known = self.training_functions if functions is None else functions
+        backwards = set(map(id, self.backwards))
+        return any(
+            isinstance(each, ast.Call) and (id(each) in backwards or dotted(each.func).rpartition(".")[2] in known)
+            for each in ast.walk(node)
+        )
+
+    @functools.cached_property
+    def loops(self) -> list[Loop]:
+        """Every loop over a loader."""
+        found: list[Loop] = []
+        for node in self.script.nodes(ast.For):
+            symbols: set[Symbol] = set()
+            for name in _names_in(node.iter):
+                roots = self.roots(self.symbol(name))
+                symbols |= {root for root in roots if self._is_loader(root, node, name)}
+            if symbols:
+                loop = Loop(node, symbols, self.trains(node))
+                loop.batch_names = set(self._batch_names(node))
+                found.append(loop)
+        return found
+
+    def _is_loader(self, symbol: Symbol, loop: ast.For, name: ast.AST) -> bool:
+        if self.is_defined(symbol):
+            return self.role_of(symbol) == LOADER
+        # Handed over by a caller that this script doesn't show: what is gone through in a loop that trains, or is
+        # called a loader.
+        called = self.script.parents.get(name)
+        if (isinstance(called, ast.Call) and called.func is name) or symbol.name in self.script.imported:
+            return False
+        return "loader" in symbol.name.lower() or (self.trains(loop) and name is _iterated(loop.iter))
+
+    def _batch_names(self, loop: ast.For) -> Iterator[str]:
+        names = {each.id for each in targets(loop) if isinstance(each, ast.Name)}
+        if isinstance(loop.iter, ast.Call) and dotted(loop.iter.func) == "enumerate":
+            first = loop.target.elts[0] if isinstance(loop.target, (ast.Tuple, ast.List)) else None
+            names -= {first.id} if isinstance(first, ast.Name) else set()
+        for statement in self.script.nodes((ast.Assign, ast.AnnAssign), loop):
+            for target, value in pairs(statement):
+                if isinstance(target, ast.Name) and derived(value, names):
+                    names.add(target.id)
+        return iter(names)
+
+    # -- what is prepared ----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def trained(self) -> dict[str, list[Symbol]]:
+        """The roots that ``prepare`` gets, by role, in the order in which the script makes them."""
+        found: dict[str, dict[Symbol, None]] = {role: {} for role in PREPARED}
+        for symbol in self._assigned:
+            role = self.role_of(symbol)
+            if role in (OPTIMIZER, SCHEDULER) and self.roots(symbol) == {symbol} and not self._is_only_returned(symbol):
+                found[role][symbol] = None
+        for call in self.script.nodes(ast.Call):
+            if is_parameters_call(call) and self._makes_optimizer(call):
+                base = call.func.value
+                found[MODEL].update(dict.fromkeys(self._outermost(self.roots(self.symbol(base)))))
+        for loop in self.loops:
+            if loop.trains:
+                found[LOADER].update(dict.fromkeys(self._outermost(loop.loaders)))
+        self._add_fed(found)
+        self._add_undefined(found)
+        return {role: list(symbols) for role, symbols in found.items()}
+
+    def _is_only_returned(self, symbol: Symbol) -> bool:
+        """Whether a function makes it for its callers, who then have it under a name of their own."""
+        if isinstance(symbol.scope, (ast.Module, ast.ClassDef)):
+            return False
+        returned = any(
+            isinstance(node, ast.Return) and symbol.name in {dotted(each) for each in ast.walk(node) if dotted(each)}
+            for node in ast.walk(symbol.scope)
+        )
+        return returned and not self.trains(symbol.scope)
+
+    def _outermost(self, symbols: Iterable[Symbol]) -> Iterator[Symbol]:
+        """For what a function makes and returns, the names that its callers have for it."""
+        for symbol in symbols:
+            if not self._is_only_returned(symbol):
+                yield symbol
+                continue
+            for other, assigned in self._assigned.items():
+                for _, value, position in assigned:
+                    if isinstance(value, ast.Call) and dotted(value.func).rpartition(".")[2] == symbol.scope.name:
+                        returns = [n.value for n in ast.walk(symbol.scope) if isinstance(n, ast.Return) and n.value]
+                        given = returns[-1] if returns else None
+                        if position is not None and isinstance(given, ast.Tuple):
+                            given = given.elts[position] if position < len(given.elts) else None
+                        if given is not None and dotted(given) == symbol.name:
+                            yield other
+
+    def _makes_optimizer(self, call: ast.Call) -> bool:
+        for outer in self.script.around(call):
+            if isinstance(outer, ast.Call) and self.role(outer) == OPTIMIZER:
+                return True
+            if isinstance(outer, (ast.Assign, ast.AnnAssign)):  # parameters = filter(..., model.parameters())
+                return any(self._feeds_optimizer(target) for target in targets(outer))
+            if isinstance(outer, ast.stmt):
+                return False
+        return False
+
+    def _feeds_optimizer(self, name: ast.expr) -> bool:
+        symbol = self.symbol(name)
+        if symbol is None:
+            return False
+        return any(
+            self.role(call) == OPTIMIZER
+            and any(self.symbol(each) == symbol for each in ast.walk(call) if isinstance(each, (ast.Name,)))
+            for call in self.script.nodes(ast.Call)
+        )
+
+    def _add_fed(self, found: dict[str, dict[Symbol, None]]) -> None:
+        """Loaders that a training loop draws from by hand: ``next(batches)`` after ``batches = iter(loader)``."""
+        for call in self.script.nodes(ast.Call):
+            name = dotted(call.func)
+            if name in ("iter", "cycle", "itertools.cycle") and call.args and self.trains(self.script.scope(call)):
+                roots = self.roots(self.symbol(call.args[0]))
+                found[LOADER].update(dict.fromkeys(root for root in roots if self.role_of(root) == LOADER))
+
+    def _add_undefined(self, found: dict[str, dict[Symbol, None]]) -> None:
+        """A piece of a script: names that are used like an optimizer, a scheduler or a model, but made elsewhere."""
+        used: dict[Symbol, set[str]] = {}
+        for call in self.script.nodes(ast.Call):
+            asked = method(call)
+            if asked is not None:
+                for root in self.roots(self.symbol(asked[1])):
+                    used.setdefault(root, set()).add(asked[0])
+            elif isinstance(call.func, ast.Name):
+                for root in self.roots(self.symbol(call.func)):
+                    used.setdefault(root, set()).add("()")
+        known = {symbol for symbols in found.values() for symbol in symbols}
+        for symbol, calls in used.items():
+            if symbol in known or self.is_defined(symbol) or symbol.name in self._made_by_statements:
+                continue
+            if {"zero_grad", "step"} <= calls and "parameters" not in calls:
+                found[OPTIMIZER][symbol] = None
+            elif "step" in calls and re.search(r"sched", symbol.name, re.IGNORECASE):
+                found[SCHEDULER][symbol] = None
+            elif ("()" in calls or "parameters" in calls) and _NAMED_LIKE_MODELS.search(symbol.name):
+                found[MODEL][symbol] = None
+
+
+def parameters(scope: Any) -> list[str]:
+    """The names of a function's parameters, in order."""
+    arguments = getattr(scope, "args", None)
+    if not isinstance(arguments, ast.arguments):
+        return []
+    return [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+def is_parameters_call(node: ast.AST) -> bool:
+    """``model.parameters()`` or ``model.named_parameters()``."""
+    asked = method(node)
+    return asked is not None and asked[0] in ("parameters", "named_parameters")
+
+
+def derived(value: ast.expr, names: set[str]) -> bool:
+    """Whether a value is made of nothing but parts of these names, where they lie: ``batch["x"].view(-1).to(d)``."""
+    if isinstance(value, ast.Name):
+        return value.id in names
+    if isinstance(value, (ast.Attribute, ast.Subscript, ast.Starred)):
+        return derived(value.value, names)
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Attribute) and derived(value.func.value, names)
+    if isinstance(value, (ast.Tuple, ast.List)):
+        return bool(value.elts) and all(derived(each, names) for each in value.elts)
+    if isinstance(value, (ast.DictComp, ast.ListComp, ast.GeneratorExp)):
+        return all(derived(each.iter, names) for each in value.generators)
+    return False
+
+
+def _single(role: Role | list[Role]) -> Role:
+    return None if isinstance(role, list) else role
+
+
+def _names_in(node: ast.AST) -> Iterator[ast.AST]:
+    """Names and ``self.names`` of an expression, the longest chains only; what is called is not one."""
+    if dotted(node):
+        yield node
+        return
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(node, ast.Call) and child is node.func):
+            yield from _names_in(child)
+
+
+def _iterated(node: ast.expr) -> ast.expr:
+    """The loader inside of ``enumerate(tqdm(loader), 1)``."""
+    while isinstance(node, ast.Call) and node.args and dotted(node.func).rpartition(".")[2] in _PASSES_ON:
+        node = node.args[0]
+    return node

@@ -1,0 +1,127 @@
+"""Scripts written in many ways train to the same numbers after ``accelerate migrate``, on one process and on two."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.commands.migrate.migrate import Migration, migrate
+from tests.ranks import run_on_ranks
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = {path.stem: path for path in sorted((HERE / "scripts").glob("*.py"))}
+LISTINGS = HERE.parent / "seeds" / "listings"
+BY_HAND = ("ddp_torchrun", "no_sync_ddp")
+SPAWNED = ("ddp_spawn",)
+#: Each step of two processes takes the samples of one step of one process with twice the batch.
+SAME_ON_TWO = (
+    "cuda_calls", "dataparallel", "flat_notebook", "helpers", "mnist_style", "param_groups", "teacher",
+    "trainer_class",
+)  # fmt: skip
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
+_BATCH = re.compile(r"^(BATCH) = (\d+)$", re.MULTILINE)
+
+
+def migrated(name: str) -> Migration:
+    return migrate(SCRIPTS[name].read_text(), SCRIPTS[name].name)
+
+
+def run(text: str, **names: Any) -> str:
+    """What the program prints."""
+    printed = io.StringIO()
+    torch.manual_seed(0)
+    with contextlib.redirect_stdout(printed):
+        exec(compile(text, "script.py", "exec"), {"__name__": "__main__", **names})
+    return printed.getvalue()
+
+
+def numbers(printed: str, only: str = "") -> list[list[float]]:
+    """The numbers of each line, or of the lines that begin with a word."""
+    return [[float(each) for each in _NUMBER.findall(line)] for line in printed.splitlines() if line.startswith(only)]
+
+
+def assert_same(before: str, after: str, only: str = "", rel: float = 1e-6) -> None:
+    old, new = numbers(before, only), numbers(after, only)
+    assert len(old) == len(new) >= 1 and any(old)
+    for one, other in zip(old, new, strict=True):
+        assert one == pytest.approx(other, rel=rel, abs=1e-7)
+
+
+def test_there_are_many_scripts() -> None:
+    assert len(SCRIPTS) >= 18
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in (*BY_HAND, *SPAWNED)])
+def test_one_process_prints_the_same(name: str) -> None:
+    assert_same(run(SCRIPTS[name].read_text()), run(migrated(name).after))
+
+
+@pytest.mark.parametrize("name", SAME_ON_TWO)
+def test_two_processes_train_as_one_with_twice_the_batch(name: str) -> None:
+    text = SCRIPTS[name].read_text()
+    doubled = _BATCH.sub(lambda found: f"{found[1]} = {2 * int(found[2])}", text)
+    assert doubled != text
+    after, silent = run_on_ranks(run, 2, migrated(name).after)
+    assert silent == ""  # what is printed is printed once
+    assert_same(run(doubled), after, only="final", rel=1e-4)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_script_distributed_by_hand_gives_what_it_gave(name: str) -> None:
+    text = migrated(name).after
+    assert "torch.distributed" not in text and "DistributedSampler" not in text
+    before = run_on_ranks(run, 2, SCRIPTS[name].read_text() + _LEAVE)[0]
+    assert_same(before, run_on_ranks(run, 2, text)[0], only="final", rel=1e-5)
+    run(text)  # and it runs on one process, too
+
+
+_LEAVE = """
+import torch.distributed
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("name", SPAWNED)
+def test_a_script_that_spawned_its_processes_is_launched(name: str) -> None:
+    before = subprocess.run([sys.executable, SCRIPTS[name]], capture_output=True, text=True, timeout=100, check=True)
+    text = migrated(name).after
+    assert "spawn" not in text and "MASTER_ADDR" not in text and "def setup" not in text
+    assert_same(before.stdout, run_on_ranks(run, 2, text)[0], only="final", rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("name", ["mlp", "blog_base", "migrating_base", "blog_evaluation_base"])
+def test_the_listings_of_the_documents(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(LISTINGS.parent / "stubs")
+    from tests.seeds.run_listings import NAMES, summary
+
+    text = (LISTINGS / f"{name}.py").read_text()
+    results: list[dict[str, Any]] = []
+    for program in (text, migrate(text, name).after):
+        names: dict[str, Any] = {"__name__": "__main__", **NAMES.get(name, dict)()}
+        names.pop("accelerator", None)
+        torch.manual_seed(42)
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(program, name, "exec"), names)
+        results.append(summary(names))
+    before, after = results
+    assert before and {key: after[key] for key in before} == {
+        key: pytest.approx(value, abs=1e-6) if isinstance(value, (float, list)) else value
+        for key, value in before.items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_the_listing_distributed_by_hand_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(LISTINGS.parent / "stubs")
+    text = migrate((LISTINGS / "blog_ddp.py").read_text(), "blog_ddp.py").after + "\nprint(loss.item())\n"
+    assert numbers(run_on_ranks(run, 2, text)[0])

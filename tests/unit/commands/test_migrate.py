@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import ast
+import difflib
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from accelerate.commands.migrate import main
+from accelerate.commands.migrate.migrate import Migration, Refused, migrate
+
+LOOP = """\
+import torch
+from torch.utils.data import DataLoader
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader([(torch.ones(2), torch.ones(1))] * 4)
+for x, y in loader:
+    loss = (model(x) - y).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def changed(text: str, before: str = "", after: str = "") -> Migration:
+    """The migration of the loop with ``before`` replaced by ``after``."""
+    assert before in text
+    return migrate(text.replace(before, after), "train.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "reason"),
+    [
+        ("", 1, "empty"),
+        ("x = 1\nfor x in:\n    pass\n", 2, "isn't valid Python"),
+        ("print 'hello'\n", 1, "isn't valid Python"),
+        ("x = '\x00'\n", 1, "isn't valid Python"),
+        ("import torch\n\nprint(torch.ones(2))\n", 1, "nothing is trained"),
+        ("from accelerate import Accelerator\n" + LOOP, 1, "uses accelerate already"),
+        ("import accelerate as acc\n" + LOOP, 1, "uses accelerate already"),
+        (LOOP + "model = accelerator.prepare(model)\n", 12, "uses accelerate already"),
+        ("import pytorch_lightning as pl\n" + LOOP, 1, "Lightning"),
+        ("from torch.distributed.fsdp import FullyShardedDataParallel\n" + LOOP, 1, "FSDP by hand"),
+        ("import deepspeed\n" + LOOP, 1, "DeepSpeed by hand"),
+        ("from transformers import Trainer\n\nTrainer(model).train()\n", 3, "runs the loop"),
+        (LOOP + "a = x.to('cuda:0')\nb = x.to('cuda:1')\n", 13, "spread by hand"),
+        (LOOP.replace("torch.optim.SGD", "make"), 9, "no optimizer was recognised"),
+        (LOOP.replace("model.parameters()", "[w]"), 9, "no model was recognised"),
+        (
+            "import torch\nimport torch.multiprocessing as mp\n\ndef work():\n    loss.backward()\n\n"
+            "mp.Process(target=work).start()\n",
+            7,
+            "one by one",
+        ),
+        ("for x in test_loader:\n    total += model(x).sum()\n    outputs.append(x)\n", 2, "adds up numbers"),
+    ],
+)
+def test_what_cant_be_changed_is_refused_with_the_line_that_is_why(text: str, line: int, reason: str) -> None:
+    with pytest.raises(Refused, match=rf"^train\.py:{line}: .*{reason}"):
+        migrate(text, "train.py")
+
+
+def test_a_migrated_script_is_refused_as_such() -> None:
+    with pytest.raises(Refused, match="uses accelerate already"):
+        migrate(migrate(LOOP, "train.py").after, "train.py")
+
+
+def test_nothing_else_is_touched() -> None:
+    text = LOOP.replace("import torch\n", "import torch  # the   library\n", 1).replace("\n", "\r\n")
+    text = text.replace("optimizer.step()", "optimizer.step ( )   # ümläut: kept 'as' \"it\" is")
+    found = migrate(text, "train.py")
+    matcher = difflib.SequenceMatcher(None, text.splitlines(True), found.after.splitlines(True), autojunk=False)
+    touched = [text.splitlines()[i] for tag, a, b, _, _ in matcher.get_opcodes() if tag != "equal" for i in range(a, b)]
+    assert touched == ["    loss.backward()"]
+    assert "optimizer.step ( )   # ümläut: kept 'as' \"it\" is\r\n" in found.after
+
+
+def test_every_change_has_a_reason_and_a_line() -> None:
+    found = migrate(LOOP, "train.py")
+    assert found.changes and all(1 <= line <= len(LOOP.splitlines()) and why for line, why in found.changes)
+    assert len({line for line, _ in found.changes}) >= 3
+    assert found.diff().startswith("--- train.py\n+++ train.py (accelerated)\n@@")
+
+
+def test_code_after_a_name_with_wide_characters_is_cut_at_the_right_place() -> None:
+    found = changed(LOOP, "    loss.backward()", "    größe = 'ÄÖÜ'; loss.backward()")
+    assert "größe = 'ÄÖÜ'; accelerator.backward(loss)" in found.after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("(loss / 4).backward()", "accelerator.backward(loss / 4)"),
+        ("loss.backward(retain_graph=True)", "accelerator.backward(loss, retain_graph=True)"),
+        ("(a + b).mean().backward()", "accelerator.backward((a + b).mean())"),
+        ("loss.backward(torch.ones(1))", "accelerator.backward(loss, gradient=torch.ones(1))"),
+        ("losses['total'].backward()", "accelerator.backward(losses['total'])"),
+        ("criterion(model(x), y).backward()", "accelerator.backward(criterion(model(x), y))"),
+    ],
+)
+def test_backward_however_the_loss_is_written(before: str, after: str) -> None:
+    assert f"    {after}\n" in changed(LOOP, "loss.backward()", before).after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("device = torch.device('cuda:0')", "device = accelerator.device"),
+        ("device = f'cuda:{gpu}'", "device = accelerator.device"),
+        ("device = 'cuda' if torch.cuda.is_available() else 'cpu'", "device = accelerator.device"),
+        ("device = torch.device(args.device)", "device = accelerator.device"),
+        ("weights = torch.ones(3).cuda()", "weights = torch.ones(3).to(accelerator.device)"),
+        ("weights = torch.ones(3, device='cuda')", "weights = torch.ones(3, device=accelerator.device)"),
+        ("weights = torch.ones(3).to('cuda')", "weights = torch.ones(3).to(accelerator.device)"),
+        ("name = 'cuda'", "name = 'cuda'"),
+        ("x = torch.load('a', map_location='cuda:0')", "x = torch.load('a', map_location=accelerator.device)"),
+    ],
+)
+def test_devices(before: str, after: str) -> None:
+    line = f"{before}\nprint(device)\n" if before.startswith("device") else f"{before}\n"
+    text = LOOP.replace("optimizer = ", f"{line}optimizer = ", 1)
+    assert f"\n{after}\n" in migrate(text, "train.py").after
+
+
+@pytest.mark.parametrize(
+    ("moved", "stays"),
+    [
+        ("x, y = x.to(device), y.to(device)", None),
+        ("x = x.cuda(non_blocking=True)", None),
+        ("x = x.float().to(device)", "x = x.float()"),
+        ("x = x.to(device, torch.float64)", "x = x.to(device, torch.float64)"),  # it converts, too
+        ("noise = torch.randn_like(x).to(device)", "noise = torch.randn_like(x).to(device)"),
+        ("z = {k: v.to(device) for k, v in x.items()}", "z = {k: v for k, v in x.items()}"),
+    ],
+)
+def test_batches_of_a_prepared_loader_are_not_moved(moved: str, stays: str | None) -> None:
+    text = LOOP.replace("    loss = ", f"    {moved}\n    loss = ").replace("model = ", 'device = "cuda"\nmodel = ', 1)
+    after = migrate(text, "train.py").after
+    body = after[after.index("in loader:") :]
+    assert (f"    {stays}\n" in body) if stays else (".to(" not in body and ".cuda(" not in body)
+
+
+def test_a_loop_that_only_evaluates_keeps_its_loader_and_says_so() -> None:
+    text = LOOP + "test_loader = DataLoader([1])\nfor x in test_loader:\n    x = x.cuda()\n    print(model(x))\n"
+    found = migrate(text, "train.py")
+    assert "x = x.to(accelerator.device)" in found.after and "test_loader = accelerator" not in found.after
+    assert any(note.line == 13 and "every process goes through all of it" in note.text for note in found.left)
+
+
+def test_a_scaler_with_options_keeps_them() -> None:
+    text = LOOP.replace("loader = ", "scaler = torch.amp.GradScaler('cuda', init_scale=128.0)\nloader = ", 1)
+    text = text.replace("    loss = ", "    with torch.autocast('cuda'):\n        loss = ")
+    text = text.replace("loss.backward()", "scaler.scale(loss).backward()").replace(
+        "    optimizer.step()", "    scaler.step(optimizer)\n    scaler.update()"
+    )
+    after = migrate(text, "train.py").after
+    assert "from accelerate import Accelerator, GradScalerKwargs\n" in after
+    assert 'Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=128.0)])' in after
+    assert "scaler" not in after.replace("GradScalerKwargs", "")
+    assert "    optimizer.step()\n    optimizer.zero_grad()\n" in after
+
+
+def test_a_switch_that_isnt_known_where_the_accelerator_is_made_is_said() -> None:
+    text = LOOP.replace("    loss = ", "    with torch.autocast('cuda', enabled=x.sum() > 0):\n        loss = ")
+    found = migrate(text, "train.py")
+    assert 'Accelerator(mixed_precision="fp16")' in found.after
+    assert any("switches mixed precision" in note.text for note in found.left)
+
+
+def test_a_block_that_only_moved_something_is_gone() -> None:
+    text = LOOP.replace("optimizer = ", "if torch.cuda.is_available():\n    model.cuda()\noptimizer = ", 1)
+    after = migrate(text, "train.py").after
+    assert "is_available" not in after
+    text = LOOP.replace("optimizer = ", "if gpu:\n    model.cuda()\nelse:\n    print('slow')\noptimizer = ", 1)
+    after = migrate(text, "train.py").after
+    assert "if gpu:\n    pass\nelse:\n" in after
+
+
+def test_a_function_whose_caller_isnt_shown_prepares_what_it_gets() -> None:
+    text = '''\
+def fit(network, data, optimizer, device):
+    """Trains."""
+    network.train()
+    for x, y in data:
+        loss = network(x.to(device)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+'''
+    after = migrate(text, "fit.py").after
+    assert (
+        '    """Trains."""\n    accelerator = Accelerator()\n    network, optimizer, data = accelerator.prepare('
+        in after
+    )
+
+
+def test_a_name_that_is_taken_is_left_alone() -> None:
+    after = migrate(LOOP + "accelerator = 'the pedal'\n", "train.py").after
+    assert "the_accelerator = Accelerator()" in after and "the_accelerator.backward(loss)" in after
+
+
+def test_a_future_import_stays_first() -> None:
+    after = migrate('"""Doc."""\nfrom __future__ import annotations\n' + LOOP, "train.py").after
+    ast.parse(after)
+    assert after.index("__future__") < after.index("from accelerate")
+
+
+def test_nothing_is_written_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    assert main([str(script)]) == 0
+    assert script.read_text() == LOOP
+    printed = capsys.readouterr().out
+    assert "+    accelerator.backward(loss)" in printed and "Why:" in printed
+    assert main([str(script), "--output", str(tmp_path / "new.py")]) == 0
+    assert script.read_text() == LOOP and "Accelerator()" in (tmp_path / "new.py").read_text()
+    assert main([str(script), "--write"]) == 0
+    assert script.read_text() == (tmp_path / "new.py").read_text()
+    assert main([str(script)]) != 0
+    assert "uses accelerate already" in capsys.readouterr().err
+
+
+def test_files_that_are_no_scripts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, data, reason in (
+        ("a.ipynb", b"{}", "notebook"),
+        ("b.py", b"\xff\xfe", "UTF-8"),
+        ("c.py", None, "No such file"),
+    ):
+        if data is not None:
+            (tmp_path / name).write_bytes(data)
+        assert main([str(tmp_path / name)]) != 0
+        assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("answer", "is_written"), [("y", True), ("n", False), ("", False)])
+def test_a_person_is_asked(tmp_path: Path, answer: str, is_written: bool) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    program = pexpect.spawn(
+        sys.executable, ["-m", "accelerate.commands.main", "migrate", str(script)], encoding="utf-8", timeout=30
+    )
+    program.expect(r"Write this to .*\? \[y/N\]")
+    program.sendline(answer)
+    program.expect(pexpect.EOF)
+    program.close()
+    assert ("accelerator.backward" in script.read_text()) is is_written
+    assert program.exitstatus == (0 if is_written else 1)
