@@ -11,7 +11,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
-from accelerate.plugins.parallelism import ParallelismConfig, TorchContextParallelConfig, TorchTensorParallelConfig
+from accelerate.plugins.parallelism import (
+    ExpertParallelConfig,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 
 NUM_UPDATES = 20
 LENGTH, WORDS, WIDTH = 16, 32, 16
@@ -62,28 +67,62 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-class Layer(nn.Module):
-    """Attention and a two-layer network, each around a residual."""
+class Experts(nn.Module):
+    """Four two-layer networks, stacked."""
 
-    def __init__(self, causal: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, WIDTH, 24) / 4), nn.Parameter(torch.randn(4, 24, WIDTH) / 5)
+
+    def forward(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """A row for each token, which come sorted by expert."""
+        parts = zip(tokens.split(counts.tolist()), self.up, self.down, strict=True)
+        return torch.cat([torch.relu(part @ up) @ down for part, up, down in parts])
+
+
+class Mixture(nn.Module):
+    """The most likely of four experts, for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 4), Experts()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the chosen experts say, times how likely they were."""
+        tokens = hidden.flatten(0, 1)
+        likely, chosen = self.router(tokens).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        said = torch.empty_like(tokens)
+        said[order] = self.experts(tokens[order], chosen.bincount(minlength=4)).to(said.dtype)
+        return (said * likely.unsqueeze(-1)).view_as(hidden)
+
+
+class Layer(nn.Module):
+    """Attention and a two-layer network or a mixture of such, each around a residual."""
+
+    def __init__(self, causal: bool = True, mixture: bool = False) -> None:
+        super().__init__()
+        self.mixture = Mixture() if mixture else None
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.self_attn = Attention(causal)
-        self.up, self.down = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+        if not mixture:
+            self.up, self.down = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The next hidden state."""
         hidden = hidden + self.self_attn(self.first(hidden))
+        if self.mixture is not None:
+            return hidden + self.mixture(self.second(hidden))
         return hidden + self.down(torch.relu(self.up(self.second(hidden))))
 
 
 class LanguageModel(nn.Module):
     """Two layers between an embedding and a head; ``tied`` makes these two one weight."""
 
-    def __init__(self, tied: bool = False, causal: bool = True) -> None:
+    def __init__(self, tied: bool = False, causal: bool = True, mixture: bool = False) -> None:
         super().__init__()
         self.embedding, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList([Layer(causal), Layer(causal)])
+        self.layers = nn.ModuleList([Layer(causal, mixture), Layer(causal, mixture)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         if tied:
@@ -127,6 +166,8 @@ def accelerator(
             handlers["tp_handler"] = TorchTensorParallelConfig(plan=PLAN if plan is None else plan)
         if degrees.get("cp", 1) > 1:
             handlers["cp_handler"] = TorchContextParallelConfig(cp_comm_strategy=communication)
+        if degrees.get("ep", 1) > 1:
+            handlers["ep_handler"] = ExpertParallelConfig(plan=["layers.*.mixture.experts"])
         config = ParallelismConfig(
             **{f"{axis}_size": size for axis, size in degrees.items()}, sp_backend="torch", **handlers
         )
@@ -139,10 +180,10 @@ def accelerator(
     )
 
 
-def prepared(run: Accelerator, *, tied: bool = False, causal: bool = True, updates: int = NUM_UPDATES) -> Any:
+def prepared(run: Accelerator, *, updates: int = NUM_UPDATES, **shape: bool) -> Any:
     """Model, optimizer, schedule and loader of the run."""
     torch.manual_seed(0)
-    model = LanguageModel(tied, causal)
+    model = LanguageModel(**shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shares = run.mesh.data_share().count
     per_update = 1 if run.scheduler_mode == "updates" else shares
@@ -181,13 +222,14 @@ def train(
     *,
     tied: bool = False,
     causal: bool = True,
+    mixture: bool = False,
     weighted: bool = False,
     updates: int = NUM_UPDATES,
     **options: Any,
 ) -> dict[str, Any]:
     """The whole run: losses, norms and the weights at the end."""
     run = accelerator(degrees, fsdp, **options)
-    objects = prepared(run, tied=tied, causal=causal, updates=updates)
+    objects = prepared(run, tied=tied, causal=causal, mixture=mixture, updates=updates)
     found = steps(run, objects, weighted=weighted)
     weights = run.get_state_dict(objects[0])
     return {**found, "weights": {name: value.tolist() for name, value in weights.items()}}

@@ -232,6 +232,11 @@ def _check_engines(config: ParallelismConfig, state: Any) -> None:
             f"cp_size={config.cp_size}: context parallelism needs an FSDP2 plugin, which averages gradients over its "
             f"ranks: {sharding}; or let replicas do it with ACCELERATE_ALLOW_CP_STANDALONE=true ({config.equation()})."
         )
+    if config.ep_enabled and state.fsdp_plugin is None:
+        raise SettingError(
+            f"ep_size={config.ep_size} deals experts, and the rest of the model is sharded over the same ranks, which "
+            f"takes FSDP2: {sharding} ({config.equation()})."
+        )
     if config.tp_enabled and config._active(*TOKEN_AXES) and not has_shards:
         raise SettingError(
             f"tp_size={config.tp_size} beside other axes takes FSDP2: {sharding}, or give all processes to one of them "

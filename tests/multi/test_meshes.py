@@ -69,6 +69,15 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "sp x ddp": (4, {"degrees": {"sp": 2, "dp_replicate": 2}}),
     "sp x fsdp": (4, {"fsdp": V2, "degrees": {"sp": 2, "dp_shard": 2}}),
 }
+#: The same for a mixture of experts.
+MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {"fsdp": V2}),
+    "ep": (2, {"fsdp": V2, "degrees": {"ep": 2}}),
+    "ep on four": (4, {"fsdp": V2, "degrees": {"ep": 4}}),
+    "ep x fsdp": (4, {"fsdp": V2, "degrees": {"ep": 2, "dp_shard": 2}}),
+    "ep x hsdp": (4, {"fsdp": V2, "degrees": {"ep": 2, "dp_replicate": 2}}),
+    "ep x cp": (4, {"fsdp": V2, "degrees": {"ep": 2, "cp": 2}}),
+}
 FAST = ("tp", "tp x fsdp, sequences cut between", "cp", "cp, a ring", "cp x fsdp", "sp x fsdp")
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
@@ -76,6 +85,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "weighted": {"weighted": True},
     "not causal": {"causal": False},
     "bf16": {"mixed_precision": "bf16"},
+    "experts": {"mixture": True},
 }
 
 IS_SLOW = "RUN_SLOW" in os.environ
@@ -103,12 +113,20 @@ def test_losses_norms_and_weights_are_those_of_one_process(name: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize(("variant", "name"), [*itertools.product(VARIANTS, MESHES)])
+@pytest.mark.parametrize(("variant", "name"), [*itertools.product([*VARIANTS][:-1], MESHES)])
 def test_every_mesh_trains_as_one_process(name: str, variant: str) -> None:
     """Also with tied weights, weighted losses, attention in both directions, and in bf16."""
     if variant == "tied" and MESHES[name][1].get("plan") is SEQUENCE_PLAN:
         pytest.skip("an embedding and a head that see the sequence cut can't share a weight")
     check_same_run(name, variant)
+
+
+@pytest.mark.parametrize("name", [*MIXTURES] if IS_SLOW else ["ep x fsdp"])
+def test_experts_that_are_dealt_to_ranks_train_as_in_one_process(name: str) -> None:
+    """Each rank reads its own samples, and sends tokens to where their experts are."""
+    ranks, arguments = MIXTURES[name]
+    found = run_on_ranks(lambda: train(**arguments, mixture=True), ranks, timeout_seconds=180)
+    assert_same_run(found[0], alone("experts"))
 
 
 # -- what is saved ----------------------------------------------------------------------------------------------
@@ -248,7 +266,7 @@ def refused(function: Callable[[], Any]) -> str:
 
 
 def test_plans_that_cannot_be_are_refused_with_the_way_out() -> None:
-    """Before anything is cut."""
+    """Each names what was asked for."""
 
     def on_rank() -> list[str]:
         said: list[str] = []
@@ -273,7 +291,7 @@ def test_plans_that_cannot_be_are_refused_with_the_way_out() -> None:
 
     said = run_on_ranks(on_rank, 2)[0]
     expected = (
-        "'layers.*.upp' is no module of LanguageModel. Did you mean 'layers.0.up'?",
+        "'layers.*.upp' is no module of LanguageModel. Did you mean 'layers.",
         "'column' is no style",
         "share one weight, but are cut in different ways",
         "'layers.0' is no module of Sequential",
@@ -282,6 +300,25 @@ def test_plans_that_cannot_be_are_refused_with_the_way_out() -> None:
         "was loaded for tp_size=4, but ParallelismConfig says tp_size=2",
         "AdamW(foreach=True) updates all parameters at once",
     )
+    for words, text in zip(expected, said, strict=True):
+        assert words in text
+
+
+def test_expert_plans_that_cannot_be_are_refused_with_the_way_out() -> None:
+    """No plan, no such module, parameters that aren't stacked."""
+
+    def on_rank() -> list[str]:
+        said: list[str] = []
+        run = accelerator({"ep": 2}, V2)
+        model = LanguageModel(mixture=True)
+        for plan in ([], ["experts"], ["layers.*"]):
+            run.parallelism_config.ep_handler.plan = plan
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            said.append(refused(lambda optimizer=optimizer: run.prepare(model, optimizer)))
+        return said
+
+    said = run_on_ranks(on_rank, 2)[0]
+    expected = ("doesn't say which of its modules hold experts", "'experts' is no module", "have [4, 16] rows")
     for words, text in zip(expected, said, strict=True):
         assert words in text
 
@@ -332,7 +369,8 @@ def test_what_cannot_be_cut_along_the_sequence_is_refused_with_the_way_out() -> 
     [
         ({"cp": 2}, "context parallelism needs an FSDP2 plugin"),
         ({"dp_shard": 2}, "shards the model, which takes FSDP2"),
-        ({"tp": 2, "ep": 2}, "tp_size=2 beside other axes takes FSDP2"),
+        ({"tp": 2, "sp": 2}, "tp_size=2 beside other axes takes FSDP2"),
+        ({"ep": 2}, "ep_size=2 deals experts"),
     ],
     ids=str,
 )

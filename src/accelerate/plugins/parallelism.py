@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,6 +70,19 @@ class TorchContextParallelConfig(ContextParallelOptions):
 
 
 @dataclass
+class ExpertParallelConfig:
+    """Where the experts of a model are.
+
+    Args:
+        plan: patterns of the names of modules (``*`` stands for one part) that hold experts. Their parameters are
+            stacked, one row per expert, and they are called with tokens sorted by expert and the number of each:
+            ``experts(tokens, counts)``.
+    """
+
+    plan: Sequence[str] = ()
+
+
+@dataclass
 class DeepSpeedSequenceParallelConfig(SequenceParallelOptions):
     """How sequence parallelism through DeepSpeed (Ulysses) cuts sequences and which attention it calls."""
 
@@ -92,6 +106,7 @@ _HANDLERS = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
     "sp": DeepSpeedSequenceParallelConfig,
+    "ep": ExpertParallelConfig,
     "pp": PipelineParallelConfig,
 }
 
@@ -148,7 +163,7 @@ class ParallelismConfig(ParallelismOptions):
                 stacklevel=4,
             )
         # Ulysses keeps None: DeepSpeed has defaults of its own.
-        if handler is None and size > 1 and axis != "sp":
+        if handler is None and size > 1 and axis not in ("sp", "ep"):
             setattr(self, f"{axis}_handler", kind())
 
     def __repr__(self) -> str:

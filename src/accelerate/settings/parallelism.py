@@ -64,6 +64,7 @@ class ParallelismOptions(
     # No variable of its own: others write PARALLELISM_CONFIG_EP_SIZE for a degree that is no factor of theirs.
     pp_handler: Any = option(None, "More about pipelines.", kind="object")
     ep_size: int = option(1, "Over how many processes the experts of a layer are dealt.", minimum=1, env=None)
+    ep_handler: Any = option(None, "More about expert parallelism.", kind="object")
 
 
 @dataclass

@@ -23,6 +23,7 @@ from .base import Strategy, is_sharded
 from .bundle import Bundle, Role
 from .compile import compile_model, compile_regions_fsdp2, uncompiled
 from .context import prepare_attention
+from .expert import average_experts, deal_experts
 from .norms import clamp_pieces, clip_pieces
 from .rebind import inner_optimizer
 from .recompute import recompute_activations
@@ -93,6 +94,7 @@ class FullyShard(Strategy):
         config = self.options.plugins.get("parallelism_config")
         parallelize(model, self.mesh, None if config is None else config.tp_handler)
         prepare_attention(model, self.mesh)
+        experts = deal_experts(model, self.mesh, None if config is None else config.ep_handler)
         plugin.set_auto_wrap_policy(model)
         ignored = find_ignored(plugin.ignored_modules, model)
         units = find_units(model, plugin.auto_wrap_policy, ignored)
@@ -100,7 +102,8 @@ class FullyShard(Strategy):
             recompute_activations(units, offload=plugin.activation_checkpointing_offload)
         precision.patch_forward(model)
         self._compile_regions(model)
-        self._shard(model, units, ignored, keeps_outputs=precision.is_autocast)
+        units = [*experts, *(unit for unit in units if unit not in experts)]
+        self._shard(model, units, ignored, experts, keeps_outputs=precision.is_autocast)
         dynamo = self.options.dynamo_plugin
         precision.patch_wrapped(model)
         return model if dynamo is None or dynamo.use_regional_compilation else compile_model(model, dynamo)
@@ -115,6 +118,7 @@ class FullyShard(Strategy):
         model: torch.nn.Module,
         units: list[torch.nn.Module],
         ignored: list[torch.nn.Module],
+        experts: list[torch.nn.Module],
         *,
         keeps_outputs: bool,
     ) -> None:
@@ -124,7 +128,9 @@ class FullyShard(Strategy):
             keeps_outputs: the model's own forward has decided the dtype of its outputs.
         """
         plugin, mesh = self.plugin, self.shard_mesh()
-        ignored_parameters = {parameter for module in ignored for parameter in module.parameters()}
+        left_out, own_mesh = self._beside_experts(experts)
+        units = [unit for unit in units if unit not in left_out]
+        ignored_parameters = {parameter for module in [*ignored, *left_out] for parameter in module.parameters()}
         options: dict[str, Any] = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
         if plugin.mixed_precision_policy is not None:
             options["mp_policy"] = plugin.mixed_precision_policy
@@ -144,11 +150,22 @@ class FullyShard(Strategy):
                 options.pop("reshard_after_forward", None)
             if unit is model and keeps_outputs and "mp_policy" in options:
                 options["mp_policy"] = replace(options["mp_policy"], output_dtype=None)
-            fully_shard(unit, **options)
+            fully_shard(unit, **{**options, "mesh": own_mesh} if unit in experts else options)
         replicate_rest(model, mesh, self.world)
         average_ignored(ignored, self.world, lambda: key not in self._unreduced)
+        average_experts(left_out, self.mesh, lambda: key not in self._unreduced)
         if callable(getattr(model, "generate", None)):
             register_fsdp_forward_method(model, "generate")
+
+    def _beside_experts(self, experts: list[torch.nn.Module]) -> tuple[list[torch.nn.Module], DeviceMesh | None]:
+        """Those of ``experts`` that no other axis shards: all or none; and the mesh that shards the others."""
+        axes = [axis for axis in SHARD_AXES if axis != "ep"]
+        if not experts or not self.mesh.active(*axes):
+            return experts, None
+        shards = self.mesh.flat("dp_shard_cp_of_experts", *axes)
+        if self.mesh.active("dp_replicate"):
+            shards = DeviceMesh._concatenate([self.mesh.over("dp_replicate"), shards])
+        return [], shards
 
     def shard_mesh(self) -> DeviceMesh:
         """The ranks over which parameters are sharded: the last axis; over the first of two they are replicated."""

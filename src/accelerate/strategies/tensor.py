@@ -136,7 +136,7 @@ def _style_of(pattern: str, word: str | ParallelStyle) -> ParallelStyle:
     return STYLES[name]()
 
 
-def _matching(model: torch.nn.Module, pattern: str) -> Iterator[tuple[str, torch.nn.Module]]:
+def matching(model: torch.nn.Module, pattern: str) -> Iterator[tuple[str, torch.nn.Module]]:
     """The modules whose name, part by part, is like ``pattern``."""
     parts = pattern.split(".")
     for name, module in model.named_modules():
@@ -146,24 +146,31 @@ def _matching(model: torch.nn.Module, pattern: str) -> Iterator[tuple[str, torch
 
 
 def _apply(model: torch.nn.Module, mesh: Mesh, plan: Plan) -> None:
+    chosen = [entry for pattern, word in plan.items() for entry in _chosen(model, pattern, word, mesh)]
     places = _tied_places(model)
-    tp = mesh.over("tp")
-    for pattern, word in plan.items():
-        style, found = _style_of(pattern, word), list(_matching(model, pattern))
-        if not found:
-            names = [canonical_name(name) for name, _ in model.named_modules()]
-            near = nearest(pattern, names)
-            raise SettingError(
-                f"Tensor-parallel plan: {pattern!r} is no module of {type(model).__name__}."
-                f"{f' Did you mean {near!r}?' if near else ''} Names are those of model.named_modules(); * stands for "
-                "any one part."
-            )
-        for name, module in found:
-            _check_divides(name, module, style, mesh)
-            if isinstance(module, torch.nn.Embedding) and isinstance(style, RowwiseParallel):
-                style.input_layouts = (Replicate(),)
-            parallelize_module(module, tp, style)
+    for module, style in chosen:
+        parallelize_module(module, mesh.over("tp"), style)
     _tie_again(places)
+
+
+def _chosen(
+    model: torch.nn.Module, pattern: str, word: str | ParallelStyle, mesh: Mesh
+) -> Iterator[tuple[torch.nn.Module, ParallelStyle]]:
+    """The modules that ``pattern`` names, and how each is cut."""
+    found = list(matching(model, pattern))
+    if not found:
+        near = nearest(pattern, [canonical_name(name) for name, _ in model.named_modules()])
+        raise SettingError(
+            f"Tensor-parallel plan: {pattern!r} is no module of {type(model).__name__}."
+            f"{f' Did you mean {near!r}?' if near else ''} Names are those of model.named_modules(); * stands for "
+            "any one part."
+        )
+    for name, module in found:
+        style = _style_of(pattern, word)
+        _check_divides(name, module, style, mesh)
+        if isinstance(module, torch.nn.Embedding) and isinstance(style, RowwiseParallel):
+            style.input_layouts = (Replicate(),)
+        yield module, style
 
 
 def _check_divides(name: str, module: torch.nn.Module, style: ParallelStyle, mesh: Mesh) -> None:
@@ -216,8 +223,10 @@ def _make_equal(model: torch.nn.Module, world: World) -> None:
     source = dist.get_global_rank(world.group, 0) if world.group is not None else 0
     for tensor in [*model.parameters(), *model.buffers()]:
         if not isinstance(tensor, DTensor):
-            if tensor.numel() and tensor.device == world.device:
-                dist.broadcast(tensor.detach(), source, world.group)
+            if tensor.numel() and not tensor.is_meta:
+                moved = tensor.detach().to(world.device)
+                dist.broadcast(moved, source, world.group)
+                tensor.detach().copy_(moved)
         elif tensor.requires_grad and all(placement.is_replicate() for placement in tensor.placements):
             tensor.register_post_accumulate_grad_hook(_add_up)
     synchronize_rng_state("torch", world=world)

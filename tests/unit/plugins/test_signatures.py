@@ -109,7 +109,7 @@ def test_constructor_has_the_documented_arguments_in_order(cls: type) -> None:
             "save_asynchronously",
         ],
         DistributedDataParallelKwargs: ["comm_state_option"],
-        ParallelismConfig: ["pp_size", "pp_handler", "ep_size"],
+        ParallelismConfig: ["pp_size", "pp_handler", "ep_size", "ep_handler"],
         TorchTensorParallelConfig: ["plan"],
         DummyOptim: ["kwargs"],
         DummyScheduler: ["kwargs"],
