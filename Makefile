@@ -49,13 +49,21 @@ endef
 
 clients: setup   ## install transformers, diffusers, peft, trl, ... beside .venv, and run them on this package (minutes)
 	$(call beside,.clients)
-	.clients/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt transformers diffusers peft trl sentence-transformers "lm-eval[hf]" tensorboard
+	.clients/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt transformers diffusers peft trl sentence-transformers lm-eval
 	PYTHONPATH=$(CURDIR)/src .clients/bin/python -m pytest -q tests/clients --record docs/clients.md tests/unit/test_big_models_of_transformers.py $(wildcard tests/unit/estimate/test_of_transformers.py)
 
 trackers: setup  ## install the nine tracking services beside .venv, log to each offline, read back, kill backends (minutes)
 	$(call beside,.trackers)
 	.trackers/bin/python -m pip install --quiet --disable-pip-version-check -c tests/trackers/constraints.txt tensorboard wandb mlflow aim comet-ml clearml dvclive swanlab trackio
 	PYTHONPATH=$(CURDIR)/src .trackers/bin/python -m pytest -q tests/trackers
+
+deepspeed: setup  ## install DeepSpeed and transformers beside .venv, and run ZeRO for real on CPU ranks (minutes)
+	test -x .deepspeed/bin/python || $(BIN)/python -m venv .deepspeed
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > .deepspeed/packages
+	cp .deepspeed/packages "$$(.deepspeed/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth"
+	DS_BUILD_OPS=0 .deepspeed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		deepspeed==0.19.8 transformers==5.23.0 ninja==1.13.2
+	PYTHONPATH=src .deepspeed/bin/python -m pytest -q tests/deepspeed tests/seeds/test_001_deepspeed.py
 
 meshes: setup    ## every mesh of 2 and 4 ranks against one process, and every checkpoint under every other (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_meshes.py

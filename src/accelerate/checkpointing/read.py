@@ -18,6 +18,7 @@ from . import sharded
 from .agreement import Ranks
 from .codec import read_pickle
 from .draft import Store
+from .engine_files import holds_engine_state, read_engine_weights
 from .layout import CUSTOM, LOADER, OPTIMIZER, RANDOM, SCALER, SCHEDULER, Slot, from_classic_streams
 from .manifest import UNFINISHED_NAME, Manifest
 from .meter import Meter
@@ -26,7 +27,7 @@ from .remote import open_store
 from .selection import Selection
 from .series import is_classic, numbered, series_place, written
 from .tensor_files import raw_bytes
-from .weights import load_weights
+from .weights import holds_weights, load_weights
 
 if TYPE_CHECKING:
     from ..world import World
@@ -307,7 +308,7 @@ def _read(found: LoadedCheckpoint, store: Store, receivers: Receivers) -> None:
             files = _read_model(model, folder, index, receivers, selection)
             meter.advance(sum(sizes.get(name, 0) for name in files))
         if not receivers.model_only:
-            _read_shared(folder, receivers)
+            _read_shared(found, folder, receivers)
             _read_own(found, folder, store.ranks, receivers)
 
 
@@ -325,6 +326,10 @@ def _read_model(model: Any, folder: Path, index: int, receivers: Receivers, sele
         state = read_pickle(classic, **receivers.pickle_options)
         access.receiver(model).load_state_dict(state, **options)
         return [classic.name]
+    if holds_engine_state(folder, index) and not holds_weights(folder, index):
+        trusted = access.trusts_engine or receivers.pickle_options.get("weights_only") is False
+        access.receiver(model).load_state_dict(read_engine_weights(folder, index, trusted=trusted), **options)
+        return []
     loaded = load_weights(
         access.receiver(model),
         folder,
@@ -340,12 +345,15 @@ def _wants_more(receivers: Receivers) -> bool:
     return bool(receivers.optimizers or receivers.schedulers or receivers.custom_objects or receivers.scaler)
 
 
-def _read_shared(folder: Path, receivers: Receivers) -> None:
+def _read_shared(found: LoadedCheckpoint, folder: Path, receivers: Receivers) -> None:
     options = receivers.pickle_options
     for number, optimizer in enumerate(receivers.optimizers):
         shards = sharded.optimizer_folder(folder, number)
         if sharded.is_sharded(shards):
             sharded.read_optimizer_shards(receivers.access, optimizer, receivers.models, shards)
+            continue
+        if holds_engine_state(folder) and not OPTIMIZER.holds(folder, number):
+            found.notes.append("DeepSpeed saved it, so that only DeepSpeed can go on with its optimizer: ours is anew")
             continue
         state = OPTIMIZER.read(folder, number, **options)
         receivers.access.take_whole_optimizer(optimizer, receivers.models, state)

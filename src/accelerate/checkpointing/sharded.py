@@ -17,7 +17,10 @@ import torch
 
 from ..errors import CheckpointError
 from ..names import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from .dcp import in_our_words, is_distributed_checkpoint, read_into, read_metadata
+from ..world import current_world
+from .agreement import Ranks
+from .dcp import is_distributed_checkpoint, read_into, read_metadata
+from .shard_files import Shards
 
 NamedParameters = Callable[[Any], Iterable[tuple[str, torch.Tensor]]]
 
@@ -45,6 +48,9 @@ def is_sharded(folder: Path) -> bool:
 class StateAccess(ABC):
     """How the state of a model or an optimizer that lies over the ranks is given and taken. Everything here is a
     collective."""
+
+    #: Whether files of DeepSpeed's engine, which are pickles, are read without being asked.
+    trusts_engine: bool = False
 
     def restore(self, model: Any, folder: Path, index: int, *, model_only: bool = False, **options: Any) -> bool:
         """Whether ``folder`` held the state of ``model`` in a form of the strategy's own, and ``model`` now has it."""
@@ -101,12 +107,11 @@ def write_optimizer_shards(folder: Path, shards: Mapping[str, Any]) -> None:
 
 
 def _write(folder: Path, state: dict[str, Any]) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+    Shards(folder, state, Ranks(None if _alone() else current_world())).write(_no_file)
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with in_our_words(f"save {folder}"):
-        save(state, storage_writer=FileSystemWriter(folder), no_dist=_alone())
+
+def _no_file(name: str, *, pickle: bool = False) -> Any:
+    raise AssertionError(f"shards open their own files, {name!r} is none of them")
 
 
 def _alone() -> bool:

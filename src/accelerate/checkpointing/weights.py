@@ -343,6 +343,12 @@ def open_weights(
         yield WeightFiles(files, lambda key: where[key](key), list(where))
 
 
+def holds_weights(folder: Path, index: int = 0) -> bool:
+    """Whether ``folder`` has the whole weights of the model at ``index``, in any of their files."""
+    names = [WeightNames.of(index, safe=safe) for safe in (True, False)]
+    return any((folder / name).is_file() for one in names for name in (one.whole, one.index))
+
+
 def _find(folder: Path, index: int) -> list[Path]:
     if folder.is_file():
         return _shards(folder) if folder.name.endswith(".index.json") else [folder]

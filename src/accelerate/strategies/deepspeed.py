@@ -122,7 +122,7 @@ class DeepSpeed(Strategy):
         with env.patched(LOCAL_RANK=env.read("LOCAL_RANK") or str(self.world.local_rank)):
             engine, optimizer, _, scheduler = library.initialize(model=model, **arguments)
         self._compile(engine)
-        self._hold(engine)
+        self._hold(engine, trains=prepared.optimizer is not None)
         slot.current = engine
         self._replace(bundle, optimizer, scheduler)
 
@@ -162,9 +162,9 @@ class DeepSpeed(Strategy):
 
     def _replace(self, bundle: Bundle, optimizer: Any, scheduler: Any) -> None:
         """The slots of optimizer and scheduler hold what the engine made of them."""
-        wrapped = DeepSpeedOptimizerWrapper(optimizer) if optimizer is not None else None
+        wrapped: Any = None
         for slot in _fresh(bundle, Role.OPTIMIZER):
-            slot.current = wrapped
+            slot.current = wrapped = DeepSpeedOptimizerWrapper(optimizer)
         if scheduler is None:
             return  # a schedule of the user's own is driven by the Accelerator, over the same parameter groups
         own = _scheduler_of_deepspeed(bundle)
@@ -182,11 +182,13 @@ class DeepSpeed(Strategy):
         else:
             engine.compile(backend=options.pop("backend"), compile_kwargs=options)
 
-    def _hold(self, engine: Any) -> None:
+    def _hold(self, engine: Any, *, trains: bool) -> None:
         self._engines.append(engine)
+        if not trains:  # for evaluation: no backward goes through it
+            return
         if self.engine is None:
             self.engine = DeepSpeedEngineWrapper(engine)
-        elif engine.optimizer is not None:
+        else:
             logger.warning(
                 "A wrapped DeepSpeed engine reference is currently tied for this `Accelerator()` instance: backward() "
                 "goes through the first engine. Prepare another model on another `Accelerator()`."

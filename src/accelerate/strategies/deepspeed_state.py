@@ -25,6 +25,8 @@ class EngineState(StateAccess):
     Models that no engine has (prepared for evaluation) lie in place.
     """
 
+    trusts_engine = True  # DeepSpeed itself reads them so
+
     def __init__(self, in_place: InPlace) -> None:
         self._in_place = in_place
 
@@ -33,9 +35,13 @@ class EngineState(StateAccess):
         if not _is_engine(model):
             return False
         tag = engine_tag(index)
-        if not (folder / tag).is_dir():
+        saved, own = _saved_layout(folder / tag), _own_layout(model)
+        if saved != own:
             logger.warning(
-                "%s was not saved by DeepSpeed: the model gets its weights, and the optimizer starts anew.", folder
+                "%s was saved by %s, and is loaded by %s: the model gets its weights, and the optimizer starts anew.",
+                folder,
+                saved,
+                own,
             )
             return False
         path, _ = model.load_checkpoint(
@@ -47,10 +53,7 @@ class EngineState(StateAccess):
             load_module_only=model_only,
         )
         if path is None:
-            raise CheckpointError(
-                f"DeepSpeed could not load {folder / tag}. It goes on with the ZeRO stage and the number of ranks that "
-                "saved it; other runs take the weights only, from the other files of the checkpoint."
-            )
+            raise CheckpointError(f"DeepSpeed could not load {folder / tag}; its own log says why.")
         return True
 
     def receiver(self, model: Any) -> Any:
@@ -101,6 +104,24 @@ class EngineState(StateAccess):
         raise _refusal()
 
 
+def _saved_layout(folder: Path) -> str:
+    """Who saved ``folder``, in the words that :func:`_own_layout` uses."""
+    if not folder.is_dir():
+        return "another strategy"
+    num_pieces = len(list(folder.glob("*_optim_states.pt")))
+    if not num_pieces:
+        return "DeepSpeed without ZeRO"
+    is_in_pieces = any(folder.glob("*zero_pp_rank_*_model_states.pt"))
+    return f"{num_pieces} ranks with ZeRO stage {'3' if is_in_pieces else '1 or 2'}"
+
+
+def _own_layout(engine: Any) -> str:
+    stage = int(engine.zero_optimization_stage())
+    if stage == 0:
+        return "DeepSpeed without ZeRO"
+    return f"{torch.distributed.get_world_size()} ranks with ZeRO stage {'3' if stage == 3 else '1 or 2'}"
+
+
 def _refusal() -> CheckpointError:
     return CheckpointError("The state of DeepSpeed's optimizer is saved and loaded by its engine only.")
 
@@ -112,10 +133,11 @@ class _Receiver:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def state_dict(self) -> dict[str, Any]:
-        """Names and shapes."""
+    def state_dict(self, keep_vars: bool = True) -> dict[str, Any]:
+        """Names and shapes; tied names have one tensor."""
+        made: dict[int, torch.Tensor] = {}
         return {
-            name: torch.empty(_shape(value), dtype=value.dtype, device="meta")
+            name: made.setdefault(id(value), torch.empty(_shape(value), dtype=value.dtype, device="meta"))
             for name, value in _named_state(self._engine.module)
         }
 
@@ -127,7 +149,8 @@ class _Receiver:
         unexpected = [name for name in state if name not in live]
         if strict and (missing or unexpected):
             raise RuntimeError(f"missing {missing[:5]}, unexpected {unexpected[:5]}")
-        take_weights(self._engine, {name: value for name, value in state.items() if name in live})
+        # What was left out on purpose comes back as the shape that state_dict() gave.
+        take_weights(self._engine, {name: v for name, v in state.items() if name in live and not v.is_meta})
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 
@@ -175,7 +198,19 @@ def take_weights(engine: Any, state: Mapping[str, Any]) -> None:
         for name, value in _named_state(engine.module):
             if name in state and isinstance(value, torch.nn.Parameter) and value.requires_grad:
                 # As they were saved, where the model itself has them rounded.
-                tools.safe_set_full_fp32_param(value, state[name].to(device=value.device, dtype=torch.float32))
+                _set_master(tools, value, state[name].to(device=value.device, dtype=torch.float32))
+
+
+def _set_master(tools: Any, parameter: Any, value: torch.Tensor) -> None:
+    """The full-precision value that ``parameter`` is updated from is ``value``."""
+    if not is_partitioned(parameter):
+        tools.safe_set_full_fp32_param(parameter, value)
+        return
+    # By the piece: DeepSpeed's own division forgets that the last rank's piece may be padded.
+    size = tools.safe_get_local_fp32_param(parameter).numel()
+    start = size * torch.distributed.get_rank(parameter.ds_process_group)
+    piece = value.flatten()[start : start + size]
+    tools.safe_set_local_fp32_param(parameter, torch.nn.functional.pad(piece, (0, size - piece.numel())))
 
 
 def _named_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
