@@ -36,7 +36,7 @@ FLOORS: Final[dict[str, int]] = {
             "precision data_loader checkpointing tracking device_map hooks offload optimizer scheduler gradients"
             " weighting metrics health watching",
             "strategies",
-            "accelerator construction uneven pace micro_batches state local_sgd inference big_modeling quantize estimate test_utils",
+            "accelerator averaging construction uneven pace micro_batches state local_sgd inference big_modeling quantize estimate test_utils",
             "accelerate utils launchers parallelism_config memory_utils",  # accelerate: the front door itself
         )
     )
@@ -76,10 +76,10 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "device_map": ("checkpointing", "offload"),
     "hooks": ("device_map", "offload"),
     # house
-    "accelerator": ("state", "construction", "uneven", "pace", "micro_batches"),
+    "accelerator": ("averaging", "state", "construction", "uneven", "pace", "micro_batches"),
     "local_sgd": ("accelerator", "state"),
     "quantize": ("big_modeling",),
-    "estimate": ("big_modeling",),
+    "estimate": ("big_modeling", "accelerator"),
     "test_utils": ("accelerator", "state", "local_sgd", "big_modeling", "inference"),
     # doors: importing is what they are for
     "accelerate": ("utils", "launchers", "parallelism_config"),

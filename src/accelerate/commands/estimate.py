@@ -12,7 +12,7 @@ from ..errors import AccelerateError
 from .parser import Parser, spellings
 
 DTYPES = ("float32", "float16", "int8", "int4")
-_PRECISIONS = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
+PRECISIONS = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
 _LAYOUTS = ("ddp", "zero2", "fsdp-grad", "fsdp", "tp")
 _DESCRIPTION = "Say how much memory a model needs, stored and in training, alone and on several ranks."
 
@@ -45,17 +45,17 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         action="store_true",
         help="Run the code that the model brings with it.",
     )
-    parser.add_argument("--batch", type=_count, default=1, help="Samples of a micro-batch on one rank.")
-    parser.add_argument("--sequence", type=_count, default=512, help="Tokens of a sample.")
+    parser.add_argument("--batch", type=count, default=1, help="Samples of a micro-batch on one rank.")
+    parser.add_argument("--sequence", type=count, default=512, help="Tokens of a sample.")
     parser.add_argument("--optimizer", default="adamw", help="A class of torch.optim.")
     parser.add_argument(
-        *spellings("--mixed_precision"), dest="mixed_precision", choices=tuple(_PRECISIONS), default="no"
+        *spellings("--mixed_precision"), dest="mixed_precision", choices=tuple(PRECISIONS), default="no"
     )
     parser.add_argument("--recompute", action="store_true", help="With activation checkpointing of the blocks.")
     parser.add_argument(
         *spellings("--num_processes"),
         dest="num_processes",
-        type=_count,
+        type=count,
         nargs="+",
         default=[1, 8],
         help="Numbers of ranks.",
@@ -73,7 +73,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     number = int(text) if text.isascii() and text.isdigit() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
@@ -110,7 +110,7 @@ def estimate_command(args: argparse.Namespace) -> None:
     from ..estimate.subject import find_subject
 
     subject = find_subject(args.model_name, args.library_name, args.trust_remote_code)
-    precision = _PRECISIONS[args.mixed_precision]
+    precision = PRECISIONS[args.mixed_precision]
     found = estimate(
         subject,
         args.dtypes,

@@ -1,0 +1,191 @@
+"""`accelerate plan`: the first way that fits, its arithmetic, and a configuration that means it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.commands import plan as command
+from accelerate.errors import SettingError
+from accelerate.estimate.layout import footprint
+from accelerate.estimate.plan import layouts, propose
+from accelerate.estimate.trace import TrainingTrace, trace_training
+from accelerate.settings import file
+
+PROGRAM = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(8)))
+
+def build():
+    return model(), lambda batch, sequence: torch.zeros(batch, sequence, 64)
+"""
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+from models_to_plan import model
+
+accelerator = Accelerator(cpu=True)
+net = model()
+assert net[0].up.weight.is_meta
+size = int(sys.argv[1])
+loader = DataLoader(TensorDataset(torch.zeros(size * 2, 3, 64), torch.zeros(size * 2)), batch_size=size)
+net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+raise AssertionError("a plan doesn't train")
+"""
+KB = 1 << 10
+
+
+@pytest.fixture(autouse=True)
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models_to_plan.py").write_text(PROGRAM, encoding="utf-8")
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.delitem(sys.modules, "models_to_plan", raising=False)
+
+
+def _trace(recompute: bool) -> TrainingTrace:
+    from accelerate.estimate.subject import find_subject
+
+    subject = find_subject("models_to_plan.py:build")
+    return trace_training(subject, batch=4, sequence=16, recompute=recompute, device="cpu")
+
+
+def _planned(memory: int, gpus: int = 8, gpus_per_host: int = 8) -> Any:
+    return propose("m", _trace, gpus=gpus, memory=memory, gpus_per_host=gpus_per_host, reserve=0.0)
+
+
+def test_the_first_way_that_fits_is_chosen() -> None:
+    smallest = _planned(1)
+    assert smallest.chosen is None and len({way.name for way in smallest.ways}) == len(smallest.ways)
+    for number, way in enumerate(smallest.ways):
+        earlier = [each.footprint.peak for each in smallest.ways[:number]]
+        if way.footprint.peak < min(earlier, default=way.footprint.peak + 1):
+            found = _planned(way.footprint.peak)
+            assert found.chosen is not None and found.chosen.name == way.name and len(found.ways) == number + 1
+
+
+def test_less_memory_takes_stronger_ways() -> None:
+    names = [_planned(memory * KB).chosen.name for memory in (8192, 2600, 1900, 1500, 1100)]
+    assert names == ["ddp8", "fsdp-grad8", "fsdp8", "fsdp8, recomputing", "tp2+fsdp4, recomputing"]
+    assert any(way.layout.tp > 1 for way in _planned(1).ways) and any(way.layout.cp > 1 for way in _planned(1).ways)
+    assert _planned(1).ways[-1].layout.offload_weights
+
+
+def test_the_numbers_are_those_of_the_estimate() -> None:
+    for way in _planned(1).ways:
+        if way.layout.cp == 1:
+            assert way.footprint == footprint(_trace(way.recompute), way.layout)
+        else:  # FSDP shards over these ranks too
+            assert way.footprint.weights < footprint(_trace(way.recompute), way.layout).weights
+
+
+@pytest.mark.parametrize(("gpus", "per_host"), [(1, 8), (2, 8), (6, 8), (8, 8), (64, 8), (4096, 8), (12, 4)])
+def test_every_way_uses_all_devices_and_splits_matrices_inside_a_host(gpus: int, per_host: int) -> None:
+    found = list(layouts(gpus, per_host))
+    assert len(set(found)) == len(found)
+    for layout in found:
+        assert layout.ranks == gpus and layout.tp <= per_host
+
+
+def test_four_thousand_devices_are_planned_at_once() -> None:
+    assert _planned(1, gpus=4096).ways[-1].layout.ranks == 4096
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ({"gpus": 0, "memory": 1}, "--gpus 0"),
+        ({"gpus": 12, "memory": 1}, "fills its hosts"),
+        ({"gpus": 1, "memory": 0}, "memory=0"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(numbers: dict[str, int], text: str) -> None:
+    with pytest.raises(SettingError, match=text):
+        _planned(**numbers)
+
+
+@pytest.mark.parametrize("gpus", [1, 8, 16])
+def test_every_way_has_a_configuration_that_means_it(gpus: int, tmp_path: Path) -> None:
+    for way in _planned(1, gpus=gpus).ways:
+        path = tmp_path / "written.yaml"
+        file.save(command.settings_of(way, gpus, 8, "bf16", ["Block"]), path)
+        read = file.load(path)
+        assert read.launch.num_processes == gpus and read.run.mixed_precision == "bf16"
+        if way.layout.sharding.startswith("fsdp"):
+            assert read.fsdp is not None and read.fsdp.activation_checkpointing is way.recompute
+            assert bool(read.fsdp.cpu_offload) is way.layout.offload_weights
+        if way.layout.tp * way.layout.cp > 1 or (way.layout.shards > 1 and way.layout.replicas > 1):
+            sizes = read.parallelism
+            assert sizes is not None
+            assert (sizes.dp_replicate_size, sizes.dp_shard_size) == (way.layout.replicas, way.layout.shards)
+            assert (sizes.tp_size, sizes.cp_size) == (way.layout.tp, way.layout.cp)
+
+
+def test_the_command_prints_the_table_and_writes_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["models_to_plan.py:build", "--gpus", "8", "--memory", "1500KB", "--batch", "4", "--sequence", "16"]
+    assert command.main([*arguments, "--reserve", "0", "--mixed-precision", "no"]) == 0
+    out = capsys.readouterr().out
+    assert "Chosen: fsdp" in out and "accelerate launch --config_file accelerate_config.yaml" in out
+    written = file.read("accelerate_config.yaml")
+    assert written["distributed_type"] == "FSDP"
+    assert written["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Block"
+
+
+def test_programs_get_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        command.main(["models_to_plan.py:build", "--gpus", "2", "--memory", "80GB", "--json", "--config_file", ""]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["chosen"] == "ddp2" and found["memory"] == 80 * 10**9
+    for way in found["ways"]:
+        parts = ("weights", "buffers", "gradients", "optimizer", "activations", "communication")
+        assert way["peak"] == sum(way[part] for part in parts)
+    assert not Path("accelerate_config.yaml").exists()
+
+
+def test_a_script_runs_up_to_prepare(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["train.py", "--gpus", "2", "--memory", "1GB", "--json", "--", "5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "train.py" and found["batch"] == 5
+    numbers = 8 * (64 * 256 * 2 + 64 + 256)
+    assert found["ways"][0]["weights"] == 4 * numbers and found["ways"][0]["optimizer"] == 0  # SGD keeps nothing
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        ("raise OSError('no disk')", "OSError: no disk"),
+        ("x = 1", "ended without accelerator.prepare"),
+        ("from accelerate import Accelerator\nAccelerator(cpu=True).prepare(3)", "has no model"),
+    ],
+)
+def test_a_script_that_prepares_no_model_says_so(
+    program: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.py").write_text(program, encoding="utf-8")
+    assert command.main(["bad.py", "--gpus", "2", "--memory", "1GB"]) == 2
+    assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_command_starts_without_torch() -> None:
+    code = "import sys\nfrom accelerate.commands import plan\nplan.plan_command_parser()\n"
+    code += "assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
