@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from . import checkpointing, collectives, construction, pace, processes, strategies, tracking, watching
+from .averaging import WeightAverage
 from .data_loader import prepare_data_loader, skip_first_batches
 from .data_loader.coverage import keep_real
 from .errors import PreparationError
@@ -1331,6 +1332,29 @@ class Accelerator:
             resumed=self._noted_watch,
         )
         return self._run
+
+    def average_weights(
+        self, model: torch.nn.Module, decay: float = 0.999, *, every: int = 1, warmup: bool = False
+    ) -> WeightAverage:
+        """An exponential moving average of the weights of a prepared ``model``.
+
+        Its ``update()`` follows ``optimizer.step()``, its ``applied()`` is a block in which the model has the averaged
+        weights; it is a part of every checkpoint from here on.
+        """
+        inner = self.strategy.unwrap(model, keep_torch_compile=False)
+        average = WeightAverage(
+            self.strategy.held(inner, model),
+            self.strategy.access,
+            self.gradient_state,
+            decay=decay,
+            every=every,
+            warmup=warmup,
+            was_skipped=None if self.scaler is None else lambda: self.optimizer_step_was_skipped,
+            is_writer=self.world.is_local_main,
+        )
+        self.register_for_checkpointing(average)
+        self.register_save_state_pre_hook(average.collect)
+        return average
 
     # == copies ============================================================================================
 
