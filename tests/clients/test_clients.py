@@ -39,6 +39,9 @@ class Client:
     expected: dict[str, Any] = field(default_factory=dict)
     #: Results that the peer can't be asked for, by their path: on a CPU it doesn't shard, for one.
     own: tuple[str, ...] = ()
+    #: The peer's results are those of another client, under other names: on a CPU the peer doesn't shard.
+    like: str | None = None
+    names: dict[str, str] = field(default_factory=dict)
     #: It resumes the run of this name, and must go on exactly as that one did.
     resumes: str | None = None
 
@@ -47,6 +50,8 @@ class Client:
         return " ".join([self.program, *self.arguments, f"{self.ranks}p"])
 
 
+SHARDED_TRAINER = {f"fsdp{n}.{name}": f"train.{name}" for n in (1, 2) for name in ("losses", "evaluation")}
+SHARDED_ADAPTERS = {name: name for name in ("losses", "accuracy", "weight", "adapters", "learning_rate")}
 TRAINER = ("train", "accumulation", "bf16", "checkpointed_activations", "resume")
 CLIENTS = (
     Client("transformers", "Trainer: train, evaluate, predict, accumulate, bf16, checkpointing, resume", "trainer",
@@ -54,7 +59,8 @@ CLIENTS = (
     Client("transformers", "Trainer: the same", "trainer", TRAINER, 2,
            expected={"resume.same": True, "train.processes": 2}, own=("resume.files",)),
     Client("transformers", "Trainer: FSDP, first and second generation", "trainer", ("fsdp1", "fsdp2"), 2,
-           expected={"fsdp1.kind": "FSDP", "fsdp2.kind": "FSDP"}),
+           expected={"fsdp1.kind": "FSDP", "fsdp2.kind": "FSDP"},
+           like=f"trainer {' '.join(TRAINER)} 2p", names=SHARDED_TRAINER),
     Client("transformers", "`device_map`, offload to disk, generate, save; PEFT on top", "device_map",
            expected={"automatic": True, "split": True, "offloaded_device": "meta", "generates": True, "saves": True,
                      "adapter_offloaded": True}),
@@ -63,11 +69,12 @@ CLIENTS = (
     Client("diffusers", "the same", "diffusion", (), 2),
     Client("peft", "LoRA: classification, checkpoints", "adapters", ("train",), expected={"seen": 37}),
     Client("peft", "the same, resumed", "adapters", ("resume",), resumes="adapters train 1p"),
-    Client("peft", "LoRA: classification, checkpoints", "adapters", ("train",), 2, expected={"seen": 37}),
+    Client("peft", "LoRA: classification, checkpoints", "adapters", ("train",), 2, expected={"seen": 37},
+           own=("model",)),
     Client("peft", "LoRA under FSDP, first generation", "adapters", ("fsdp1",), 2, expected={"seen": 37},
-           own=("model",)),
+           like="adapters train 2p", names=SHARDED_ADAPTERS),
     Client("peft", "LoRA under FSDP, second generation", "adapters", ("fsdp2",), 2, expected={"seen": 37},
-           own=("model",)),
+           like="adapters train 2p", names=SHARDED_ADAPTERS),
     Client("trl", "SFTTrainer", "sft"),
     Client("trl", "SFTTrainer", "sft", (), 2),
     Client("trl", "SFTTrainer with LoRA", "sft", ("lora",)),
@@ -131,6 +138,8 @@ def flat(results: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def peer_results(client: Client, folder: Path) -> dict[str, Any]:
     recorded = json.loads(RECORDED.read_text()) if RECORDED.is_file() else {}
+    if client.like is not None:
+        return {name: recorded[client.like][peers] for name, peers in client.names.items()}
     package = os.environ.get("PEER_PACKAGE")
     if package is None:
         return recorded.get(client.name, {})

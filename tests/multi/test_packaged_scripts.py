@@ -19,6 +19,7 @@ SCRIPTS = (
     "external_deps.test_checkpointing",
     "external_deps.test_performance",
     "external_deps.test_peak_memory_usage",
+    "external_deps.test_pippy",
 )
 
 

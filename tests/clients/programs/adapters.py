@@ -23,7 +23,7 @@ from accelerate import (
     skip_first_batches,
 )
 from accelerate.logging import get_logger
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 
 logger = get_logger(__name__)
 BERT, NUM_EPOCHS, ACCUMULATION, SAVED_AT = f"{ASSETS}/bert", 2, 2, 5
@@ -50,7 +50,9 @@ def main(mode: str) -> None:
     options: dict[str, Any] = {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]}
     if sharded:
         options = {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=int(mode[-1]), use_orig_params=True)}
-    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION, **options)
+    # The order of samples is a function of seed and epoch then, whatever the number of processes.
+    order = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION, dataloader_config=order, **options)
     logging.basicConfig(level=logging.ERROR)
     logger.info(accelerator.state, main_process_only=False)
     set_seed(42)
@@ -103,16 +105,10 @@ def main(mode: str) -> None:
     accelerator.wait_for_everyone()
     state = accelerator.get_state_dict(model)
     plain = accelerator.unwrap_model(model)
-    plain.save_pretrained(
-        f"{folder}/adapter",
-        is_main_process=accelerator.is_main_process,
-        save_function=accelerator.save,
-        state_dict=state,
-    )
-    if accelerator.is_main_process:
-        loaded = PeftModel.from_pretrained(
-            AutoModelForSequenceClassification.from_pretrained(BERT), f"{folder}/adapter"
-        )
+    if accelerator.is_main_process:  # who has the whole state, where it was sharded
+        plain.save_pretrained(f"{folder}/adapter", state_dict=state, save_function=accelerator.save)
+        base = AutoModelForSequenceClassification.from_pretrained(BERT)
+        loaded = PeftModel.from_pretrained(base, f"{folder}/adapter")
         adapters = {name: tensor for name, tensor in loaded.state_dict().items() if "lora" in name}
         weight = sum(tensor.double().abs().sum().item() for tensor in adapters.values())
         report(

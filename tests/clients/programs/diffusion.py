@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.logging import get_logger
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 
 logger = get_logger(__name__, log_level="INFO")
 NUM_UPDATES, SAVED_AT, ACCUMULATION = 8, 3, 2
@@ -35,6 +35,8 @@ def main(resume: bool) -> None:
     folder = f"{OUTPUT}/diffusion"
     accelerator = Accelerator(
         gradient_accumulation_steps=ACCUMULATION,
+        # The order of samples is a function of seed and epoch then, whatever the number of processes.
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         log_with="tensorboard" if "tensorboard" in sys.argv else None,
         project_config=ProjectConfiguration(project_dir=folder, logging_dir=os.path.join(folder, "logs")),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=7200))],

@@ -101,7 +101,7 @@ def fsdp(version: int) -> dict[str, Any]:
     return {
         "losses": losses(trained), "evaluation": evaluated, "state": total,
         "kind": str(getattr(trained.accelerator.distributed_type, "value", "")),
-        "files": sorted(path.name for path in Path(OUTPUT, f"fsdp{version}", "final").iterdir()),
+        "files": sorted(path.name for path in Path(OUTPUT, f"fsdp{version}", "final").glob("*")),
     }  # fmt: skip
 
 

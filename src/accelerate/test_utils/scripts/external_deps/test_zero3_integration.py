@@ -1,0 +1,51 @@
+"""Checks that ZeRO-3 is set up in a process group that the script made itself, and that a step is taken."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate.accelerator import Accelerator
+from accelerate.plugins.deepspeed import DeepSpeedPlugin
+
+CONFIG = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 1,
+}
+
+
+def init_torch_dist_then_launch_deepspeed() -> None:
+    """A process group made before the Accelerator is used, and a step changes the weights."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG, zero3_init_flag=True))
+    torch.manual_seed(0)
+    model = nn.Linear(8, 2)
+    dataset = TensorDataset(torch.randn(16, 8), torch.randint(0, 2, (16,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(dataset, batch_size=4))
+    epochs: list[float] = []
+    for _ in range(2):
+        losses: list[float] = []
+        for inputs, targets in loader:
+            loss = F.cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        epochs.append(sum(losses))
+    assert epochs[1] < epochs[0], epochs
+    accelerator.print(f"ZeRO-{accelerator.deepspeed_plugin.zero_stage}: loss {epochs[0]:.3f} -> {epochs[1]:.3f}")
+    accelerator.end_training()
+
+
+def main() -> None:
+    """The check has passed."""
+    init_torch_dist_then_launch_deepspeed()
+
+
+if __name__ == "__main__":
+    main()
