@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
@@ -62,6 +63,21 @@ class Ranks:
 
         return list(gather_object([value], world=self._world))
 
+    def to_main(self, value: T) -> list[T] | None:
+        """What every rank said, in rank order, on the main one; None elsewhere."""
+        if self._conversation is not None:
+            return self._conversation.to_main(value)
+        told = self.everyone(value)
+        return told if self.is_main else None
+
+    def from_main(self, values: list[T] | None) -> T:
+        """This rank's of the values, one per rank, that the main one has."""
+        if self._conversation is not None:
+            return self._conversation.from_main(values)
+        everything = self.everyone(values)[0]
+        assert everything is not None
+        return everything[self.rank]
+
     def agree(self, error: Exception | None, what: str, *, kind: type[CheckpointError] = CheckpointError) -> None:
         """All ranks reached this line without an error.
 
@@ -99,6 +115,7 @@ class Conversation:
         self._store = PrefixStore(name, meeting.store)
         self.rank, self.size = meeting.rank, meeting.size
         self._number = 0
+        self._said: deque[str] = deque()  # keys of words that somebody may not have read yet
         self._lost = False
         self._courier = Courier("checkpoint courier")
         self._over = threading.Event()
@@ -111,18 +128,25 @@ class Conversation:
         Raises:
             CheckpointError: a rank has died, or the store has gone with its process.
         """
-        from .codec import decode, encode, inline, inlined_tensor
-
         self._number += 1
-        word = json.dumps(inline(encode(value, "what a rank tells the others")))
-        self._ask(lambda: self._store.set(self._key(self.rank), word))
-        told: list[T] = []
-        for rank in range(self.size):
-            heard: dict[str, Any] = json.loads(self._wait_for(self._key(rank), rank))
-            told.append(decode(heard["state"], lambda key, heard=heard: inlined_tensor(heard, key)))
-        if self._number > 2:  # all are past the word before, so nobody reads the one before that any more
-            self._forget(f"{self._number - 2}/{self.rank}")
+        self._say(self._key(self.rank), value)
+        told: list[T] = [self._hear(self._key(rank), rank) for rank in range(self.size)]
+        while self._said[0] != self._key(self.rank):  # all have come here, so nobody reads older words any more
+            self._forget(self._said.popleft())
         return told
+
+    def to_main(self, value: T) -> list[T] | None:
+        """What every rank said as its n-th word, on rank 0; None elsewhere. Raises as :meth:`everyone`."""
+        self._number += 1
+        self._say(self._key(self.rank), value)
+        return None if self.rank else [self._hear(self._key(rank), rank) for rank in range(self.size)]
+
+    def from_main(self, values: list[T] | None) -> T:
+        """This rank's of the n-th words of rank 0, one per rank. Raises as :meth:`everyone`."""
+        self._number += 1
+        for rank, value in enumerate(values or ()):
+            self._say(self._key(rank), value)
+        return self._hear(self._key(self.rank), 0)
 
     def close(self) -> None:
         """Every living rank has heard the last word, as far as this rank keeps the store for the others."""
@@ -140,6 +164,19 @@ class Conversation:
         self._courier.dismiss()
 
     # ------------------------------------------------------------------------------------------ the store
+
+    def _say(self, key: str, value: Any) -> None:
+        from .codec import encode, inline
+
+        word = json.dumps(inline(encode(value, "what a rank tells the others")))
+        self._ask(lambda: self._store.set(key, word))
+        self._said.append(key)
+
+    def _hear(self, key: str, rank: int) -> Any:
+        from .codec import decode, inlined_tensor
+
+        heard: dict[str, Any] = json.loads(self._wait_for(key, rank))
+        return decode(heard["state"], lambda name: inlined_tensor(heard, name))
 
     def _key(self, rank: int) -> str:
         return f"{self._number}/{rank}"

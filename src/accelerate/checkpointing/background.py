@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 from ..errors import CheckpointError
 from ..world import release_before_leaving
-from .content import HostMemory
+from .snapshot import HostMemory
 
 _log = logging.getLogger(__name__)
 

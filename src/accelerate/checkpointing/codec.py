@@ -225,7 +225,8 @@ def encode(value: Any, name: str = "state") -> Encoded:
 
 def _view_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return (tensor.device, tensor.data_ptr(), shape, stride, tensor.dtype)
+    # Without an address (XLA), a tensor is the same as itself only.
+    return (tensor.device, tensor.data_ptr() or id(tensor), shape, stride, tensor.dtype)
 
 
 def _text(data: bytes) -> str:
@@ -564,12 +565,15 @@ def read_pickle(
         raise CheckpointError(f"{file}: can't be read ({type(error).__name__}: {_first_line(error)})") from error
 
 
-def read_described_pickle(path: Path, allowed: Mapping[str, tuple[str, ...]]) -> Any:
+def read_described_pickle(source: Path | IO[bytes], allowed: Mapping[str, tuple[str, ...]], name: str = "") -> Any:
     """The object in a pickle that may name only the classes of ``allowed``: module -> names.
 
+    ``name`` is how an error calls what is no file.
+
     Raises:
-        CheckpointError: the file is broken, or names something else.
+        CheckpointError: it is broken, or names something else.
     """
+    path = name or source
 
     @final
     class Reader(pickle.Unpickler):
@@ -580,7 +584,9 @@ def read_described_pickle(path: Path, allowed: Mapping[str, tuple[str, ...]]) ->
             raise pickle.UnpicklingError(f"Unsupported class {module_name}.{global_name}")
 
     try:
-        with open(path, "rb") as file:
+        if not isinstance(source, Path):
+            return Reader(source).load()
+        with open(source, "rb") as file:
             return Reader(file).load()
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path}: refused, because reading it could run code ({error})") from error
@@ -597,6 +603,11 @@ def _attribute(module_name: str, name: str) -> Any:
 def write_pickle(obj: Any, file: Any, **save_kwargs: Any) -> None:
     """``file`` holds ``obj`` as ``torch.save`` writes it."""
     torch.save(obj, file, **save_kwargs)
+
+
+def write_plain_pickle(obj: Any, file: IO[bytes]) -> None:
+    """``file`` holds ``obj`` as :func:`read_described_pickle` reads it."""
+    pickle.dump(obj, file)
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,17 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 
-from ..devices import kind_of
 from .codec import Encoded
 from .draft import Create
 from .objects import INLINE_LIMIT_BYTES, write_encoded
 from .weights import check_weights, shared_names, write_weights
-
-_ALIGNMENT_BYTES: Final = 64
 
 
 class Part(ABC):
@@ -137,61 +134,3 @@ class Late(Part):
     def write(self, create: Create) -> None:
         """The function has run."""
         self._write()
-
-
-@final
-class HostMemory:
-    """Memory that copies are made in; it stays from one save to the next, because fresh memory is slow to touch."""
-
-    def __init__(self) -> None:
-        self._plain = torch.empty(0, dtype=torch.uint8)
-        self._pinned = torch.empty(0, dtype=torch.uint8)
-
-    def keep(self, parts: Iterable[Part]) -> None:
-        """Every part stays as it is now. What was kept before is overwritten."""
-        parts = list(parts)
-        originals = {id(tensor): tensor for part in parts for tensor in part.tensors()}
-        near = {key: tensor for key, tensor in originals.items() if tensor.device.type == "cpu"}
-        far = {key: tensor for key, tensor in originals.items() if key not in near}
-        if _num_bytes(near) > self._plain.numel():
-            self._plain = _fresh(_num_bytes(near))
-        if _num_bytes(far) > self._pinned.numel():
-            self._pinned = _fresh(_num_bytes(far), pinned=True)
-        copies = _copied(far, self._pinned) | _copied(near, self._plain)  # the device copies while we do
-        for device in {tensor.device for tensor in far.values()}:
-            kind_of(device).synchronize()
-        for part in parts:
-            part.keep(copies)
-
-    def release(self) -> None:
-        """The memory is given back."""
-        self._plain = self._pinned = torch.empty(0, dtype=torch.uint8)
-
-
-def _padded(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _num_bytes(tensors: Mapping[int, torch.Tensor]) -> int:
-    return sum(map(_padded, tensors.values()))
-
-
-def _fresh(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
-    if pinned:
-        try:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError:
-            pass  # a device without pinned memory: copies are only slower
-    return torch.empty(num_bytes, dtype=torch.uint8)
-
-
-def _copied(tensors: Mapping[int, torch.Tensor], memory: torch.Tensor) -> dict[int, torch.Tensor]:
-    copies: dict[int, torch.Tensor] = {}
-    start = 0
-    for key, tensor in tensors.items():
-        num_bytes = tensor.numel() * tensor.element_size()
-        place = memory[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor.detach(), non_blocking=True)
-        copies[key] = place
-        start += _padded(tensor)
-    return copies

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 METADATA_NAME: Final = ".metadata"
 #: What the index may name: what tensors look like, and where they lie in files.
-_DESCRIPTIONS: Final[dict[str, tuple[str, ...]]] = {
+DESCRIPTIONS: Final[dict[str, tuple[str, ...]]] = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
         *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
@@ -56,7 +56,7 @@ def read_metadata(folder: str | PathLike[str]) -> Metadata:
     path = Path(folder) / METADATA_NAME
     if not path.is_file():
         raise CheckpointNotFound(f"{folder} is no folder of a distributed checkpoint: it has no {METADATA_NAME}")
-    return read_described_pickle(path, _DESCRIPTIONS)
+    return read_described_pickle(path, DESCRIPTIONS)
 
 
 def shapes_of(found: Metadata) -> dict[str, torch.Tensor]:

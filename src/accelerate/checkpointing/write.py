@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Writes what a strategy saves in its own way. It may hand back a function that does the writing later, from values
-#: that nobody changes meanwhile: an asynchronous save calls it from another thread.
-WriteParts = Callable[[Draft], Callable[[], None] | None]
+#: Writes what a strategy saves in its own way; or hands back parts that are written with the others, or a function that
+#: does the writing later, from values that nobody changes meanwhile. An asynchronous save writes from another thread.
+WriteParts = Callable[[Draft], Sequence[Part] | Callable[[], None] | None]
 
 
 @dataclass
@@ -316,8 +316,10 @@ def _collect(
         hook(list(contents.models), weights, str(draft.folder))
     saving.num_models = len(weights)
     later = write_parts(draft) if write_parts is not None else None
-    if later is not None:
+    if callable(later):
         saving.parts.append(Late(later))
+    elif later is not None:
+        saving.parts += later
     if draft.is_writer:
         saving.parts += contents.of_weights(weights, saving.selection)
         if not saving.selection.model_only:

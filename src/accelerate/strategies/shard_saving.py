@@ -8,13 +8,9 @@ from typing import Any, final
 from torch.distributed.fsdp import StateDictType
 
 from ..checkpointing import Draft
-from ..checkpointing.sharded import (
-    StateAccess,
-    optimizer_folder,
-    weights_folder,
-    write_model_shards,
-    write_optimizer_shards,
-)
+from ..checkpointing.content import Part
+from ..checkpointing.shard_files import Shards
+from ..checkpointing.sharded import StateAccess, optimizer_folder, weights_folder
 from ..world import World
 from .rebind import inner_optimizer
 
@@ -53,11 +49,23 @@ def saved_as(
     return {"weights": [], "optimizers": [], "write_parts": _shards_of(access, models, optimizers)}
 
 
-def _shards_of(access: StateAccess, models: Sequence[Any], optimizers: Sequence[Any]) -> Callable[[Draft], None]:
-    def write(draft: Draft) -> None:
-        for index, model in enumerate(models):
-            write_model_shards(weights_folder(draft.folder, index), access.model_shards(model))
-        for index, optimizer in enumerate(optimizers):
-            write_optimizer_shards(optimizer_folder(draft.folder, index), access.optimizer_shards(optimizer, models))
+def _shards_of(access: StateAccess, models: Sequence[Any], optimizers: Sequence[Any]) -> Callable[[Draft], list[Part]]:
+    def parts(draft: Draft) -> list[Part]:
+        weights = [
+            Shards(weights_folder(draft.folder, index), {"model": access.model_shards(model)}, draft.ranks, draft)
+            for index, model in enumerate(models)
+        ]
+        return [
+            *weights,
+            *(
+                Shards(
+                    optimizer_folder(draft.folder, index),
+                    {"optimizer": access.optimizer_shards(optimizer, models)},
+                    draft.ranks,
+                    draft,
+                )
+                for index, optimizer in enumerate(optimizers)
+            ),
+        ]
 
-    return write
+    return parts
