@@ -7,23 +7,25 @@ copied from the mapped file to its device and dtype, several at a time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from os import PathLike
+from threading import Semaphore
 from typing import Any, Final, final
 
 import torch
 from torch import nn
 
 from ..devices import CPU
-from ..errors import CheckpointError, NotBuilt, SettingError
+from ..errors import CheckpointError, SettingError
 from ..modules import model_has_dtensor
 from ..offload.folder import Entry, offload_weight, save_offload_index
 from ..offload.weights import OffloadedWeightsLoader
 from ..optional import is_installed
 from ..progress import tqdm
 from ..world import current_world
+from .int8 import is_quantised_on_the_way, quantize_and_offload_8bit
 from .place import owner_and_name, set_module_tensor_to_device
 from .sizes import ByteDtype, _get_proper_dtype
 from .sources import Source, find_files, open_source
@@ -89,11 +91,15 @@ def load_checkpoint_in_model(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    *,
+    loaded: Callable[[str], None] | None = None,
 ) -> None:
     """The model has the weights of the checkpoint, each on its device; those on disk are in ``offload_folder``.
 
     A weight that goes to disk as it is stays in its safetensors file: the folder's index then points there.
-    ``offload_state_dict`` is accepted and changes nothing: weights are never held twice.
+    ``offload_state_dict`` is accepted and changes nothing: weights are never held twice. With ``offload_8bit_bnb``,
+    weights of bitsandbytes that go to disk are there in 8 bits. ``loaded`` is told of each tensor that the model has
+    got on a device, by name.
 
     Raises:
         CheckpointNotFound: there is no checkpoint.
@@ -118,6 +124,7 @@ def load_checkpoint_in_model(
         strict=strict,
         full_state_dict=full_state_dict,
         broadcast_from_rank0=broadcast_from_rank0,
+        loaded=loaded,
     )
     if offload_folder is not None:
         save_offload_index(index, offload_folder)
@@ -136,17 +143,16 @@ def load_onto_devices(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    loaded: Callable[[str], None] | None = None,
 ) -> dict[str, Entry]:
     """What :func:`load_checkpoint_in_model` does; the index of the weights on disk is handed back."""
-    if offload_8bit_bnb:
-        raise NotBuilt("offload_8bit_bnb=True isn't built yet: 8-bit weights can't be offloaded in this version.")
     wanted: Any = _get_proper_dtype(dtype)
     world = current_world()
     if world is not None and world.is_distributed and (broadcast_from_rank0 or model_has_dtensor(model)):
         _load_over_ranks(model, checkpoint, wanted, strict, full_state_dict, broadcast_from_rank0)
         return {}
     sources = [open_source(path) for path in find_files(checkpoint)]
-    loading = _Loading(model, sources, device_map, offload_buffers)
+    loading = _Loading(model, sources, device_map, offload_buffers, offload_8bit_bnb, loaded)
     loading.check(strict, checkpoint)
     kept = tuple(keep_in_fp32_modules or ()) if wanted is torch.float16 else ()
 
@@ -211,8 +217,13 @@ class _Loading:
         sources: list[Source],
         device_map: Mapping[str, Any] | None,
         offload_buffers: bool,
+        offload_8bit: bool = False,
+        loaded: Callable[[str], None] | None = None,
     ) -> None:
         self.model = model
+        self.offload_8bit = offload_8bit
+        self.loaded = loaded
+        self.room = Semaphore(2 * NUM_READERS)  # for tensors that have been read and aren't in the model yet
         self.device_map = device_map
         self.stored: dict[str, Source] = {name: source for source in sources for name in source.names()}
         self.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -308,6 +319,7 @@ class _Loading:
         total = sum(item.source.num_bytes(item.stored) for item in items)
 
         def read(item: _Item) -> torch.Tensor | None:
+            self.room.acquire()
             value = item.source.tensor(item.stored)
             dtype = target_dtype(item.name, value.dtype)
             old = self.here[item.name]
@@ -321,30 +333,41 @@ class _Loading:
             return new
 
         with _progress(total) as bar, ThreadPoolExecutor(NUM_READERS) as readers:
-            for item, value in zip(items, readers.map(read, items), strict=True):
-                if value is not None:
-                    self._assign(item, value)
-                bar.update(item.source.num_bytes(item.stored))
+            coming = [readers.submit(read, item) for item in items]
+            try:
+                for index, item in enumerate(items):
+                    value = coming[index].result()
+                    coming[index] = Future()  # its result isn't kept
+                    if value is not None:
+                        self._assign(item, value)
+                    del value
+                    self.room.release()
+                    bar.update(item.source.num_bytes(item.stored))
+            finally:
+                for left in coming:
+                    left.cancel()
+                self.room.release(len(items) + 1)  # nobody waits for room any more
 
     def _assign(self, item: _Item, value: torch.Tensor) -> None:
-        statistics = None
-        if value.dtype is torch.int8 and "weight" in item.stored:
-            name = item.stored.replace("weight", "SCB")
-            statistics = self.stored[name].tensor(name) if name in self.stored else None
         set_module_tensor_to_device(
             self.model,
             item.name,
             item.place,
             value=value,
             dtype=value.dtype,
-            fp16_statistics=statistics,
+            fp16_statistics=self._scales(item, value),
             clear_cache=False,
         )
+        if self.loaded is not None:
+            self.loaded(item.name)
 
     def _to_disk(self, items: list[_Item], target_dtype: Any, folder: str | PathLike[str] | None) -> dict[str, Entry]:
         index: dict[str, Entry] = {}
         for item in items:
             dtype = target_dtype(item.name, item.source.describe(item.stored)[0])
+            if self.offload_8bit and folder is not None and is_quantised_on_the_way(self.here[item.name]):
+                self._to_disk_in_8bit(item, dtype, folder, index)
+                continue
             entry = item.source.entry(item.stored)
             converts = entry is not None and dtype != item.source.describe(item.stored)[0]
             if entry is not None and not (converts and folder is not None):
@@ -359,6 +382,21 @@ class _Loading:
             item.source.done_with([item.stored])
             self._leave_without_values(item.name, dtype)
         return index
+
+    def _to_disk_in_8bit(
+        self, item: _Item, dtype: torch.dtype, folder: str | PathLike[str], index: dict[str, Entry]
+    ) -> None:
+        value = item.source.tensor(item.stored)
+        scales = self._scales(item, value)
+        quantize_and_offload_8bit(self.model, value, item.name, dtype, folder, index, fp16_statistics=scales)
+        item.source.done_with([item.stored])
+
+    def _scales(self, item: _Item, value: torch.Tensor) -> torch.Tensor | None:
+        """The scale of each row, where the file has the weight in 8 bits."""
+        if value.dtype is not torch.int8 or "weight" not in item.stored:
+            return None
+        name = item.stored.replace("weight", "SCB")
+        return self.stored[name].tensor(name) if name in self.stored else None
 
     def _leave_without_values(self, name: str, dtype: torch.dtype) -> None:
         owner, own = owner_and_name(self.model, name)

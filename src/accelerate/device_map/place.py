@@ -167,7 +167,7 @@ def _quantised(
     """A bitsandbytes parameter on ``target``; values of ordinary precision are quantised by the move."""
     if statistics is not None:  # int8 values that were quantised before, with the scale of each row
         new: Any = rebuilt(old, source.to(target, non_blocking=non_blocking), requires_grad=False)
-        new.SCB = statistics.to(target, non_blocking=non_blocking)
+        new.CB, new.SCB = new.data, statistics.to(target, non_blocking=non_blocking)
         return new
     new = rebuilt(old, source, requires_grad=False)
     return new.to(target, non_blocking=non_blocking)

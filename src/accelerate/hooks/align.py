@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from ..device_map.int8 import forget_in_8bit
 from ..device_map.place import TiedCopies, owner_and_name, rebuilt, set_module_tensor_to_device
 from ..device_map.tensors import Device, as_device, named_module_tensors
 from ..devices import CPU
@@ -246,6 +247,8 @@ class AlignDevicesHook(ModelHook):
             for name, placeholder in self._placeholders.items():
                 owner, own = _owner(module, name)
                 if own in owner._parameters:
+                    if type(placeholder) is not nn.Parameter:
+                        forget_in_8bit(owner, placeholder)
                     owner._parameters[own] = placeholder  # pyright: ignore[reportArgumentType]
                 elif own in owner._buffers:
                     owner._buffers[own] = placeholder

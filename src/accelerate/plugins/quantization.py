@@ -1,4 +1,4 @@
-"""How bitsandbytes stores weights in 8 or 4 bits."""
+"""How bitsandbytes and torchao store weights in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,35 @@ from ..settings.quantization import BnbOptions
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _TYPES_OF_4_BIT = ("fp4", "nf4")
+
+
+@dataclass
+class TorchAoQuantizationConfig:
+    """Which torchao format the linear layers get, and what stays in full precision.
+
+    Args:
+        config: one of torchao's, such as ``torchao.quantization.Int8WeightOnlyConfig()``.
+        torch_dtype: of what isn't quantised; left out, as the model has it.
+        skip_modules: names that stay as they are; left out, the head and what is tied to it.
+        keep_in_fp32_modules: names that are in fp32.
+    """
+
+    config: Any
+    torch_dtype: torch.dtype | None = None
+    skip_modules: list[str] | None = None
+    keep_in_fp32_modules: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        module = type(self.config).__module__
+        if not module.startswith("torchao"):
+            raise SettingError(
+                f"TorchAoQuantizationConfig(config={self.config!r}): one of torchao.quantization's is needed, such as "
+                "Int8WeightOnlyConfig()."
+            )
+        #: What weights are reckoned with when a device map is planned.
+        self.target_dtype: torch.dtype | CustomDtype = torch.int8
+        if "Int4" in type(self.config).__name__:
+            self.target_dtype = CustomDtype.INT4
 
 
 @dataclass

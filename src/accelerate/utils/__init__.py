@@ -75,10 +75,11 @@ if TYPE_CHECKING:
     from ..plugins.process_group import InitProcessGroupKwargs
     from ..plugins.profile import ProfileKwargs
     from ..plugins.project import ProjectConfiguration
-    from ..plugins.quantization import BnbQuantizationConfig
+    from ..plugins.quantization import BnbQuantizationConfig, TorchAoQuantizationConfig
     from ..ports import is_port_in_use
     from ..precision.choose import get_grad_scaler
     from ..precision.fp8_ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers, has_ao_layers
+    from ..quantize import has_4bit_bnb_layers, load_and_quantize_model
     from ..precision.fp8_te import apply_fp8_autowrap, contextual_fp8_autocast, convert_model
     from ..precision.fp8_te import has_transformer_engine_layers
     from ..precision.outputs import convert_outputs_to_fp32
@@ -156,7 +157,9 @@ _HOMES = {
     "convert_model": "precision.fp8_te", "convert_model_to_fp8_ao": "precision.fp8_ao",
     "filter_first_and_last_linear_layers": "precision.fp8_ao", "has_ao_layers": "precision.fp8_ao",
     "has_transformer_engine_layers": "precision.fp8_te",
-    "BnbQuantizationConfig": "plugins.quantization", "CannotPadNestedTensorWarning": "collectives",
+    "BnbQuantizationConfig": "plugins.quantization", "TorchAoQuantizationConfig": "plugins.quantization",
+    "has_4bit_bnb_layers": "quantize", "load_and_quantize_model": "quantize",
+    "CannotPadNestedTensorWarning": "collectives",
     "ComputeEnvironment": "settings.labels", "CustomDtype": "settings.labels",
     "DDPCommunicationHookType": "settings.labels", "DataLoaderConfiguration": "plugins.data",
     "DeepSpeedPlugin": "plugins.deepspeed", "DeepSpeedSequenceParallelConfig": "plugins.parallelism",
@@ -304,6 +307,7 @@ __all__ = [
     "get_current_device_type", "get_data_structure", "get_fsdp2_grad_scaler", "get_gpu_info",
     "get_grad_scaler", "get_int_from_env", "get_max_layer_size", "get_max_memory",
     "get_mixed_precision_context_manager", "get_model_tp_size", "get_module_children_bottom_up", "get_pretty_name",
+    "TorchAoQuantizationConfig", "has_4bit_bnb_layers", "load_and_quantize_model",
     "has_ao_layers", "has_compiled_regions", "has_offloaded_params", "has_transformer_engine_layers",
     "honor_type", "id_tensor_storage", "ignorant_find_batch_size", "infer_auto_device_map",
     "initialize_tensors", "install_xla", "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",
