@@ -68,6 +68,11 @@ deepspeed: setup  ## install DeepSpeed and transformers beside .venv, and run Ze
 meshes: setup    ## every mesh of 2 and 4 ranks against one process, and every checkpoint under every other (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_meshes.py
 
+xla:             ## install torch_xla and its torch 2.9 into .xla (1 GB to download), train on 4 virtual devices (minutes)
+	tests/xla/setup.sh
+	PYTHONPATH=src .xla/bin/python -m pytest -q tests/xla
+	PYTHONPATH=src .xla/bin/python -m pytest -q -n 2 tests/unit --ignore=tests/unit/commands --ignore=tests/unit/launch
+
 kills: setup     ## kill runs at 200 random instants inside saving, 1 and 2 ranks, with and without background (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_kills.py
 

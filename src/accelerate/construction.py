@@ -352,6 +352,6 @@ def parallelism(config: Any, torch_tp_plugin: Any) -> Any:
     return ParallelismConfig(tp_size=torch_tp_plugin.tp_size) if config is None else config
 
 
-def process_group_options(handler: InitProcessGroupKwargs | None) -> dict[str, Any]:
-    """What ``join_world`` passes on to the process group."""
-    return {} if handler is None else handler.to_kwargs()
+def joining_options(handler: InitProcessGroupKwargs | None, settings: Settings) -> dict[str, Any]:
+    """What ``join_world`` is told: about the process group, and whether one program drives all devices (XLA)."""
+    return {**({} if handler is None else handler.to_kwargs()), "one_program": settings.fsdp is not None}

@@ -105,6 +105,7 @@ def join_world(
     init_method: str | None = None,
     debug: bool = False,
     alone: bool = False,
+    one_program: bool = False,
     **init_kwargs: Any,
 ) -> World:
     """This process is one of its world; a process that has joined already gets the same world again.
@@ -120,6 +121,7 @@ def join_world(
         init_method: where to meet (`env://`, `tcp://HOST:PORT`, `file:///PATH`).
         debug: compare the ranks' shapes before every collective.
         alone: be a world of one, whatever the environment says.
+        one_program: where a runtime of its own drives the devices (XLA), this process drives all of them (SPMD).
         init_kwargs: passed on to `torch.distributed.init_process_group`.
 
     Raises:
@@ -136,7 +138,7 @@ def join_world(
         "debug": debug or flag("ACCELERATE_DEBUG_MODE"),
     }
     if kind.runtime:
-        _world = _join_runtime(kind, facts)
+        _world = _join_runtime(kind, facts, one_program)
     elif _has_group() and not alone:
         _world = _adopt(asked, timeout, facts)
     else:
@@ -336,20 +338,43 @@ def _adopt(asked: torch.device | str | None, timeout: timedelta | None, facts: d
     return World(rank, size, local_rank, local_size, device, backend=dist.get_backend(), meeting=meeting, **facts)
 
 
-def _join_runtime(kind: DeviceKind, facts: dict[str, Any]) -> World:
+def _join_runtime(kind: DeviceKind, facts: dict[str, Any], one_program: bool) -> World:
     """The world of a runtime that starts and connects its processes itself."""
     import importlib
 
-    runtime = importlib.import_module(kind.runtime)
+    runtime: Any = importlib.import_module(kind.runtime)
+    if one_program and runtime.world_size() == 1 and not runtime.is_spmd():
+        extension: Any = importlib.import_module(kind.extension)
+        if extension._XLAC._xla_get_spmd_config_is_locked():  # compiling for all devices would crash
+            raise WorldError(
+                f"FSDP on {kind.name} devices is one program for all of them, and one of them was used already. "
+                "Make the Accelerator before the first tensor or question to a device, or begin with "
+                f"{kind.runtime}.use_spmd()."
+            )
+        runtime.use_spmd()
+    rank, size = runtime.global_ordinal(), runtime.world_size()
     return World(
-        runtime.global_ordinal(),
-        runtime.world_size(),
+        rank,
+        size,
         runtime.local_ordinal(),
         runtime.local_process_count(),
         importlib.import_module(kind.extension).device(),
         backend=kind.backend,
+        meeting=_meet_over_runtime(kind, rank, size) if size > 1 else None,
         **facts,
     )
+
+
+def _meet_over_runtime(kind: DeviceKind, rank: int, size: int) -> Meeting:
+    """torch's process group talks through the runtime; what ranks say about themselves lies in the group's store."""
+    import importlib
+
+    from .meeting.group import store_of_group
+
+    importlib.import_module(f"{kind.extension}.distributed.xla_backend")  # torch knows the backend by its import
+    if not _has_group():
+        dist.init_process_group(kind.backend, init_method=f"{kind.backend}://", rank=rank, world_size=size)
+    return Meeting(store_of_group(0), rank, size, DEFAULT_TIMEOUT)
 
 
 def _share_cores(seat: ClusterSeat) -> None:

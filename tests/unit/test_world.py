@@ -276,13 +276,39 @@ def test_a_runtime_that_connects_its_processes_itself_is_asked(monkeypatch: pyte
     package = types.ModuleType("torch_xla")
     package.__spec__ = importlib.machinery.ModuleSpec("torch_xla", None)
     package.device = lambda: torch.device("cpu")  # type: ignore[attr-defined]
-    model = types.ModuleType("torch_xla.core.xla_model")
-    model.get_xla_supported_devices = lambda: ["xla:0"]  # type: ignore[attr-defined]
-    for module in (package, runtime, model, types.ModuleType("torch_xla.core")):
+    runtime.addressable_runtime_device_count = lambda: 1  # type: ignore[attr-defined]
+    backend = types.ModuleType("torch_xla.distributed.xla_backend")
+    for module in (package, runtime, backend, types.ModuleType("torch_xla.distributed")):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    formed: dict[str, object] = {}
+    monkeypatch.setattr(
+        "torch.distributed.init_process_group", lambda name, **options: formed.update(options, name=name)
+    )
+    monkeypatch.setattr("accelerate.meeting.group.store_of_group", lambda number: torch.distributed.HashStore())
     joined = join_world()
     assert (joined.rank, joined.size, joined.local_rank, joined.local_size) == (3, 8, 1, 4)
     assert joined.label == "XLA"
-    assert joined.meeting is None
-    with pytest.raises(NotImplementedError, match="between xla processes"):
-        gather(torch.ones(1))
+    assert formed == {"name": "xla", "init_method": "xla://", "rank": 3, "world_size": 8}
+    assert joined.meeting is not None and joined.meeting.size == 8
+
+
+def test_one_program_for_all_devices_is_chosen_before_any_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    runtime = types.ModuleType("torch_xla.runtime")
+    answers = {"world_size": 1, "local_ordinal": 0, "local_process_count": 1, "is_spmd": False}
+    for name, value in {**answers, "addressable_runtime_device_count": 4}.items():
+        setattr(runtime, name, lambda value=value: value)
+    runtime.use_spmd = lambda: order.append("one program")  # type: ignore[attr-defined]
+    runtime.global_ordinal = lambda: order.append("device") or 0  # type: ignore[attr-defined]
+    package = types.ModuleType("torch_xla")
+    package.__spec__ = importlib.machinery.ModuleSpec("torch_xla", None)
+    package.device = lambda: torch.device("cpu")  # type: ignore[attr-defined]
+    locked = types.SimpleNamespace(_xla_get_spmd_config_is_locked=lambda: bool(order))
+    package._XLAC = locked  # type: ignore[attr-defined]
+    for module in (package, runtime):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert join_world(one_program=True).size == 1
+    assert order == ["one program", "device"]
+    forget_world()
+    with pytest.raises(WorldError, match="Make the Accelerator before the first tensor"):
+        join_world(one_program=True)

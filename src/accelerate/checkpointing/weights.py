@@ -69,7 +69,8 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain or not tensor.numel() or tensor.is_meta:
         return None
-    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    # Without an address (XLA), a tensor is the same as itself only.
+    return (tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def shared_names(state_dict: Mapping[str, Any]) -> dict[str, str]:

@@ -29,7 +29,7 @@ from .adapter import DataLoaderAdapter, DataLoaderStateMixin
 from .order import BEGINNING, Drawn, Order, Place, SkipBatchSampler, agree, enter, samplers_of, unskipped
 from .position import Progress, Restored
 from .shard import Account, BatchSamplerShard, IterableDatasetShard, draw_whole
-from .staging import DeviceStage, stage_for, staged
+from .staging import Stage, stage_for, staged
 from .stream import ResumeWarning, StreamReader, StreamSource
 from .worker_streams import KeyedIndices
 
@@ -115,7 +115,8 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self._newest_pass: object = None
         self._head: list[Any] = []
         self._stream: StreamReader | None = None
-        self._stage: DeviceStage | None = None  # copies the batches of the running pass; else they are copied as read
+        self.stage: Stage | None = None  # the strategy's own way of bringing batches to the device
+        self._stage: Stage | None = None  # copies the batches of the running pass; else they are copied as read
         self.data_wait_seconds = 0.0  # how long the loop has waited for batches, in the running or the last pass
 
     _stages_batches = True
@@ -125,7 +126,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     def __iter__(self) -> Generator[Any, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         progress, gradient_state = self.progress, self.gradient_state
         restored = self._begin_pass()
-        stage = self._stage = stage_for(self.device) if self.prefetch_to_device and self._stages_batches else None
+        stage = self._stage = self._stage_of_pass()
         batches = self._read(restored)
         if stage is not None:
             batches = staged(batches, stage, self.prefetch_to_device if self.num_workers else 0)
@@ -150,6 +151,11 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             batches.close()
             if self._newest_pass is this_pass:  # else another pass over this loader is in the middle of its loop
                 self.end()
+
+    def _stage_of_pass(self) -> Stage | None:
+        if not self._stages_batches or self.device is None:
+            return None
+        return self.stage or (stage_for(self.device) if self.prefetch_to_device else None)
 
     def _begin_pass(self) -> Restored | None:
         """The position that the pass continues from, if there is one.
@@ -505,7 +511,8 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_feed": IndexFeed(), "_newest_pass": None, "_stream": None, "_stage": None}
+        of_this_process = dict.fromkeys(("_newest_pass", "_stream", "_stage", "stage"))
+        return {**super().__getstate__(), "_feed": IndexFeed(), **of_this_process}
 
 
 def _names(rng_types: Sequence[Any] | None) -> list[str]:

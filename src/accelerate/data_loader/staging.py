@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator
-from typing import Any, TypeVar, final
+from typing import Any, Protocol, TypeVar, final
 
 import torch
 
@@ -17,6 +17,18 @@ from accelerate.devices import DeviceKind, kind_of
 from accelerate.nested import recursively_apply, send_to_device
 
 Account = TypeVar("Account")
+
+
+class Stage(Protocol):
+    """A way of bringing batches to a device."""
+
+    def send(self, batch: Any) -> Any:
+        """The batch, on its way."""
+        ...
+
+    def receive(self, sent: Any) -> Any:
+        """A batch that was sent, ready to be used."""
+        ...
 
 
 @final
@@ -53,7 +65,7 @@ def stage_for(device: torch.device | None) -> DeviceStage | None:
 
 
 def staged(
-    source: Generator[tuple[Any, Account], None, None], stage: DeviceStage, depth: int
+    source: Generator[tuple[Any, Account], None, None], stage: Stage, depth: int
 ) -> Generator[tuple[Any, Account], None, None]:
     """What ``source`` gives, on the device; up to ``depth`` further batches are on their way."""
     waiting: deque[tuple[tuple[Any, Any], Account]] = deque()

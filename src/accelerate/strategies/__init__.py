@@ -15,9 +15,11 @@ from .fsdp2 import FullyShard
 from .pipeline import Pipeline
 from .single import SingleDevice
 from .tensor import TensorParallel
+from .xla import XlaDevices
 
 #: The first that suits wins.
 ORDER: tuple[type[Strategy], ...] = (
+    XlaDevices,
     DeepSpeed,
     Pipeline,
     FullyShard,

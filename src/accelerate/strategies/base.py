@@ -110,6 +110,12 @@ class Strategy(ABC):
         """The model that the user gave."""
         return unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
+    def adopt_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """What has to happen around every step of a prepared ``optimizer`` will."""
+
+    def adopt_loader(self, loader: Any) -> None:
+        """A prepared ``loader`` gives batches as this strategy wants them."""
+
     def held(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
         """Which of the two the Accelerator saves, hands to hooks and looks for gradients in."""
         return model
