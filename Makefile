@@ -73,7 +73,7 @@ xla:             ## install torch_xla and its torch 2.9 into .xla (1 GB to downl
 	PYTHONPATH=src .xla/bin/python -m pytest -q tests/xla
 	PYTHONPATH=src .xla/bin/python -m pytest -q -n 2 tests/unit --ignore=tests/unit/commands --ignore=tests/unit/launch
 
-kills: setup     ## kill runs at 200 random instants inside saving, 1 and 2 ranks, with and without background (minutes)
+kills: setup     ## kill runs at 300 random instants inside saving, 1 and 2 ranks, whole and in shards, with and without background (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_kills.py
 
 monitor: setup   ## look at the live page of a run in headless Chromium (apt install chromium); remakes docs/images

@@ -1,7 +1,7 @@
 """Runs are killed at random instants inside saving; what was committed must load, and be what it was taken from.
 
-1 and 2 ranks, from the loop's own thread and in the background, numbered with a limit and into one folder. A quick
-sample of kills by default; ``make kills`` makes 200.
+1 and 2 ranks, from the loop's own thread and in the background, numbered with a limit and into one folder, whole and in
+shards. A quick sample of kills by default; ``make kills`` makes 300.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 from accelerate.checkpointing import Background, agreement, list_checkpoints, read_checkpoint, write_checkpoint
+from accelerate.checkpointing.content import Part
+from accelerate.checkpointing.draft import Draft
+from accelerate.checkpointing.shard_files import Shards
 from accelerate.settings.project import ProjectOptions
 from accelerate.world import World, join_world
 from tests.ranks import RankFailed, run_on_ranks
@@ -42,9 +46,17 @@ class Momentum:
 
 
 def place(folder: Path, style: str) -> dict[str, Any]:
-    if style == "in place":
+    if style.startswith("in place"):
         return {"folder": folder / "ck"}
     return {"project": ProjectOptions(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=LIMIT)}
+
+
+def in_pieces(step: int, world: World) -> Callable[[Draft], list[Part]]:
+    """What a sharded strategy hands over: every rank has a part of each tensor."""
+    mesh = torch.distributed.init_device_mesh("cpu", (world.size,))
+    piece = torch.full((SHAPE[0] // world.size, SHAPE[1]), float(step))
+    weight = DTensor.from_local(piece, mesh, [Shard(0)])
+    return lambda draft: [Shards(draft.folder / "pytorch_model_fsdp_0", {"model": {"w": weight}}, draft.ranks, draft)]
 
 
 def save_for_ever(
@@ -52,13 +64,15 @@ def save_for_ever(
 ) -> None:
     """Saves one step after the other, and reports each that is committed."""
     background = Background()
+    is_sharded = style.endswith("shards")
     where = place(folder, style)
     target = {"output_dir": where["folder"]} if "folder" in where else where
     for step in range(first, first + 100_000):
         write_checkpoint(
             **target,
             world=world,
-            weights=[{"w": torch.full(SHAPE, float(step))}],
+            weights=[] if is_sharded else [{"w": torch.full(SHAPE, float(step))}],
+            write_parts=in_pieces(step, world) if is_sharded and world is not None else None,
             optimizers=[Momentum(step)],
             step=step,
             background=background,
@@ -133,16 +147,21 @@ def check(folder: Path, style: str) -> int:
     assert torch.equal(model.w, expected)
     assert optimizer.state["step"] == found.step
     assert all(torch.equal(buffer, expected) for buffer in optimizer.state["buffers"])
-    if style == "numbered":
+    if style.startswith("numbered"):
         whole = [entry for entry in list_checkpoints(folder, contents=True) if entry.problem is None]
         assert len(whole) >= min(LIMIT, found.step + 1)
     return found.step
 
 
+ALL = [(num_ranks, asynchronous) for num_ranks in (1, 2) for asynchronous in (False, True)]
+CASES = [(*case, style) for case in ALL for style in ("numbered", "in place")]
+CASES += [(2, True, "numbered, in shards")]
+if IS_SLOW:
+    CASES += [(2, False, "numbered, in shards"), (2, True, "in place, in shards"), (2, False, "in place, in shards")]
+
+
 @pytest.mark.timeout(1800 if IS_SLOW else 120)
-@pytest.mark.parametrize("style", ["numbered", "in place"])
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["in the loop", "in the background"])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "asynchronous", "style"), CASES)
 def test_a_kill_at_any_instant_loses_nothing_that_was_committed(
     num_ranks: int, asynchronous: bool, style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
