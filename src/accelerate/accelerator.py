@@ -955,7 +955,8 @@ class Accelerator:
             no_restore_buffers: the set of those that may stay cut after the block.
         """
         if self.mesh.active("cp", "sp"):
-            return split_sequences(self.mesh, self.parallelism_config, buffers, buffer_seq_dims, no_restore_buffers)
+            config = self.strategy.options.plugins["parallelism_config"]
+            return split_sequences(self.mesh, config, buffers, buffer_seq_dims, no_restore_buffers)
         logger.warning_once(
             "maybe_context_parallel() has no effect: no ParallelismConfig asks for context parallelism."
         )

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from ..plugins.megatron import MegatronLMPlugin
     from ..plugins.megatron_models import add_model_config_to_megatron_parser
     from ..plugins.parallelism import DeepSpeedSequenceParallelConfig, ParallelismConfig
-    from ..plugins.parallelism import TorchContextParallelConfig, TorchTensorParallelConfig
+    from ..plugins.parallelism import ExpertParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig
     from ..plugins.parallelism import TorchTensorParallelPlugin
     from ..plugins.precision import AutocastKwargs, GradScalerKwargs
     from ..plugins.process_group import InitProcessGroupKwargs
@@ -179,6 +179,7 @@ _HOMES = {
     "SCHEDULER_NAME": "names", "SageMakerDistributedType": "settings.labels", "TERecipeKwargs": "plugins.fp8",
     "TORCH_DISTRIBUTED_OPERATION_TYPES": "collectives", "TORCH_LAUNCH_PARAMS": "launch.prepared",
     "TensorInformation": "nested", "TorchContextParallelConfig": "plugins.parallelism",
+    "ExpertParallelConfig": "plugins.parallelism",
     "TorchDynamoPlugin": "plugins.dynamo", "TorchTensorParallelConfig": "plugins.parallelism",
     "TorchTensorParallelPlugin": "plugins.parallelism", "WEIGHTS_INDEX_NAME": "names",
     "WEIGHTS_NAME": "names", "WEIGHTS_PATTERN_NAME": "names",
@@ -288,7 +289,7 @@ __all__ = [
     "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME",
     "SCALER_NAME", "SCHEDULER_NAME", "SageMakerDistributedType", "TERecipeKwargs",
     "TORCH_DISTRIBUTED_OPERATION_TYPES", "TORCH_LAUNCH_PARAMS", "TensorInformation",
-    "TorchContextParallelConfig", "TorchDynamoPlugin", "TorchTensorParallelConfig",
+    "ExpertParallelConfig", "TorchContextParallelConfig", "TorchDynamoPlugin", "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "add_model_config_to_megatron_parser", "align_module_device",
     "apply_fp8_autowrap", "are_libraries_initialized", "broadcast", "broadcast_object_list",
