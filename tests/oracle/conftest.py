@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 HERE = Path(__file__).parent.name
 Cells = Callable[[str, int, int], None]
+_start = time.monotonic()
 
 
 @pytest.fixture
@@ -39,3 +42,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.line(f"{file:14s} {row[:84]:84s} {tried:6d} {right:6d}{'' if tried == right else '  WRONG'}")
     totals = [sum(column) for column in zip(*table.values(), strict=True)]
     terminalreporter.line(f"{'':14s} {'all':84s} {totals[0]:6d} {totals[1]:6d}")
+    spent = os.times()
+    cpu_seconds = spent.user + spent.system + spent.children_user + spent.children_system
+    wall_seconds = time.monotonic() - _start
+    terminalreporter.line(f"CPU time of all processes: {cpu_seconds:.0f} s; wall time: {wall_seconds:.0f} s")
