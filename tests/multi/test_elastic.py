@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.errors import CheckpointError
-from accelerate.utils import set_seed
+from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
+from accelerate.utils import ParallelismConfig, set_seed
 from tests.ranks import run_on_ranks
 
 NUM_SAMPLES = 61
@@ -143,3 +145,77 @@ def test_a_global_batch_that_cant_be_kept_is_refused(tmp_path: Path) -> None:
         return str(failure.value)
 
     assert "3 ranks take 6 samples" in run_on_ranks(refused, 3)[0]
+
+
+# -- sharded -------------------------------------------------------------------------------------------------
+
+
+BLOCKED = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 10}
+SHARDED: dict[str, dict[str, Any]] = {
+    "FSDP1": {"fsdp_version": 1, "state_dict_type": "SHARDED_STATE_DICT", "use_orig_params": True, **BLOCKED},
+    "FSDP2": {"fsdp_version": 2, **BLOCKED},
+    "HSDP": {"fsdp_version": 2, **BLOCKED},
+}
+IS_SLOW = "RUN_SLOW" in os.environ
+PAIRS = [(kind, count) for kind in SHARDED for count in (1, 2, 3, 8)] if IS_SLOW else [("FSDP1", 3), ("HSDP", 2)]
+
+
+def sharded_objects(kind: str) -> tuple[Any, ...]:
+    plugin = FullyShardedDataParallelPlugin(**SHARDED[kind])
+    mesh = {}
+    if kind == "HSDP" and int(os.environ.get("WORLD_SIZE", 1)) % 2 == 0:
+        num_ranks = int(os.environ["WORLD_SIZE"])
+        mesh = {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=num_ranks // 2)}
+        if num_ranks == 2:
+            mesh = {"parallelism_config": ParallelismConfig(dp_shard_size=2)}
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, **mesh)
+    set_seed(11)
+    model = nn.Sequential(nn.Linear(1, 9), nn.Tanh(), nn.Linear(9, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader = DataLoader(range(NUM_SAMPLES), batch_size=2, shuffle=True)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def whole_state(accelerator: Any, model: Any, optimizer: Any) -> Any:
+    """Weights and moments with the pieces of all ranks together."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    access = accelerator.strategy.access
+    weights = access.whole_model(accelerator.unwrap_model(model) if accelerator.num_processes == 1 else model, True)
+    moments = access.whole_optimizer(inner, [model], True)["state"]
+    values = [value for entries in moments.values() for _, value in sorted(entries.items())]
+    return [value.tolist() for value in [*weights.values(), *map(torch.as_tensor, values)]]
+
+
+def sharded_saved(kind: str, folder: str) -> tuple[list[int], Any]:
+    accelerator, model, optimizer, loader = sharded_objects(kind)
+    seen: list[int] = []
+    for number, samples in enumerate(loader, 1):
+        step(accelerator, model, optimizer, samples)
+        seen += samples[: loader.coverage.real[accelerator.process_index]].tolist()
+        if number == SAVED_AFTER:
+            accelerator.save_state(folder)
+            break
+    return seen, whole_state(accelerator, model, optimizer)
+
+
+def sharded_continued(kind: str, folder: str) -> tuple[list[int], Any]:
+    accelerator, model, optimizer, loader = sharded_objects(kind)
+    set_seed(accelerator.process_index + 100)
+    accelerator.load_state(folder)
+    loaded = whole_state(accelerator, model, optimizer)
+    seen: list[int] = []
+    for samples in loader:
+        step(accelerator, model, optimizer, samples)
+        seen += samples[: loader.coverage.real[accelerator.process_index]].tolist()
+    return seen, loaded
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), PAIRS)
+def test_shards_of_four_ranks_go_on_on_any_other_number(kind: str, num_ranks: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    before = run_on_ranks(sharded_saved, 4, kind, folder, timeout_seconds=120)
+    after = run_on_ranks(sharded_continued, num_ranks, kind, folder, timeout_seconds=120)
+    first = [sample for seen, _ in before for sample in seen]
+    rest = [sample for seen, _ in after for sample in seen]
+    assert sorted(first + rest) == list(range(NUM_SAMPLES))
+    assert all(loaded == before[0][1] for _, loaded in after)
