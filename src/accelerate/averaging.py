@@ -176,6 +176,7 @@ def _free_gathered(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-        elif isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            if getattr(module._handle.flat_param, "_local_shard", None) is not None:  # before the first forward
-                _reshard(module, module._handle, True)
+        elif isinstance(module, FullyShardedDataParallel):
+            handle = module._handle
+            if handle is not None and getattr(handle.flat_param, "_local_shard", None) is not None:  # else not begun
+                _reshard(module, handle, True)

@@ -111,8 +111,8 @@ class StepClock:
     _aside: float = field(default=0.0, repr=False)
     _waited: float = field(default=0.0, repr=False)
 
-    def lap(self, samples: float, is_update: bool, waited: float | None, ends_pass: bool) -> None:
-        """A micro-batch is done.
+    def lap(self, samples: float, is_update: bool, waited: float | None, ends_pass: bool) -> bool:
+        """A micro-batch is done; whether its time is known, and so counted.
 
         Args:
             samples: in it.
@@ -122,6 +122,7 @@ class StepClock:
         """
         now = perf_counter()
         before = self._waited if waited is None or waited >= self._waited else 0.0
+        is_counted = self._since is not None
         if self._since is not None:
             self.seconds += now - self._since - self._aside
             self.samples += samples
@@ -133,6 +134,7 @@ class StepClock:
         self._since = None if ends_pass else now
         if ends_pass:
             self._waited = 0.0
+        return is_counted
 
     def set_aside(self, seconds: float) -> None:
         """``seconds`` of the running micro-batch went into something else (saving)."""

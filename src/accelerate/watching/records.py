@@ -68,16 +68,18 @@ class RankRecord:
 
     def event(self, kind: str, **facts: Any) -> None:
         """Something happened that a reader of the curves wants to know."""
-        if self._thread is not None:
-            self._put({"event": kind, **facts})
+        if self._thread is None:
+            return
+        if self._left_out is not None:  # the newest numbers come before what happened after them
+            self._put(self._left_out)
+            self._left_out = None
+        self._put({"event": kind, **facts})
 
     def finish(self, kind: str = "end", **facts: Any) -> None:
         """Everything is in the file, and nothing more will be."""
         thread = self._thread
         if thread is None or self._pid != os.getpid():  # a forked worker has this object, but not its thread
             return
-        if self._left_out is not None:
-            self._put(self._left_out)
         self.event(kind, **facts)
         self._thread = None
         if self._listener is not None:

@@ -110,8 +110,8 @@ class RunWatch:
         waited = None if loader is None else loader.data_wait_seconds
         if samples is None:
             samples = self._samples_of(loader, ends_pass)
-        self._times.lap(samples, is_update, waited, ends_pass)
-        if tokens is not None:
+        is_counted = self._times.lap(samples, is_update, waited, ends_pass)
+        if tokens is not None and is_counted:
             self._tokens.append(tokens)
         if values:
             self._values.update(values)
