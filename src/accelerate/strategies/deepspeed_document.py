@@ -92,7 +92,7 @@ def complete(plugin: DeepSpeedPlugin, prepared: Prepared, world: World, clock: G
         "gradient_accumulation_steps": steps,
         "gradient_clipping": 1.0,
         "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
-        **_batch_sizes(plugin, prepared, steps, world.size // plugin.tensor_parallel_size),
+        **_batch_sizes(plugin, prepared, steps, world),
         **_widths(plugin, prepared.model),
         **_of_optimizer(prepared.optimizer),
         **_of_scheduler(prepared, world),
@@ -128,7 +128,7 @@ def _accumulation_steps(plugin: DeepSpeedPlugin, clock: GradientState) -> int:
     return clock.num_steps
 
 
-def _batch_sizes(plugin: DeepSpeedPlugin, prepared: Prepared, steps: int, num_replicas: int) -> dict[str, int]:
+def _batch_sizes(plugin: DeepSpeedPlugin, prepared: Prepared, steps: int, world: World) -> dict[str, int]:
     given = plugin.get_value("train_micro_batch_size_per_gpu", "auto")
     if isinstance(given, int):
         micro = given
@@ -147,7 +147,7 @@ def _batch_sizes(plugin: DeepSpeedPlugin, prepared: Prepared, steps: int, num_re
             )
         micro = min(sizes) if plugin.is_train_batch_min else max(sizes)
         if prepared.split_batches:
-            micro //= num_replicas
+            micro //= world.size // plugin.tensor_parallel_size
         if len(set(sizes)) > 1:
             logger.info(
                 "Of the loaders' batch sizes %s DeepSpeed takes %s (is_train_batch_min=%s).",
@@ -156,7 +156,8 @@ def _batch_sizes(plugin: DeepSpeedPlugin, prepared: Prepared, steps: int, num_re
                 plugin.is_train_batch_min,
             )
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = micro
-    return {"train_micro_batch_size_per_gpu": micro, "train_batch_size": micro * steps * num_replicas}
+    # DeepSpeed counts every rank, also those that cut one replica's layers among them (AutoTP).
+    return {"train_micro_batch_size_per_gpu": micro, "train_batch_size": micro * steps * world.size}
 
 
 def _batch_size(loader: Any) -> int:
