@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
+import tempfile
 import threading
-from typing import Any, Final
+from typing import Any, Final, final
 
 from ..errors import SettingError
 from ..optional import require
@@ -113,15 +115,21 @@ class MLflowTracker(GeneralTracker):
         """The figure is an artifact of the run, named ``artifact_file``."""
         self._client.log_figure(self._id, figure, artifact_file, **save_kwargs)
 
-    @in_turn
+    @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """The files of the folder are artifacts of the run, under ``artifact_path``."""
-        self._client.log_artifacts(self._id, local_dir, artifact_path=artifact_path)
+        """The files of the folder, as they are now, are artifacts of the run, under ``artifact_path``."""
+        self._send(_Files(local_dir, keep=self._outbox is not None), artifact_path)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """The file, as it is now, is an artifact of the run, under ``artifact_path``."""
+        self._send(_Files(local_path, keep=self._outbox is not None), artifact_path)
 
     @in_turn
-    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """The file is an artifact of the run, under ``artifact_path``."""
-        self._client.log_artifact(self._id, local_path, artifact_path=artifact_path)
+    def _send(self, files: _Files, artifact_path: str | None) -> None:
+        send = self._client.log_artifacts if os.path.isdir(files.path) else self._client.log_artifact
+        with files:
+            send(self._id, files.path, artifact_path=artifact_path)
 
     @on_main_process
     def finish(self) -> None:
@@ -134,6 +142,42 @@ class MLflowTracker(GeneralTracker):
         if self._thread_of_run is not None:
             self._thread_of_run = None
             self._mlflow.end_run()
+
+
+@final
+class _Files:
+    """A file or folder that is still there when its turn comes, though the caller may have removed it by then."""
+
+    def __init__(self, path: str | os.PathLike[str], *, keep: bool) -> None:
+        self.path = os.fspath(path)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        if keep:
+            self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            kept = os.path.join(self._folder.name, os.path.basename(os.path.normpath(self.path)))
+            try:
+                if os.path.isdir(self.path):
+                    shutil.copytree(self.path, kept, copy_function=_link)
+                else:
+                    _link(self.path, kept)
+            except OSError:  # not there, or no room: said when its turn comes, as any failure of a tracker
+                return
+            self.path = kept
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _link(source: str, target: str) -> str:
+    """A second name of the file where the file system can give it one, else a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target
 
 
 def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock, call
@@ -183,13 +185,36 @@ class TestMLflow:
         )
         assert caplog.text.count("'note'") == 1
 
-    def test_files_and_figures_are_artifacts(self, mlflow: Any) -> None:
+    def test_files_that_are_removed_after_the_call_are_sent_all_the_same(self, mlflow: Any, tmp_path: Path) -> None:
+        sent: list[tuple[str, str]] = []
+        client = mlflow.MlflowClient.return_value
+
+        def one(_run: str, path: str, **_where: Any) -> None:
+            sent.append((Path(path).name, Path(path).read_text()))
+
+        def folder(_run: str, path: str, **_where: Any) -> None:
+            sent.extend((f"{Path(path).name}/{each.name}", each.read_text()) for each in sorted(Path(path).iterdir()))
+
+        client.log_artifact.side_effect, client.log_artifacts.side_effect = one, folder
+        [tracker] = init_trackers([MLflowTracker("project")], "project")
+        held = threading.Event()
+        tracker._outbox.put(held.wait, "hold")  # type: ignore[union-attr]
+        (tmp_path / "results").mkdir()
+        (tmp_path / "results" / "a.txt").write_text("one")
+        tracker.log_artifact(str(tmp_path / "results" / "a.txt"))  # type: ignore[attr-defined]
+        tracker.log_artifacts(str(tmp_path / "results"))  # type: ignore[attr-defined]
+        shutil.rmtree(tmp_path / "results")
+        held.set()
+        finish([tracker])
+        assert sent == [("a.txt", "one"), ("results/a.txt", "one")]
+
+    def test_files_and_figures_are_artifacts(self, mlflow: Any, tmp_path: Path) -> None:
         tracker = started(MLflowTracker("project"))
         tracker.log_figure("figure", "f.png", dpi=3)
         client, run = mlflow.MlflowClient.return_value, mlflow.start_run.return_value.info.run_id
         client.log_figure.assert_called_once_with(run, "figure", "f.png", dpi=3)
-        tracker.log_artifacts("folder", "there")
-        client.log_artifacts.assert_called_once_with(run, "folder", artifact_path="there")
+        tracker.log_artifacts(str(tmp_path), "there")
+        client.log_artifacts.assert_called_once_with(run, str(tmp_path), artifact_path="there")
         tracker.log_artifact("file")
         client.log_artifact.assert_called_once_with(run, "file", artifact_path=None)
         tracker.finish()
