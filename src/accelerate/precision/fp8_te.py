@@ -13,6 +13,9 @@ import torch
 
 from ..errors import MissingDependency, PreparationError, SettingError
 from ..optional import installed_version, is_transformer_engine_mxfp8_available, require
+from ..plugins.fp8 import FP8RecipeKwargs, TERecipeKwargs
+from ..settings.fp8 import TeOptions
+from ..settings.option import options_of
 from .autocast import Autocasting
 from .conversion import HOLDS_OTHERS, OTHER_KIND, report_conversion
 from .fp8 import Fp8Functions, announce
@@ -160,9 +163,9 @@ def apply_fp8_autowrap(model: torch.nn.Module, fp8_recipe_handler: Any) -> torch
 
 def _recipe(handler: Any) -> tuple[Any, bool]:
     """The package's recipe, and whether it holds in evaluation too."""
+    if isinstance(handler, FP8RecipeKwargs):  # the deprecated recipe, which is MS-AMP's too
+        handler = TERecipeKwargs(**{option.name: getattr(handler, option.name) for option in options_of(TeOptions)})
     options = {} if handler is None else dict(handler.to_kwargs())
-    for foreign in ("opt_level", "backend"):  # the deprecated recipe's, which is MS-AMP's too
-        options.pop(foreign, None)
     during_eval = bool(options.pop("use_autocast_during_eval", False))
     in_blocks = bool(options.pop("use_mxfp8_block_scaling", False))
     _, recipes = _engine()
