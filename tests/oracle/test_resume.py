@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, Subset
 
 from accelerate.data_loader import ResumeWarning, prepare_data_loader, skip_first_batches
 from accelerate.errors import CheckpointError
@@ -355,6 +355,33 @@ def test_an_order_that_cant_be_begun_again_is_noticed() -> None:
     other.load_state_dict(state["loader"])
     with pytest.warns(ResumeWarning, match="doesn't give the order"):
         next(iter(other))
+
+
+@pytest.mark.parametrize("generator", [random.Random(3), torch.Generator(), np.random.default_rng(3)])
+def test_a_generator_that_a_dataset_keeps_to_itself_is_noticed(generator: Any) -> None:
+    class Noise:
+        rng: Any
+
+    class Augmented(Dataset):
+        def __init__(self) -> None:
+            self.transforms = [Noise()]
+            self.transforms[0].rng = generator
+            self.rows = torch.arange(SIZE)
+
+        def __len__(self) -> int:
+            return SIZE
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return self.rows[index]
+
+    def loader(dataset: Any) -> Any:
+        return prepare_data_loader(DataLoader(Subset(dataset, range(SIZE)), batch_size=4, shuffle=True))
+
+    state = train(loader(Augmented()), [], stop_after=2)
+    assert state is not None
+    with pytest.warns(ResumeWarning, match=r"dataset\.dataset\.transforms\[0\]\.rng"):
+        loader(Augmented()).load_state_dict(state["loader"])
+    loader(range(SIZE)).load_state_dict(state["loader"])  # says nothing: a warning would be an error here
 
 
 def test_what_isnt_a_position_is_refused() -> None:

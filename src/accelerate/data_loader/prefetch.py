@@ -26,6 +26,7 @@ from accelerate.seeding import (
 from accelerate.world import World, current_world
 
 from .adapter import DataLoaderAdapter, DataLoaderStateMixin
+from .audit import hidden_generators
 from .order import BEGINNING, Drawn, Order, Place, SkipBatchSampler, agree, enter, samplers_of, unskipped
 from .position import Progress, Restored
 from .shard import Account, BatchSamplerShard, IterableDatasetShard, draw_whole
@@ -425,6 +426,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         """
         ready = self.progress.load(state_dict)
         self._announced_epoch = None
+        self._say_what_is_hidden()
         if self.persistent_workers:
             self._base = None  # the workers of the saved run began otherwise than those that live
         if ready is None:
@@ -438,6 +440,20 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         is_mine = ready.get("rank") is None or tuple(ready["rank"]) == self.rank_and_size()
         if source.is_stateful and is_mine and ready.get("dataset") is not None:
             source.base.load_state_dict(ready["dataset"])
+
+    def _say_what_is_hidden(self) -> None:
+        is_stream = isinstance(self.dataset, IterableDataset)
+        found = hidden_generators(self._stream_source().base if is_stream else self.dataset)
+        if is_stream and "dataset.generator" in found:
+            found.remove("dataset.generator")  # the one of a stream that is a part of its position
+        if found:
+            warnings.warn(
+                f"The dataset has a random generator of its own ({', '.join(found)}), which no checkpoint holds: what "
+                "it draws from now on differs from what the saved run would have drawn. Draw from torch's, NumPy's or "
+                "Python's global streams, or give the dataset state_dict() and load_state_dict().",
+                ResumeWarning,
+                stacklevel=3,
+            )
 
     @property
     def dl_state_dict(self) -> dict[str, Any]:
