@@ -113,6 +113,7 @@ def test_a_live_run_of_two_ranks(page: Page, monitor: tuple[subprocess.Popen[str
         page.wait("document.querySelector('#tip').style.display === 'block'")
         assert "step" in page.ask("document.querySelector('#tip').innerText")
         page.resize(1360, 1240)
+        page.ask("document.querySelector('#footer').style.visibility = 'hidden'")  # a path of this machine
         page.point_at(".chart svg", right=0.6)
         time.sleep(0.3)
         page.ask("document.documentElement.dataset.theme === 'light' || document.querySelector('#theme').click()")

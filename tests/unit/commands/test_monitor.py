@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.commands.monitor import export, main
+from accelerate.commands.monitor.reading import Curve, RunFiles
+from accelerate.commands.monitor.serve import Server, page
+from accelerate.commands.monitor.snapshot import MAX_POINTS, snapshot, state_of
+from accelerate.commands.monitor.terminal import plot, screen
+from accelerate.errors import MissingDependency, SettingError
+
+NOW = 1000.0
+
+
+def write(folder: Path, rank: int, *lines: dict[str, Any], end: str = "\n") -> None:
+    path = folder / "monitor" / f"rank_{rank}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write("\n".join(json.dumps({"time": NOW, **line}) for line in lines) + end)
+
+
+def report(step: int, **values: Any) -> dict[str, Any]:
+    return {"step": step, "loss": 1 / step, "step_seconds": 0.1, "memory_bytes": 10**9, **values}
+
+
+START = {"event": "start", "device": "cpu", "ranks": 2}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two ranks, ten reports each; rank 1 is slower, and a few things have happened."""
+    folder = tmp_path / "night"
+    for rank in (0, 1):
+        write(folder, rank, START)
+        write(
+            folder,
+            rank,
+            *(report(step, step_seconds=0.1 + 0.02 * rank, wait_seconds=0.01) for step in range(1, 11)),
+        )
+        write(folder, rank, {"event": "save", "folder": "checkpoints/checkpoint_0", "step": 10, "seconds": 0.5})
+    write(folder, 1, {"event": "warning", "text": "slow"})
+    (folder / "night.jsonl").write_text('{"time": 1, "step": 5, "accuracy": 0.5, "loss": 9}\n{"config": {"a": 1}}\n')
+    return folder
+
+
+def seen(folder: Path) -> dict[str, Any]:
+    files = RunFiles(folder)
+    files.refresh()
+    return snapshot(files, now=NOW)
+
+
+def test_a_run_is_what_its_ranks_wrote(run: Path) -> None:
+    found = seen(run)
+    assert found["state"] == "running" and found["name"] == "night"
+    assert found["curves"]["loss"]["steps"] == list(range(1, 11))
+    assert [rank["step"] for rank in found["ranks"]] == [10, 10]
+    assert found["skew"] == {"rank": 1, "share": pytest.approx(0.2)}
+    assert found["own"] == {"accuracy": {"steps": [5], "values": [0.5], "bad": []}}
+    assert list(found["per_rank"]["step_seconds"]["lines"]) == ["rank 0", "rank 1"]
+    kinds = [(event["event"], event["ranks"]) for event in found["events"]]
+    assert kinds == [("start", [0, 1]), ("save", [0, 1]), ("warning", [1])]
+    json.dumps(found, allow_nan=False)
+
+
+def test_files_are_read_as_they_grow(run: Path) -> None:
+    files = RunFiles(run)
+    assert files.refresh() and not files.refresh()
+    write(run, 0, report(11), end="")  # half a line: the newline is still to come
+    assert not files.refresh()
+    with (run / "monitor" / "rank_0.jsonl").open("a") as file:
+        file.write("\n{torn\n[1]\n")
+    assert files.refresh()
+    assert files.ranks[0].curves["loss"].steps[-1] == 11
+
+
+def test_a_run_that_goes_back_writes_over_what_it_did(run: Path) -> None:
+    for rank in (0, 1):
+        write(run, rank, START, {"event": "load", "folder": "c/checkpoint_0", "step": 6}, report(7, loss=5.0))
+    found = seen(run)
+    assert found["curves"]["loss"]["steps"] == [1, 2, 3, 4, 5, 6, 7]
+    assert found["curves"]["loss"]["values"][-1] == 5.0
+    restart = next(event for event in found["events"] if event["event"] == "restart")
+    assert restart["attempt"] == 2 and restart["ranks"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("endings", "state"),
+    [
+        (("end", "end"), "finished"),
+        (("end", None), "running"),
+        (("error", None), "failed"),
+        (("stop", "stop"), "stopped"),
+    ],
+)
+def test_how_a_run_ended(run: Path, endings: tuple[str | None, ...], state: str) -> None:
+    for rank, ending in enumerate(endings):
+        if ending is not None:
+            write(run, rank, {"event": ending, "text": "because"})
+    assert seen(run)["state"] == state
+
+
+def test_a_run_that_says_nothing_any_more_is_silent(run: Path) -> None:
+    files = RunFiles(run)
+    files.refresh()
+    assert state_of(files, NOW + 59) == "running" and state_of(files, NOW + 61) == "silent"
+
+
+def test_losses_that_are_no_numbers_are_marked(run: Path) -> None:
+    write(run, 0, report(11, loss="nan"), report(12, loss="inf"), report(13))
+    loss = seen(run)["curves"]["loss"]
+    assert loss["bad"] == [11, 12] and loss["values"][10:12] == [None, None]
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_peaks(tmp_path: Path) -> None:
+    write(tmp_path, 0, START, *(report(step, loss=9.0 if step == 777 else 1.0) for step in range(1, 5001)))
+    loss = seen(tmp_path)["curves"]["loss"]
+    assert len(loss["steps"]) <= MAX_POINTS and loss["steps"][-1] == 5000
+    assert max(loss["high"]) == 9.0 and min(loss["low"]) == 1.0
+    assert sum(loss["values"]) / len(loss["values"]) == pytest.approx(1.0, abs=0.01)
+
+
+def test_many_ranks_are_summed_up(tmp_path: Path) -> None:
+    for rank in range(20):
+        write(tmp_path, rank, START, report(1, step_seconds=1.0 + rank))
+    found = seen(tmp_path)["per_rank"]["step_seconds"]["lines"]
+    assert {name: line["values"] for name, line in found.items()} == {
+        "slowest or largest": [20.0],
+        "middle": [10.5],
+        "fastest or smallest": [1.0],
+    }
+
+
+def test_a_curve_knows_nothing_after_a_cut() -> None:
+    curve = Curve([1, 2, 3], [1.0, 2.0, 3.0])
+    curve.add(2, 5.0)
+    assert (curve.steps, curve.values) == ([1, 2], [1.0, 5.0])
+
+
+def test_logs_may_lie_in_a_folder_of_their_own(run: Path) -> None:
+    run.rename(run.parent / "logs")
+    assert len(seen(run.parent)["ranks"]) == 2
+    assert len(seen(run.parent / "logs" / "monitor")["ranks"]) == 2
+
+
+@pytest.fixture
+def server(run: Path) -> Iterator[Server]:
+    server = Server(RunFiles(run), "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_server_gives_the_page_and_what_is_new(server: Server, run: Path) -> None:
+    with urllib.request.urlopen(server.url) as answer:
+        assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+        text = answer.read().decode()
+    assert text == page() and "http://" not in text.replace("http://www.w3.org/2000/svg", "") and "https://" not in text
+    with urllib.request.urlopen(server.url + "data") as answer:
+        found = json.load(answer)
+    assert found["newest"]["step"] == 10
+    with urllib.request.urlopen(f"{server.url}data?known={found['tag']}") as answer:
+        assert answer.status == 204
+    write(run, 0, report(11))
+    with urllib.request.urlopen(f"{server.url}data?known={found['tag']}") as answer:
+        assert json.load(answer)["newest"]["step"] == 11
+
+
+def test_the_server_has_nothing_else_and_answers_nobody_else(server: Server) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(server.url + "../../etc/passwd")
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1])
+    connection.request("GET", "/data", headers={"Host": "evil.example"})
+    assert connection.getresponse().status == 403
+    connection.close()
+
+
+def test_an_exported_page_holds_its_numbers(run: Path, tmp_path: Path) -> None:
+    write(run, 0, {"event": "note", "text": "</script><script>alert(1)</script>"})
+    target = tmp_path / "out" / "run.html"
+    assert main([str(run), "--export", str(target)]) == 0
+    text = target.read_text()
+    assert "alert(1)" in text and "<script>alert" not in text and text.count("</script>") == page().count("</script>")
+    assert main([str(run), "--export", str(tmp_path / "run.json")]) == 0
+    assert json.loads((tmp_path / "run.json").read_text())["name"] == "night"
+
+
+def test_what_cant_be_shown_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main([str(tmp_path / "nowhere"), "--once"]) != 0
+    assert "is not there" in capsys.readouterr().err
+    with pytest.raises(SettingError, match=r"ends with \.html"):
+        export.export({}, tmp_path / "run.pdf")
+    monkeypatch.setattr(export, "find_browser", lambda: None)
+    with pytest.raises(MissingDependency, match="press PNG"):
+        export.export({}, tmp_path / "run.png")
+
+
+def test_the_terminal_shows_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run), "--once"]) == 0
+    printed = capsys.readouterr().out
+    for text in (
+        "night  SILENT  step 10",
+        "loss 0.1",
+        "100 ms a step, 10% waiting",
+        "saved checkpoint_0",
+        "▲",
+        "rank 1",
+    ):
+        assert text in printed
+    assert max(map(len, printed.splitlines())) <= 120
+    assert [len(line) <= 40 for line in screen(seen(run), 40, 20)] == [True] * len(screen(seen(run), 40, 20))
+
+
+def test_an_empty_folder_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--once"]) == 0
+    assert "watch_run" in capsys.readouterr().out
+
+
+def test_a_curve_of_dots_falls_from_left_to_right() -> None:
+    lines = plot([0, 50, 100], [3.0, 2.0, 1.0], 40, 5)
+    rows = [line.split("┤")[1] for line in lines if "┤" in line]
+    firsts = [next((at for at, cell in enumerate(row) if cell != "\u2800"), -1) for row in rows]
+    assert firsts[0] == 0 and firsts[-1] > firsts[0]
+    assert lines[0].startswith("3 ┤") and "step 100" in lines[-1]
+    assert plot([1], [None], 40, 5) == ["loss: no finite number yet"]
