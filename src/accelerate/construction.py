@@ -31,6 +31,7 @@ from .precision.fp8 import Fp8Functions, Fp8Request, choose_backend
 from .settings import env
 from .settings.labels import FP8BackendType
 from .settings.run import Settings
+from .strategies import xla
 from .world import World, expected_backend
 
 
@@ -321,7 +322,7 @@ def precision(
     """What the Accelerator's ``mixed_precision`` means in its world, with the handlers' options."""
     label, world = accelerator.state.mixed_precision, accelerator.world
     config = plugins["parallelism_config"]
-    is_sharded = world.backend is not None and (
+    is_sharded = world.backend is not None and not world.kind.runtime and (
         plugins["fsdp_plugin"] is not None or (config is not None and config.tp_enabled)
     )
     chosen = choose_precision(
@@ -335,6 +336,8 @@ def precision(
     )
     if plugins["deepspeed_plugin"] is not None:
         chosen.scaler = None  # the engine scales losses itself
+    if world.kind.runtime and xla.cast_everything(label):
+        chosen.is_autocast = False  # the device has no float32 to cast from
     return chosen
 
 
