@@ -49,12 +49,15 @@ endef
 
 clients: setup   ## install transformers, diffusers, peft, trl, ... beside .venv, and run them on this package (minutes)
 	$(call beside,.clients)
-	.clients/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt transformers diffusers peft trl sentence-transformers lm-eval
-	PYTHONPATH=$(CURDIR)/src .clients/bin/python -m pytest -q tests/clients --record docs/clients.md tests/unit/test_big_models_of_transformers.py $(wildcard tests/unit/estimate/test_of_transformers.py)
+	.clients/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt \
+		transformers diffusers peft trl sentence-transformers lm-eval bitsandbytes torchao
+	PYTHONPATH=$(CURDIR)/src .clients/bin/python -m pytest -q tests/clients --record docs/clients.md \
+		tests/unit/test_big_models_of_transformers.py tests/unit/estimate/test_of_transformers.py tests/unit/test_quantize.py
 
 trackers: setup  ## install the nine tracking services beside .venv, log to each offline, read back, kill backends (minutes)
 	$(call beside,.trackers)
-	.trackers/bin/python -m pip install --quiet --disable-pip-version-check -c tests/trackers/constraints.txt tensorboard wandb mlflow aim comet-ml clearml dvclive swanlab trackio
+	.trackers/bin/python -m pip install --quiet --disable-pip-version-check -c tests/trackers/constraints.txt \
+		tensorboard wandb mlflow aim comet-ml clearml dvclive swanlab trackio
 	PYTHONPATH=$(CURDIR)/src .trackers/bin/python -m pytest -q tests/trackers
 
 deepspeed: setup  ## install DeepSpeed and transformers beside .venv, and run ZeRO for real on CPU ranks (minutes)

@@ -20,6 +20,7 @@ SCRIPTS = (
     "external_deps.test_performance",
     "external_deps.test_peak_memory_usage",
     "external_deps.test_pippy",
+    "external_deps.test_ds_alst_ulysses_sp",
 )
 
 

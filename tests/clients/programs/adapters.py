@@ -106,6 +106,9 @@ def main(mode: str) -> None:
     state = accelerator.get_state_dict(model)
     plain = accelerator.unwrap_model(model)
     if accelerator.is_main_process:  # who has the whole state, where it was sharded
+        if sharded:  # PEFT asks the modules themselves, whose shards only all processes together can gather
+            plain = adapter_model()
+            plain.load_state_dict(state)
         plain.save_pretrained(f"{folder}/adapter", state_dict=state, save_function=accelerator.save)
         base = AutoModelForSequenceClassification.from_pretrained(BERT)
         loaded = PeftModel.from_pretrained(base, f"{folder}/adapter")
