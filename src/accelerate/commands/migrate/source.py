@@ -46,6 +46,7 @@ class Script:
         for node in ast.walk(self.tree):
             for child in ast.iter_child_nodes(node):
                 self.parents[child] = node
+        self._found: dict[Any, list[Any]] = {}  # by kind, of the whole script
         self._starts = [0]
         for line in self.lines:
             self._starts.append(self._starts[-1] + len(line))
@@ -119,10 +120,15 @@ class Script:
                 return case.body
         return [statement]
 
-    def nodes(self, kind: Any, inside: ast.AST | None = None) -> Iterator[Any]:
+    def nodes(self, kind: Any, inside: ast.AST | None = None) -> list[Any]:
         """All nodes of a kind, in the order of the text."""
-        found = (node for node in ast.walk(inside or self.tree) if isinstance(node, kind))
-        return iter(sorted(found, key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))))
+        if inside is None and kind in self._found:
+            return self._found[kind]
+        found = [node for node in ast.walk(inside or self.tree) if isinstance(node, kind)]
+        found.sort(key=lambda node: (getattr(node, "lineno", 0), getattr(node, "col_offset", 0)))
+        if inside is None:
+            self._found[kind] = found
+        return found
 
     # -- names ---------------------------------------------------------------------------------------------
 

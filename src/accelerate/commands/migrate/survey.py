@@ -28,6 +28,7 @@ _WRAPPERS: Final = ("DistributedDataParallel", "DataParallel")
 _KEEPS_ROLE: Final = frozenset({"to", "cuda", "cpu", "train", "eval", "half", "float", "double", "bfloat16", "apply"})
 _SCHEDULE: Final = re.compile(r"get_\w*schedule\w*$|^transformers\.get_scheduler$|LRScheduler$|Scheduler$")
 _LOSS: Final = re.compile(r"Loss(\d+d)?$|^torch\.nn\.(functional|init|utils|parallel)\b")
+_BACKWARD: Final = "loss.backward()"
 _PASSES_ON: Final = frozenset({"enumerate", "tqdm", "iter", "islice", "zip", "track", "progress"})
 _NAMED_LIKE_MODELS: Final = re.compile(r"(^|\.|_)(model|net|network|module)\w*$", re.IGNORECASE)
 
@@ -140,15 +141,19 @@ class Survey:
         is_method = isinstance(owner, ast.ClassDef)
         position = parameters(function).index(name) - (1 if is_method else 0)
         called = owner.name if is_method and function.name == "__init__" else function.name
-        for call in self.script.nodes(ast.Call):
-            found = dotted(call.func).rpartition(".")[2]
-            if found != called:
-                continue
+        for call in self._calls_by_name.get(called, ()):
             given = next((word.value for word in call.keywords if word.arg == name), None)
             if given is None and 0 <= position < len(call.args):
                 given = call.args[position]
             if given is not None and not isinstance(given, ast.Starred):
                 yield self.symbol(given)
+
+    @functools.cached_property
+    def _calls_by_name(self) -> dict[str, list[ast.Call]]:
+        found: dict[str, list[ast.Call]] = {}
+        for call in self.script.nodes(ast.Call):
+            found.setdefault(dotted(call.func).rpartition(".")[2], []).append(call)
+        return found
 
     # -- roles ---------------------------------------------------------------------------------------------
 
@@ -254,22 +259,28 @@ class Survey:
     def training_functions(self) -> set[str]:
         """Functions in which, or below which, a backward runs."""
         names: set[str] = set()
-        before = -1
-        while len(names) != before:
-            before = len(names)
-            for name, functions in self.functions.items():
-                if any(self.trains(function, names) for function in functions):
-                    names.add(name)
+        called = {
+            name: set[str]().union(*(self._called_in(function) for function in functions))
+            for name, functions in self.functions.items()
+        }
+        while new := {name for name, calls in called.items() if name not in names and calls & {_BACKWARD, *names}}:
+            names |= new
         return names
 
-    def trains(self, node: ast.AST, functions: Iterable[str] | None = None) -> bool:
+    def trains(self, node: ast.AST) -> bool:
         """Whether a backward runs in ``node``, or in a function that it calls."""
-        known = self.training_functions if functions is None else functions
-        backwards = set(map(id, self.backwards))
-        return any(
-            isinstance(each, ast.Call) and (id(each) in backwards or dotted(each.func).rpartition(".")[2] in known)
-            for each in ast.walk(node)
-        )
+        return bool(self._called_in(node) & {_BACKWARD, *self.training_functions})
+
+    @functools.cache  # noqa: B019  (a survey lives as long as the command)
+    def _called_in(self, node: ast.AST) -> frozenset[str]:
+        """The last names of everything that is called in ``node``; a backward of a loss has a name of its own."""
+        calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+        names = {dotted(call.func).rpartition(".")[2] for call in calls}
+        return frozenset(names | ({_BACKWARD} if any(id(call) in self._backward_ids for call in calls) else set()))
+
+    @functools.cached_property
+    def _backward_ids(self) -> set[int]:
+        return set(map(id, self.backwards))
 
     @functools.cached_property
     def loops(self) -> list[Loop]:
