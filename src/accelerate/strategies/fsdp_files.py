@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.distributed.fsdp import StateDictType
@@ -91,10 +91,14 @@ def load_fsdp_model(
     accelerator.wait_for_everyone()
     access = _access(accelerator, model)
     folder, file = weights_folder(input_dir, model_index), classic_weights(input_dir, model_index)
+    adapter = _Adapter(access, model) if adapter_only and _is_adapted(model) else None
     if is_sharded(folder):
-        read_model_shards(access, model, folder, strict=not adapter_only)
+        taking: Any = access if adapter is None else adapter
+        read_model_shards(taking, model, folder, strict=adapter is not None or not adapter_only)
     elif file.is_file():
-        access.receiver(model).load_state_dict(read_pickle(file), strict=not adapter_only)
+        state = read_pickle(file)
+        state = state if adapter is None else {adapter.names.get(name, name): value for name, value in state.items()}
+        access.receiver(model).load_state_dict(state, strict=not adapter_only)
     else:
         raise CheckpointNotFound(f"{input_dir} holds neither {folder.name}/ nor {file.name}")
 
@@ -149,12 +153,40 @@ def _access(accelerator: Any, model: Any) -> StateAccess:
     return accelerator.strategy.access
 
 
-def _of_adapter(state: dict[str, Any], model: Any, adapter_only: bool) -> dict[str, Any]:
+def _is_adapted(model: Any) -> bool:
     peft: Any = sys.modules.get("peft")
-    inner = getattr(model, "module", model)
-    if not adapter_only or peft is None or not isinstance(inner, peft.PeftModel):
+    return peft is not None and isinstance(getattr(model, "module", model), peft.PeftModel)
+
+
+def _of_adapter(state: dict[str, Any], model: Any, adapter_only: bool) -> dict[str, Any]:
+    if not adapter_only or not _is_adapted(model):
         return state
-    return peft.get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter)
+    inner = getattr(model, "module", model)
+    return sys.modules["peft"].get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter)
+
+
+@final
+class _Adapter:
+    """The adapter in a model, as something that pieces of its weights can be read into.
+
+    PEFT leaves the adapter's own name out of what it saves; ``names`` leads from those names to the model's.
+    """
+
+    def __init__(self, access: StateAccess, model: Any) -> None:
+        self._access = access
+        shards = access.model_shards(model)
+        full = {id(value): name for name, value in shards.items()}
+        self.names = {name: full[id(value)] for name, value in _of_adapter(shards, model, True).items()}
+
+    def model_shards(self, model: Any) -> dict[str, Any]:
+        """The adapter's weights under the names of files."""
+        shards = self._access.model_shards(model)
+        return {name: shards[full] for name, full in self.names.items()}
+
+    def take_model(self, model: Any, shards: dict[str, Any]) -> None:
+        """The adapter has ``shards``."""
+        own = {self.names[name]: value for name, value in shards.items()}
+        self._access.take_model(model, {**self._access.model_shards(model), **own})
 
 
 # -- version 2, step by step ---------------------------------------------------------------------------------
