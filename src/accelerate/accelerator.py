@@ -22,6 +22,7 @@ from .data_loader.coverage import keep_real
 from .errors import PreparationError
 from .flag import Flag
 from .gradients import GradientState
+from .health.watch import watch_for_hangs
 from .hooks.values import get_state_dict_offloaded_model as get_state_dict_offloaded_model  # an old address
 from .logging import get_logger
 from .memory import release_memory
@@ -167,6 +168,7 @@ class Accelerator:
         self.flag_tensor: torch.Tensor | None = None
         self._window: tuple[int, ...] = ()
         self._is_distributed = self.world.size > 1
+        watch_for_hangs(self.world, self.gradient_state)
         self._hold_nothing()
 
     def _strategy_options(self, plugins: dict[str, Any]) -> strategies.StrategyOptions:

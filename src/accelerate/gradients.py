@@ -70,10 +70,12 @@ class GradientState:
         clock._windows = {}
         clock._window = None
         clock._restored_count = 0
+        clock._num_backwards = 0
         GradientState._newest = clock
         return clock
 
     _is_xla_gradients_synced: bool
+    _num_backwards: int
     _windows: dict[Hashable, _Window]
     _window: _Window | None  # the one in hand; None where somebody else than `advance` decides what synchronises
     _restored_count: int  # where windows begin that are not known yet: their count before an interruption
@@ -145,10 +147,17 @@ class GradientState:
 
     def note_backward(self) -> int:
         """A backward runs in the micro-batch in hand; returns among how many micro-batches its loss is one."""
+        self._num_backwards += 1
         if self._window is not None:
             self._window.has_gradients = True
         self.protects_gradients = not self.sync_gradients
         return self.plugin_kwargs.get("num_steps", 1)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Backwards so far, and the place in the running loader: two numbers that change while the loop goes on."""
+        place = getattr(self.active_dataloader, "progress", None)  # loaders of others have none
+        return self._num_backwards, getattr(getattr(place, "drawn", None), "rounds", 0)
 
     @property
     def step(self) -> int:

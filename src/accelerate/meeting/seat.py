@@ -53,6 +53,7 @@ class Meeting:
         self.number = 0
         self.operation = ""
         self.site = ""
+        self.watch: Any = None  # the thread that looks after hangs in this world
         self._told = 0  # the number of the operation that the others were last told of
         self._courier = Courier("accelerate_meeting")
 
