@@ -151,6 +151,45 @@ def test_a_loop_that_only_evaluates_keeps_its_loader_and_says_so() -> None:
     assert any(note.line == 13 and "every process goes through all of it" in note.text for note in found.left)
 
 
+@pytest.mark.parametrize(
+    "made",
+    ["optimizers[name](model.parameters(), lr=1)", "getattr(torch.optim, name)(model.parameters())",
+     "Lion(model.parameters())", "bnb.optim.AdamW8bit(model.parameters())", "make_optimizer(model)"],
+)  # fmt: skip
+def test_optimizers_however_they_are_made(made: str) -> None:
+    text = LOOP.replace("torch.optim.SGD(model.parameters(), lr=0.1)", made)
+    text = "def make_optimizer(m):\n    return torch.optim.SGD(m.parameters(), lr=0.1)\n" + text
+    assert "\nmodel, optimizer, loader = accelerator.prepare(model, optimizer, loader)\n" in migrate(text, "t.py").after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dist.all_reduce(total)", 'total = accelerator.reduce(total, reduction="sum")'),
+        ("dist.all_reduce(m['x'], op=dist.ReduceOp.MAX)", "m['x'] = accelerator.reduce(m['x'], reduction=\"max\")"),
+        ("dist.reduce(total, 0, dist.ReduceOp.AVG)", 'total = accelerator.reduce(total, reduction="mean")'),
+        ("dist.all_reduce(total.clone())", "dist.all_reduce(total.clone())"),  # nothing to give a value to
+        ("dist.all_reduce(total, op=dist.ReduceOp.MIN)", "dist.all_reduce(total, op=dist.ReduceOp.MIN)"),
+        ("dist.broadcast(total, 0)", "dist.broadcast(total, 0)"),
+        ("dist.barrier()", "accelerator.wait_for_everyone()"),
+        ("rank = dist.get_rank()", "rank = accelerator.process_index"),
+        ("size = int(os.environ.get('WORLD_SIZE', 1))", "size = accelerator.num_processes"),
+        ("torch.cuda.set_device(rank)", None),
+        ("os.environ['MASTER_PORT'] = '1'", None),
+        ("dist.init_process_group('nccl')", None),
+    ],
+)
+def test_processes_by_hand(before: str, after: str | None) -> None:
+    text = f"import os\nimport torch.distributed as dist\n{LOOP}{before}\nprint('end')\n"
+    found = migrate(text, "train.py")
+    body = found.after[found.after.index("zero_grad()") :]
+    assert body == "zero_grad()\n" + (f"{after}\n" if after else "") + (
+        "print('end')\n" if "dist." in before else "accelerator.print('end')\n"
+    )
+    if after == before:
+        assert any("is left as it is" in note.text for note in found.left)
+
+
 def test_a_scaler_with_options_keeps_them() -> None:
     text = LOOP.replace("loader = ", "scaler = torch.amp.GradScaler('cuda', init_scale=128.0)\nloader = ", 1)
     text = text.replace("    loss = ", "    with torch.autocast('cuda'):\n        loss = ")

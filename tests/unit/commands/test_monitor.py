@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
 
 from accelerate.commands.monitor import export, main
@@ -222,6 +224,25 @@ def test_the_terminal_shows_the_same(run: Path, capsys: pytest.CaptureFixture[st
         assert text in printed
     assert max(map(len, printed.splitlines())) <= 120
     assert [len(line) <= 40 for line in screen(seen(run), 40, 20)] == [True] * len(screen(seen(run), 40, 20))
+
+
+def test_a_terminal_follows_the_run_to_its_end(run: Path) -> None:
+    program = pexpect.spawn(
+        sys.executable,
+        ["-m", "accelerate.commands.main", "monitor", str(run), "--terminal"],
+        encoding="utf-8",
+        timeout=30,
+        dimensions=(40, 100),
+    )
+    program.expect(r"SILENT  step 10\b")
+    write(run, 0, report(11))
+    program.expect(r"SILENT  step 11\b")
+    for rank in (0, 1):
+        write(run, rank, {"event": "end"})
+    program.expect("FINISHED")
+    program.expect(pexpect.EOF)
+    program.close()
+    assert program.exitstatus == 0
 
 
 def test_an_empty_folder_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,7 +147,7 @@ def _collective(plan: Plan, call: ast.Call, last: str) -> None:
         if operation is None and len(call.args) > (1 if last == "all_reduce" else 2):
             operation = call.args[1 if last == "all_reduce" else 2]
         name = "SUM" if operation is None else plan.script.path(operation).rpartition(".")[2]
-        if name in _REDUCTIONS:
+        if name in _REDUCTIONS and isinstance(call.args[0], (ast.Name, ast.Attribute, ast.Subscript)):
             what = plan.script.of(call.args[0])
             text = f'{what} = {plan.accelerator}.reduce({what}, reduction="{_REDUCTIONS[name]}")'
             plan.replace(call, text, "a reduction that is valid on one process, too")

@@ -198,7 +198,8 @@ class Survey:
             return MODEL
         if last in self.functions and (path == last or path.startswith("self.")):
             return self._role_of_result(self.functions[last][0], depth)
-        if any(is_parameters_call(each) for each in call.args for each in ast.walk(each)) and last[:1].isupper():
+        takes_parameters = any(is_parameters_call(inner) for each in call.args for inner in ast.walk(each))
+        if takes_parameters and (last[:1].isupper() or "optim" in ast.unparse(call.func).lower()):
             return OPTIMIZER
         return None
 
