@@ -112,6 +112,8 @@ SHARED_STRATEGY_FILES: Final = frozenset(
         "deepspeed_document",
         "deepspeed_engine",
         "deepspeed_state",
+        "megatron_engine",
+        "megatron_steps",
     ]
 )
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from .errors import NotBuilt, SettingError
+from .errors import MissingDependency, NotBuilt, SettingError
 from .health.failure import record_uncaught
 from .logging import install_rich_tracebacks
 from .mesh import TOKEN_AXES, Mesh
@@ -20,6 +22,7 @@ from .plugins.deepspeed import DEEPSPEED_FLOOR, DeepSpeedPlugin
 from .plugins.dynamo import TorchDynamoPlugin
 from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from .plugins.fsdp import FullyShardedDataParallelPlugin
+from .plugins.megatron import MegatronLMPlugin
 from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from .plugins.precision import AutocastKwargs, GradScalerKwargs
 from .plugins.process_group import InitProcessGroupKwargs
@@ -170,6 +173,8 @@ def complete_plugins(plugins: dict[str, Any], settings: Settings, known: Mapping
         plugins["fsdp_plugin"] = plugin
     if settings.deepspeed is not None:
         plugins["deepspeed_plugin"] = deepspeed_plugins(plugins, settings, known)
+    if settings.megatron is not None:
+        plugins["megatron_lm_plugin"] = megatron_plugin(plugins, settings, known)
     plugins["parallelism_config"] = plugins["parallelism_config"] or known.get("parallelism_config")
     if settings.parallelism is not None and plugins["parallelism_config"] is None:
         plugins["parallelism_config"] = ParallelismConfig()
@@ -204,12 +209,38 @@ def deepspeed_plugins(plugins: dict[str, Any], settings: Settings, known: Mappin
     return given
 
 
+def megatron_plugin(plugins: dict[str, Any], settings: Settings, known: Mapping[str, Any]) -> MegatronLMPlugin:
+    """The MegatronLMPlugin, in the run's precision.
+
+    Raises:
+        MissingDependency: Megatron-LM isn't installed.
+    """
+    try:
+        importlib.import_module("megatron.training")
+    except ImportError as error:
+        raise MissingDependency(
+            f"Megatron-LM, asked for by {settings.quote('paradigm.use_megatron_lm')}, can't be imported ({error}). It "
+            "is not on PyPI (`megatron-core` is only its core): clone https://github.com/NVIDIA/Megatron-LM and run "
+            "`pip install --no-build-isolation .` in it, or put it on PYTHONPATH. Without it, torch's own tensor and "
+            "pipeline parallelism do: ParallelismConfig(tp_size=..., pp_size=...)."
+        ) from error
+    plugin = plugins["megatron_lm_plugin"] or known.get("megatron_lm_plugin") or MegatronLMPlugin()
+    plugin.set_mixed_precision(str(settings.run.mixed_precision))
+    env.publish({"ACCELERATE_USE_MEGATRON_LM": True})
+    return plugin
+
+
 def mesh(accelerator: Any, config: ParallelismConfig | None) -> Mesh:
     """The processes along the axes of ``config``; without one they are replicas.
 
     Raises:
         SettingError: the axes don't fit the processes, or ask to shard without FSDP.
     """
+    megatron = accelerator.state.megatron_lm_plugin
+    if megatron is not None:
+        cuts = {"tp": megatron.tp_degree, "pp": megatron.pp_degree, "cp": megatron.context_parallel_size or 1}
+        rest = max(1, accelerator.world.size // math.prod(cuts.values()))
+        return Mesh.of(accelerator.world, dp_replicate=rest, **cuts)
     if config is None:
         plugin = accelerator.state.deepspeed_plugin
         cuts = 1 if plugin is None else plugin.tensor_parallel_size
@@ -334,7 +365,7 @@ def precision(
         fp8=_fp8_request(accelerator.settings, world, handlers, functions) if label == "fp8" else None,
         parameter_dtype=parameter_dtype,
     )
-    if plugins["deepspeed_plugin"] is not None:
+    if plugins["deepspeed_plugin"] is not None or plugins["megatron_lm_plugin"] is not None:
         chosen.scaler = None  # the engine scales losses itself
     if world.kind.runtime and xla.cast_everything(label):
         chosen.is_autocast = False  # the device has no float32 to cast from

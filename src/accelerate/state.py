@@ -346,7 +346,7 @@ class AcceleratorState(_View):
         )
         chosen = next((label for options, label in paradigms if options is not None), None)
         is_xla = bool(world.kind.runtime)  # sharding is a way of compiling there
-        if chosen is not None and not is_xla and (world.backend is not None or settings.deepspeed is not None):
+        if chosen is not None and not is_xla and (world.backend is not None or settings.fsdp is None):
             self.distributed_type = chosen
 
     def _check(self, mixed_precision: str | None, cpu: bool) -> None:

@@ -225,13 +225,22 @@ class InPlace(StateAccess):
     Args:
         named_parameters: the parameters of a model under every name of the user's own model.
         canonical: a name in a model's state dict as the user's own model has it.
+        restores: takes the place of :meth:`restore`: ``(model, folder, index)``.
     """
 
     def __init__(
-        self, named_parameters: NamedParameters | None = None, canonical: Callable[[str], str] | None = None
+        self,
+        named_parameters: NamedParameters | None = None,
+        canonical: Callable[[str], str] | None = None,
+        restores: Callable[[Any, Path, int], bool] | None = None,
     ) -> None:
         self._named = named_parameters or _named_parameters
         self._canonical = canonical or str
+        self._restores = restores
+
+    def restore(self, model: Any, folder: Path, index: int, *, model_only: bool = False, **options: Any) -> bool:
+        """Whether an engine has taken its own form of state."""
+        return self._restores is not None and self._restores(model, folder, index)
 
     def receiver(self, model: Any) -> Any:
         """The model itself, unless it has DTensors."""

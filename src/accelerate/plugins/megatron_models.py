@@ -107,6 +107,27 @@ def _llama(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, A
     }
 
 
+@add_model_config_to_megatron_parser("glm4_moe")
+def _glm4_moe(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+    config = model.config
+    plugin.seq_length = _length(batch_data, "input_ids", plugin.seq_length, config.max_position_embeddings)
+    return {
+        "seq_length": plugin.seq_length,
+        "return_logits": plugin.return_logits,
+        "num_experts": config.n_routed_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        **_common(
+            "gpt",
+            config,
+            "num_hidden_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ),
+    }
+
+
 def _common(kind: str, config: Any, layers: str, width: str, heads: str, positions: str) -> dict[str, Any]:
     return {
         "model_type_name": kind,

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 #: What this version can do at runtime; everything else is refused by name.
-BUILT: Final = ("single", "ddp", "fsdp", "deepspeed", "fp8", "xla")
+BUILT: Final = ("single", "ddp", "fsdp", "deepspeed", "megatron", "fp8", "xla")
 
 #: Constructor arguments -> options.
 ARGUMENTS: Final = {

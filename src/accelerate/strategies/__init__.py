@@ -12,6 +12,7 @@ from .ddp import DataParallel
 from .deepspeed import DeepSpeed
 from .fsdp1 import FlatShard
 from .fsdp2 import FullyShard
+from .megatron import Megatron
 from .pipeline import Pipeline
 from .single import SingleDevice
 from .tensor import TensorParallel
@@ -21,6 +22,7 @@ from .xla import XlaDevices
 ORDER: tuple[type[Strategy], ...] = (
     XlaDevices,
     DeepSpeed,
+    Megatron,
     Pipeline,
     FullyShard,
     FlatShard,

@@ -20,6 +20,7 @@ from ..hooks.values import get_state_dict_offloaded_model, has_offloaded_params
 from ..mesh import Mesh
 from ..plugins.data import DataLoaderConfiguration
 from ..plugins.deepspeed import DummyOptim, DummyScheduler
+from ..plugins.megatron_data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..world import World
@@ -238,7 +239,7 @@ def refuse_stand_ins(bundle: Bundle) -> None:
     """Raises if something stands for what only an engine makes.
 
     Raises:
-        PreparationError: a DummyOptim or DummyScheduler, in a run without DeepSpeed.
+        PreparationError: a stand-in of DeepSpeed or Megatron-LM, in a run without it.
     """
     for slot in bundle.slots:
         if isinstance(slot.current, (DummyOptim, DummyScheduler)):
@@ -246,6 +247,12 @@ def refuse_stand_ins(bundle: Bundle) -> None:
                 f"{type(slot.current).__name__} stands for what DeepSpeed makes from its config, but this run doesn't "
                 "use DeepSpeed. Give prepare() a torch object, or Accelerator(deepspeed_plugin=DeepSpeedPlugin(...)), "
                 "or launch with --use_deepspeed."
+            )
+        if isinstance(slot.current, (MegatronLMDummyDataLoader, MegatronLMDummyScheduler)):
+            raise PreparationError(
+                f"{type(slot.current).__name__} stands for what Megatron-LM makes from its arguments, but this run "
+                "doesn't use Megatron-LM. Give prepare() a torch object, or Accelerator(megatron_lm_plugin="
+                "MegatronLMPlugin(...)), or launch with --use_megatron_lm."
             )
 
 

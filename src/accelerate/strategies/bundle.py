@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from ..errors import PreparationError
 from ..optimizer import AcceleratedOptimizer
 from ..plugins.deepspeed import DummyOptim, DummyScheduler
+from ..plugins.megatron_data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from ..scheduler import AcceleratedScheduler
 
 
@@ -29,13 +30,13 @@ class Role(Enum):
 
 def role_of(obj: object) -> Role:
     """The role of ``obj``. The only ladder of type checks in the house."""
-    if isinstance(obj, DataLoader):
+    if isinstance(obj, (DataLoader, MegatronLMDummyDataLoader)):
         return Role.LOADER
     if isinstance(obj, torch.nn.Module):
         return Role.MODEL
     if isinstance(obj, (torch.optim.Optimizer, DummyOptim)):
         return Role.OPTIMIZER
-    if isinstance(obj, (LRScheduler, AcceleratedScheduler, DummyScheduler)):
+    if isinstance(obj, (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler)):
         return Role.SCHEDULER
     return Role.FOREIGN
 

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from ..plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from ..plugins.fsdp import FullyShardedDataParallelPlugin
     from ..plugins.megatron import MegatronLMPlugin
+    from ..plugins.megatron_data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
     from ..plugins.megatron_models import add_model_config_to_megatron_parser
     from ..plugins.parallelism import DeepSpeedSequenceParallelConfig, ParallelismConfig
     from ..plugins.parallelism import ExpertParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig
@@ -101,6 +102,9 @@ if TYPE_CHECKING:
     from ..strategies.deepspeed_engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
     from ..strategies.deepspeed_engine import DeepSpeedSchedulerWrapper, GatheredParameters
     from ..strategies.deepspeed_engine import map_pytorch_optim_to_deepspeed
+    from ..strategies.megatron_engine import MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
+    from ..strategies.megatron_steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
+    from ..strategies.megatron_steps import avg_losses_across_data_parallel_group, gather_across_data_parallel_groups
     from ..strategies.compile import has_compiled_regions, is_compiled_module
     from ..strategies.fsdp1 import ensure_weights_retied
     from ..strategies.tensor import get_model_tp_size
@@ -130,6 +134,17 @@ if TYPE_CHECKING:
 
 # Name -> the room where the one real object lives.
 _HOMES = {
+    "AbstractTrainStep": "strategies.megatron_steps",
+    "BertTrainStep": "strategies.megatron_steps",
+    "GPTTrainStep": "strategies.megatron_steps",
+    "T5TrainStep": "strategies.megatron_steps",
+    "avg_losses_across_data_parallel_group": "strategies.megatron_steps",
+    "gather_across_data_parallel_groups": "strategies.megatron_steps",
+    "MegatronLMDummyDataLoader": "plugins.megatron_data",
+    "MegatronLMDummyScheduler": "plugins.megatron_data",
+    "MegatronEngine": "strategies.megatron_engine",
+    "MegatronLMOptimizerWrapper": "strategies.megatron_engine",
+    "MegatronLMSchedulerWrapper": "strategies.megatron_engine",
     "DeepSpeedEngineWrapper": "strategies.deepspeed_engine",
     "DeepSpeedOptimizerWrapper": "strategies.deepspeed_engine",
     "DeepSpeedSchedulerWrapper": "strategies.deepspeed_engine",
@@ -275,6 +290,17 @@ _MODULES = (
 )
 
 __all__ = [
+    "AbstractTrainStep",
+    "BertTrainStep",
+    "GPTTrainStep",
+    "T5TrainStep",
+    "avg_losses_across_data_parallel_group",
+    "gather_across_data_parallel_groups",
+    "MegatronLMDummyDataLoader",
+    "MegatronLMDummyScheduler",
+    "MegatronEngine",
+    "MegatronLMOptimizerWrapper",
+    "MegatronLMSchedulerWrapper",
     "_filter_args",
     "AORecipeKwargs", "AutocastKwargs", "BnbQuantizationConfig", "CannotPadNestedTensorWarning",
     "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration",
