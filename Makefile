@@ -52,7 +52,8 @@ clients: setup   ## install transformers, diffusers, peft, trl, ... beside .venv
 	.clients/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt \
 		transformers diffusers peft trl sentence-transformers lm-eval bitsandbytes torchao
 	PYTHONPATH=$(CURDIR)/src .clients/bin/python -m pytest -q tests/clients --record docs/clients.md \
-		tests/unit/test_big_models_of_transformers.py tests/unit/estimate/test_of_transformers.py tests/unit/test_quantize.py
+		tests/unit/test_big_models_of_transformers.py tests/unit/estimate/test_of_transformers.py tests/unit/test_quantize.py \
+		$(wildcard tests/multi/test_meshes_of_transformers.py)
 
 trackers: setup  ## install the nine tracking services beside .venv, log to each offline, read back, kill backends (minutes)
 	$(call beside,.trackers)
