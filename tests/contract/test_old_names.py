@@ -1,4 +1,4 @@
-"""Every name of the documented interface resolves to the one real object, or stands on a list that only shrinks."""
+"""Every name of the documented interface resolves to the one real object."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ import pytest
 
 HERE: Final = Path(__file__).parent
 
-#: How many names were pending at the last commit. It may go down only; at 0 the list and this number disappear.
-NUM_PENDING: Final = 0
-
 
 def read(name: str) -> list[str]:
     return [line for line in (HERE / name).read_text(encoding="utf-8").split() if line]
 
 
 OLD_NAMES: Final = read("old_names.txt")
-PENDING: Final = frozenset(read("pending_names.txt"))
 
 
 def resolve(old_name: str) -> object:
@@ -36,21 +32,9 @@ def resolve(old_name: str) -> object:
         return importlib.import_module(f"{module_name}.{name}")
 
 
-@pytest.mark.parametrize("old_name", [name for name in OLD_NAMES if name not in PENDING])
+@pytest.mark.parametrize("old_name", OLD_NAMES)
 def test_an_old_name_resolves(old_name: str) -> None:
     resolve(old_name)
-
-
-@pytest.mark.parametrize("old_name", sorted(PENDING))
-def test_a_pending_name_is_not_there_yet(old_name: str) -> None:
-    with pytest.raises((ImportError, AttributeError)):
-        resolve(old_name)
-        pytest.fail(f"{old_name} resolves now: take it off tests/contract/pending_names.txt and lower NUM_PENDING")
-
-
-def test_the_list_of_pending_names_only_shrinks() -> None:
-    assert set(OLD_NAMES) >= PENDING
-    assert len(PENDING) == NUM_PENDING, "lower NUM_PENDING when a name is built; never raise it"
 
 
 def test_the_frozen_list_is_whole() -> None:
