@@ -50,7 +50,7 @@ class PretendedCourier:
         assert not self.arriving
 
 
-def network() -> nn.Module:
+def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 
@@ -139,11 +139,11 @@ def test_several_groups_and_parameters_without_gradients() -> None:
         groups = [
             {"params": model[0].parameters(), "lr": 0.1},
             {"params": [*model[2].parameters(), *model[4].parameters()]},
-        ]  # pyright: ignore[reportIndexIssue]
+        ]
         optimizer = torch.optim.Adam(groups, lr=0.01)
         if offloaded:
             waiting(optimizer)
-        for parameter in model[2].parameters():  # pyright: ignore[reportIndexIssue]
+        for parameter in model[2].parameters():
             parameter.requires_grad_(False)
         results.append(train(model, optimizer))
         assert [len(group["params"]) for group in optimizer.param_groups] == [2, 4]
@@ -154,7 +154,8 @@ def test_state_is_saved_and_loaded_in_the_middle() -> None:
     plain, offloaded = network(), network()
     first, second = torch.optim.Adam(plain.parameters()), torch.optim.Adam(offloaded.parameters())
     waiting(second)
-    train(plain, first, count=3), train(offloaded, second, count=3)
+    train(plain, first, count=3)
+    train(offloaded, second, count=3)
     saved = copy.deepcopy(second.state_dict())
     for index, state in first.state_dict()["state"].items():
         assert all(torch.equal(value, saved["state"][index][name]) for name, value in state.items())
