@@ -102,8 +102,8 @@ def check_size(model: torch.nn.Module, size: int) -> None:
     loaded = get_model_tp_size(model)
     if loaded is not None and loaded != size:
         raise PreparationError(
-            f"{type(model).__name__} was loaded for tp_size={loaded}, but ParallelismConfig says tp_size={size}. Load "
-            'it with `from_pretrained(..., tp_plan="auto", device_mesh=accelerator.torch_device_mesh["tp"])`.'
+            f"{type(model).__name__} was loaded for tp_size={loaded}, but ParallelismConfig says tp_size={size}. Load it "
+            "whole (without tp_plan): prepare() cuts it by the model's own plan."
         )
 
 
@@ -116,7 +116,7 @@ def _plan_of(model: torch.nn.Module, config: Any) -> Plan:
         raise PreparationError(
             f"{type(model).__name__} has no plan of how its layers are cut over tensor-parallel ranks. Give "
             'ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={"layers.*.up": "colwise", ...})), or the '
-            'model an attribute `tp_plan`; models of transformers can be loaded with tp_plan="auto".'
+            "model an attribute `tp_plan`."
         )
     return plan
 
