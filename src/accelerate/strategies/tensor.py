@@ -102,8 +102,8 @@ def check_size(model: torch.nn.Module, size: int) -> None:
     loaded = get_model_tp_size(model)
     if loaded is not None and loaded != size:
         raise PreparationError(
-            f"{type(model).__name__} was loaded for tp_size={loaded}, but ParallelismConfig says tp_size={size}. Load it "
-            "whole (without tp_plan): prepare() cuts it by the model's own plan."
+            f"{type(model).__name__} was loaded for tp_size={loaded}, but ParallelismConfig says tp_size={size}. Load "
+            "it whole (without tp_plan): prepare() cuts it by the model's own plan."
         )
 
 
