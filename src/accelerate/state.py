@@ -6,10 +6,11 @@ view and never destroys the process group; the next construction adopts what is 
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 
@@ -28,6 +29,7 @@ __all__ = [
     "DistributedType",
     "GradientState",
     "PartialState",
+    "ThreadLocalSharedDict",
     "do_nothing",
     "get_mixed_precision_context_manager",
     "is_initialized",
@@ -56,6 +58,21 @@ def get_mixed_precision_context_manager(
 def do_nothing(*args: Any, **kwargs: Any) -> None:
     """Nothing has happened."""
     return None
+
+
+@final
+class ThreadLocalSharedDict(threading.local):
+    """A class attribute that is one dict for all instances of the class in a thread, and another one in each thread."""
+
+    def __init__(self, thread_local: bool = False) -> None:
+        del thread_local  # it always is
+        self._storage: dict[str, Any] = {}
+
+    def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
+        return self._storage
+
+    def __set__(self, instance: object, value: dict[str, Any]) -> None:
+        self._storage = value
 
 
 class _View(ABC):

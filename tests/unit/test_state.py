@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from accelerate.state import (
     DistributedType,
     GradientState,
     PartialState,
+    ThreadLocalSharedDict,
     do_nothing,
     is_initialized,
 )
@@ -206,3 +208,18 @@ def test_the_gradient_state_is_the_clock_itself() -> None:
 
 def test_do_nothing_does_nothing() -> None:
     assert do_nothing(1, two=2) is None
+
+
+def test_a_dict_that_is_shared_in_a_thread_is_another_one_in_the_next() -> None:
+    class Holder:
+        shared = ThreadLocalSharedDict()
+
+    Holder().shared["here"] = 1
+    seen: list[dict[str, object]] = []
+    thread = threading.Thread(target=lambda: seen.append(Holder().shared))
+    thread.start()
+    thread.join()
+    assert seen == [{}] and Holder().shared == {"here": 1}
+    holder = Holder()
+    holder.shared = {"new": 2}
+    assert Holder().shared == {"new": 2}

@@ -119,6 +119,20 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
             self._base = self._reader_class()(dataset, **settings)
         return self._base
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where torchdata's loader stands; empty where torch's own reads, which doesn't know."""
+        tell = getattr(self._base, "state_dict", None)
+        return {} if tell is None else tell()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Torchdata's loader goes on from there."""
+        take = getattr(self._base, "load_state_dict", None)
+        if take is not None:
+            take(state_dict)
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """The state is that of the batch in hand: it is so already, however many batches were read ahead."""
+
     @property
     def _keeps_reader(self) -> bool:
         return self.persistent_workers or self.use_stateful_dataloader

@@ -38,8 +38,10 @@ from ..nested import (
     slice_tensors,
 )
 from ..precision.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
+from ..strategies.deepspeed_engine import GatheredParameters
 
 __all__ = [
+    "GatheredParameters",
     "CannotPadNestedTensorWarning",
     "ConvertOutputsToFp32",
     "DistributedOperationException",

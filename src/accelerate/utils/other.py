@@ -17,6 +17,7 @@ from ..strategies.compile import (
     is_compiled_module,
     is_repeated_blocks,
 )
+from ..strategies.tensor import get_model_tp_size
 from ..strategies.unwrap import extract_model_from_parallel
 from ..versions import check_os_kernel
 
@@ -29,6 +30,7 @@ __all__ = [
     "convert_bytes",
     "extract_model_from_parallel",
     "get_free_port",
+    "get_model_tp_size",
     "get_module_children_bottom_up",
     "get_pretty_name",
     "has_compiled_regions",
