@@ -53,7 +53,7 @@ clients: setup   ## install transformers, diffusers, peft, trl, ... beside .venv
 		transformers diffusers peft trl sentence-transformers lm-eval bitsandbytes torchao
 	PYTHONPATH=$(CURDIR)/src .clients/bin/python -m pytest -q tests/clients --record docs/clients.md \
 		tests/unit/test_big_models_of_transformers.py tests/unit/estimate/test_of_transformers.py tests/unit/test_quantize.py \
-		$(wildcard tests/multi/test_meshes_of_transformers.py)
+		$(wildcard tests/multi/test_*_of_transformers.py tests/multi/test_adapters.py tests/multi/test_tensor_parallel_models.py)
 
 trackers: setup  ## install the nine tracking services beside .venv, log to each offline, read back, kill backends (minutes)
 	$(call beside,.trackers)
