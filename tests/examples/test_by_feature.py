@@ -32,7 +32,14 @@ ALONE = ("base", "gradient_accumulation_for_autoregressive_models")
 #: What has to be installed first, or takes another environment: script -> module.
 NEEDS: dict[str, str] = {"schedule_free": "schedulefree", "fp8": "torchao"}
 #: Run on two ranks besides.
-ON_TWO_RANKS = ("base", "gradient_accumulation", "local_sgd", "ddp_comm_hook", "fsdp_with_peak_mem_tracking")
+ON_TWO_RANKS = (
+    "base",
+    "gradient_accumulation",
+    "local_sgd",
+    "ddp_comm_hook",
+    "fsdp_with_peak_mem_tracking",
+    "tensor_parallel",
+)
 
 
 def load(path: Path) -> ModuleType:
