@@ -990,10 +990,11 @@ class Accelerator:
         if to == "main" and not self.world.is_main:
             return None
         loader = self.gradient_state.active_dataloader
-        if loader is None or loader.coverage is None:
+        if loader is None or loader.coverage is None or loader.coverage.is_complete:
             return gathered
-        nominal = loader.total_batch_size // len(loader.coverage.size)
-        return keep_real(gathered, loader.coverage, as_objects=as_objects, nominal=nominal)
+        coverage = loader.coverage
+        nominal = loader.total_batch_size // len(coverage.size)
+        return keep_real(gathered, coverage, as_objects=as_objects, nominal=nominal)
 
     def streaming_mean(self) -> StreamingMean:
         """A mean over samples of all ranks, each once, of which every rank keeps two numbers."""

@@ -174,12 +174,15 @@ class Mesh:
 
     def within(self, *axes: str) -> World:
         """The world that the ranks along ``axes`` are among themselves, numbered by :meth:`place`."""
-        if self.active(*axes) == self.active():
-            return self.world
-        if axes not in self._built:
-            size, place, group = self.size(*axes), self.place(*axes), self.group(*axes)
-            self._built[axes] = replace(self.world, rank=place, size=size, group=group)
-        return self._built[axes]
+        found = self._built.get(axes)
+        if found is None:
+            if self.active(*axes) == self.active():
+                found = self.world
+            else:
+                size, place, group = self.size(*axes), self.place(*axes), self.group(*axes)
+                found = replace(self.world, rank=place, size=size, group=group)
+            self._built[axes] = found
+        return found
 
 
 _ONES: Final = dict.fromkeys(AXES, 1)

@@ -45,8 +45,9 @@ class Message:
     def pack(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The message, and room for those of all ranks."""
         self._here = self._kept or self._memory()
-        with torch.no_grad():
-            torch._foreach_copy_(self._here.slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
+        if any([tensor.requires_grad for tensor in tensors]):
+            tensors = [tensor.detach() for tensor in tensors]
+        torch._foreach_copy_(self._here.slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
         return self._here.own, self._here.joined
 
     def unpack(self) -> list[torch.Tensor] | None:
@@ -85,11 +86,10 @@ class _Memory:
 
 
 def _taker(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What copies the ranks' tensors, one per row, into one after the other: a single call."""
-    joined = rows.flatten(0, 1) if rows.ndim > 1 else rows
-    if joined.data_ptr() == rows.data_ptr():  # a view of memory that is used again
-        return partial(joined.clone, memory_format=torch.contiguous_format)
-    return partial(rows.flatten, 0, 1)
+    """What copies the ranks' tensors, one per row, into one after the other: a single call, into memory of its own."""
+    if rows.ndim == 1:
+        return partial(rows.clone, memory_format=torch.contiguous_format)
+    return partial(torch.cat, list(rows.unbind(0)))
 
 
 def message_for(tensors: Sequence[torch.Tensor], size: int) -> Message | None:
