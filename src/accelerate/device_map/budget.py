@@ -59,6 +59,27 @@ def _container_memory() -> list[int]:
         return []
 
 
+def free_on(device: torch.device) -> int | None:
+    """The bytes that new tensors could take on a device now; None where nobody can tell."""
+    if device.type == CPU.name:
+        return host_memory_available() + _swap_available()
+    kind = next((kind for kind in KINDS if kind.name == device.type), None)
+    free = None if kind is None or not kind.select else kind.free_memory(device)
+    if kind is None or free is None:
+        return None
+    reserved = getattr(torch.get_device_module(kind.name), "memory_reserved", None)
+    # What torch keeps for reuse isn't free for others, but it is for tensors.
+    return free + (0 if reserved is None else max(reserved(device) - kind.memory_allocated(device), 0))
+
+
+def _swap_available() -> int:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("SwapFree:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 def get_max_memory(max_memory: Mapping[Place, Bytes | str] | None = None) -> dict[Place, Any]:
     """Bytes by device, fastest first: accelerators by index, then cpu, then disk.
 

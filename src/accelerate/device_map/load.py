@@ -19,12 +19,14 @@ from torch import nn
 
 from ..devices import CPU
 from ..errors import CheckpointError, SettingError
+from ..memory import convert_bytes
 from ..modules import model_has_dtensor
 from ..offload.folder import Entry, offload_weight, save_offload_index
 from ..offload.weights import OffloadedWeightsLoader
 from ..optional import is_installed
 from ..progress import tqdm
 from ..world import current_world
+from .budget import free_on
 from .int8 import is_quantised_on_the_way, quantize_and_offload_8bit
 from .place import owner_and_name, set_module_tensor_to_device
 from .sizes import ByteDtype, _get_proper_dtype
@@ -295,6 +297,7 @@ class _Loading:
             if stored is not None
         ]
         shared = self._shared(items)
+        self._check_room([item for item in items if item.name not in shared], target_dtype)
         waiting = [item for item in items if item.place != DISK and item.name not in shared]
         waiting.sort(key=lambda item: (str(item.source.path), item.source.position(item.stored)))
         self._copy(waiting, target_dtype)
@@ -303,6 +306,29 @@ class _Loading:
             if by_name[name].place != DISK:
                 retie_parameters(self.model, [[first, name]])
         return self._to_disk([item for item in items if item.place == DISK], target_dtype, folder)
+
+    def _check_room(self, items: list[_Item], target_dtype: Any) -> None:
+        """Every device has room for what is to lie there.
+
+        Raises:
+            SettingError: one hasn't; nothing has been allocated.
+        """
+        needed: dict[torch.device, dict[str, int]] = {}
+        for item in items:
+            if item.place != DISK and (self.device_map is not None or self.here[item.name].is_meta):
+                dtype, shape = item.source.describe(item.stored)
+                size = torch.Size(shape).numel() * target_dtype(item.name, dtype).itemsize
+                needed.setdefault(item.place, {})[item.name] = size
+        for place, sizes in needed.items():
+            free = free_on(place)
+            if free is not None and sum(sizes.values()) > free:
+                names = sorted(sizes, key=lambda name: -sizes[name])[:3]
+                largest = ", ".join(f"{name} ({convert_bytes(sizes[name])})" for name in names)
+                raise SettingError(
+                    f"{type(self.model).__name__} takes {convert_bytes(sum(sizes.values()))} on {place}, where "
+                    f"{convert_bytes(free)} are free; the largest are {largest}. Give a device map that "
+                    'puts parts of it on other devices or on "disk" (device_map="auto" makes one), or a smaller dtype.'
+                )
 
     def _shared(self, items: list[_Item]) -> dict[str, str]:
         """Names of one tensor on one device, with the first of them, which is the one that is loaded."""

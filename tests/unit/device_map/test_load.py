@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from accelerate.device_map import load
 from accelerate.device_map.load import (
     CheckpointMismatch,
     load_checkpoint_in_model,
@@ -202,3 +203,16 @@ def test_an_offload_folder_can_be_loaded_back(tmp_path: Path) -> None:
     load_offloaded_weights(model, json.loads((tmp_path / "index.json").read_text()), tmp_path)
     assert equal(model, net(1))
     load_offloaded_weights(model, {}, tmp_path)
+
+
+def test_too_little_memory_is_refused_with_names_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, model = saved(tmp_path / "model.safetensors"), net().to("meta")
+    needed = sum(each.numel() * each.element_size() for each in model.state_dict().values())
+    monkeypatch.setattr(load, "free_on", lambda place: needed - 1)
+    names = sorted(dict(model.named_parameters()), key=lambda name: -model.get_parameter(name).numel())
+    with pytest.raises(SettingError, match=rf"takes .* on cpu, where .* are free; the largest are {names[0]} \("):
+        load_checkpoint_in_model(model, path, {"": "cpu"})
+    assert all(parameter.is_meta for parameter in model.parameters())
+    load_checkpoint_in_model(net(), path)  # into memory that the model has already
+    monkeypatch.setattr(load, "free_on", lambda place: needed)
+    load_checkpoint_in_model(model, path, {"": "cpu"})
