@@ -235,6 +235,10 @@ def _seat(rank: int, world: World) -> int:
 
 
 def _all_gather(joined: torch.Tensor, part: torch.Tensor, world: World) -> Any:
+    if world.backend in _ON_HOST:  # straight to the group: what torch's function does around it counts on the host
+        start = getattr(world.group or dist.group.WORLD, "all_gather_single", None)
+        if start is not None:
+            return start(joined, part)
     newer = getattr(dist, "all_gather_single", None)  # torch >= 2.13 calls it so
     return (newer or dist.all_gather_into_tensor)(joined, part, group=world.group, async_op=True)
 

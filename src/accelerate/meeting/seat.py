@@ -100,7 +100,7 @@ class Meeting:
     def complete(self, work: Any) -> None:
         """A collective that was started asynchronously is done. Raises CollectiveError when it never will be."""
         patience = min(timedelta(seconds=PATIENCE_SECONDS), self.timeout)
-        num_waits, longest = 0, self.timeout / patience
+        num_waits = 0
         while True:
             try:
                 work.wait(patience)
@@ -114,7 +114,7 @@ class Meeting:
                 if verdict is not None:
                     raise CollectiveError(verdict) from error
                 num_waits += 1
-                if num_waits >= longest:
+                if num_waits * patience >= self.timeout:
                     raise CollectiveError(self._too_late()) from error
 
     def compare(self, description: str, mismatch: Callable[[list[str], list[str]], str | None]) -> None:
