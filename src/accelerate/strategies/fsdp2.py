@@ -164,7 +164,7 @@ class FullyShard(Strategy):
             return experts, None
         shards = self.mesh.flat("dp_shard_cp_of_experts", *axes)
         if self.mesh.active("dp_replicate"):
-            shards = DeviceMesh._concatenate([self.mesh.over("dp_replicate"), shards])
+            shards = self._replicated(shards)
         return [], shards
 
     def shard_mesh(self) -> DeviceMesh:
@@ -177,8 +177,18 @@ class FullyShard(Strategy):
             else:
                 self._shards = self.mesh.flat("dp_shard_cp", *SHARD_AXES)
                 if self.mesh.active("dp_replicate"):
-                    self._shards = DeviceMesh._concatenate([self.mesh.over("dp_replicate"), self._shards])
+                    self._shards = self._replicated(self._shards)
         return self._shards
+
+    def _replicated(self, shards: DeviceMesh) -> DeviceMesh:
+        """``shards``, and before them the axis over which they are replicated."""
+        replicas = self.mesh.over("dp_replicate")
+        join: Any = getattr(DeviceMesh, "_concatenate", None)
+        if join is not None:
+            return join([replicas, shards])
+        root = self.mesh.device_mesh  # before torch 2.10 a flattened axis is found under its name
+        assert root is not None
+        return root[(*(replicas.mesh_dim_names or ()), *(shards.mesh_dim_names or ()))]
 
     # -- training ------------------------------------------------------------------------------------------
 
