@@ -152,7 +152,7 @@ class Accelerator:
             cpu=run.use_cpu, debug=run.debug, **construction.joining_options(self._handlers.init, self.settings)
         )
         self.state = AcceleratorState._fill(self.settings, self.world, dynamo_plugin=self.dynamo_plugin, **plugins)
-        self.mesh = construction.mesh(self, plugins["parallelism_config"])
+        self.mesh = construction.mesh(self, plugins)
         self.state.device_mesh = self.mesh.device_mesh if plugins["parallelism_config"] is not None else None
         self.precision = construction.precision(self, self._handlers, plugins, _looked_up, parameter_dtype)
         self.gradient_state = GradientState.create(
@@ -1379,7 +1379,7 @@ class Accelerator:
         options, prepared_models = state.pop("strategy"), state.pop("_prepared_models")
         self.__dict__.update(state)
         self.world = join_world(cpu=self.settings.run.use_cpu)
-        self.mesh = options.mesh = construction.mesh(self, options.plugins.get("parallelism_config"))
+        self.mesh = options.mesh = construction.mesh(self, options.plugins)
         self.strategy = strategies.choose(self.settings, self.world, options)
         self.trackers = []
         self._window, self._run = (), None

@@ -230,8 +230,8 @@ def megatron_plugin(plugins: dict[str, Any], settings: Settings, known: Mapping[
     return plugin
 
 
-def mesh(accelerator: Any, config: ParallelismConfig | None) -> Mesh:
-    """The processes along the axes of ``config``; without one they are replicas.
+def mesh(accelerator: Any, plugins: Mapping[str, Any]) -> Mesh:
+    """The processes along the axes of the ParallelismConfig among ``plugins``; without one they are replicas.
 
     Raises:
         SettingError: the axes don't fit the processes, or ask to shard without FSDP.
@@ -241,19 +241,20 @@ def mesh(accelerator: Any, config: ParallelismConfig | None) -> Mesh:
         cuts = {"tp": megatron.tp_degree, "pp": megatron.pp_degree, "cp": megatron.context_parallel_size or 1}
         rest = max(1, accelerator.world.size // math.prod(cuts.values()))
         return Mesh.of(accelerator.world, dp_replicate=rest, **cuts)
+    config: ParallelismConfig | None = plugins["parallelism_config"]
     if config is None:
         plugin = accelerator.state.deepspeed_plugin
         cuts = 1 if plugin is None else plugin.tensor_parallel_size
         return Mesh.of(accelerator.world, dp_replicate=accelerator.world.size // cuts, tp=cuts)
     config._validate_accelerator(accelerator)
-    _check_engines(config, accelerator.state)
+    _check_engines(config, plugins["fsdp_plugin"] is not None, plugins["deepspeed_plugin"] is not None)
     return config.mesh(accelerator.world)
 
 
-def _check_engines(config: ParallelismConfig, state: Any) -> None:
+def _check_engines(config: ParallelismConfig, has_fsdp: bool, has_deepspeed: bool) -> None:
     """Raises unless there is an engine for every axis of ``config``."""
     sharding = "give Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
-    has_shards = state.fsdp_plugin is not None or state.deepspeed_plugin is not None
+    has_shards = has_fsdp or has_deepspeed
     if config.dp_shard_size > 1 and not has_shards:
         raise SettingError(
             f"dp_shard_size={config.dp_shard_size} shards the model, which takes FSDP2: {sharding}, or set "
@@ -264,7 +265,7 @@ def _check_engines(config: ParallelismConfig, state: Any) -> None:
             f"cp_size={config.cp_size}: context parallelism needs an FSDP2 plugin, which averages gradients over its "
             f"ranks: {sharding}; or let replicas do it with ACCELERATE_ALLOW_CP_STANDALONE=true ({config.equation()})."
         )
-    if config.ep_enabled and state.fsdp_plugin is None:
+    if config.ep_enabled and not has_fsdp:
         raise SettingError(
             f"ep_size={config.ep_size} deals experts, and the rest of the model is sharded over the same ranks, which "
             f"takes FSDP2: {sharding} ({config.equation()})."
@@ -274,7 +275,7 @@ def _check_engines(config: ParallelismConfig, state: Any) -> None:
             f"tp_size={config.tp_size} beside other axes takes FSDP2: {sharding}, or give all processes to one of them "
             f"({config.equation()})."
         )
-    if config.sp_enabled and (config.sp_backend == "deepspeed") != (state.deepspeed_plugin is not None):
+    if config.sp_enabled and (config.sp_backend == "deepspeed") != has_deepspeed:
         raise SettingError(
             f"sp_size={config.sp_size} with sp_backend={config.sp_backend!r} "
             + (

@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.errors import PreparationError, SettingError
-from accelerate.plugins.parallelism import ParallelismConfig
+from accelerate.plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from tests.mesh_runs import (
     BATCH,
     LENGTH,
     NUM_UPDATES,
+    PLAN,
     SEQUENCE_PLAN,
     V2,
     LanguageModel,
@@ -78,7 +79,7 @@ MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep x hsdp": (4, {"fsdp": V2, "degrees": {"ep": 2, "dp_replicate": 2}}),
     "ep x cp": (4, {"fsdp": V2, "degrees": {"ep": 2, "cp": 2}}),
 }
-FAST = ("tp", "tp x fsdp, sequences cut between", "cp", "cp, a ring", "cp x fsdp", "sp x fsdp")
+FAST = ("tp", "tp x fsdp, sequences cut between", "cp", "cp, a ring", "cp x fsdp", "sp")
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "tied": {"tied": True},
@@ -230,7 +231,7 @@ def used_alone() -> dict[str, Any]:
     return run_on_ranks(lambda: use({}), 1)[0]
 
 
-@pytest.mark.parametrize("name", [*MESHES] if IS_SLOW else ["tp", "tp x fsdp", "cp"])
+@pytest.mark.parametrize("name", [*MESHES] if IS_SLOW else ["tp x fsdp", "cp"])
 def test_evaluation_generation_unwrapping_and_state_are_those_of_one_process(name: str) -> None:
     """On every rank."""
     ranks, arguments = MESHES[name]
@@ -253,6 +254,34 @@ def test_ranks_that_share_layers_draw_the_same_random_numbers_and_start_equal() 
 
     first, second = run_on_ranks(on_rank, 2)
     assert first == second
+
+
+def test_the_deprecated_spelling_cuts_a_model_by_its_own_plan() -> None:
+    """And the documented views know the mesh."""
+
+    def on_rank() -> tuple[Any, ...]:
+        with pytest.warns(FutureWarning, match="old spelling"):
+            run = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+        model = LanguageModel()
+        model.tp_plan = PLAN  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        model = run.prepare(model)
+        kinds = [type(weight.data).__name__ for weight in (model.head.weight, model.norm.weight)]
+        return run.distributed_type.value, run.tensor_parallel_rank, run.context_parallel_rank, kinds
+
+    ranks = run_on_ranks(on_rank, 2)
+    assert ranks == [("MULTI_CPU", rank, 0, ["DTensor", "Tensor"]) for rank in (0, 1)]
+
+
+def test_several_accelerators_have_a_mesh_each() -> None:
+    """Whatever the first was made for."""
+
+    def on_rank() -> list[Any]:
+        first, second = accelerator({"tp": 2}), accelerator({"cp": 2}, V2)
+        names = second.torch_device_mesh.mesh_dim_names
+        return [first.mesh.active(), second.mesh.active(), second.context_parallel_rank, names]
+
+    ranks = run_on_ranks(on_rank, 2)
+    assert ranks == [[("tp",), ("cp",), rank, ("cp",)] for rank in (0, 1)]
 
 
 # -- what can't be ----------------------------------------------------------------------------------------------
