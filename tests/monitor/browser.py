@@ -67,7 +67,7 @@ class Page:
             message["sessionId"] = self._session
         os.write(self._write, json.dumps(message).encode() + b"\0")
         while True:
-            answer = self._next(30.0)
+            answer = self._next(90.0)
             if answer.get("id") == self._number:
                 if "error" in answer:
                     raise AssertionError(f"{method}: {answer['error']}")
@@ -109,11 +109,11 @@ class Page:
             raise AssertionError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def wait(self, expression: str, seconds: float = 30.0) -> Any:
+    def wait(self, expression: str, seconds: float = 90.0) -> Any:
         """The first true value of ``expression``."""
         return self.until(lambda: self.ask(expression), expression, seconds)
 
-    def until(self, found: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
+    def until(self, found: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
         """What ``found()`` returns, once that is true."""
         deadline = time.monotonic() + seconds
         while not (value := found()):

@@ -16,7 +16,7 @@ import pytest
 from accelerate.commands.monitor import export, main
 from accelerate.commands.monitor.reading import Curve, RunFiles
 from accelerate.commands.monitor.serve import Server, page
-from accelerate.commands.monitor.snapshot import MAX_POINTS, snapshot, state_of
+from accelerate.commands.monitor.snapshot import MAX_POINTS, as_shown, snapshot, state_of
 from accelerate.commands.monitor.terminal import plot, screen
 from accelerate.errors import MissingDependency, SettingError
 
@@ -71,6 +71,13 @@ def test_a_run_is_what_its_ranks_wrote(run: Path) -> None:
     kinds = [(event["event"], event["ranks"]) for event in found["events"]]
     assert kinds == [("start", [0, 1]), ("save", [0, 1]), ("warning", [1])]
     json.dumps(found, allow_nan=False)
+
+
+def test_a_folder_is_named_from_where_one_is(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: run.parent.parent)
+    assert as_shown(run) == f"~/{run.parent.name}/night"
+    monkeypatch.chdir(run.parent)
+    assert as_shown(run) == "night" and as_shown(Path("/elsewhere")) == "/elsewhere"
 
 
 def test_files_are_read_as_they_grow(run: Path) -> None:

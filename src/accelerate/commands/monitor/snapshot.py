@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from .reading import KNOWN, Curve, Rank, RunFiles, finite
@@ -27,7 +28,7 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> dict[str, Any]:
     now = time.time() if now is None else now
     content: dict[str, Any] = {
         "name": run.folder.name,
-        "folder": str(run.folder),
+        "folder": as_shown(run.folder),
         "version": run.version,
         "now": now,
         "state": state_of(run, now),
@@ -47,6 +48,14 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> dict[str, Any]:
     content["own"] = {name: thinned(curve) for name, curve in sorted(own.items())}
     content["per_rank"] = {name: over_ranks(run, name) for name in _PER_RANK}
     return content
+
+
+def as_shown(folder: Path) -> str:
+    """A folder as people name it: from where they are, or from their home."""
+    for start, sign in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if folder.is_relative_to(start) and folder != start:
+            return f"{sign}{folder.relative_to(start).as_posix()}"
+    return str(folder)
 
 
 def state_of(run: RunFiles, now: float) -> str:
