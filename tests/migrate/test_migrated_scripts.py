@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from accelerate.commands.migrate.migrate import Migration, migrate
-from tests.ranks import run_on_ranks
+from tests.ranks import free_port, run_on_ranks
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {path.stem: path for path in sorted((HERE / "scripts").glob("*.py"))}
@@ -91,8 +91,10 @@ if torch.distributed.is_initialized():
 
 
 @pytest.mark.parametrize("name", SPAWNED)
-def test_a_script_that_spawned_its_processes_is_launched(name: str) -> None:
-    before = subprocess.run([sys.executable, SCRIPTS[name]], capture_output=True, text=True, timeout=100, check=True)
+def test_a_script_that_spawned_its_processes_is_launched(name: str, tmp_path: Path) -> None:
+    program = tmp_path / f"{name}.py"  # a file, which the processes that it starts can import
+    program.write_text(SCRIPTS[name].read_text().replace("29641", str(free_port())))
+    before = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100, check=True)
     text = migrated(name).after
     assert "spawn" not in text and "MASTER_ADDR" not in text and "def setup" not in text
     assert_same(before.stdout, run_on_ranks(run, 2, text)[0], only="final", rel=1e-5)
