@@ -13,7 +13,6 @@ import torch
 
 from accelerate import devices, world
 from accelerate.clusters import ClusterSeat
-from accelerate.collectives import gather
 from accelerate.errors import WorldError
 from accelerate.world import (
     World,

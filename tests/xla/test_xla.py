@@ -102,3 +102,39 @@ def test_fsdp_after_the_devices_were_used_is_refused() -> None:
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4", "PYTHONPATH": str(SOURCE)}
     finished = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert finished.returncode != 0 and "Make the Accelerator before" in finished.stderr
+
+
+def told_by(*words: str, num_devices: int = 1) -> str:
+    """The last line that a Python program of those words printed."""
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(num_devices), "PYTHONPATH": str(SOURCE)}
+    finished = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("module", ["accelerate.commands.launch", "accelerate.launch.tpu"])
+def test_the_launcher_calls_the_function_of_the_script_on_the_device(module: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "def train():\n"
+        "    import torch\n"
+        "    from accelerate import Accelerator\n"
+        "    run = Accelerator()\n"
+        "    model = run.prepare(torch.nn.Linear(2, 1))\n"
+        "    print(run.device, run.num_processes, model.weight.device.type, flush=True)\n"
+    )
+    options = ["--tpu", "--main_training_function", "train"] if "commands" in module else ["--function", "train"]
+    assert told_by("-m", module, *options, "--num_processes", "1", str(script)) == "xla:0 1 xla"
+
+
+def test_the_device_is_found_and_seeded() -> None:
+    code = (
+        "import torch\n"
+        "from accelerate.utils import is_torch_xla_available as found, set_seed\n"
+        "drawn = []\n"
+        "for _ in range(2):\n"
+        "    set_seed(3)\n"
+        "    drawn.append(torch.rand(4, device='xla').tolist())\n"
+        "print(found(), found(check_is_tpu=True), drawn[0] == drawn[1])\n"
+    )
+    assert told_by("-c", code) == "True False True"
