@@ -120,16 +120,20 @@ class _Courier:
         self._device = device
         self._kind = kind_of(device)
         self._stream = self._kind.side_stream(device)
+        self._sent: Any = None  # the event after what was brought last
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on the device, for work that is queued after ``arrived``."""
         with self._kind.in_stream(self._stream):
-            return tensor.to(self._device, non_blocking=True)
+            coming = tensor.to(self._device, non_blocking=True)
+        self._sent = self._stream.record_event()
+        return coming
 
     def arrived(self, tensors: list[torch.Tensor]) -> None:
         """What was brought can be used by work that is queued from now on."""
         current = self._kind.current_stream(self._device)
-        current.wait_stream(self._stream)
+        if tensors:
+            current.wait_event(self._sent)  # not for what leaves at the same time
         for tensor in tensors:
             tensor.record_stream(current)
 

@@ -5,6 +5,7 @@ Here the device is the host, so a pretended one stands in: what has left it is d
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -219,6 +220,56 @@ def test_prepared_optimizers_are_understood_and_on_the_host_nothing_changes() ->
 def test_lbfgs_is_refused() -> None:
     with pytest.raises(SettingError, match="LBFGS needs the state of all parameters at once"):
         offload_optimizer(torch.optim.LBFGS(network().parameters()))
+
+
+def test_copies_wait_for_what_is_computed_and_nothing_waits_for_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def record_event(self) -> str:
+            log.append(f"{self.name} marks")
+            return f"mark of {self.name}"
+
+        def wait_event(self, event: str) -> None:
+            log.append(f"{self.name} waits for {event}")
+
+        def wait_stream(self, other: Stream) -> None:
+            log.append(f"{self.name} waits for {other.name}")
+
+        def synchronize(self) -> None:
+            log.append(f"all wait for {self.name}")
+
+    class Value:
+        device, shape, dtype = SimpleNamespace(type="an accelerator"), (2,), torch.float32
+
+        def to(self, device: Any, non_blocking: bool) -> Value:
+            log.append("to the device")
+            return self
+
+        def copy_(self, other: Any, non_blocking: bool) -> None:
+            log.append("to the host")
+
+        def record_stream(self, stream: Stream) -> None:
+            log.append(f"kept for {stream.name}")
+
+    side, current = Stream("side"), Stream("current")
+    kind = SimpleNamespace(
+        side_stream=lambda _: side, current_stream=lambda _: current, in_stream=lambda _: contextlib.nullcontext()
+    )
+    monkeypatch.setattr(training, "kind_of", lambda _: kind)
+    monkeypatch.setattr(training.torch, "empty_like", lambda *_, **__: Value())
+    courier = training._Courier(torch.device("meta"))
+    coming: Any = courier.bring(Value())  # pyright: ignore[reportArgumentType]
+    courier.arrived([coming])
+    assert log == ["to the device", "side marks", "current waits for mark of side", "kept for current"]
+    log.clear()
+    courier.take(coming, None)
+    courier.arrived([])
+    courier.finish()
+    assert log == ["side waits for current", "to the host", "kept for side", "all wait for side"]
 
 
 # --------------------------------------------------------------------------------------------- activations
