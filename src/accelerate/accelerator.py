@@ -825,6 +825,7 @@ class Accelerator:
         Raises:
             MemoryExhausted: a single sample doesn't fit, or memory ran out where ranks exchange weights or gradients.
         """
+        self._refuse_engine("backward_in_parts()")
         in_window = [model for model in self._models if not self._window or self._is_in_window(model)]
         named = [self._prepared_models.get(id(model), model) for model in in_window]
         steps = self.gradient_state.note_backward()
@@ -836,6 +837,13 @@ class Accelerator:
 
         work = Work(compute_loss, batch, named, backward, reduction, self.gradient_state.sync_gradients)
         return self._micro_batches.backward(work, num_parts=num_parts, always_careful=always_careful)
+
+    def _refuse_engine(self, what: str) -> None:
+        if self.strategy.steps_in_backward:
+            raise PreparationError(
+                f"{what} needs several backward passes before an update, but the engine of "
+                f"{self.distributed_type.value} updates the parameters inside one. Use FSDP or DDP."
+            )
 
     def pipeline_step(
         self, model: Any, batch: tuple[Any, Any], loss_function: Callable[[Any, Any], torch.Tensor]
