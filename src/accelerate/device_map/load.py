@@ -7,11 +7,12 @@ copied from the mapped file to its device and dtype, several at a time.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from os import PathLike
-from threading import Semaphore
 from typing import Any, Final, final
 
 import torch
@@ -38,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 #: Tensors that are copied side by side.
 NUM_READERS: Final = 4
+#: Tensors that are read and aren't in the model yet.
+MOST_ON_THE_WAY: Final = 2 * NUM_READERS
 #: Checkpoints from this size on show how far they are.
 SHOW_PROGRESS_FROM_BYTES: Final = 1 << 30
 
@@ -225,7 +228,6 @@ class _Loading:
         self.model = model
         self.offload_8bit = offload_8bit
         self.loaded = loaded
-        self.room = Semaphore(2 * NUM_READERS)  # for tensors that have been read and aren't in the model yet
         self.device_map = device_map
         self.stored: dict[str, Source] = {name: source for source in sources for name in source.names()}
         self.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -345,7 +347,6 @@ class _Loading:
         total = sum(item.source.num_bytes(item.stored) for item in items)
 
         def read(item: _Item) -> torch.Tensor | None:
-            self.room.acquire()
             value = item.source.tensor(item.stored)
             dtype = target_dtype(item.name, value.dtype)
             old = self.here[item.name]
@@ -359,20 +360,20 @@ class _Loading:
             return new
 
         with _progress(total) as bar, ThreadPoolExecutor(NUM_READERS) as readers:
-            coming = [readers.submit(read, item) for item in items]
+            # So many at a time, in order: what has been read and isn't in the model yet is bounded.
+            coming = deque(readers.submit(read, item) for item in items[:MOST_ON_THE_WAY])
+            following = iter(items[MOST_ON_THE_WAY:])
             try:
-                for index, item in enumerate(items):
-                    value = coming[index].result()
-                    coming[index] = Future()  # its result isn't kept
+                for item in items:
+                    value = coming.popleft().result()
                     if value is not None:
                         self._assign(item, value)
                     del value
-                    self.room.release()
+                    coming.extend(readers.submit(read, each) for each in islice(following, 1))
                     bar.update(item.source.num_bytes(item.stored))
             finally:
                 for left in coming:
                     left.cancel()
-                self.room.release(len(items) + 1)  # nobody waits for room any more
 
     def _assign(self, item: _Item, value: torch.Tensor) -> None:
         set_module_tensor_to_device(

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.device_map import load
+from accelerate.device_map import load, sources
 from accelerate.device_map.load import (
     CheckpointMismatch,
     load_checkpoint_in_model,
@@ -216,3 +216,22 @@ def test_too_little_memory_is_refused_with_names_and_numbers(tmp_path: Path, mon
     load_checkpoint_in_model(net(), path)  # into memory that the model has already
     monkeypatch.setattr(load, "free_on", lambda place: needed)
     load_checkpoint_in_model(model, path, {"": "cpu"})
+
+
+def test_only_so_many_tensors_are_on_their_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(40)))
+    path = saved(tmp_path / "model.safetensors", model)
+    read, placed, most = [], [], []
+    original = sources.SafetensorsSource.tensor
+
+    def tensor(source: Any, name: str) -> torch.Tensor:
+        read.append(name)
+        most.append(len(read) - len(placed))
+        return original(source, name)
+
+    monkeypatch.setattr(sources.SafetensorsSource, "tensor", tensor)
+    empty = nn.Sequential(*(nn.Linear(2, 2, bias=False, device="meta") for _ in range(40)))
+    load_checkpoint_in_model(empty, path, {"": "cpu"}, loaded=placed.append)
+    assert sorted(read) == sorted(placed) == sorted(model.state_dict())
+    assert max(most) <= load.MOST_ON_THE_WAY
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), empty.parameters(), strict=True))
