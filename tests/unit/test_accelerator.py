@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, disk_offload
-from accelerate.errors import NotBuilt, PreparationError, SettingError
+from accelerate.errors import MissingDependency, PreparationError, SettingError
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.plugins.accumulation import GradientAccumulationPlugin
 from accelerate.plugins.data import DataLoaderConfiguration
@@ -492,8 +492,8 @@ def test_a_plugin_of_the_wrong_type_is_refused() -> None:
         Accelerator(cpu=True, fsdp_plugin="yes please")  # type: ignore[arg-type]
 
 
-def test_a_strategy_that_is_not_built_is_refused_by_name() -> None:
-    with pytest.raises(NotBuilt, match=r"(?i)megatron"):
+def test_an_engine_that_is_not_installed_is_refused_by_name() -> None:
+    with pytest.raises(MissingDependency, match=r"Megatron-LM, asked for by .*megatron_lm_plugin.*ParallelismConfig"):
         Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
 
 
