@@ -84,6 +84,8 @@ class FlatShard(Strategy):
             wrapped = self._wrapped(model, ignored)
         average_ignored(ignored, self.world, lambda: key not in self._unreduced)
         wrapped.__dict__.update(names)
+        if callable(getattr(model, "generate", None)):
+            wrapped.__dict__["generate"] = _with_whole_root(wrapped, model.generate)  # pyright: ignore[reportArgumentType]
         self._roots.add(wrapped)
         dynamo = self.options.dynamo_plugin
         precision.patch_wrapped(wrapped)
@@ -195,6 +197,17 @@ class FlatShard(Strategy):
     def saved(self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False) -> dict[str, Any]:
         """Weights and optimizers in shards, or gathered, as the plugin says."""
         return saved_as(self.plugin, self.access, models, optimizers, self.world, model_only)
+
+
+def _with_whole_root(wrapped: FullyShardedDataParallel, method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, which passes by the wrapper's forward, with the parameters that the wrapper itself holds whole."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with FullyShardedDataParallel.summon_full_params(wrapped, recurse=False, writeback=False):
+            return method(*args, **kwargs)
+
+    return call
 
 
 def ensure_weights_retied(

@@ -170,7 +170,22 @@ def _chosen(
         _check_divides(name, module, style, mesh)
         if isinstance(module, torch.nn.Embedding) and isinstance(style, RowwiseParallel):
             style.input_layouts = (Replicate(),)
+        if word == "embedding_to_sequence":
+            module.register_forward_pre_hook(_refuse_odd_lengths(mesh.size("tp")))
         yield module, style
+
+
+def _refuse_odd_lengths(size: int) -> Callable[..., None]:
+    """A hook: where sequences begin to be cut, torch takes it for granted that the ranks divide them."""
+
+    def check(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs and inputs[0].ndim > 1 and inputs[0].shape[1] % size:
+            raise PreparationError(
+                f"This plan cuts sequences over tp_size={size} ranks, and got one of length {inputs[0].shape[1]}. Pad "
+                f"it to a multiple of {size}, or use a plan without `..._to_sequence` (to generate, for example)."
+            )
+
+    return check
 
 
 def _check_divides(name: str, module: torch.nn.Module, style: ParallelStyle, mesh: Mesh) -> None:
