@@ -14,7 +14,7 @@ from torch import nn
 from ..checkpointing import convert_file_size_to_int
 from ..devices import CPU, KINDS, DeviceKind, available_kind
 from ..errors import SettingError
-from ..optional import is_installed, require
+from ..optional import require
 from .sizes import ByteDtype, compute_module_sizes, get_module_leaves, no_split_classes
 from .tensors import DISK
 
@@ -37,12 +37,9 @@ def host_memory_available() -> int:
 
 
 def _host_memory() -> int:
-    if not is_installed("psutil"):
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/meminfo").read_text().splitlines():
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    return int(require("psutil", "memory", purpose="Measuring the free host memory").virtual_memory().available)
+    return _from_kernel("MemAvailable:") or int(
+        require("psutil", "memory", purpose="Measuring the free host memory").virtual_memory().available
+    )
 
 
 def _container_memory() -> list[int]:
@@ -62,7 +59,7 @@ def _container_memory() -> list[int]:
 def free_on(device: torch.device) -> int | None:
     """The bytes that new tensors could take on a device now; None where nobody can tell."""
     if device.type == CPU.name:
-        return host_memory_available() + _swap_available()
+        return host_memory_available() + _from_kernel("SwapFree:")
     kind = next((kind for kind in KINDS if kind.name == device.type), None)
     free = None if kind is None or not kind.select else kind.free_memory(device)
     if kind is None or free is None:
@@ -72,10 +69,11 @@ def free_on(device: torch.device) -> int | None:
     return free + (0 if reserved is None else max(reserved(device) - kind.memory_allocated(device), 0))
 
 
-def _swap_available() -> int:
+def _from_kernel(field: str) -> int:
+    """A line of the kernel's own account in bytes; 0 where there is none."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("SwapFree:"):
+            if line.startswith(field):
                 return int(line.split()[1]) * 1024
     return 0
 
