@@ -113,6 +113,8 @@ def _execute(code: str, file: str, line: int, names: dict[str, Any]) -> None:
 
 
 def _shell(block: Block) -> None:
+    installs = re.search(r"\b(pip|apt|apt-get|npm|conda) install\b|\bmake (setup|demo|test)\b", block.code)
+    assert not installs, f"{block.place}: a test must not run `{installs and installs[0]}`; say why it is not run"
     environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     done = subprocess.run(
         ["bash", "-e", "-u", "-o", "pipefail", "-c", block.code],

@@ -48,6 +48,7 @@ def test_every_block_says_what_it_is_and_each_exception_has_a_reason() -> None:
     [
         ("python", "raise ValueError('wrong')"),
         ("bash", "accelerate launch --no_such_flag script.py"),
+        ("bash", "pip install nothing-at-all"),
         ("yaml", "no_such_key: 1"),
         ("json", "{"),
         ("diff", "+ if:"),
