@@ -50,7 +50,7 @@ from .precision.fp8_te import apply_fp8_autowrap as apply_fp8_autowrap
 from .precision.fp8_te import convert_model as convert_model
 from .scheduler import AcceleratedScheduler
 from .settings.labels import DistributedType, FP8BackendType
-from .settings.run import collect, refuse_unbuilt
+from .settings.run import collect
 from .state import AcceleratorState
 from .strategies.bundle import Bundle, Role, Slot
 from .strategies.context import split_sequences
@@ -85,7 +85,7 @@ class Accelerator:
 
     Raises:
         SettingError: contradictory or impossible values, with where they came from.
-        NotBuilt: a documented strategy that this version doesn't have.
+        NotBuilt: kinds of parallelism that don't go together.
     """
 
     def __init__(
@@ -143,7 +143,6 @@ class Accelerator:
                 **plugins,
             }
         )
-        refuse_unbuilt(self.settings)
         construction.reach_precision(self.settings, parameter_dtype)
         construction.complete_plugins(plugins, self.settings, AcceleratorState._shared_state)
         self.dynamo_plugin = construction.dynamo_plugin(dynamo_plugin, dynamo_backend)

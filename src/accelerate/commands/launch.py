@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import AccelerateError, NotBuilt
+from ..errors import AccelerateError
 from ..launch.arguments import config_path, program_of, settings_of
 from ..launch.choose import choose
 from ..launch.engine import is_cpu_run
@@ -18,7 +18,7 @@ from ..launch.plan import LaunchPlan
 from ..launch.preflight import check_cheap
 from ..launch.simple import OneProcess, ProcessFailed
 from ..settings import env, file
-from ..settings.run import launch_options_of, refuse_unbuilt
+from ..settings.run import launch_options_of
 from ..settings.tree import Settings
 from .parser import build_launch_parser
 
@@ -40,23 +40,10 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def plan_launch(args: argparse.Namespace) -> tuple[Settings, LaunchEngine, LaunchPlan]:
     """(settings, engine, plan) of a launch; nothing has been started."""
     settings = settings_of(args)
-    missing = _not_built(args, settings)
     program = program_of(args, settings)
     host: Host = this_host(env.snapshot(), cpu=is_cpu_run(settings), port=settings.launch.main_process_port)
     engine = choose(settings, host)
-    return settings, engine, engine.plan(settings, program, host).with_notes(*missing)
-
-
-def _not_built(args: argparse.Namespace, settings: Settings) -> tuple[str, ...]:
-    """What this version can't run, as a note for those who only want to look; others are refused."""
-    try:
-        refuse_unbuilt(settings)
-    except NotBuilt as error:
-        only_looks = getattr(args, "dry_run", False) or getattr(args, "explain", False) or settings.cluster.preflight
-        if not only_looks:
-            raise
-        return (str(error),)
-    return ()
+    return settings, engine, engine.plan(settings, program, host)
 
 
 def _check_and_announce(plan: LaunchPlan, settings: Settings) -> None:

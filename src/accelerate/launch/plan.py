@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Flag
 from pathlib import Path
 from typing import Literal, final
@@ -101,10 +101,6 @@ class LaunchPlan:
     files: Mapping[str, str] = field(default_factory=dict)
     #: What was decided for the user; printed once before the start.
     notes: tuple[str, ...] = ()
-
-    def with_notes(self, *notes: str) -> LaunchPlan:
-        """The same plan, with further notes."""
-        return replace(self, notes=(*self.notes, *notes))
 
     def environments(self, base: Mapping[str, str]) -> Iterator[dict[str, str]]:
         """The whole environment of each process of this host."""

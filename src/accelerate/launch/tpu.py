@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-from ..errors import LaunchError, SettingError
+from ..errors import LaunchError, MissingDependency, SettingError
+from ..optional import is_installed
 from .engine import LaunchEngine, base_environment
 from .plan import LaunchPlan, Program
 from .remote import run_command
@@ -54,7 +55,16 @@ class Tpu(LaunchEngine):
         )
 
     def run(self, plan: LaunchPlan) -> int:
-        """The exit code of the processes."""
+        """The exit code of the processes.
+
+        Raises:
+            MissingDependency: the processes are of this host, and torch_xla isn't installed; nothing has been started.
+        """
+        if plan.rendezvous == "torch_xla" and not is_installed("torch_xla"):
+            raise MissingDependency(
+                "A run on TPUs (--tpu, or distributed_type: XLA in the configuration file) needs 'torch_xla', but it "
+                'isn\'t installed. Install it with: pip install "torch_xla"'
+            )
         return run_command(plan, "it is part of Google Cloud's SDK")
 
     def _for_pod(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from accelerate.errors import NotBuilt, SettingError
+from accelerate.errors import SettingError
 from accelerate.settings import env
 from accelerate.settings.checks import check, check_launchable, check_world
 from accelerate.settings.document import FOREIGN, read_layer
@@ -17,7 +17,6 @@ from accelerate.settings.option import DEFAULT, OptionGroup, OptionInfo, Source,
 from accelerate.settings.tree import CONDITIONS, GROUPS, Layer, Settings, encode_settings, launch_options_of
 
 __all__ = [
-    "BUILT",
     "Settings",
     "Source",
     "check",
@@ -26,11 +25,7 @@ __all__ = [
     "collect",
     "encode_settings",
     "launch_options_of",
-    "refuse_unbuilt",
 ]
-
-#: What this version can do at runtime; everything else is refused by name.
-BUILT: Final = ("single", "ddp", "fsdp", "deepspeed", "megatron", "fp8", "xla")
 
 #: Constructor arguments -> options.
 ARGUMENTS: Final = {
@@ -392,23 +387,3 @@ def _check_arguments(arguments: Mapping[str, object], settings: Settings) -> Non
 def _info(address: str) -> OptionInfo:
     group, _, name = address.partition(".")
     return option_of(GROUPS[group], name)
-
-
-# What is not there yet
-
-
-def refuse_unbuilt(settings: Settings) -> None:
-    """Nothing was asked for that this version cannot do. Raises NotBuilt, naming the setting and its source."""
-    asked = {
-        "fsdp": "paradigm.use_fsdp" if settings.fsdp is not None else None,
-        "deepspeed": "paradigm.use_deepspeed" if settings.deepspeed is not None else None,
-        "megatron": "paradigm.use_megatron_lm" if settings.megatron is not None else None,
-        "fp8": "run.mixed_precision" if settings.run.mixed_precision == "fp8" else None,
-        "xla": "launch.use_tpu" if settings.launch.use_tpu else None,
-    }
-    for strategy, address in asked.items():
-        if address is not None and strategy not in BUILT:
-            raise NotBuilt(
-                f"{settings.quote(address)} asks for {strategy}, which this version does not have yet. "
-                f"It has: {', '.join(BUILT)}, and every axis of a ParallelismConfig. Leave the setting out."
-            )

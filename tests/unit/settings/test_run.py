@@ -25,7 +25,6 @@ from accelerate.settings.run import (
     collect,
     encode_settings,
     launch_options_of,
-    refuse_unbuilt,
 )
 from accelerate.settings.tree import GROUPS
 from tests.unit.settings.strategies import values
@@ -309,23 +308,6 @@ def test_the_engines_accumulation_is_the_one_that_travels() -> None:
 def test_launcher_matters_stay_with_the_launcher() -> None:
     found = collect({}, {}, flags={"num_processes": 2, "main_process_port": 1234, "cpu": True})
     assert not [text for text in encode_settings(found).values() if text in ("2", "1234")]
-
-
-# What is there
-
-
-@pytest.mark.parametrize(
-    ("arguments", "environ"),
-    [
-        ({"mixed_precision": "bf16"}, {}),
-        ({"mixed_precision": "fp8"}, {}),
-        ({}, {"ACCELERATE_USE_FSDP": "true"}),
-        ({}, {"ACCELERATE_USE_DEEPSPEED": "1"}),
-        ({}, {"ACCELERATE_USE_MEGATRON_LM": "true"}),
-    ],
-)
-def test_every_documented_engine_is_built(arguments: dict[str, Any], environ: dict[str, str]) -> None:
-    refuse_unbuilt(collect(arguments, environ))
 
 
 # Others ask
