@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 #: Outermost first: ranks that differ in a later axis only are neighbours, and talk the most.
-AXES: Final = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "sp", "tp")
+AXES: Final[tuple[str, ...]] = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "sp", "tp")
 #: Along these, ranks read different samples.
-DATA_AXES: Final = ("dp_replicate", "dp_shard", "ep")
+DATA_AXES: Final[tuple[str, ...]] = ("dp_replicate", "dp_shard", "ep")
 #: Along these, ranks compute the loss of different tokens, and gradients are averaged.
-TOKEN_AXES: Final = (*DATA_AXES, "cp", "sp")
+TOKEN_AXES: Final[tuple[str, ...]] = (*DATA_AXES, "cp", "sp")
 #: Over these, FSDP shards what each stage and tensor-parallel rank holds.
-SHARD_AXES: Final = ("dp_shard", "ep", "cp", "sp")
+SHARD_AXES: Final[tuple[str, ...]] = ("dp_shard", "ep", "cp", "sp")
 
 
 @final
