@@ -124,7 +124,7 @@ class Mesh:
         return equation(dict(zip(AXES, self.degrees, strict=True)))
 
     def _degrees_of(self, axes: Iterable[str]) -> list[int]:
-        known = dict(zip(AXES, self.degrees, strict=True))
+        known: dict[str, int] = dict(zip(AXES, self.degrees, strict=True))
         return [known[axis] for axis in axes]
 
     def _strides(self) -> dict[str, int]:
