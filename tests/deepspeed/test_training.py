@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,14 @@ def test_offloaded_state_trains_the_same(stage: int, offloads: dict[str, Any], o
     # With torch's optimizer: DeepSpeed's own on the CPU is compiled when it is first used (minutes).
     given = {"hf_ds_config": {**document(stage, **offloads), "zero_force_ds_cpu_optimizer": False}}
     assert_same_run(run_on_ranks(train_with, 2, given)[0], one_process)
+
+
+@pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="compiles DeepSpeed's optimizer (minutes): RUN_SLOW=1")
+@pytest.mark.timeout(600)
+def test_torchs_adam_becomes_deepspeeds_own_where_state_is_offloaded(one_process: dict[str, Any]) -> None:
+    given = {"hf_ds_config": document(2, offload_optimizer=OFFLOAD)}
+    found = run_on_ranks(train_with, 2, given, timeout_seconds=580)[0]
+    assert_same_run(found, one_process)
 
 
 def test_a_configuration_file_is_filled_in(tmp_path: Path, one_process: dict[str, Any]) -> None:
