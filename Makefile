@@ -67,7 +67,7 @@ deepspeed: setup  ## install DeepSpeed and transformers beside .venv, and run Ze
 	cp .deepspeed/packages "$$(.deepspeed/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth"
 	DS_BUILD_OPS=0 .deepspeed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		deepspeed==0.19.8 transformers==5.23.0 ninja==1.13.2
-	rm -f .deepspeed/extensions/*/*/lock  # a run that was killed while it compiled would be waited for, for ever
+	rm -f .deepspeed/extensions/*/lock  # a run that was killed while it compiled would be waited for, for ever
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.deepspeed/extensions PYTHONPATH=src \
 		.deepspeed/bin/python -m pytest -q tests/deepspeed tests/seeds/test_001_deepspeed.py
 
