@@ -354,8 +354,10 @@ def precision(
     """What the Accelerator's ``mixed_precision`` means in its world, with the handlers' options."""
     label, world = accelerator.state.mixed_precision, accelerator.world
     config = plugins["parallelism_config"]
-    is_sharded = world.backend is not None and not world.kind.runtime and (
-        plugins["fsdp_plugin"] is not None or (config is not None and config.tp_enabled)
+    is_sharded = (
+        world.backend is not None
+        and not world.kind.runtime
+        and (plugins["fsdp_plugin"] is not None or (config is not None and config.tp_enabled))
     )
     chosen = choose_precision(
         label,

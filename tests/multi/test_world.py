@@ -206,7 +206,9 @@ def report(line):
     os.write(1, (line + chr(10)).encode())
 """
 
-SCRIPT = REPORT + """
+SCRIPT = (
+    REPORT
+    + """
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from accelerate.state import PartialState
@@ -220,6 +222,7 @@ for _ in range(3):
     optimizer.step()
 report(f"trained {state.num_processes}")
 """
+)
 
 
 def test_a_plain_script_under_torchrun_joins_and_ends_cleanly(tmp_path: Path) -> None:
@@ -245,7 +248,9 @@ def test_a_plain_script_under_torchrun_joins_and_ends_cleanly(tmp_path: Path) ->
     assert finished.stdout.count("trained 2") == 2
 
 
-RESTARTED = REPORT + """
+RESTARTED = (
+    REPORT
+    + """
 import os
 import torch.distributed as dist, torch
 from accelerate.world import join_world
@@ -256,6 +261,7 @@ total = torch.ones(1)
 dist.all_reduce(total)
 report(f"attempt {world.attempt} total {int(total)}")
 """
+)
 
 
 def test_processes_that_the_elastic_agent_restarts_find_each_other(tmp_path: Path) -> None:

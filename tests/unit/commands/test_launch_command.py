@@ -238,7 +238,7 @@ MISTAKES = {
     "bad tee": (["--cpu", "--tee", "x", "s"], "--tee x"),
     "option without effect": (["--fsdp_version", "2", "s"], "no effect"),
     "missing file": (["--config_file", "nowhere.yaml", "s"], "nowhere.yaml"),
-    "no torch_xla": (["--tpu", "s"], "pip install \"torch_xla\""),
+    "no torch_xla": (["--tpu", "s"], 'pip install "torch_xla"'),
     "no port": (["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "a", "s"], "main_process_port"),
     "free port for several": (
         ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "a", "--main_process_port", "0", "s"],
