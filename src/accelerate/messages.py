@@ -45,7 +45,7 @@ class Message:
     def pack(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The message, and room for those of all ranks."""
         self._here = self._kept or self._memory()
-        if any([tensor.requires_grad for tensor in tensors]):
+        if any(tensor.requires_grad for tensor in tensors):
             tensors = [tensor.detach() for tensor in tensors]
         torch._foreach_copy_(self._here.slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
         return self._here.own, self._here.joined

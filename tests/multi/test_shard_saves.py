@@ -69,7 +69,7 @@ def test_a_rank_that_cannot_write_is_named_on_all_and_the_next_save_works(tmp_pa
     def go() -> str:
         run, model, optimizer = begin(V2)
         step(run, model, optimizer)
-        planner, writer = shard_files._classes()
+        _, writer = shard_files._classes()
         write = writer.write_data
 
         def fail(self: Any, *arguments: Any) -> Any:

@@ -147,7 +147,7 @@ class HangWatch:
         frame = sys._current_frames().get(self._thread_id)
         if frame is None:
             return
-        # Where a loop spends most of its time in one call, its stack looks the same every time: so what it counts counts.
+        # Where a loop spends most of its time in one call, its stack looks the same every time: then its counts tell.
         signature = (_signature_of(frame), *(clock.progress for clock in list(self.clocks)))
         if signature != self._signature:
             self._signature, self._moved_at, self._patience = signature, time.monotonic(), self._seconds
