@@ -179,8 +179,8 @@ def _everywhere(output: Any, world: World) -> Any:
 def _points(model: nn.Module, num_processes: int, no_split_module_classes: Sequence[str] | None) -> list[str]:
     """The first module of every process but the first, by the device map; by blocks, where the map leaves one idle."""
     places = generate_device_map(model, num_processes, no_split_module_classes)
-    firsts = [[name for name, place in places.items() if place == rank][:1] for rank in range(1, num_processes)]
-    return [name for found in firsts for name in found] if all(firsts) else choose_points(model, num_processes)
+    firsts = [[name for name, place in places.items() if place == rank][:1] for rank in range(num_processes)]
+    return [name for found in firsts[1:] for name in found] if all(firsts) else choose_points(model, num_processes)
 
 
 def prepare_pippy(

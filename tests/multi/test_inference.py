@@ -99,6 +99,16 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], text: str) -> Non
         run_on_ranks(functools.partial(_refused, options), 2)
 
 
+def _uneven() -> list[str]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    return prepare_pippy(model, example_args=(torch.zeros(2, 8),)).hf_split_points  # pyright: ignore[reportReturnType]
+
+
+def test_no_process_is_left_without_layers() -> None:
+    points = run_on_ranks(_uneven, 2)[0]
+    assert len(points) == 1 and points != ["0"]
+
+
 def test_parts_of_the_documented_functions() -> None:
     assert find_pippy_batch_size((), {"a": 1, "b": torch.zeros(3, 1)}) == 3
     assert find_pippy_batch_size(None, None) is None

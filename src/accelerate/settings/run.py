@@ -55,6 +55,18 @@ OBJECTS: Final = {
     "project_config": "project",
     "gradient_accumulation_plugin": "accumulation",
 }
+#: What to write for them, where it isn't plain from the argument's name.
+_CLASSES: Final = {
+    "fsdp_plugin": "FullyShardedDataParallelPlugin",
+    "deepspeed_plugin": "DeepSpeedPlugin",
+    "deepspeed_plugins": "DeepSpeedPlugin",
+    "megatron_lm_plugin": "MegatronLMPlugin",
+    "dynamo_plugin": "TorchDynamoPlugin",
+    "parallelism_config": "ParallelismConfig",
+    "dataloader_config": "DataLoaderConfiguration",
+    "project_config": "ProjectConfiguration",
+    "gradient_accumulation_plugin": "GradientAccumulationPlugin",
+}
 _PARADIGMS: Final = ("use_deepspeed", "use_fsdp", "use_megatron_lm")
 _ENGINE_LABELS: Final = (
     ("DEEPSPEED", "use_deepspeed"),
@@ -126,9 +138,8 @@ def _objects(arguments: Mapping[str, object]) -> dict[str, tuple[OptionGroup, st
             continue
         if not isinstance(value, GROUPS[group]):
             raise TypeError(
-                f"`{argument}` has to be an object of the plugin class for "
-                f"{GROUPS[group].option_group.title}, "
-                f"not {type(value).__name__}: {value!r}"
+                f"`{argument}` has to be an object of the plugin class for {GROUPS[group].option_group.title}, not "
+                f"{type(value).__name__}: {value!r}. Give {_CLASSES[argument]}(...)."
             )
         found[group] = (value, argument)
     return found

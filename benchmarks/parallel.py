@@ -1,0 +1,359 @@
+"""What parallel training costs over the same model written by hand in raw torch.
+
+    python benchmarks/parallel.py                               2 gloo ranks: DDP, FSDP2, TP; and, where there is a GPU,
+                                                                a Llama-shaped model on one of them
+    PEER_PYTHON=/path/to/python python benchmarks/parallel.py   on the GPU, another installation of `accelerate` too
+
+On the ranks: CPU time of a step of about 5 ms, in rounds in which both variants take turns inside the same processes,
+so that a machine whose speed drifts slows both. On the GPU: tokens per second, every variant in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+STEPS, RANKS, WIDTH, BATCH = 20, 2, 256, 64
+Step = Callable[[], None]
+
+
+# ------------------------------------------------------------------------------------------------ the ranks
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """More of it."""
+        return x + self.down(torch.relu(self.up(x)))
+
+
+PLAN = {f"{number}.{name}": kind for number in range(3) for name, kind in (("up", "colwise"), ("down", "rowwise"))}
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    """A model, AdamW, and a batch that is already there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4), torch.randn(BATCH, WIDTH)
+
+
+def by_hand(strategy: str, clips: bool) -> Step:
+    """The step as raw torch has it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model, optimizer, batch = build()
+    if strategy == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif strategy == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for block in model:  # pyright: ignore[reportGeneralTypeIssues]
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+        plan = {name: styles[kind]() for name, kind in PLAN.items()}
+        model = parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        loss = model(batch).square().mean()
+        loss.backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def prepared(strategy: str, clips: bool) -> Step:
+    """The same step after `prepare`."""
+    from accelerate import Accelerator
+    from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
+    from accelerate.plugins.parallelism import ParallelismConfig, TorchTensorParallelConfig
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()
+    options: dict[str, Any] = {}
+    if strategy == "fsdp2":
+        blocks: dict[str, Any] = {
+            "auto_wrap_policy": "transformer_based_wrap",
+            "transformer_cls_names_to_wrap": "Block",
+        }
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, **blocks)
+    elif strategy == "tp":
+        handler = TorchTensorParallelConfig(plan=PLAN)
+        options["parallelism_config"] = ParallelismConfig(tp_size=RANKS, tp_handler=handler)
+    accelerator = Accelerator(cpu=True, **options)
+    model, optimizer, batch = build()
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step() -> None:
+        with accelerator.accumulate(model):
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            if clips and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def _rank(rank: int, port: int, strategy: str, clips: bool, rounds: int, pipe: Any) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(RANKS),
+        LOCAL_WORLD_SIZE=str(RANKS),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    ours = prepared(strategy, clips)  # first: it forms the group that both use
+    variants = {"raw": by_hand(strategy, clips), "ours": ours}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(rounds + 2):
+        order = list(variants) if number % 2 else list(reversed(variants))
+        for name in order:
+            torch.distributed.barrier()
+            before = time.process_time()
+            for _ in range(STEPS):
+                variants[name]()
+            if number >= 2:  # the first rounds build buckets and meet caches
+                times[name].append((time.process_time() - before) / STEPS * 1000)
+    pipe.send(times)
+    pipe.close()
+    os._exit(0)  # nothing to tidy up
+
+
+def on_ranks(strategy: str, clips: bool, rounds: int) -> dict[str, float]:
+    """Milliseconds of CPU time of one step on rank 0, and the median of the ratios of neighbouring rounds."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    receivers = []
+    for rank in range(RANKS):
+        receiver, sender = context.Pipe(duplex=False)
+        context.Process(target=_rank, args=(rank, port, strategy, clips, rounds, sender), daemon=True).start()
+        sender.close()
+        receivers.append(receiver)
+    times = [receiver.recv() for receiver in receivers]
+    raw, ours = ([sum(pair) / RANKS for pair in zip(*(each[name] for each in times), strict=True)] for name in times[0])
+    ratio = statistics.median(own / bare for own, bare in zip(ours, raw, strict=True))
+    return {"raw_ms": statistics.median(raw), "ours_ms": statistics.median(ours), "ratio": ratio}
+
+
+# -------------------------------------------------------------------------------------------------- the GPU
+
+HIDDEN, LAYERS, HEADS, INNER, VOCABULARY, SEQUENCE, SAMPLES = 2048, 16, 16, 5632, 32000, 2048, 4
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """What each position learns from those before."""
+        batch, length, _ = x.shape
+        q, k, v = (part.view(batch, length, HEADS, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k = (
+            torch.cat([-t[..., t.shape[-1] // 2 :], t[..., : t.shape[-1] // 2]], -1) * sin + t * cos for t in (q, k)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, HIDDEN))
+
+
+class LlamaBlock(nn.Module):
+    """Attention and a gated layer, each behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+        self.attention = Attention()
+        self.gate, self.up = nn.Linear(HIDDEN, INNER, bias=False), nn.Linear(HIDDEN, INNER, bias=False)
+        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """The next hidden state."""
+        x = x + self.attention(self.first(x), cos, sin)
+        hidden = self.second(x)
+        return x + self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
+
+
+class LlamaShaped(nn.Module):
+    """About 0.9 billion parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.blocks = nn.ModuleList(LlamaBlock() for _ in range(LAYERS))
+        self.norm, self.head = nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        size = HIDDEN // HEADS
+        angles = torch.outer(torch.arange(SEQUENCE), 10000.0 ** (-torch.arange(0, size, 2) / size)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Scores of the next tokens."""
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(self.norm(x))
+
+
+def gpu_worker(variant: str, precision: str, steps: int) -> None:
+    """Prints the tokens per second of one variant."""
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    model: nn.Module = LlamaShaped()
+    tokens = torch.randint(VOCABULARY, (SAMPLES, SEQUENCE), device=device)
+
+    def loss_of(scores: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+
+    if variant == "raw":
+        model = model.to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+        def step() -> None:
+            with torch.autocast("cuda", torch.bfloat16):
+                scores = model(tokens)
+            loss_of(scores.float()).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    else:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(mixed_precision=precision)
+        model = model.to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+
+        def step() -> None:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model(tokens)))
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    for _ in range(5):
+        step()
+    torch.cuda.synchronize()
+    before = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - before
+    print(json.dumps({"tokens_per_second": steps * tokens.numel() / seconds}), flush=True)
+
+
+def _ask(python: str, variant: str, precision: str, steps: int) -> dict[str, Any]:
+    words = [python, os.path.abspath(__file__), "--worker", variant, "--precision", precision, "--steps", str(steps)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def on_gpu(rounds: int, steps: int) -> dict[str, Any]:
+    """Tokens per second of every variant; a plain word for what can't be measured here."""
+    if not torch.cuda.is_available():
+        return {"skipped": "no GPU here"}
+    variants: dict[str, tuple[str, str, str]] = {
+        "raw bf16": (sys.executable, "raw", "bf16"),
+        "ours bf16": (sys.executable, "accelerate", "bf16"),
+    }
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "parameters": 0}
+    found["parameters"] = sum(p.numel() for p in _on_meta().parameters())
+    peer = os.environ.get("PEER_PYTHON")
+    if peer:
+        variants["peer bf16"] = (peer, "accelerate", "bf16")
+    else:
+        found["peer bf16"] = "skipped: PEER_PYTHON is not set"
+    if torch.cuda.get_device_capability() >= (8, 9):
+        variants["ours fp8"] = (sys.executable, "accelerate", "fp8")
+    else:
+        found["ours fp8"] = "skipped: this GPU has no fp8"
+    rates: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, (python, variant, precision) in variants.items():
+            answer = _ask(python, variant, precision, steps)
+            if "failed" in answer:
+                found[name] = f"failed: {' '.join(answer['failed'])}"
+            else:
+                rates[name].append(answer["tokens_per_second"])
+    found.update({name: statistics.median(rate) for name, rate in rates.items() if rate})
+    return found
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return LlamaShaped()
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40, help="Rounds of 20 steps on the ranks.")
+    parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp2", "tp"], choices=["ddp", "fsdp2", "tp"])
+    parser.add_argument("--gpu_rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30, help="Steps of a round on the GPU.")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", choices=["raw", "accelerate"], help=argparse.SUPPRESS)
+    parser.add_argument("--precision", default="bf16", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        gpu_worker(args.worker, args.precision, args.steps)
+        return
+    found: dict[str, Any] = {"load": os.getloadavg()[0], "ranks": {}}
+    for strategy in args.strategies:
+        for clips in (False, True):
+            figures = on_ranks(strategy, clips, args.rounds)
+            found["ranks"][f"{strategy}{', clipping' if clips else ''}"] = figures
+            if not args.json:
+                print(
+                    f"{strategy:<6}{'clipping' if clips else '':<10}raw {figures['raw_ms']:6.2f} ms   "
+                    f"ours {figures['ours_ms']:6.2f} ms   {figures['ratio']:.3f}x",
+                    flush=True,
+                )
+    found["gpu"] = on_gpu(args.gpu_rounds, args.steps)
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return
+    for name, value in found["gpu"].items():
+        print(f"{name:<12}{value:,.0f}" if isinstance(value, (int, float)) else f"{name:<12}{value}")
+
+
+if __name__ == "__main__":
+    main()
