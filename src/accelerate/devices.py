@@ -244,7 +244,8 @@ KINDS: Final[tuple[DeviceKind, ...]] = (
         "xla", "XLA", "torch_xla", extension="torch_xla", backend="xla", runtime="torch_xla.runtime",
         # Other questions make devices, after which it is too late to choose one program for all of them.
         available="torch_xla.runtime:addressable_runtime_device_count",
-        count="torch_xla.runtime:addressable_runtime_device_count", select="", wait="torch_xla.core.xla_model:wait_device_ops",
+        count="torch_xla.runtime:addressable_runtime_device_count", select="",
+        wait="torch_xla.core.xla_model:wait_device_ops",
         clear="", seed_call="torch_xla.core.xla_model:set_rng_state",
         rng_read="torch_xla.core.xla_model:get_rng_state", rng_write="torch_xla.core.xla_model:set_rng_state",
         rng_is_list=False, memory_used="", memory_peak="", memory_peak_reset="", memory_left="", bf16=_ALWAYS,
