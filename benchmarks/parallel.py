@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-STEPS, RANKS, WIDTH, BATCH = 20, 2, 256, 64
+STEPS, RANKS, WIDTH, BATCH = 20, 2, 128, 32
 Step = Callable[[], None]
 
 
