@@ -92,7 +92,7 @@ FAULTS: list[Callable[[Any], None]] = [
 
 
 class Heard(logging.Handler):
-    """Ends the process when the verdict is there, with how long that took."""
+    """Ends both ranks when the verdict is there, with how long that took."""
 
     def __init__(self, notes: str) -> None:
         super().__init__()
@@ -101,6 +101,8 @@ class Heard(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         with open(self.notes, "w") as file:
             file.write(f"{time.monotonic() - self.start}\n{record.getMessage()}")
+        with open(self.notes + ".pid") as file, contextlib.suppress(ProcessLookupError):
+            os.kill(int(file.read()), signal.SIGKILL)  # the culprit sleeps, or is stopped
         os._exit(17)
 
 
@@ -121,9 +123,6 @@ def test_the_rank_and_the_line_are_named(fault: Callable[[Any], None], tmp_path:
 
     with pytest.raises(Exception, match=r"17|died|rank"):
         run_on_ranks(go, 2, environment={"ACCELERATE_HANG_SECONDS": str(THRESHOLD_SECONDS)}, timeout_seconds=40)
-    with open(notes + ".pid") as file:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(file.read()), signal.SIGKILL)
     with open(notes) as file:
         seconds, _, text = file.read().partition("\n")
     assert float(seconds) < THRESHOLD_SECONDS + 10

@@ -52,6 +52,11 @@ class FlatShard(Strategy):
         return DistributedType.FSDP
 
     @property
+    def communicates_in_forward(self) -> bool:
+        """True: units are gathered while they compute."""
+        return True
+
+    @property
     def plugin(self) -> Any:
         """The FullyShardedDataParallelPlugin, as it is now."""
         return self.options.plugins["fsdp_plugin"]

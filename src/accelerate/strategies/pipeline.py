@@ -117,6 +117,11 @@ class Pipeline(Strategy):
         return DistributedType(self.world.kind.label)
 
     @property
+    def communicates_in_forward(self) -> bool:
+        """True: activations travel between stages."""
+        return True
+
+    @property
     def config(self) -> PipelineParallelConfig:
         """How to split, and in which order to work."""
         plugin = self.options.plugins.get("parallelism_config")
