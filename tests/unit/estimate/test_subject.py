@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,12 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_isnt_downloaded_is_refused_with_where_was_looked() -> None:
     with pytest.raises(CheckpointNotFound, match=r"'some/model' is no folder here.*hub.*HF_HUB_OFFLINE"):
+        find_subject("some/model")
+
+
+def test_without_a_client_of_the_hub_a_name_is_refused_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingDependency, match=r"'some/model' on the hub needs 'huggingface_hub'.*pip install"):
         find_subject("some/model")
 
 
