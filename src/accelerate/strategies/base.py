@@ -50,6 +50,8 @@ class Strategy(ABC):
     takes_bundle: bool = False
     #: Whether the engine divides losses by the accumulation steps, and updates parameters, inside ``backward``.
     steps_in_backward: bool = False
+    #: Whether ranks wait for each other inside a forward, so that none can give one up alone.
+    communicates_in_forward: bool = False
     #: What ``accelerator.deepspeed_engine_wrapped`` shows.
     engine: Any = None
 
@@ -133,11 +135,6 @@ class Strategy(ABC):
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """A context in which backward passes don't reduce gradients."""
         return nullcontext()
-
-    @property
-    def communicates_in_forward(self) -> bool:
-        """Whether ranks wait for each other inside a forward, so that none can give one up alone."""
-        return False
 
     def check_parts(self, model: torch.nn.Module) -> None:
         """Raises if a batch of ``model`` can't be computed in parts."""

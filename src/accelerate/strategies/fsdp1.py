@@ -36,6 +36,8 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 class FlatShard(Strategy):
     """Every rank keeps a piece of each flat parameter; units are gathered while they compute."""
 
+    communicates_in_forward = True
+
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
         self._unreduced: set[int] = set()  # the models inside no_sync
@@ -50,11 +52,6 @@ class FlatShard(Strategy):
     def label(self) -> DistributedType:
         """FSDP."""
         return DistributedType.FSDP
-
-    @property
-    def communicates_in_forward(self) -> bool:
-        """True: units are gathered while they compute."""
-        return True
 
     @property
     def plugin(self) -> Any:

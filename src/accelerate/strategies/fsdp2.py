@@ -37,6 +37,8 @@ from .units import find_ignored, find_units
 class FullyShard(Strategy):
     """Every rank keeps a piece of each parameter; units are gathered while they compute."""
 
+    communicates_in_forward = True
+
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
         self._shards: DeviceMesh | None = None
@@ -51,11 +53,6 @@ class FullyShard(Strategy):
     def label(self) -> DistributedType:
         """FSDP."""
         return DistributedType.FSDP
-
-    @property
-    def communicates_in_forward(self) -> bool:
-        """True: units are gathered while they compute."""
-        return True
 
     @property
     def plugin(self) -> Any:

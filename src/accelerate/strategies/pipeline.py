@@ -25,7 +25,7 @@ from .compile import compile_model
 from .norms import scale_to, total_norm
 from .pipeline_state import OverStages
 from .rebind import inner_optimizer, parameters_by_name
-from .shard_saving import Gathered
+from .shard_saving import gathered
 from .stages import choose_points, drop_foreign, split
 from .timetable import LossFunction, Timetable
 
@@ -93,6 +93,8 @@ class Pipelined(nn.Module):
 class Pipeline(Strategy):
     """Each rank has some of the layers; batches go through them in parts."""
 
+    communicates_in_forward = True
+
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
         combined = self.mesh.active(*_NOT_COMBINED)
@@ -115,11 +117,6 @@ class Pipeline(Strategy):
     def label(self) -> DistributedType:
         """MULTI_CPU, MULTI_GPU, ...: the vendor's word."""
         return DistributedType(self.world.kind.label)
-
-    @property
-    def communicates_in_forward(self) -> bool:
-        """True: activations travel between stages."""
-        return True
 
     @property
     def config(self) -> PipelineParallelConfig:
@@ -282,12 +279,8 @@ class Pipeline(Strategy):
 
     def saved(self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False) -> dict[str, Any]:
         """Weights and optimizers as one process has them: any strategy and any number of ranks can load them."""
-        access, keeps = self.access, self.world.is_local_main
-        inner = [] if model_only else [inner_optimizer(optimizer) for optimizer in optimizers]
-        return {
-            "weights": [access.whole_model(model, keeps) for model in models],
-            "optimizers": [Gathered(access.whole_optimizer(one, models, keeps)) for one in inner],
-        }
+        inner = [] if model_only else list(map(inner_optimizer, optimizers))
+        return gathered(self.access, models, inner, self.world.is_local_main)
 
 
 def _tensors(stage: nn.Module) -> Iterator[torch.Tensor]:

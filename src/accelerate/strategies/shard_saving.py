@@ -27,6 +27,19 @@ class Gathered:
         return self._state
 
 
+def gathered(access: StateAccess, models: Sequence[Any], optimizers: Sequence[Any], keeps: bool) -> dict[str, Any]:
+    """``weights`` and ``optimizers`` of a checkpoint with the same files as that of one process; a collective.
+
+    Args:
+        optimizers: as they are inside their wrappers.
+        keeps: whether this rank gets the state; the others only take part.
+    """
+    return {
+        "weights": [access.whole_model(model, keeps) for model in models],
+        "optimizers": [Gathered(access.whole_optimizer(one, models, keeps)) for one in optimizers],
+    }
+
+
 def saved_as(
     plugin: Any,
     access: StateAccess,
@@ -39,13 +52,10 @@ def saved_as(
 
     Gathered state has the same files as that of one process; shards have folders of their own.
     """
-    optimizers = [] if model_only else [inner_optimizer(optimizer) for optimizer in optimizers]
+    optimizers = [] if model_only else list(map(inner_optimizer, optimizers))
     if plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
         keeps = world.is_local_main  # the writer of each node, where every node writes
-        return {
-            "weights": [access.whole_model(model, keeps) for model in models],
-            "optimizers": [Gathered(access.whole_optimizer(one, models, keeps)) for one in optimizers],
-        }
+        return gathered(access, models, optimizers, keeps)
     return {"weights": [], "optimizers": [], "write_parts": _shards_of(access, models, optimizers)}
 
 

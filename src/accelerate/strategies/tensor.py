@@ -35,7 +35,7 @@ from ..world import World
 from .base import Strategy, is_sharded
 from .norms import clamp_pieces, clip_pieces
 from .rebind import canonical_name, inner_optimizer
-from .shard_saving import Gathered
+from .shard_saving import gathered
 
 logger = get_logger(__name__)
 
@@ -282,6 +282,8 @@ def _overlap(mesh: Mesh) -> None:
 class TensorParallel(Strategy):
     """All ranks work on the same samples; nothing is replicated or sharded beside."""
 
+    communicates_in_forward = True
+
     @classmethod
     def suits(cls, settings: Any, world: World) -> bool:
         """True where layers are to be cut and no engine shards what is left."""
@@ -292,11 +294,6 @@ class TensorParallel(Strategy):
     def label(self) -> DistributedType:
         """MULTI_CPU, MULTI_GPU, ...: the vendor's word."""
         return DistributedType(self.world.kind.label)
-
-    @property
-    def communicates_in_forward(self) -> bool:
-        """True: activations are added up."""
-        return True
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """``model`` in pieces; the object stays."""
@@ -323,8 +320,5 @@ class TensorParallel(Strategy):
 
     def saved(self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False) -> dict[str, Any]:
         """Gathered state: the same files as those of one process."""
-        keeps, chosen = self.world.is_local_main, [] if model_only else map(inner_optimizer, optimizers)
-        return {
-            "weights": [self.access.whole_model(model, keeps) for model in models],
-            "optimizers": [Gathered(self.access.whole_optimizer(one, models, keeps)) for one in chosen],
-        }
+        inner = [] if model_only else list(map(inner_optimizer, optimizers))
+        return gathered(self.access, models, inner, self.world.is_local_main)
