@@ -114,6 +114,7 @@ SHARED_STRATEGY_FILES: Final = frozenset(
         "deepspeed_state",
         "megatron_engine",
         "megatron_steps",
+        "stepped",
     ]
 )
 

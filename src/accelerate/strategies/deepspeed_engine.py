@@ -9,9 +9,8 @@ from typing import Any, Final, final
 import torch
 
 from ..errors import PreparationError
-from ..optimizer import AcceleratedOptimizer
 from ..optional import require
-from ..scheduler import AcceleratedScheduler
+from .stepped import SteppedOptimizer, SteppedScheduler
 
 #: Optimizers of torch and others, and what DeepSpeed computes on the CPU in their place: module, class, options.
 _ON_CPU: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
@@ -71,33 +70,15 @@ class DeepSpeedEngineWrapper:
 
 
 @final
-class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
+class DeepSpeedOptimizerWrapper(SteppedOptimizer):
     """The engine's optimizer: ``step`` and ``zero_grad`` have already happened, in ``accelerator.backward``."""
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=None)
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Nothing: the engine clears gradients when it steps."""
-
-    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Nothing: the engine steps in ``accelerator.backward``."""
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the engine's last step left the parameters alone because of an fp16 overflow."""
-        return bool(getattr(self.optimizer, "overflow", False))
+    _skipped = "overflow"
 
 
 @final
-class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+class DeepSpeedSchedulerWrapper(SteppedScheduler):
     """The engine's scheduler: ``step`` has already happened, in ``accelerator.backward``."""
-
-    def __init__(self, scheduler: Any, optimizers: Any) -> None:
-        super().__init__(scheduler, optimizers)
-
-    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Nothing: the engine steps its scheduler when it steps."""
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:

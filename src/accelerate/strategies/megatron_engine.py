@@ -8,9 +8,8 @@ from typing import Any, final
 
 import torch
 
-from ..optimizer import AcceleratedOptimizer
 from ..optional import require
-from ..scheduler import AcceleratedScheduler
+from .stepped import SteppedOptimizer, SteppedScheduler
 
 _PURPOSE = "Megatron-LM"
 
@@ -146,30 +145,12 @@ def make_train_step(accelerator: Any, args: Any) -> Any:
 
 
 @final
-class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
+class MegatronLMOptimizerWrapper(SteppedOptimizer):
     """Megatron-LM's optimizer: ``step`` and ``zero_grad`` have already happened, in the forward."""
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=None)
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Nothing: Megatron's step clears gradients."""
-
-    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Nothing: Megatron's step has moved the parameters."""
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether Megatron's last step left the parameters alone."""
-        return bool(getattr(self.optimizer, "skipped_iter", False))
+    _skipped = "skipped_iter"
 
 
 @final
-class MegatronLMSchedulerWrapper(AcceleratedScheduler):
+class MegatronLMSchedulerWrapper(SteppedScheduler):
     """Megatron-LM's schedule: ``step`` has already happened, in the forward."""
-
-    def __init__(self, scheduler: Any, optimizers: Any) -> None:
-        super().__init__(scheduler, optimizers)
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: Megatron's step moves its schedule."""
