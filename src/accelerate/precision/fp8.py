@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
+
+import torch
 
 from ..errors import MissingDependency, SettingError
 from ..logging import get_logger
 from ..optional import is_msamp_available, is_torchao_available, is_transformer_engine_available
+from .autocast import Autocasting
 from .conversion import ConversionReport
 
 logger = get_logger(__name__)
@@ -79,10 +83,26 @@ def package_of(backend: str) -> str:
     return next(package for word, package, _ in _BACKENDS if word == backend)
 
 
-def announce(report: ConversionReport) -> None:
-    """The main process has said which modules were converted: aloud where layers stayed for their size, or all."""
-    log = logger.info if report.converted and not _has_surprise(report) else logger.warning
-    log("%s. print(accelerator.conversions[-1]) lists every module.", report.summary)
+class Fp8Precision(Autocasting, ABC):
+    """Some layers in fp8, everything else under autocast in bf16; keeps a report of every conversion."""
+
+    def __init__(self, device_type: str, scaler: Any = None, handler: Any = None) -> None:
+        super().__init__(torch.bfloat16, device_type, scaler, handler)
+        self.reports: Sequence[ConversionReport] = ()
+
+    @property
+    def label(self) -> str:
+        """fp8."""
+        return "fp8"
+
+    def record(self, report: ConversionReport) -> None:
+        """``report`` is kept, and the main process has said which modules were converted.
+
+        Aloud where layers stayed for their size, or all of them.
+        """
+        self.reports = [*self.reports, report]
+        log = logger.info if report.converted and not _has_surprise(report) else logger.warning
+        log("%s. print(accelerator.conversions[-1]) lists every module.", report.summary)
 
 
 def _has_surprise(report: ConversionReport) -> bool:

@@ -11,9 +11,8 @@ import torch
 from torch import distributed as dist
 
 from ..optional import require, torchao_required
-from .autocast import Autocasting
 from .conversion import HOLDS_OTHERS, OTHER_KIND, report_conversion
-from .fp8 import Fp8Functions, announce
+from .fp8 import Fp8Functions, Fp8Precision
 
 #: The products of 8-bit matrices come in blocks of this size.
 MULTIPLE = 16
@@ -77,7 +76,7 @@ def _is_converted(module: torch.nn.Module) -> bool:
 
 
 @final
-class AoPrecision(Autocasting):
+class AoPrecision(Fp8Precision):
     """Linear layers in fp8 by torchao, everything else under autocast in bf16.
 
     Args:
@@ -86,10 +85,12 @@ class AoPrecision(Autocasting):
         functions: where the conversion is looked up at every use, because libraries on top replace it.
     """
 
+    backend = "AO"
+
     def __init__(
         self, device_type: str, recipe: Any, functions: Fp8Functions, *, gathers: bool, handler: Any = None
     ) -> None:
-        super().__init__(torch.bfloat16, device_type, handler=handler)
+        super().__init__(device_type, handler=handler)
         config = recipe.config
         if config.enable_fsdp_float8_all_gather and not gathers:
             # Without shards it would only make weights a class of tensor that replicas can't broadcast.
@@ -97,13 +98,6 @@ class AoPrecision(Autocasting):
         self.config = config
         self._filter: ModuleFilter | None = recipe.module_filter_func
         self._functions = functions
-        self.reports = []
-        self.backend = "AO"
-
-    @property
-    def label(self) -> str:
-        """fp8."""
-        return "fp8"
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """``model`` with Float8Linear in place of linear layers; one that has them already stays."""
@@ -116,8 +110,7 @@ class AoPrecision(Autocasting):
         model, report = report_conversion(
             model, "fp8 by torchao", convert, partial(self._why_kept, ends), _is_converted
         )
-        self.reports = [*self.reports, report]
-        announce(report)
+        self.record(report)
         return model
 
     def _why_kept(self, ends: tuple[str | None, str | None], name: str, module: torch.nn.Module) -> str:

@@ -9,29 +9,23 @@ import torch
 
 from ..errors import PreparationError
 from ..optional import require
-from .autocast import Autocasting
 from .conversion import HOLDS_OTHERS, OTHER_KIND, report_conversion
-from .fp8 import announce
+from .fp8 import Fp8Precision
 
 
 @final
-class MsampPrecision(Autocasting):
+class MsampPrecision(Fp8Precision):
     """MS-AMP's layers and optimizer, everything else under autocast in bf16, with a gradient scaler.
 
     Args:
         recipe: MSAMPRecipeKwargs, or the deprecated FP8RecipeKwargs.
     """
 
-    def __init__(self, device_type: str, recipe: Any, *, handler: Any = None) -> None:
-        super().__init__(torch.bfloat16, device_type, torch.amp.GradScaler(device_type), handler)
-        self._level: str = recipe.opt_level
-        self.reports = []
-        self.backend = "MSAMP"
+    backend = "MSAMP"
 
-    @property
-    def label(self) -> str:
-        """fp8."""
-        return "fp8"
+    def __init__(self, device_type: str, recipe: Any, *, handler: Any = None) -> None:
+        super().__init__(device_type, torch.amp.GradScaler(device_type), handler)
+        self._level: str = recipe.opt_level
 
     def convert_together(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
@@ -58,8 +52,7 @@ class MsampPrecision(Autocasting):
             return model
 
         model, report = report_conversion(models[0], "fp8 by MS-AMP", convert, _why_stays, _is_converted)
-        self.reports = [*self.reports, report]
-        announce(report)
+        self.record(report)
         return [model], made
 
 

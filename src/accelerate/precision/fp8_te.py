@@ -16,9 +16,8 @@ from ..optional import installed_version, is_transformer_engine_mxfp8_available,
 from ..plugins.fp8 import FP8RecipeKwargs, TERecipeKwargs
 from ..settings.fp8 import TeOptions
 from ..settings.option import options_of
-from .autocast import Autocasting
 from .conversion import HOLDS_OTHERS, OTHER_KIND, report_conversion
-from .fp8 import Fp8Functions, announce
+from .fp8 import Fp8Functions, Fp8Precision
 
 #: The layers, and the recipes: NVIDIA's package, and Intel's with the same interface.
 _PACKAGES = (
@@ -199,7 +198,7 @@ def _built(kind: Any, options: dict[str, Any]) -> Any:
 
 
 @final
-class TePrecision(Autocasting):
+class TePrecision(Fp8Precision):
     """Transformer Engine's layers in fp8, everything else under autocast in bf16.
 
     Args:
@@ -207,18 +206,13 @@ class TePrecision(Autocasting):
         functions: where the conversions are looked up at every use, because libraries on top replace them.
     """
 
+    backend = "TE"
+
     def __init__(self, device_type: str, recipe: Any, functions: Fp8Functions, *, handler: Any = None) -> None:
-        super().__init__(torch.bfloat16, device_type, handler=handler)
+        super().__init__(device_type, handler=handler)
         _recipe(recipe)  # what is wrong with it is said at once
         self._recipe = recipe
         self._functions = functions
-        self.reports = []
-        self.backend = "TE"
-
-    @property
-    def label(self) -> str:
-        """fp8."""
-        return "fp8"
 
     def convert_together(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
@@ -242,8 +236,7 @@ class TePrecision(Autocasting):
         convert = partial(_converted_in_place, self._functions("convert_model"))
         why = partial(_why_stays, _shared(model))
         model, report = report_conversion(model, "fp8 by Transformer Engine", convert, why, _is_converted)
-        self.reports = [*self.reports, report]
-        announce(report)
+        self.record(report)
         return model
 
     def patch_wrapped(self, model: torch.nn.Module) -> None:
