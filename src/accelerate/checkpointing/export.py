@@ -8,22 +8,17 @@ can write itself (``save_pretrained``) is asked to: it knows best what its names
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from uuid import uuid4
 
 from ..errors import CheckpointError
 from .agreement import Ranks
-from .draft import Create, SealedFile
+from .draft import Create
 from .selection import EVERYTHING, Selection
-from .store import flush
 from .tensor_files import write_tensors
-from .weights import clean_state_dict_for_safetensors, stale_weights, write_weights
+from .weights import clean_state_dict_for_safetensors, new_files, write_weights
 
 if TYPE_CHECKING:
     from ..world import World
@@ -54,7 +49,7 @@ def export_model(
     error: Exception | None = None
     try:
         if ranks.is_main:
-            with _new_files(Path(save_directory)) as (staging, create):
+            with new_files(Path(save_directory)) as (staging, create):
                 if select.adapters_only:
                     _write_adapters(model, state_dict, select, create)
                 elif callable(getattr(model, "save_pretrained", None)):
@@ -67,36 +62,6 @@ def export_model(
     except Exception as problem:  # raised again on every rank by agree()
         error = problem
     ranks.agree(error, f"export the model to {save_directory}")
-
-
-@contextmanager
-def _new_files(folder: Path) -> Iterator[tuple[Path, Create]]:
-    """A staging folder inside ``folder``; at the end of the block its files are in ``folder``, and no older weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    staging = folder / f".tmp-{uuid4().hex}"
-    staging.mkdir()
-
-    @contextmanager
-    def create(name: str, *, pickle: bool = False) -> Iterator[SealedFile]:
-        file = SealedFile(staging / name)
-        try:
-            yield file
-            file.seal()
-        finally:
-            file.close()
-
-    try:
-        yield staging, create
-        written = sorted(path.name for path in staging.iterdir())
-        if any(name.startswith("model") for name in written):
-            for name in stale_weights(folder, 0, written):
-                (folder / name).unlink()
-        for name in written:
-            flush(staging / name)
-            os.replace(staging / name, folder / name)
-        flush(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _write_configs(model: Any, create: Create) -> None:

@@ -250,51 +250,59 @@ def save_model(
                 removed = shared_names(state_dict)
                 if removed:
                     _tell_removed(tuple(removed))
-            _replace_weights(state_dict, Path(save_directory), max_shard_size, safe_serialization)
+            with new_files(Path(save_directory)) as (_, create):
+                write_weights(create, state_dict, safe_serialization=safe_serialization, max_shard_size=max_shard_size)
     except Exception as problem:  # raised again on every rank by agree()
         error = problem
     ranks.agree(error, f"save the model to {save_directory}")
 
 
-def _replace_weights(
-    state_dict: Mapping[str, Any], folder: Path, max_shard_size: int | str, safe_serialization: bool
-) -> None:
+@contextmanager
+def new_files(folder: Path) -> Iterator[tuple[Path, Create]]:
+    """A staging folder, and how to write a file there; after the block its files are in ``folder``.
+
+    Where weights are among them, no older weights are left; they are findable only when all are there.
+
+    Raises:
+        CheckpointError: ``folder`` is a file.
+    """
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: weights are saved into a folder")
     folder.mkdir(parents=True, exist_ok=True)
     staging = folder / f".tmp-{uuid4().hex}"
     staging.mkdir()
+
+    @contextmanager
+    def create(name: str, *, pickle: bool = False) -> Iterator[SealedFile]:
+        file = SealedFile(staging / name)
+        try:
+            yield file
+            file.seal()
+        finally:
+            file.close()
+
     try:
-        written: list[str] = []
-
-        @contextmanager
-        def create(name: str, *, pickle: bool = False) -> Iterator[SealedFile]:
-            file = SealedFile(staging / name)
-            try:
-                yield file
-                file.seal()
-            finally:
-                file.close()
-            written.append(name)
-
-        write_weights(create, state_dict, safe_serialization=safe_serialization, max_shard_size=max_shard_size)
-        for name in stale_weights(folder, 0, written):
-            (folder / name).unlink()
-        for name in written:  # the index, which makes shards findable, was written last and moves last
+        yield staging, create
+        written = sorted(path.name for path in staging.iterdir())  # an index comes after the shards that it names
+        if any(_is_weights(name, 0) for name in written):
+            for name in stale_weights(folder, 0, written):
+                (folder / name).unlink()
+        for name in written:
+            flush(staging / name)
             os.replace(staging / name, folder / name)
         flush(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def _is_weights(name: str, index: int) -> bool:
+    return any(WeightNames.of(index, safe=safe).owns(name) for safe in (True, False))
+
+
 def stale_weights(folder: Path, index: int, written: list[str]) -> list[str]:
     """Weight files of the model at ``index`` in ``folder`` that aren't among the ones just written."""
-    owners = [WeightNames.of(index, safe=safe) for safe in (True, False)]
-    return [
-        path.name
-        for path in sorted(folder.iterdir())
-        if path.name not in written and any(owner.owns(path.name) for owner in owners)
-    ]
+    names = sorted(path.name for path in folder.iterdir())
+    return [name for name in names if name not in written and _is_weights(name, index)]
 
 
 # --------------------------------------------------------------------------------------------------- loading
