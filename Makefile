@@ -68,6 +68,9 @@ deepspeed: setup  ## install DeepSpeed and transformers beside .venv, and run Ze
 	DS_BUILD_OPS=0 .deepspeed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		deepspeed==0.19.8 transformers==5.23.0 ninja==1.13.2
 	rm -f .deepspeed/extensions/*/lock  # a run that was killed while it compiled would be waited for, for ever
+	# What every rank would compile when it first communicates, once and without a time limit of a test.
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/.deepspeed/extensions DS_ACCELERATOR=cpu \
+		.deepspeed/bin/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.deepspeed/extensions PYTHONPATH=src \
 		.deepspeed/bin/python -m pytest -q tests/deepspeed tests/seeds/test_001_deepspeed.py
 
