@@ -679,6 +679,7 @@ class Accelerator:
             share=self.mesh.data_share(),
             index_free_shuffle=config.index_free_shuffle,
             prefetch_to_device=config.prefetch_to_device,
+            augment_by_sample=config.augment_by_sample,
         )
         self.strategy.adopt_loader(prepared)
         _register(self._dataloaders, prepared)

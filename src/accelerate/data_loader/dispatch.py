@@ -128,12 +128,15 @@ class DataLoaderDispatcher(BatchFeeder):
         if self._stream is not None:
             return [self.place_batch(batch) for batch in self._stream.head()]
         with host_streams(capture_host_streams()):  # reading again doesn't move the streams on
-            dataset = cast("Any", self.dataset)
-            if not self._batches_indices:
-                return [self.place_batch(self.collate_fn(dataset[index])) for index in self._head]
-            return [self.place_batch(self.collate_fn([dataset[index] for index in group])) for group in self._head]
+            dataset, groups = cast("Any", self.dataset), self._head
+            if self.sample_seed is not None:
+                groups = self.sample_seed.keyed(groups, self.progress.epoch)
+            if self.batch_sampler is None:
+                return [self.place_batch(self.collate_fn(dataset[index])) for index in groups]
+            return [self.place_batch(self.collate_fn([dataset[index] for index in group])) for group in groups]
 
-    def _agreeing_world(self, order: Any) -> None:
+    def agreeing_world(self, order: Any) -> None:
+        """None: rank 0 alone draws."""
         return None
 
     def _shares(self) -> int:
@@ -142,7 +145,8 @@ class DataLoaderDispatcher(BatchFeeder):
     def _own_index(self) -> int:
         return self.share().index
 
-    def _entrance(self, root: Any, skipped: int, restored: Restored | None) -> Place:
+    def entrance(self, root: Any, skipped: int, restored: Restored | None) -> Place:
+        """Where the pass of the reading rank begins, in its own batches."""
         if skipped:
             groups = skipped * self.batches_per_round
             return Place(groups, groups, groups * self.samples_per_batch)
@@ -161,7 +165,7 @@ class DataLoaderDispatcher(BatchFeeder):
             source = self._read_stream(_as_read_by_one(restored), skipped * self.batches_per_round)
         else:
             _, skipped = unskipped(self.index_sampler)
-            source = self._read_map(restored)
+            source = self.read_map(restored)
         if restored is not None and not skipped:
             skipped = restored.place_for(self.share().count, self.total_batch_size).rounds
         return self._deal_rounds(world, Rounds(self, source, skipped))

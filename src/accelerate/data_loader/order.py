@@ -25,6 +25,7 @@ from accelerate.seeding import capture_host_streams, host_streams
 
 from .coverage import BatchCoverage
 from .index_free import IndexFreeSampler
+from .sample_streams import SampleSeed
 
 NUM_WITNESSES = 8
 NUM_AHEAD = 4096  # samples of a known order that are turned into Python numbers at a time
@@ -302,7 +303,13 @@ class Order:
     as it did then.
     """
 
-    def __init__(self, root: Any, generator: torch.Generator | None, ours: tuple[type, ...] = ()) -> None:
+    def __init__(
+        self,
+        root: Any,
+        generator: torch.Generator | None,
+        ours: tuple[type, ...] = (),
+        sample_seed: SampleSeed | None = None,
+    ) -> None:
         samplers = samplers_of(root)
         generators = [getattr(sampler, "generator", None) for sampler in samplers]
         own = [found for found in generators if isinstance(found, torch.Generator)]
@@ -313,11 +320,12 @@ class Order:
         foreign = [sampler for sampler in samplers if not isinstance(sampler, ours)]
         self.stateful: Any = next((sampler for sampler in foreign if _has_state(sampler)), None)
         self.streams = _streams_of(foreign)
+        self.sample_seed = sample_seed
 
     @property
     def is_random(self) -> bool:
-        """Whether ranks could draw different orders."""
-        return bool(self.streams) or self.generator is not None or self.seedable is not None
+        """Whether ranks could draw different orders, or read the same sample differently."""
+        return bool(self.streams) or any(part is not None for part in (self.generator, self.seedable, self.sample_seed))
 
     def capture(self) -> dict[str, Any]:
         """The states that the order is drawn from, now."""
@@ -330,6 +338,8 @@ class Order:
             state["generator"] = self.generator.get_state()
         if self.stateful is not None:
             state["sampler"] = self.stateful.state_dict()
+        if self.sample_seed is not None:
+            state["sample_seed"] = self.sample_seed.value
         return state
 
     def adopt(self, state: Mapping[str, Any]) -> None:
@@ -341,6 +351,8 @@ class Order:
             self.generator.set_state(state["generator"])
         if self.stateful is not None and state.get("sampler") is not None:
             self.stateful.load_state_dict(state["sampler"])
+        if self.sample_seed is not None and "sample_seed" in state:
+            self.sample_seed.value = state["sample_seed"]
 
     def begun(self, state: Mapping[str, Any], left_behind: Sequence[str] = ()) -> AbstractContextManager[None]:
         """A block in which an iteration over the sampler begins as in the epoch that ``state`` was taken from."""

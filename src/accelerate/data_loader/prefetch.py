@@ -5,72 +5,31 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Final, cast, final
+from typing import Any, Final, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from accelerate.gradients import GradientState
 from accelerate.nested import send_to_device
-from accelerate.seeding import (
-    capture_host_streams,
-    from_main,
-    host_stream,
-    host_streams,
-    synchronize_rng_states,
-)
+from accelerate.seeding import capture_host_streams, from_main, synchronize_rng_states
 from accelerate.world import World, current_world
 
 from .adapter import DataLoaderAdapter, DataLoaderStateMixin
 from .audit import hidden_generators
-from .order import BEGINNING, Drawn, Order, Place, SkipBatchSampler, agree, enter, samplers_of, unskipped
+from .indexed import IndexFeed, IndexReader, is_on_host
+from .order import BEGINNING, Drawn, Order, Place, SkipBatchSampler, samplers_of, unskipped
 from .position import Progress, Restored
-from .shard import Account, BatchSamplerShard, IterableDatasetShard, draw_whole
+from .sample_streams import SampleSeed
+from .shard import Account, BatchSamplerShard, IterableDatasetShard
 from .staging import Stage, stage_for, staged
 from .stream import ResumeWarning, StreamReader, StreamSource
-from .worker_streams import KeyedIndices
 
 Delivery = tuple[Any, Drawn]
 _HOST: Final = torch.device("cpu")
 _OURS = (BatchSamplerShard, SkipBatchSampler)
-
-
-@final
-class IndexFeed:
-    """What torch takes for a batch sampler: the indices of what is drawn, with the accounts kept in the same order."""
-
-    def __init__(self) -> None:
-        self.draw: Callable[[], Iterator[Drawn]] = _nothing
-        self.key: Callable[[Drawn], Any] | None = None  # the indices as workers get them
-        self.accounts: deque[Drawn] = deque()
-
-    def __iter__(self) -> Iterator[Any]:
-        # A new queue for every pass: workers may still hold batches of a pass that was left.
-        accounts, key = deque[Drawn](), self.key
-        self.accounts = accounts
-        for drawn in self.draw():
-            accounts.append(drawn)
-            yield drawn.indices if key is None else key(drawn)
-
-
-def _is_on_host(batch: Any) -> bool:
-    """Whether ``batch`` is a host tensor, or a plain container of them: such a batch needs no walk to be placed."""
-    kind = type(batch)
-    if kind is torch.Tensor:
-        return batch.is_cpu
-    if kind is dict:
-        batch = batch.values()
-    elif kind is not list and kind is not tuple:
-        return False
-    return all(type(item) is torch.Tensor and item.is_cpu for item in batch)
-
-
-def _nothing() -> Iterator[Drawn]:
-    return iter(())
 
 
 class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
@@ -95,6 +54,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         *,
         gradient_state: GradientState | None = None,
         prefetch_to_device: int = 0,
+        sample_seed: SampleSeed | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
@@ -105,6 +65,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self.gradient_state = gradient_state
         self.torch_device_mesh = torch_device_mesh
         self.prefetch_to_device = prefetch_to_device
+        self.sample_seed = sample_seed  # where every sample is read with streams of its own
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self._is_accelerate_prepared = True
@@ -170,7 +131,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         # The order of the next epoch follows from that of the finished one, which the saved run had drawn.
         # Workers that stay were started in the saved run's first pass, so they are started in this one.
         reads = isinstance(self.dataset, IterableDataset) or self.persistent_workers
-        for _ in self._read(restored) if reads else self._draw(restored):
+        for _ in self._read(restored) if reads else IndexReader(self, restored).draw():
             pass
         self.progress.finish()
         return self._begin_pass()
@@ -180,17 +141,17 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self._synchronize()
         if isinstance(self.dataset, IterableDataset):
             return self._read_stream(restored)
-        return self._read_map(restored)
+        return self.read_map(restored)
 
     def _synchronize(self) -> None:
         world = self._world()
-        others = [name for name in _names(self.rng_types) if name != "generator"]
+        others = [name for name in self.stream_names if name != "generator"]
         if world is not None and others:
             synchronize_rng_states(others, world=world)
 
     def place_batch(self, batch: Any) -> Any:
         """``batch`` on the device of this loader."""
-        if self.device is None or self._stage is not None or (self._stays_on_host and _is_on_host(batch)):
+        if self.device is None or self._stage is not None or (self._stays_on_host and is_on_host(batch)):
             return batch
         return send_to_device(batch, self.device, non_blocking=self._non_blocking)
 
@@ -210,120 +171,31 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     # -- datasets that are read by index ---------------------------------------------------------------
 
-    def _read_map(self, restored: Restored | None) -> Generator[Delivery, None, None]:
-        # Loops over one loader may be nested, so each has its feed; a reader that is kept keeps its feed.
-        feed = self._feed if self._keeps_reader else IndexFeed()
-        device = self.device if self._stage is None else None
-        non_blocking, on_host = self._non_blocking, self._stays_on_host
-        feed.draw = lambda: self._draw(restored)
-        sampling = {"batch_sampler": feed} if self._batches_indices else {"sampler": feed, "batch_size": None}
-        reader = self.reader(self.dataset, self.collate_fn, **sampling)
-        feed.key = self._keys() if self.num_workers else None
-        with self._beginning(reader, restored):
-            batches = iter(reader)
-        for batch in batches:
-            if device is not None and not (on_host and _is_on_host(batch)):
-                batch = send_to_device(batch, device, non_blocking=non_blocking)
-            yield batch, feed.accounts.popleft()
-
-    @contextmanager
-    def _beginning(self, reader: DataLoader[Any], restored: Restored | None) -> Iterator[None]:
-        """A block in which torch's loader begins, and draws the seed of its workers."""
-        progress, generator, rank = self.progress, self.generator, list(self.rank_and_size())
-        starts_workers = self.num_workers > 0 and getattr(reader, "_iterator", None) is None
-        known = progress.own.get("workers") if progress.own.get("rank") == rank else None
-        if starts_workers and known is not None and (restored is not None or self.persistent_workers):
-            # Workers of the saved run, begun again: this run draws nothing for them.
-            before = None if generator is None else generator.get_state()
-            with host_streams({"torch": known if generator is None else host_stream("torch")}):
-                if generator is not None:
-                    generator.set_state(known)
-                yield
-            if generator is not None and before is not None and restored is None:
-                generator.set_state(before)
-            return
-        if starts_workers:
-            state = host_stream("torch") if generator is None else generator.get_state()
-            progress.own = {"rank": rank, "workers": state}
-        # A pass that continues another one draws nothing from the streams that this one didn't draw.
-        with _torch_stream_unchanged() if restored is not None else nullcontext():
-            yield
-
-    def _keys(self) -> Callable[[Drawn], KeyedIndices]:
-        """From what is drawn, in order, to the indices with the number that the batch has among all ranks' batches."""
-        root, _ = unskipped(self.index_sampler)
-        epoch, groups = self.progress.epoch, -1
-        if isinstance(root, BatchSamplerShard):
-            index, stride = root.process_index, root.num_processes if root.split_batches else 1
-        else:
-            index, stride = (self.rank_and_size()[0] if self.rank_shares > 1 else 0), self.rank_shares
-
-        def keyed(drawn: Drawn) -> KeyedIndices:
-            nonlocal groups
-            if groups < 0:
-                groups = self.progress.place.groups
-            number, groups = groups * stride + index, drawn.groups
-            return KeyedIndices(drawn.indices, epoch, number)
-
-        return keyed
-
-    @property
-    def _batches_indices(self) -> bool:
-        return self.batch_sampler is not None
+    def read_map(self, restored: Restored | None) -> Generator[Delivery, None, None]:
+        """Every batch of a dataset that is read by index."""
+        return IndexReader(self, restored).read(self.device if self._stage is None else None)
 
     @property
     def index_sampler(self) -> Any:
         """What gives the batches of indices: the batch sampler, or the sampler of a loader that doesn't batch."""
         return self.batch_sampler if self.batch_sampler is not None else self.sampler
 
-    def _order(self) -> Order:
-        return Order(self.index_sampler, self.synchronized_generator, _OURS)
+    def order(self) -> Order:
+        """What the order of an epoch depends on."""
+        return Order(self.index_sampler, self.synchronized_generator, _OURS, self.sample_seed)
 
-    def _draw(self, restored: Restored | None) -> Iterator[Drawn]:
-        root, skipped = unskipped(self.index_sampler)
-        order = self._order()
-        world = self._agreeing_world(order)
-        begun = order.capture() if restored is None else restored.order
-        if restored is None and world is not None:
-            begun = from_main(begun, world)
-        place = self._entrance(root, skipped, restored)
-        self.progress.begun, self.progress.place = begun, place
-        follows = restored is not None or (world is not None and not world.is_main)
-        left_behind = _names(self.rng_types) if restored is None else ()
-        with order.begun(begun, left_behind) if follows else nullcontext():
-            draws = self._deal(root, place, None if skipped else restored)
-            first = next(draws, None)
-        if first is not None:
-            yield first
-            yield from draws
+    @property
+    def stream_names(self) -> list[str]:
+        """The streams that all ranks take over from rank 0 when a pass begins."""
+        return [str(getattr(kind, "value", kind)) for kind in self.rng_types or ()]
 
-    def _agreeing_world(self, order: Order) -> World | None:
+    def agreeing_world(self, order: Order) -> World | None:
         """The world whose ranks have to draw one order; None where there is nothing to agree on."""
-        if not order.is_random or (self.rng_types is not None and "generator" not in _names(self.rng_types)):
+        if not order.is_random or (self.rng_types is not None and "generator" not in self.stream_names):
             return None
         return self._world()
 
-    def _deal(self, root: Any, place: Place, restored: Restored | None) -> Iterator[Drawn]:
-        if isinstance(root, BatchSamplerShard):
-            entered = enter(root.batch_sampler, place, root.groups_per_round)
-            draws = root.deal(entered)
-        else:
-            shares = self.rank_shares  # a rank-aware sampler counts the samples of its own rank
-            own = Place(place.rounds, place.groups, place.samples // shares)
-            entered = enter(root, own, 0 if place == BEGINNING else self._num_head)
-            entered.place, self._head = place, entered.head
-            draws = draw_whole(entered, shares, self.account)
-        if restored is not None and not agree(restored.witnesses, entered.before):
-            warnings.warn(
-                "The sampler doesn't give the order of the run that was saved: samples of this epoch may be seen "
-                "twice or not at all. A sampler whose order depends on more than torch's, NumPy's and Python's "
-                "random numbers needs state_dict() and load_state_dict().",
-                ResumeWarning,
-                stacklevel=2,
-            )
-        return draws
-
-    def _entrance(self, root: Any, skipped: int, restored: Restored | None) -> Place:
+    def entrance(self, root: Any, skipped: int, restored: Restored | None) -> Place:
         """Where the pass begins; batches that were skipped by hand are counted from the epoch's beginning."""
         if skipped:
             groups = skipped * (root.groups_per_round if isinstance(root, BatchSamplerShard) else 1)
@@ -406,7 +278,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     def state_dict(self) -> dict[str, Any]:
         """The epoch, the place after the batch in hand, and how the order of this epoch began."""
         is_stream = isinstance(self.dataset, IterableDataset)
-        ready = {} if self.progress.is_inside else self._ready_stream() if is_stream else self._order().capture()
+        ready = {} if self.progress.is_inside else self._ready_stream() if is_stream else self.order().capture()
         ready.pop("streams", None)  # between epochs the next order is drawn from the streams of the process
         return self.progress.state(self._shares(), ready)
 
@@ -432,7 +304,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         if ready is None:
             return
         if not isinstance(self.dataset, IterableDataset):
-            self._order().adopt(ready)
+            self.order().adopt(ready)
             return
         source = self._stream_source()
         if source.generator is not None and ready.get("generator") is not None:
@@ -531,18 +403,8 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return {**super().__getstate__(), "_feed": IndexFeed(), **of_this_process}
 
 
-def _names(rng_types: Sequence[Any] | None) -> list[str]:
-    return [str(getattr(kind, "value", kind)) for kind in rng_types or ()]
-
-
 class DataLoaderShard(BatchFeeder):
     """A prepared loader that reads for its own process."""
-
-
-@contextmanager
-def _torch_stream_unchanged() -> Iterator[None]:
-    with host_streams({"torch": host_stream("torch")}):
-        yield
 
 
 def get_sampler(dataloader: Any) -> Any:

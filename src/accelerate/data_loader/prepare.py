@@ -20,6 +20,7 @@ from .dispatch import DataLoaderDispatcher
 from .index_free import IndexFreeSampler
 from .order import SeedableRandomSampler
 from .prefetch import BatchFeeder, DataLoaderShard
+from .sample_streams import SampleSeed
 from .shard import BatchSamplerShard, IterableDatasetShard
 from .skip import arguments_of
 
@@ -48,6 +49,7 @@ def prepare_data_loader(
     share: DataShare | None = None,
     index_free_shuffle: bool = False,
     prefetch_to_device: int = 0,
+    augment_by_sample: bool = False,
 ) -> BatchFeeder:
     """A loader over the same data of which every process gets its part, on its device.
 
@@ -69,6 +71,9 @@ def prepare_data_loader(
         share: which part of the data this process gets; takes the place of the two counts and the mesh.
         index_free_shuffle: a shuffled order is computed instead of kept in memory; seeded like the seedable one.
         prefetch_to_device: how many batches are on their way to the device while one is in use.
+        augment_by_sample: what a dataset that is read by index draws from Python's, NumPy's and torch's streams
+            while it reads a sample is decided by the seed, the epoch and the sample's place in it. Seeded like the
+            seedable sampler.
 
     Raises:
         PreparationError: the settings contradict each other or the loader.
@@ -95,6 +100,8 @@ def prepare_data_loader(
         "prefetch_to_device": prefetch_to_device if put_on_device else 0,
         **arguments_of(dataloader),
     }
+    if augment_by_sample:
+        common["sample_seed"] = SampleSeed(data_seed if data_seed is not None else torch.initial_seed())
     is_reseeded = use_seedable_sampler or index_free_shuffle
     sampler = _seedable(dataloader, data_seed, index_free_shuffle) if is_reseeded else None
     aware = rank_aware_part(dataloader, share.count)

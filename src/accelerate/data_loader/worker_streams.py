@@ -45,7 +45,7 @@ class KeyedIndices:
 def _received(indices: Any, epoch: int, number: int) -> Any:
     worker = get_worker_info()
     if worker is not None:
-        seed_host_streams(batch_seed(_seed_of_all_workers(worker.id), epoch, number))
+        seed_host_streams(derived_seed(_seed_of_all_workers(worker.id), epoch, number))
     return indices
 
 
@@ -57,7 +57,7 @@ def _seed_of_all_workers(worker_id: int) -> int:
     return _first_seed[1] - worker_id
 
 
-def batch_seed(seed: int, epoch: int, number: int) -> int:
+def derived_seed(seed: int, epoch: int, number: int) -> int:
     """63 bits that depend on all of ``seed``, ``epoch`` and ``number``."""
     key = f"{seed}/{epoch}/{number}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

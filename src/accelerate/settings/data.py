@@ -30,3 +30,7 @@ class DataLoaderOptions(OptionGroup, title="Data loaders"):
     prefetch_to_device: int = option(
         0, "How many batches are on their way to the device while one is in use; 0: copied when asked for.", minimum=0
     )
+    augment_by_sample: bool = option(
+        False,
+        "Draw the augmentation of a sample from its seed, epoch and place alone: the same on any number of ranks.",
+    )
