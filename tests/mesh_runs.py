@@ -233,18 +233,3 @@ def train(
     found = steps(run, objects, weighted=weighted)
     weights = run.get_state_dict(objects[0])
     return {**found, "weights": {name: value.tolist() for name, value in weights.items()}}
-
-
-def assert_same_run(run: dict[str, Any], reference: dict[str, Any], tolerance: float = 1e-5) -> None:
-    """Losses and norms of every step agree, and, in full precision, so do the weights at the end."""
-    assert reference["norms"]
-    for name in ("losses", "norms"):
-        torch.testing.assert_close(
-            torch.tensor(run[name]), torch.tensor(reference[name]), rtol=tolerance, atol=tolerance
-        )
-    if tolerance < 1e-3:
-        assert list(run["weights"]) == list(reference["weights"])
-        for name, value in reference["weights"].items():
-            torch.testing.assert_close(
-                torch.tensor(run["weights"][name]), torch.tensor(value), rtol=1e-4, atol=1e-4, msg=name
-            )

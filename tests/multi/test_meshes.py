@@ -30,13 +30,13 @@ from tests.mesh_runs import (
     V2,
     LanguageModel,
     accelerator,
-    assert_same_run,
     prepared,
     samples,
     steps,
     train,
 )
 from tests.ranks import RankFailed, run_on_ranks
+from tests.sharded_runs import assert_same_run
 
 # torch, of an output that is a view, under tensor parallelism
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.errors import MissingDependency
 from accelerate.optional import is_deepspeed_available
 from tests.ranks import run_on_ranks
+from tests.seeds.two_epochs import losses_of
 
 row = pytest.mark.row
 HAS_DEEPSPEED = is_deepspeed_available()
@@ -23,27 +20,14 @@ if HAS_DEEPSPEED:
     import deepspeed  # noqa: F401 - once, before ranks are forked
 
 
-def losses(plugin: DeepSpeedPlugin | None) -> list[float]:
-    """Two epochs on this rank."""
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    data = TensorDataset(torch.randn(32, 8), torch.randn(32, 1))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
-    seen = []
-    for _ in range(2):
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(inputs), targets)
-            accelerator.backward(loss)
-            optimizer.step()
-            seen.append(loss.item())
-    return [str(accelerator.distributed_type.value), *seen]  # pyright: ignore[reportReturnType]
+def replicas() -> tuple[str, list[float]]:
+    accelerator = Accelerator(cpu=True)
+    return accelerator.distributed_type.value, losses_of(accelerator)
 
 
-def zero(stage: int) -> list[Any]:
-    return losses(DeepSpeedPlugin(zero_stage=stage, gradient_clipping=1e6))
+def zero(stage: int) -> tuple[str, list[float]]:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage, gradient_clipping=1e6))
+    return accelerator.distributed_type.value, losses_of(accelerator)
 
 
 @row("001-05")
@@ -51,8 +35,8 @@ def zero(stage: int) -> list[Any]:
 @pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed isn't installed: make deepspeed")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_trains_like_replicas(stage: int) -> None:
-    for ours, theirs in zip(run_on_ranks(zero, 2, stage), run_on_ranks(losses, 2, None), strict=True):
-        assert ours[0] == "DEEPSPEED" and ours[1:] == pytest.approx(theirs[1:], abs=1e-6)
+    for (kind, ours), (_, theirs) in zip(run_on_ranks(zero, 2, stage), run_on_ranks(replicas, 2), strict=True):
+        assert kind == "DEEPSPEED" and ours == pytest.approx(theirs, abs=1e-6)
 
 
 @row("001-05")

@@ -65,7 +65,7 @@ def test_inference_through_a_pipeline_of_two_processes() -> None:
         accelerator = Accelerator(cpu=True)
         model = network()
         expected = model(inputs()).tolist()
-        model = prepare_pippy(model, split_points=["2"], example_args=(inputs(),), gather_output=True)
+        model = prepare_pippy(model, example_args=(inputs(),), gather_output=True)
         output = model(inputs()) if accelerator.is_main_process else model()
         return output.tolist(), expected
 
