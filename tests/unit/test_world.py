@@ -14,6 +14,7 @@ import torch
 from accelerate import devices, world
 from accelerate.clusters import ClusterSeat
 from accelerate.errors import WorldError
+from accelerate.meeting import roll_call
 from accelerate.world import (
     World,
     current_world,
@@ -174,7 +175,10 @@ def test_releasers_run_once_newest_first_and_all_of_them(caplog: pytest.LogCaptu
     caplog.clear()
 
 
-def test_a_rendezvous_that_nobody_keeps_is_an_error_that_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rendezvous_that_nobody_keeps_is_an_error_that_says_where(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(roll_call, "WORD_SECONDS", 0.2)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -184,6 +188,7 @@ def test_a_rendezvous_that_nobody_keeps_is_an_error_that_says_where(monkeypatch:
         join_world(timeout=timedelta(seconds=1))
     assert f"127.0.0.1:{port}" in str(caught.value)
     assert "MASTER_ADDR" in str(caught.value)
+    assert "Rank 1 waits for rank 0 at" in caplog.text  # long before it gives up
     assert current_world() is None
 
 
@@ -205,7 +210,7 @@ def test_ranks_that_never_come_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
         port = probe.getsockname()[1]
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(WorldError, match="rank 1, 2 of 3 didn't come"):
+    with pytest.raises(WorldError, match="ranks 1, 2 of 3 didn't come"):
         join_world(timeout=timedelta(seconds=1))
 
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from .host import Host
 
 
+#: Where processes of one host meet.
+LOOPBACK = "127.0.0.1"
+
+
 class PortInUse(SettingError, ConnectionError):
     """Something listens already where the processes were to meet."""
 
@@ -66,6 +70,11 @@ def count_processes(settings: Settings, host: Host) -> int:
             f"num_machines={launch.num_machines}. "
             "num_processes is the total over all machines: give a multiple of num_machines."
         )
+    if launch.multi_gpu and asked < 2:
+        raise SettingError(
+            f"{settings.quote('launch.multi_gpu')} needs at least 2 processes, but {host.name} has {host.num_devices} "
+            "accelerator(s), and no other number was asked for. Give --num_processes, or don't ask for several devices."
+        )
     _check_devices(settings, host, asked // launch.num_machines)
     return asked
 
@@ -113,8 +122,9 @@ def base_environment(settings: Settings, host: Host, per_host: int) -> dict[str,
         switches = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
         environment.update({name: "1" for name in switches if name not in host.environment})
     ids = device_ids(settings)
-    if ids and host.visible_devices:
-        environment[host.visible_devices] = ",".join(ids)
+    if ids:
+        # Where no device was found or looked for, the processes may still run on another host that has some.
+        environment[host.visible_devices or "CUDA_VISIBLE_DEVICES"] = ",".join(ids)
     return environment
 
 

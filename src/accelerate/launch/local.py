@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from .engine import (
+    LOOPBACK,
     LaunchEngine,
     base_environment,
     count_processes,
@@ -17,8 +18,6 @@ from .plan import LaunchPlan, Program
 if TYPE_CHECKING:
     from ..settings.tree import Settings
     from .host import Host
-
-LOOPBACK = "127.0.0.1"
 
 
 @final
@@ -41,12 +40,13 @@ class LocalProcesses(LaunchEngine):
             "MASTER_PORT": str(port),
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
+            **_torchruns_words(settings.launch.role, size),
         }
         return LaunchPlan(
             engine=f"{self.name}: {size} processes on this host, supervised",
             argv=program.argv(),
             environment={**base_environment(settings, host, size), **shared},
-            ranks=tuple({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)),
+            ranks=tuple({name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")} for rank in range(size)),
             rendezvous=f"{shared['MASTER_ADDR']}:{port} (static)",
             logs=logs_of(settings),
             notes=(*notes, *device_notes(settings, host, size)),
@@ -59,3 +59,18 @@ class LocalProcesses(LaunchEngine):
 
         code, _ = supervise(plan, env.snapshot())
         return code
+
+
+def _torchruns_words(role: str, size: int) -> dict[str, str]:
+    """What else torchrun documents that a rank of its own finds: scripts read it, and a rank of another launcher, which
+    this launch may have been started in, has handed down its own.
+    """
+    return {
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": role,
+        "ROLE_WORLD_SIZE": str(size),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 keeps the store
+    }

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, final
 
 from ..errors import LaunchError
-from .engine import LaunchEngine, base_environment, count_processes, device_notes
+from .engine import LOOPBACK, LaunchEngine, base_environment, count_processes, device_notes
 from .plan import LaunchPlan, Program
 
 if TYPE_CHECKING:
@@ -35,13 +35,14 @@ class OneProcess(LaunchEngine):
         return True
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """One process without ranks."""
+        """One process without ranks of its own."""
         count_processes(settings, host)
+        alone, notes = _among_ranks(settings, host)
         return LaunchPlan(
             engine=f"{self.name}: one process",
             argv=program.argv(),
-            environment=base_environment(settings, host, 1),
-            notes=device_notes(settings, host, 1),
+            environment={**base_environment(settings, host, 1), **alone},
+            notes=(*notes, *device_notes(settings, host, 1)),
         )
 
     def run(self, plan: LaunchPlan) -> int:
@@ -80,3 +81,20 @@ class OneProcess(LaunchEngine):
             os.execvpe(plan.argv[0], plan.argv, environment)
         except OSError as error:
             raise LaunchError(f"{plan.argv[0]} can't be started: {error}") from error
+
+
+def _among_ranks(settings: Settings, host: Host) -> tuple[dict[str, str], tuple[str, ...]]:
+    """(variables, notes) for a launch from inside a rank of another launcher, whose variables it has inherited."""
+    around = host.environment
+    is_in_rank = all(around.get(name) for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"))  # only launchers set them all
+    if not is_in_rank or around.get("WORLD_SIZE", "1") == "1":
+        return {}, ()
+    if settings.source_of("launch.num_processes").kind == "flag":
+        ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK"), "0")
+        sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1")
+        own = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(host.free_port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        return {**ranks, **sizes, **own}, ()
+    return {}, (
+        f"this process joins as rank {around['RANK']} of {around['WORLD_SIZE']}, as the launcher around it says (RANK, "
+        "WORLD_SIZE); for a world of its own give --num_processes 1",
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -97,15 +98,31 @@ def _tcp_store(seat: ClusterSeat, patience: timedelta, source: str) -> Store:
     keeps_store = seat.rank == 0 and not is_kept_by_agent
     if not keeps_store:
         _look_up(seat, patience, source)
+    word = threading.Timer(roll_call.WORD_SECONDS, _say_that_it_waits, (seat, source, patience))
+    word.daemon = True
+    word.start()
     try:
         store = TCPStore(
             seat.address, seat.port, is_master=keeps_store, timeout=patience, wait_for_workers=False, multi_tenant=True
         )
     except (RuntimeError, ValueError) as error:
         raise WorldError(_unreachable(seat, patience, source, keeps_store, error)) from error
+    finally:
+        word.cancel()
     if keeps_store:
         _kept.append(store)
     return store
+
+
+def _say_that_it_waits(seat: ClusterSeat, source: str, patience: timedelta) -> None:
+    logger.warning(
+        "Rank %d waits for rank 0 at %s:%d (%s), where nobody answers yet; it will give up %.0f s after its start.",
+        seat.rank,
+        seat.address,
+        seat.port,
+        source,
+        patience.total_seconds(),
+    )
 
 
 def _look_up(seat: ClusterSeat, patience: timedelta, source: str) -> None:

@@ -8,10 +8,12 @@ left behind by an earlier attempt accepts nothing, and never looks under the new
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
 import uuid
+from collections.abc import Container
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, final
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
 
     from ..clusters import ClusterSeat
 
+logger = logging.getLogger(__name__)
 _POLL_SECONDS: Final = 0.01
+#: A wait that has lasted this long is worth a word: whoever looks at the terminal learns whom it is for.
+WORD_SECONDS: Final = 15.0
 #: How long rank 0, which may keep the store and is about to end, lets the others read why the world can't form.
 _READING_SECONDS: Final = 2.0
 
@@ -60,7 +65,9 @@ def answer(store: Store, seat: ClusterSeat, patience: timedelta) -> str:
 def _wait_for_call(store: Store, me: _Knock, deadline: float) -> tuple[str, str]:
     """The world that rank 0 has invited to, and its verdict. A newer rank 0 invites again."""
     start, name = time.monotonic(), ""
+    word = _Word(me.rank, deadline)
     while time.monotonic() < deadline:
+        word.is_due("rank 0, which waits for others" if name else "rank 0")
         if store.check([f"invitation/{me.token}"]):
             invited = store.get(f"invitation/{me.token}").decode()
             if invited != name:
@@ -92,7 +99,9 @@ def _collect(store: Store, seat: ClusterSeat, name: str, mine: int, deadline: fl
     open_invitations: list[_Knock] = []
     here: dict[int, _Knock] = {} if me is None else {0: me}
     num_read = 0
+    word = _Word(seat.rank, deadline)
     while len(here) < seat.size:
+        word.is_due(_absent(here, seat))
         while num_read < store.add("knocks", 0):
             knock = _read(store, num_read + 1)
             if knock is None:
@@ -115,9 +124,8 @@ def _collect(store: Store, seat: ClusterSeat, name: str, mine: int, deadline: fl
                 )
             here[knock.rank] = knock
         if time.monotonic() > deadline:
-            absent = ", ".join(str(rank) for rank in range(seat.size) if rank not in here)
             return (
-                f"rank {absent} of {seat.size} didn't come to {seat.address}:{seat.port} in time. Check that as many "
+                f"{_absent(here, seat)} didn't come to {seat.address}:{seat.port} in time. Check that as many "
                 f"processes were started as WORLD_SIZE={seat.size} says, and with this address"
             )
         time.sleep(_POLL_SECONDS)
@@ -125,6 +133,30 @@ def _collect(store: Store, seat: ClusterSeat, name: str, mine: int, deadline: fl
 
 
 _EACH_ITS_OWN: Final = "Each needs its own RANK; check the machine ranks given to the launcher"
+
+
+@final
+class _Word:
+    """What is said, after a while and then ever more rarely, about a wait."""
+
+    def __init__(self, rank: int, deadline: float) -> None:
+        self.rank, self.deadline, self.start = rank, deadline, time.monotonic()
+        self.next_seconds = WORD_SECONDS
+
+    def is_due(self, whom: str) -> None:
+        """Where it is time for it, the log says whom this rank waits for."""
+        now = time.monotonic()
+        if now - self.start < self.next_seconds:
+            return
+        self.next_seconds *= 2
+        left = max(0.0, self.deadline - now)
+        logger.warning("Rank %d waits for %s; it will give up in %.0f s.", self.rank, whom, left)
+
+
+def _absent(here: Container[int], seat: ClusterSeat) -> str:
+    absent = [str(rank) for rank in range(seat.size) if rank not in here]
+    shown = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
+    return f"rank{'s' if len(absent) > 1 else ''} {shown} of {seat.size}"
 
 
 def _read(store: Store, number: int) -> _Knock | None:

@@ -158,7 +158,8 @@ class _Reader:
         names = list(self.known[section])
         if section is None:
             names += [name for name in self.known if name is not None]
-        near = nearest(entry.key, names)
+        # All sections end alike: that alone makes them no likely meaning.
+        near = nearest(entry.key, names, cutoff=0.8 if entry.key.endswith("_config") else 0.6)
         place = f" in `{section}`" if section else ""
         message = f"{entry.place}: unknown key `{entry.key}`{place}."
         owners = (name for name, keys in self.known.items() if name and name != section and entry.key in keys)
@@ -167,8 +168,12 @@ class _Reader:
             message += f" It belongs into the section `{elsewhere}`."
         elif near is not None:
             message += f" Did you mean `{near}`?"
-        legal = ", ".join(sorted({option.key for _, option in self.known[section].values() if option.key}))
-        return SettingError(f"{message} Correct or remove it. Known keys{place or ' at the top level'}: {legal}.")
+        keys = {option.key for _, option in self.known[section].values() if option.key}
+        legal = ", ".join(sorted(keys if section is not None else keys.union(filter(None, self.known))))
+        return SettingError(
+            f"{message} Correct or remove it; a newer version of accelerate may know it. "
+            f"Known keys{place or ' at the top level'}: {legal}."
+        )
 
 
 def _spellings(group: str, option: OptionInfo) -> list[str]:

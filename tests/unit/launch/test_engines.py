@@ -77,8 +77,8 @@ def test_one_process_has_no_ranks_but_the_runs_settings() -> None:
 def test_two_cpu_processes_are_two_ranks_that_meet_on_the_loopback() -> None:
     made = plan(settings(cpu=True, num_processes=2))
     assert [dict(rank) for rank in made.ranks] == [
-        {"RANK": "0", "LOCAL_RANK": "0"},
-        {"RANK": "1", "LOCAL_RANK": "1"},
+        {"RANK": "0", "LOCAL_RANK": "0", "ROLE_RANK": "0"},
+        {"RANK": "1", "LOCAL_RANK": "1", "ROLE_RANK": "1"},
     ]
     expected = {
         "WORLD_SIZE": "2",
@@ -94,6 +94,44 @@ def test_two_cpu_processes_are_two_ranks_that_meet_on_the_loopback() -> None:
 
 def test_without_a_number_there_is_one_process_a_device() -> None:
     assert len(plan(settings(), GPU_HOST).ranks) == 4
+
+
+def test_named_devices_are_the_visible_ones_also_where_none_was_found() -> None:
+    made = plan(settings(gpu_ids="1,3", num_processes=2))
+    assert made.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+def test_a_rank_finds_what_torchrun_documents_and_nothing_of_a_launcher_around_it() -> None:
+    around = {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "1", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    made = plan(settings(cpu=True, num_processes=2, role="trainer"), replace(CPU_HOST, environment=around))
+    found = next(made.environments(around))
+    assert found["TORCHELASTIC_USE_AGENT_STORE"] == "False"  # else rank 0 would look for a store that nobody keeps
+    assert (found["RANK"], found["GROUP_RANK"], found["GROUP_WORLD_SIZE"]) == ("0", "0", "1")
+    assert (found["ROLE_NAME"], found["ROLE_RANK"], found["ROLE_WORLD_SIZE"]) == ("trainer", "0", "2")
+    assert (found["TORCHELASTIC_RESTART_COUNT"], found["TORCHELASTIC_MAX_RESTARTS"]) == ("0", "0")
+
+
+def test_one_process_inside_a_rank_joins_its_world_with_a_word_unless_a_world_of_one_was_asked_for() -> None:
+    around = {"RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    host = replace(CPU_HOST, environment=around)
+    joined = plan(settings(cpu=True), host)
+    assert next(joined.environments(around))["RANK"] == "1"
+    assert "joins as rank 1 of 2" in joined.notes[0] and "--num_processes 1" in joined.notes[0]
+    alone = plan(settings(cpu=True, num_processes=1), host)
+    found = next(alone.environments(around))
+    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_PORT"]) == ("0", "1", "40000")
+    assert alone.notes == ()
+
+
+def test_a_pods_own_rank_is_joined_whatever_number_was_asked_for() -> None:
+    around = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0"}  # as Kubeflow sets them: not a launcher's rank
+    made = plan(settings(cpu=True, num_processes=1), replace(CPU_HOST, environment=around))
+    assert "RANK" not in made.environment and made.notes == ()
+
+
+def test_several_devices_on_a_host_with_one_are_refused() -> None:
+    with pytest.raises(SettingError, match=r"multi_gpu.*at least 2 processes, but box has 1 accelerator"):
+        plan(settings(multi_gpu=True), replace(GPU_HOST, num_devices=1))
 
 
 def test_named_devices_are_the_visible_ones_and_give_the_number() -> None:

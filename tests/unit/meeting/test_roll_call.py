@@ -76,6 +76,13 @@ def test_two_rank_zeros_dont_both_form_a_world() -> None:
 
 def test_the_absent_are_named_and_so_is_a_missing_rank_zero() -> None:
     (answer,) = call(HashStore(), seat(0, 3), seconds=0.2)
-    assert "rank 1, 2 of 3 didn't come to node1:29500 in time" in answer
+    assert "ranks 1, 2 of 3 didn't come to node1:29500 in time" in answer
     (answer,) = call(HashStore(), seat(1, 3), seconds=0.2)
     assert "rank 1 waited 0 s for rank 0 to invite it" in answer
+
+
+def test_a_long_wait_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(roll_call, "WORD_SECONDS", 0.1)
+    call(HashStore(), seat(0, 3), seat(2, 3), seconds=0.5)
+    said = {record.getMessage().partition(";")[0] for record in caplog.records}
+    assert said == {"Rank 0 waits for rank 1 of 3", "Rank 2 waits for rank 0, which waits for others"}
