@@ -36,7 +36,7 @@ FLOORS: Final[dict[str, int]] = {
             "precision data_loader checkpointing tracking device_map hooks offload optimizer scheduler gradients"
             " weighting metrics health watching",
             "strategies",
-            "accelerator averaging construction uneven pace micro_batches state local_sgd inference big_modeling quantize estimate test_utils",
+            "accelerator averaging construction uneven pace micro_batches joint_pass state local_sgd inference big_modeling quantize estimate test_utils",
             "accelerate utils launchers parallelism_config memory_utils",  # accelerate: the front door itself
         )
     )
@@ -77,6 +77,7 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "hooks": ("device_map", "offload"),
     # house
     "accelerator": ("averaging", "state", "construction", "uneven", "pace", "micro_batches"),
+    "micro_batches": ("joint_pass",),
     "local_sgd": ("accelerator", "state"),
     "quantize": ("big_modeling",),
     "estimate": ("big_modeling", "accelerator"),
@@ -105,12 +106,16 @@ SHARED_STRATEGY_FILES: Final = frozenset(
         "recompute",
         "shard_setup",
         "shard_saving",
+        "shard_passes",
         "flat_state",
         "stages",
         "timetable",
         "pipeline_state",
+        "following",
+        "sharded_stages",
         "deepspeed_document",
         "deepspeed_engine",
+        "deepspeed_sequence",
         "deepspeed_state",
         "megatron_engine",
         "megatron_steps",

@@ -357,7 +357,7 @@ def precision(
     is_sharded = (
         world.backend is not None
         and not world.kind.runtime
-        and (plugins["fsdp_plugin"] is not None or (config is not None and config.tp_enabled))
+        and (plugins["fsdp_plugin"] is not None or (config is not None and (config.tp_enabled or config.pp_enabled)))
     )
     chosen = choose_precision(
         label,

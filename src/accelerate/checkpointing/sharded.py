@@ -66,7 +66,7 @@ class StateAccess(ABC):
 
     @abstractmethod
     def model_shards(self, model: Any) -> dict[str, Any]:
-        """This rank's pieces by name."""
+        """This rank's pieces by name; what lies on other ranks alone is on the meta device (:func:`own_shards`)."""
 
     @abstractmethod
     def take_model(self, model: Any, shards: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class StateAccess(ABC):
 
 def write_model_shards(folder: Path, shards: Mapping[str, Any]) -> None:
     """``folder`` holds the weights; a collective."""
-    _write(folder, {"model": dict(shards)})
+    _write(folder, {"model": own_shards(shards)})
 
 
 def write_optimizer_shards(folder: Path, shards: Mapping[str, Any]) -> None:
@@ -136,9 +136,14 @@ def read_model_shards(access: StateAccess, model: Any, folder: Path, *, strict: 
         raise CheckpointError(
             f"{folder} doesn't fit the model: {_listed('missing', missing)}{_listed('unexpected', unexpected)}"
         )
-    found = {name: value for name, value in shards.items() if name in saved}
+    found = {name: value for name, value in own_shards(shards).items() if name in saved}
     _read(folder, {"model": found})
     access.take_model(model, {**shards, **found})
+
+
+def own_shards(shards: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``shards`` of which something lies on this rank."""
+    return {name: value for name, value in shards.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}
 
 
 def _listed(what: str, names: list[str]) -> str:
@@ -171,6 +176,8 @@ def read_optimizer_shards(access: StateAccess, optimizer: Any, models: Sequence[
         if path[0] == "state" and path[1] not in layouts:
             raise CheckpointError(f"{folder} holds optimizer state of {path[1]!r}, which the models don't have")
         layout = layouts[str(path[1])] if path[0] == "state" else None
+        if layout is not None and layout.is_meta:
+            continue  # of another stage
         _put(state, path, _empty(_metadata(folder)[key], layout))
     _read(folder, target)
     access.take_optimizer(optimizer, models, {"state": {}, "param_groups": [], **target["optimizer"]})
@@ -395,13 +402,18 @@ def whole(value: Any, keeps: bool) -> Any:
     """``value`` with the pieces of all ranks together, in CPU memory, where ``keeps``. A collective for pieces."""
     if not isinstance(value, torch.Tensor):
         return value
-    value = value.detach()
-    if _is_dtensor(value):
-        piece: Any = value
-        if piece.to_local().device.type != piece.device_mesh.device_type:  # offloaded
-            piece = piece.to(piece.device_mesh.device_type)
-        value = piece.full_tensor()
+    value = together(value)
     return value.cpu() if keeps else None
+
+
+def together(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of ``tensor``, where it computes. A collective for pieces."""
+    piece: Any = tensor.detach()
+    if not _is_dtensor(piece):
+        return piece
+    if piece.to_local().device.type != piece.device_mesh.device_type:  # offloaded
+        piece = piece.to(piece.device_mesh.device_type)
+    return piece.full_tensor()
 
 
 def laid_like(value: Any, tensor: torch.Tensor) -> Any:

@@ -22,8 +22,10 @@ class PipelineParallelConfig(OptionGroup, title="Parallelism"):
             doesn't divide is cut into fewer.
         split_points: names of the modules at which a new stage begins; by default stages of about equal parameters.
         stages_per_rank: how many stages each rank has; by default 2 when interleaved, else 1.
-        example_inputs: the model's positional inputs for one micro-batch, for a model that isn't an
-            ``nn.Sequential``: its forward is traced with them (by torch.export), and its batches have this shape.
+        example_inputs: the model's positional inputs for one micro-batch, for a model whose forward looks at values:
+            it is traced with them (by torch.export), and its batches have this shape.
+        reshard_between_parts: with ``dp_shard_size``, parameters are gathered for each part of a batch, as the FSDP
+            plugin says, instead of once for all: less memory, more traffic.
     """
 
     schedule: str = option("1f1b", "In which order stages work.", choices=SCHEDULES)
@@ -31,6 +33,7 @@ class PipelineParallelConfig(OptionGroup, title="Parallelism"):
     split_points: Any = option(None, "At which modules a new stage begins.", kind="object")
     stages_per_rank: int | None = option(None, "How many stages each rank has.", minimum=1)
     example_inputs: Any = option(None, "The model's inputs for one micro-batch.", kind="object")
+    reshard_between_parts: bool = option(False, "Shards are gathered for each part of a batch.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ Training on GPU Clusters Using Megatron-LM", SC 2021. Replicas of the pipeline a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -21,15 +21,27 @@ from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..world import World
 from .base import Strategy
+from .bundle import Bundle, Role
 from .compile import compile_model
-from .norms import scale_to, total_norm
+from .following import Stage
+from .norms import clamp_pieces, own_piece, pieces, scale_to, total_norm
 from .pipeline_state import OverStages
 from .rebind import inner_optimizer, parameters_by_name
-from .shard_saving import gathered
-from .stages import choose_points, drop_foreign, split
-from .timetable import LossFunction, Timetable
+from .recompute import recompute_activations
+from .shard_saving import gathered, saved_as
+from .shard_setup import send_from_main, upcast_trainable
+from .sharded_stages import shard_stage
+from .stages import choose_points, drop_foreign, stages_of
+from .tensor import parallelize, placements_of
+from .timetable import LossFunction, Timetable, told
+from .units import find_units
 
-_NOT_COMBINED = ("dp_shard", "ep", "cp", "sp", "tp")
+#: Axes that a pipeline has no stages for, and the way out.
+_NOT_COMBINED = {
+    "cp": "Longer sequences fit with tp_size and a plan that cuts activations along the sequence",
+    "sp": "Longer sequences fit with tp_size and a plan that cuts activations along the sequence",
+    "ep": "Experts are sharded like any other layer with dp_shard_size",
+}
 
 
 @final
@@ -39,12 +51,19 @@ class Pipelined(nn.Module):
     ``accelerator.pipeline_step`` trains it. Calling it computes, without gradients, the same output on every rank.
     """
 
-    def __init__(self, module: nn.Module, timetable: Timetable, owners: dict[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        timetable: Timetable,
+        owners: dict[str, tuple[int, ...]],
+        shared: dict[str, tuple[int, ...]],
+    ) -> None:
         super().__init__()
         # Not a child: names of parameters are the user's own, and foreign ones are no part of this rank.
         self.__dict__["module"] = module
         self.__dict__["timetable"] = timetable
         self.__dict__["owners"] = owners  # by parameter and buffer, the ranks of the pipeline that have it
+        self.__dict__["shared"] = shared  # by trained parameter of several ranks, the shape of a rank's piece
         self.training = module.training
 
     def forward(self, *inputs: Any) -> Any:
@@ -98,13 +117,14 @@ class Pipeline(Strategy):
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
         combined = self.mesh.active(*_NOT_COMBINED)
-        if combined or options.plugins.get("fsdp_plugin") is not None:
-            what = f"{combined[0]}_size={self.mesh.size(combined[0])}" if combined else "an FSDP plugin"
+        if combined:
             raise NotBuilt(
-                f"ParallelismConfig(pp_size={self.mesh.size('pp')}) together with {what}: pipelines are combined with "
-                f"dp_replicate_size only ({self.mesh.equation()}). Set the others to 1 and leave FSDP out, or set "
-                "pp_size=1."
+                f"ParallelismConfig(pp_size={self.mesh.size('pp')}, {combined[0]}_size={self.mesh.size(combined[0])}): "
+                f"pipelines are combined with dp_replicate_size, dp_shard_size and tp_size ({self.mesh.equation()}). "
+                f"{_NOT_COMBINED[combined[0]]}, or set pp_size=1."
             )
+        #: Whether stages lie in shards.
+        self.shards = options.plugins.get("fsdp_plugin") is not None
         # Parameters that an earlier rank of the pipeline has too: their gradients count once in a norm.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -115,8 +135,8 @@ class Pipeline(Strategy):
 
     @property
     def label(self) -> DistributedType:
-        """MULTI_CPU, MULTI_GPU, ...: the vendor's word."""
-        return DistributedType(self.world.kind.label)
+        """FSDP, where stages lie in shards; else MULTI_CPU, MULTI_GPU, ...: the vendor's word."""
+        return DistributedType.FSDP if self.shards else DistributedType(self.world.kind.label)
 
     @property
     def config(self) -> PipelineParallelConfig:
@@ -126,40 +146,58 @@ class Pipeline(Strategy):
 
     # -- placing -------------------------------------------------------------------------------------------
 
+    def check(self, bundle: Bundle) -> None:
+        """Raises if an optimizer would be left with parameters that are cut into shards without it."""
+        super().check(bundle)
+        models = [slot.current for slot in bundle.of(Role.MODEL) if not isinstance(slot.current, Pipelined)]
+        if self.shards and models and not any(True for _ in bundle.of(Role.OPTIMIZER)):
+            raise PreparationError(
+                f"prepare() got a {type(models[0]).__name__} without its optimizer. Stages in shards "
+                f"({self.mesh.equation()}) have new parameters: call prepare(model, optimizer) with both."
+            )
+
     def place_model(
         self, model: nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
     ) -> nn.Module:
         """``model`` with this rank's stages on its device, in its precision, and nothing of the others."""
         if isinstance(model, Pipelined):
             return model
-        if precision.scaler is not None:
-            raise SettingError(
-                f"mixed_precision={precision.label!r} with pp_size={self.mesh.size('pp')}: stages would have to agree "
-                "on every overflow. Use mixed_precision='bf16'."
-            )
+        plugin = self.options.plugins.get("fsdp_plugin")
         model = precision.convert(model)
-        trained, evaluated = self._stages(model)
-        ranks = self.mesh.size("pp")
-        owners = _owners(model, trained, ranks)
-        mine = [number for number in range(len(trained)) if number % ranks == self.mesh.place("pp")]
-        kept = {id(tensor) for number in mine for tensor in _tensors(trained[number])}
-        drop_foreign(model, kept)
-        for name, parameter in model.named_parameters():
-            if id(parameter) in kept and owners[name][0] != self.mesh.place("pp"):
-                self._shared[parameter] = True
-        for stages in (trained, evaluated):
-            for number in mine:
-                _lay_on(stages[number], self.world.device)
-                _compute_in(precision, stages[number], is_last=number == len(stages) - 1)
-        plugin = self.options.dynamo_plugin
         if plugin is not None:
-            trained = [compile_model(one, plugin) if number in mine else one for number, one in enumerate(trained)]
-        own = ({number: stages[number] for number in mine} for stages in (trained, evaluated))
-        timetable = Timetable(self.world, self.mesh, self.config, len(trained), *own)
-        return Pipelined(model, timetable, owners)
+            self._settle(plugin, model, precision)
+        stages = self._stages(model)
+        self._cut_layers(model, stages)
+        ranks, place = self.mesh.size("pp"), self.mesh.place("pp")
+        owners = _owners(model, stages, ranks)
+        mine = {number: stage for number, stage in enumerate(stages) if number % ranks == place}
+        kept = {id(tensor) for stage in mine.values() for tensor in _tensors(stage)}
+        drop_foreign(model, kept)
+        for number, stage in mine.items():
+            _lay_on(stage, self.world.device)
+            _make_equal(stage, self.mesh.within("dp_replicate"))
+            _compute_in(precision, stage, is_last=number == len(stages) - 1)
+        dynamo = self.options.dynamo_plugin
+        if dynamo is not None:
+            mine = {number: compile_model(stage, dynamo) for number, stage in mine.items()}
+        if self.shards:
+            self._shard(mine, model, precision)
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta and owners[name][0] != place:
+                self._shared[parameter] = True
+        timetable = Timetable(self.world, self.mesh, self.config, len(stages), mine)
+        return Pipelined(model, timetable, owners, self._shared_pieces(model, owners))
 
-    def _stages(self, model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-        """The stages for training and for evaluation: the same, unless a trace has made one mode of them final."""
+    def _shared_pieces(self, model: nn.Module, owners: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The shapes in which parameters that several stages have lie on each of their ranks; a collective."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, parameter in model.named_parameters():
+            if len(owners[name]) > 1 and parameter.requires_grad:
+                own = None if parameter.is_meta else tuple(own_piece(parameter).shape)
+                found[name] = told(own, self.mesh.ranks("pp")[owners[name][0]], self.mesh.group("pp"))
+        return found
+
+    def _stages(self, model: nn.Module) -> list[Stage]:
         config = self.config
         num_stages = self.mesh.size("pp") * (config.stages_per_rank or 1)
         points = config.split_points or choose_points(model, num_stages)
@@ -169,14 +207,55 @@ class Pipeline(Strategy):
                 f"{self.mesh.size('pp')} with {config.stages_per_rank} stage(s) per rank takes {num_stages}. Name "
                 f"{num_stages - 1} modules."
             )
-        if isinstance(model, nn.Sequential) and all("." not in point for point in points):
-            stages = split(model, points, None)
-            return stages, stages
-        was_training = model.training
-        trained = split(model.train(), points, config.example_inputs)
-        evaluated = split(model.eval(), points, config.example_inputs)
-        model.train(was_training)
-        return trained, evaluated
+        return stages_of(model, points, config.example_inputs)
+
+    def _cut_layers(self, model: nn.Module, stages: Sequence[Stage]) -> None:
+        """Layers are cut over the tensor-parallel ranks.
+
+        Raises:
+            PreparationError: the model had to be traced, so that its stages don't use the layers themselves.
+        """
+        if self.mesh.size("tp") == 1:
+            return
+        if not all(stage.is_followed for stage in stages):
+            raise PreparationError(
+                f"pp_size={self.mesh.size('pp')} with tp_size={self.mesh.size('tp')}: the forward of "
+                f"{type(model).__name__} had to be traced, and sizes of whole layers are written into a trace. Make it "
+                "one that can be followed (its own code calls its blocks, without looking at values), or set tp_size=1."
+            )
+        parallelize(model, self.mesh, self.options.plugins["parallelism_config"].tp_handler)
+
+    def _settle(self, plugin: Any, model: nn.Module, precision: Precision) -> None:
+        """``plugin`` and ``model`` are as sharding stages takes them."""
+        if plugin.ignored_modules is not None:
+            raise SettingError(
+                f"FullyShardedDataParallelPlugin(ignored_modules={plugin.ignored_modules!r}) with pp_size="
+                f"{self.mesh.size('pp')}: every parameter of a stage is sharded. Leave ignored_modules out."
+            )
+        if plugin.cpu_ram_efficient_loading:
+            send_from_main(model, model, self.world)
+        if precision.label != "no":
+            plugin.set_mixed_precision(precision.label)
+            upcast_trainable(model)
+
+    def _shard(self, mine: Mapping[int, nn.Module], model: nn.Module, precision: Precision) -> None:
+        plugin, mesh = self.options.plugins["fsdp_plugin"], self.mesh
+        plugin.set_auto_wrap_policy(model)
+        units = find_units(model, plugin.auto_wrap_policy)
+        if plugin.activation_checkpointing:
+            recompute_activations(units, offload=plugin.activation_checkpointing_offload)
+        replicas = mesh.active("dp_replicate")
+        for stage in mine.values():
+            shard_stage(
+                stage,
+                model,
+                units,
+                plugin,
+                mesh.over(*replicas, "dp_shard"),
+                mesh.within(*replicas, "dp_shard"),
+                keeps_outputs=precision.is_autocast,
+                reshards=self.config.reshard_between_parts,
+            )
 
     def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
         """The model that the user gave; what lies on other ranks has no values."""
@@ -217,36 +296,40 @@ class Pipeline(Strategy):
                 f"pipeline_step() got a {type(model).__name__} that isn't spread over stages. Give it what "
                 "accelerator.prepare(model, ...) returned."
             )
-        loss = model.timetable.train(inputs, targets, loss_function, num_steps=num_steps, training=model.training)
+        scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.world.device))  # by every stage
+        loss = model.timetable.train(inputs, targets, loss_function, scale=scale / num_steps, training=model.training)
         if synchronises:
             self._synchronise(model)
         return loss
 
     def _synchronise(self, model: Pipelined) -> None:
         """Gradients of parameters that several stages have are added up, and all are averaged over the replicas."""
+        model.timetable.reduce()
         stages = self.mesh.group("pp")
-        for name, parameter in model.module.named_parameters():
-            if len(model.owners[name]) > 1 and parameter.requires_grad:
-                here = parameter if not parameter.is_meta else None
-                gradient = None if here is None else here.grad
-                total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self.world.device)
-                total = total if gradient is None else total.copy_(gradient)
+        named = dict(model.module.named_parameters())
+        for name, shape in model.shared.items():
+            parameter = named[name]
+            total = torch.zeros(shape, dtype=parameter.dtype, device=self.world.device)
+            if parameter.is_meta:
                 dist.all_reduce(total, group=stages)
-                if here is not None:
-                    here.grad = total
+                continue
+            parameter.grad = _laid_as_parameter(parameter)
+            total.copy_(own_piece(parameter.grad))
+            dist.all_reduce(total, group=stages)
+            own_piece(parameter.grad).copy_(total)
         replicas = self.mesh.group("dp_replicate")
-        if replicas is None:
+        if replicas is None or self.shards:  # shards are averaged over the replicas when they are reduced
             return
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for parameter in model.parameters():
             if parameter.grad is not None:
-                by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+                by_dtype.setdefault(parameter.grad.dtype, []).append(own_piece(parameter.grad))
         for gradients in by_dtype.values():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self.mesh.size("dp_replicate"))
             dist.all_reduce(flat, group=replicas)
-            pieces = flat.split([gradient.numel() for gradient in gradients])
-            for gradient, piece in zip(gradients, pieces, strict=True):
-                gradient.copy_(piece.view_as(gradient))
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
 
     def clip_grad_norm(
         self,
@@ -257,12 +340,17 @@ class Pipeline(Strategy):
     ) -> torch.Tensor:
         """The norm over all stages is at most ``max_norm``; a collective of the pipeline."""
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
+        gradients = [own_piece(parameter.grad) for parameter in chosen if parameter.grad is not None]
         counted = [p.grad for p in chosen if p.grad is not None and p not in self._shared]
-        axes = (self.mesh.group("pp"),)
-        norm = total_norm(((grad, axes) for grad in counted), float(norm_type), self.world.device, known=[axes])
+        # First within the stage, whose ranks hold the same pieces; then all stages alike.
+        of_stage = total_norm(map(pieces, counted), float(norm_type), self.world.device)
+        norm = total_norm([(of_stage, (self.mesh.group("pp"),))], float(norm_type), self.world.device)
         scale_to(gradients, norm, max_norm, error_if_nonfinite)
         return norm
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """No gradient element is larger than ``clip_value`` in size."""
+        clamp_pieces(parameters, clip_value)
 
     # -- state ---------------------------------------------------------------------------------------------
 
@@ -278,7 +366,10 @@ class Pipeline(Strategy):
         return OverStages(self.mesh, self.world.device, self.named_parameters)
 
     def saved(self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False) -> dict[str, Any]:
-        """Weights and optimizers as one process has them: any strategy and any number of ranks can load them."""
+        """Weights and optimizers in shards, where FSDP's plugin says so; else as one process has them."""
+        if self.shards:
+            plugin = self.options.plugins["fsdp_plugin"]
+            return saved_as(plugin, self.access, models, optimizers, self.world, model_only)
         inner = [] if model_only else list(map(inner_optimizer, optimizers))
         return gathered(self.access, models, inner, self.world.is_local_main)
 
@@ -302,6 +393,25 @@ def _lay_on(stage: nn.Module, device: torch.device) -> None:
     for tensor in _tensors(stage):  # in place: the user's own model has the same objects
         tensor.data = tensor.data.to(device)
     stage.to(device)
+
+
+def _laid_as_parameter(parameter: Any) -> torch.Tensor:
+    """The gradient of ``parameter``, in the same pieces; zeros where it has none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    if placements_of(gradient) == placements_of(parameter):
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)  # an embedding's, of tokens that ranks have in part
+
+
+def _make_equal(stage: nn.Module, replicas: World) -> None:
+    """Replicas of ``stage`` start as the first one does."""
+    if replicas.size == 1:
+        return
+    source = 0 if replicas.group is None else dist.get_global_rank(replicas.group, 0)
+    for tensor in {id(tensor): tensor for tensor in _tensors(stage)}.values():
+        dist.broadcast(own_piece(tensor.detach()), source, replicas.group)
 
 
 def _compute_in(precision: Precision, stage: nn.Module, is_last: bool) -> None:

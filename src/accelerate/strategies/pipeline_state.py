@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import distributed as dist
 
-from ..checkpointing.sharded import InPlace, NamedParameters, StateAccess, laid_like
+from ..checkpointing.sharded import InPlace, NamedParameters, StateAccess, laid_like, together
 from ..mesh import Mesh
 from .rebind import canonical_name
 
@@ -44,16 +44,16 @@ class OverStages(StateAccess):
 
     def _send(self, tensor: torch.Tensor, owner: int, keeps: bool) -> torch.Tensor | None:
         """``tensor`` as the rank ``owner`` of the pipeline has it, in CPU memory, where ``keeps``."""
-        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         if owner == self._mesh.place("pp"):
-            value.copy_(tensor.detach())
+            value = together(tensor).to(self._device).contiguous()
+        else:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         dist.broadcast(value, self._mesh.ranks("pp")[owner], self._mesh.group("pp"))
         return value.cpu() if keeps else None
 
     def model_shards(self, model: Any) -> dict[str, Any]:
-        """Own tensors, and room for those of other stages."""
-        shards = self._in_place.model_shards(model)
-        return {name: _room(value) for name, value in shards.items()}
+        """Own tensors, or pieces of them; those of other stages have no values."""
+        return self._in_place.model_shards(model)
 
     def take_model(self, model: Any, shards: dict[str, Any]) -> None:
         """Own tensors have been read in place."""
@@ -61,8 +61,8 @@ class OverStages(StateAccess):
     # -- optimizers ----------------------------------------------------------------------------------------
 
     def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """The parameters, or room for them."""
-        return {name: _room(value) for name, value in self._in_place.layouts(models).items()}
+        """The parameters; those of other stages have no values."""
+        return self._in_place.layouts(models)
 
     def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
         """What this rank has."""
@@ -100,12 +100,8 @@ class OverStages(StateAccess):
         _forget_foreign(optimizer)
 
 
-def _room(value: Any) -> Any:
-    return torch.empty_like(value, device="cpu") if isinstance(value, torch.Tensor) and value.is_meta else value
-
-
 def _outline(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
 
 
 def _forget_foreign(optimizer: Any) -> None:

@@ -113,7 +113,9 @@ def _keep_kinds_apart(optimizer: torch.optim.Optimizer) -> None:
         PreparationError: a joint update (``foreach=True``, ``fused=True``) was asked for.
     """
     for group in optimizer.param_groups:
-        if len({_mesh_of(parameter) for parameter in group["params"]}) < 2 or "foreach" not in group:
+        # Parameters of other stages of a pipeline, which have no values, are never updated here.
+        meshes = {_mesh_of(parameter) for parameter in group["params"] if not parameter.is_meta}
+        if len(meshes) < 2 or "foreach" not in group:
             continue
         asked = next((name for name in ("foreach", "fused") if group.get(name)), None)
         if asked is not None:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import StateDictType
 from ..checkpointing import Draft
 from ..checkpointing.content import Part
 from ..checkpointing.shard_files import Shards
-from ..checkpointing.sharded import StateAccess, optimizer_folder, weights_folder
+from ..checkpointing.sharded import StateAccess, optimizer_folder, own_shards, weights_folder
 from ..world import World
 from .rebind import inner_optimizer
 
@@ -62,7 +62,12 @@ def saved_as(
 def _shards_of(access: StateAccess, models: Sequence[Any], optimizers: Sequence[Any]) -> Callable[[Draft], list[Part]]:
     def parts(draft: Draft) -> list[Part]:
         weights = [
-            Shards(weights_folder(draft.folder, index), {"model": access.model_shards(model)}, draft.ranks, draft)
+            Shards(
+                weights_folder(draft.folder, index),
+                {"model": own_shards(access.model_shards(model))},
+                draft.ranks,
+                draft,
+            )
             for index, model in enumerate(models)
         ]
         return [

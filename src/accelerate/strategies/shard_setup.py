@@ -75,12 +75,16 @@ def _places(model: torch.nn.Module) -> dict[int, list[tuple[torch.nn.Module, str
 
 
 def replicate_rest(model: torch.nn.Module, mesh: DeviceMesh, world: World) -> None:
-    """What every rank keeps whole is on the device, equal to rank 0's; replicas of shards are equal. Collective."""
+    """What every rank of ``world`` keeps whole is on the device, equal to its first's; replicas of shards are equal.
+
+    A collective.
+    """
+    first = 0 if world.group is None else dist.get_global_rank(world.group, 0)
     for tensor in _kept_whole(model):
         if tensor.device != world.device:
             tensor.data = tensor.data.to(world.device)
         if tensor.numel():
-            dist.broadcast(tensor.detach(), 0)
+            dist.broadcast(tensor.detach(), first, world.group)
     if mesh.ndim == 1:
         return
     group = mesh.get_group(0)

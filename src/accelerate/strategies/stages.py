@@ -1,7 +1,7 @@
 """A model as stages: runs of its layers, cut at named modules so that each has about the same work.
 
-An ``nn.Sequential`` is cut between its entries. Any other model is traced once (``torch.export``), and its graph is
-cut where the named modules begin. Stages hold the model's own parameters, under their own names.
+A forward is followed where that is possible, and its modules stay as they are. Any other is traced (``torch.export``),
+and its graph is cut where the named modules begin. Stages hold the model's own parameters, under their own names.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import PreparationError, SettingError
+from .following import CannotFollow, Stage, follow
 
 
 @final
@@ -104,6 +105,46 @@ def _blocks(model: nn.Module) -> tuple[str, list[tuple[str, nn.Module]]]:
     return max(lists, key=lambda found: sum(size_of(block) for _, block in found[1]))
 
 
+def check_points(model: nn.Module, points: Sequence[str]) -> None:
+    """Raises unless ``points`` are names of modules.
+
+    Raises:
+        SettingError: a name that no module has.
+    """
+    known = dict(model.named_modules())
+    unknown = [point for point in points if point not in known or not point]
+    if unknown:
+        raise SettingError(
+            f"split_points: {type(model).__name__} has no module {unknown[0]!r}. Use names as model.named_modules() "
+            f"gives them, such as {', '.join(repr(name) for name in list(known)[1:4])}."
+        )
+
+
+def stages_of(model: nn.Module, points: Sequence[str], example_inputs: Sequence[Any] | None) -> list[Stage]:
+    """``model`` as stages that train and evaluate; the second and later begin at the modules called ``points``.
+
+    Its forward is followed; one that can't be is traced with ``example_inputs``.
+
+    Raises:
+        SettingError: a name that no module has, or through which the forward doesn't pass in this order.
+        PreparationError: the forward can't be followed, and not be traced.
+    """
+    check_points(model, points)
+    try:
+        return follow(model, points, len(example_inputs) if example_inputs else None)
+    except CannotFollow as reason:
+        if not example_inputs:
+            raise PreparationError(
+                f"The forward of {type(model).__name__} can't be followed to cut it into stages ({reason}), and has to "
+                "be traced. Give its inputs for one micro-batch: PipelineParallelConfig(example_inputs=(input_ids,))."
+            ) from reason
+    was_training = model.training
+    trained = traced(model.train(), points, tuple(example_inputs))
+    evaluated = traced(model.eval(), points, tuple(example_inputs))
+    model.train(was_training)
+    return [Stage(model, one, other) for one, other in zip(trained, evaluated, strict=True)]
+
+
 def split(
     model: nn.Module, points: Sequence[str], example_inputs: Sequence[Any] | None, kwargs: dict[str, Any] | None = None
 ) -> list[nn.Module]:
@@ -113,13 +154,7 @@ def split(
         SettingError: a name that no module has, or that isn't an entry of the Sequential.
         PreparationError: a model that isn't a Sequential, without example inputs, or whose forward can't be traced.
     """
-    known = dict(model.named_modules())
-    unknown = [point for point in points if point not in known or not point]
-    if unknown:
-        raise SettingError(
-            f"split_points: {type(model).__name__} has no module {unknown[0]!r}. Use names as model.named_modules() "
-            f"gives them, such as {', '.join(repr(name) for name in list(known)[1:4])}."
-        )
+    check_points(model, points)
     if isinstance(model, nn.Sequential) and not kwargs and all("." not in point for point in points):
         return list(_runs(model, points))
     if not example_inputs and not kwargs:
@@ -258,7 +293,7 @@ def drop_foreign(model: nn.Module, kept: set[int]) -> None:
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in replaced:
-            made = torch.empty_like(tensor, device="meta")
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # also of a tensor in pieces
             is_parameter = isinstance(tensor, nn.Parameter)
             replaced[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
         return replaced[id(tensor)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -17,6 +18,7 @@ from ..mesh import Mesh
 from ..nested import split_batch
 from ..plugins.pipeline import PipelineParallelConfig
 from ..world import World
+from .sharded_stages import free_gathered, outputs_of, reduce_gradients
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -68,8 +70,7 @@ class Timetable:
     """The stages of one model on this rank, and the schedules that run them.
 
     Args:
-        trained: this rank's stages by number.
-        evaluated: the same, as they compute in evaluation mode.
+        stages: this rank's, by number.
     """
 
     def __init__(
@@ -78,35 +79,37 @@ class Timetable:
         mesh: Mesh,
         config: PipelineParallelConfig,
         num_stages: int,
-        trained: dict[int, nn.Module],
-        evaluated: dict[int, nn.Module],
+        stages: Mapping[int, nn.Module],
     ) -> None:
         self._world, self._config, self.num_stages = world, config, num_stages
-        self._stages = {True: trained, False: evaluated}
+        self._stages = stages
         self._group, self._ranks = mesh.group("pp"), mesh.ranks("pp")
         self._known: dict[Any, tuple[Any, _Flow]] = {}
         # What the loss of the running step is made with.
         self._loss_function: LossFunction | None = None
         self._targets: list[Any] = []
         self._losses: list[torch.Tensor] = []
-        self._factor = 1.0
+        self._factor: Any = 1.0
 
     # -- running -------------------------------------------------------------------------------------------
 
     def train(
-        self, inputs: tuple[Any, ...], targets: Any, loss_function: LossFunction, *, num_steps: int, training: bool
+        self, inputs: tuple[Any, ...], targets: Any, loss_function: LossFunction, *, scale: Any, training: bool
     ) -> torch.Tensor:
-        """Gradients are added on every stage; the loss of the batch, on every rank."""
+        """Gradients, times ``scale``, are added on every stage; the loss of the batch, on every rank."""
         size = _size_of(inputs)
         num_parts = self._num_parts(size)
         schedule, _ = self._schedule(inputs, size // num_parts, num_parts, has_backward=True, training=training)
-        self._loss_function, self._factor = loss_function, 1.0 / (num_parts * num_steps)
+        self._loss_function, self._factor = loss_function, scale / num_parts
         self._targets = [part for part, _ in split_batch(targets, size, num_parts)]
         self._losses = []
         # torch cuts the numbers of the parts in place of the targets, which may be any structure.
         numbers = torch.arange(num_parts)
-        given = inputs if 0 in self._stages[True] else ()
-        schedule.step(*given, target=numbers, return_outputs=False)
+        given = inputs if 0 in self._stages else ()
+        try:
+            schedule.step(*given, target=numbers, return_outputs=False)
+        finally:
+            self._free()
         loss = torch.zeros((), device=self._world.device)
         if self._losses:
             loss = torch.stack([part.to(torch.float32) for part in self._losses]).mean()
@@ -125,8 +128,11 @@ class Timetable:
         size = _size_of(inputs)
         num_parts = self._num_parts(size)
         schedule, flow = self._schedule(inputs, size // num_parts, num_parts, has_backward=False, training=training)
-        given = inputs if 0 in self._stages[True] else ()
-        output = schedule.eval(*given)
+        given = inputs if 0 in self._stages else ()
+        try:
+            output = schedule.eval(*given)
+        finally:
+            self._free()
         leaves: list[Any] = [None] * len(flow.shapes[-1]) if output is None else tree_flatten(output)[0]
         for place, shape in enumerate(flow.shapes[-1]):
             whole = (shape.size[0] * num_parts, *shape.size[1:])
@@ -135,6 +141,15 @@ class Timetable:
             leaves[place] = leaves[place].contiguous()
             dist.broadcast(leaves[place], self._rank_of(self.num_stages - 1), self._group)
         return tree_unflatten(leaves, flow.structure)
+
+    def reduce(self) -> None:
+        """Gradients of stages in shards are averaged over the shards' ranks."""
+        for stage in self._stages.values():
+            reduce_gradients(stage)
+
+    def _free(self) -> None:
+        for stage in self._stages.values():
+            free_gathered(stage)
 
     def _rank_of(self, stage: int) -> int:
         return self._ranks[stage % len(self._ranks)]
@@ -152,13 +167,12 @@ class Timetable:
         shapes = tuple(Shape.of(tensor[:part_size]) for tensor in inputs)
         key = (shapes, num_parts, has_backward, training)
         if key not in self._known:
-            flow = self._flow(shapes, has_backward=has_backward, training=training)
-            self._known[key] = self._make(flow, num_parts, has_backward=has_backward, training=training), flow
+            flow = self._flow(shapes, has_backward=has_backward)
+            self._known[key] = self._make(flow, num_parts, has_backward=has_backward), flow
         return self._known[key]
 
-    def _make(self, flow: _Flow, num_parts: int, *, has_backward: bool, training: bool) -> Any:
+    def _make(self, flow: _Flow, num_parts: int, *, has_backward: bool) -> Any:
         from torch.distributed.pipelining import (
-            PipelineStage,
             Schedule1F1B,
             ScheduleGPipe,
             ScheduleInterleaved1F1B,
@@ -169,7 +183,7 @@ class Timetable:
             return tuple(shape.empty("meta") for shape in shapes)
 
         stages = [
-            PipelineStage(
+            _stage_class()(
                 module,
                 number,
                 self.num_stages,
@@ -178,7 +192,7 @@ class Timetable:
                 output_args=examples(flow.shapes[number + 1]),
                 group=self._group,
             )
-            for number, module in self._stages[training].items()
+            for number, module in self._stages.items()
         ]
         num_ranks = len(self._ranks)
         # Losses are divided where they are made: dividing gradients would divide those of earlier micro-batches too.
@@ -193,7 +207,7 @@ class Timetable:
 
     # -- shapes --------------------------------------------------------------------------------------------
 
-    def _flow(self, inputs: Shapes, *, has_backward: bool, training: bool) -> _Flow:
+    def _flow(self, inputs: Shapes, *, has_backward: bool) -> _Flow:
         """What every stage hands on, found without computing anything; a collective of the pipeline.
 
         Raises:
@@ -202,7 +216,7 @@ class Timetable:
         found: list[Shapes] = [inputs]
         structure: Any = None
         for number in range(self.num_stages):
-            mine = self._stages[training].get(number)
+            mine = self._stages.get(number)
             answer = None if mine is None else self._try(mine, found[-1], has_backward)
             answer = told(answer, self._rank_of(number), self._group)
             if isinstance(answer, str):
@@ -219,7 +233,7 @@ class Timetable:
 
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(has_backward):
-                output = stage(*(shape.empty(self._world.device) for shape in inputs))
+                output = outputs_of(stage, [shape.empty(self._world.device) for shape in inputs])
         except Exception as error:  # told to all ranks, which raise it together
             return f"{type(error).__name__}: {error}"
         leaves, structure = tree_flatten(output)
@@ -227,6 +241,23 @@ class Timetable:
         if strange:
             return f"its output has a {strange[0]}; stages hand on tensors, and structures of them"
         return tuple(map(Shape.of, leaves)), structure
+
+
+@cache  # made when first needed: importing torch's part takes a while
+def _stage_class() -> type:
+    from torch.distributed.pipelining import PipelineStage
+
+    @final
+    class UnreducedStage(PipelineStage):
+        """torch's stage, which leaves it to :meth:`Timetable.reduce` when the gradients of shards are reduced."""
+
+        def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=False)
+
+        def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+            assert grad_scale_factor == 1, "losses are divided where they are made"
+
+    return UnreducedStage
 
 
 def _size_of(inputs: Sequence[Any]) -> int:
