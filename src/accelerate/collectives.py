@@ -33,6 +33,8 @@ TORCH_DISTRIBUTED_OPERATION_TYPES: Final = (
     *(kind.label for kind in KINDS if kind.label.startswith("MULTI_")),
     "DEEPSPEED",
     "FSDP",
+    "MEGATRON_LM",
+    "TP",
 )
 
 # What every backend can carry; other dtypes travel as bytes, or are added up in a wider one.

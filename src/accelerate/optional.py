@@ -105,28 +105,18 @@ def require(
         raise MissingDependency(f"{needed}, but {state}. {remedy}") from error
 
 
-def _required_by(
-    function: Callable[Parameters, Result], is_available: Callable[[], bool], wanted: str
-) -> Callable[Parameters, Result]:
-    @functools.wraps(function)
-    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        if not is_available():
-            raise MissingDependency(
-                f"`{function.__name__}` needs {wanted}, which isn't installed. Install it with: pip install {wanted}"
-            )
-        return function(*args, **kwargs)
-
-    return guarded
-
-
-def deepspeed_required(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """``func``, refusing with a clear error where ``deepspeed`` isn't installed."""
-    return _required_by(func, lambda: is_deepspeed_available(), "deepspeed")
-
-
 def torchao_required(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """``func``, refusing with a clear error where ``torchao`` isn't installed."""
-    return _required_by(func, lambda: is_torchao_available(), "torchao")
+
+    @functools.wraps(func)
+    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if not is_torchao_available():
+            raise MissingDependency(
+                f"`{func.__name__}` needs torchao, which isn't installed. Install it with: pip install torchao"
+            )
+        return func(*args, **kwargs)
+
+    return guarded
 
 
 # One question per package, under its documented name.

@@ -6,11 +6,12 @@ view and never destroys the process group; the next construction adopts what is 
 
 from __future__ import annotations
 
+import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, ParamSpec, TypeVar, final
 
 import torch
 
@@ -24,12 +25,16 @@ from .settings.labels import DistributedType
 from .settings.run import Settings, collect
 from .world import World, current_world, expected_backend, forget_world, join_world, leave_group
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
 __all__ = [
     "AcceleratorState",
     "DistributedType",
     "GradientState",
     "PartialState",
     "ThreadLocalSharedDict",
+    "deepspeed_required",
     "do_nothing",
     "get_mixed_precision_context_manager",
     "is_initialized",
@@ -53,6 +58,21 @@ def get_mixed_precision_context_manager(
         return nullcontext()
     state = AcceleratorState()
     return choose_precision(state.mixed_precision, state.device.type).autocast(autocast_kwargs)
+
+
+def deepspeed_required(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """``func``, refusing where the Accelerator of this process isn't configured for DeepSpeed."""
+
+    @functools.wraps(func)
+    def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if is_initialized() and AcceleratorState().deepspeed_plugins is None:
+            raise SettingError(
+                f"`{func.__name__}` needs DeepSpeed, and the Accelerator of this process isn't configured for it. Give "
+                "it a `deepspeed_plugin`, or start with `accelerate launch --use_deepspeed`."
+            )
+        return func(*args, **kwargs)
+
+    return guarded
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:

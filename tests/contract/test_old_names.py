@@ -86,3 +86,11 @@ def test_no_old_address_warns_but_the_one_that_says_so() -> None:
         warnings.simplefilter("error")
         for module in old_address_modules():
             importlib.reload(module)
+
+
+def test_the_documented_constants_stand_at_their_old_address() -> None:
+    from accelerate.utils import constants
+
+    assert {"DEEPSPEED", "FSDP", "MEGATRON_LM", "TP", "MULTI_CPU"} <= set(constants.TORCH_DISTRIBUTED_OPERATION_TYPES)
+    assert {"nnodes", "rdzv_id", "master_port"} <= set(constants.TORCH_LAUNCH_PARAMS)
+    assert (constants.FSDP_PYTORCH_VERSION, constants.FSDP2_PYTORCH_VERSION) == ("2.1.0", "2.6.0")

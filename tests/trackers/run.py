@@ -78,7 +78,7 @@ def main() -> None:
         time.sleep(max(0.0, arguments.step_seconds - (time.perf_counter() - begun)))
     begun = time.perf_counter()
     accelerator.end_training()
-    report = {"step_seconds": seconds, "end_seconds": time.perf_counter() - begun}
+    report = {"step_seconds": seconds, "end_seconds": time.perf_counter() - begun, "ended_at": time.time()}
     (folder / "report.json").write_text(json.dumps(report))
 
 

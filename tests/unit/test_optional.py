@@ -112,12 +112,12 @@ def test_a_package_that_breaks_on_import_says_why(site: Path) -> None:
 
 
 def test_functions_that_need_a_package_refuse_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    @optional.deepspeed_required
+    @optional.torchao_required
     def launch_ship(speed: int) -> int:
         return speed
 
-    monkeypatch.setattr(optional, "is_deepspeed_available", lambda: False)
-    with pytest.raises(ImportError, match=r"`launch_ship` needs deepspeed.*pip install deepspeed"):
+    monkeypatch.setattr(optional, "is_torchao_available", lambda: False)
+    with pytest.raises(ImportError, match=r"`launch_ship` needs torchao.*pip install torchao"):
         launch_ship(9)
-    monkeypatch.setattr(optional, "is_deepspeed_available", lambda: True)
+    monkeypatch.setattr(optional, "is_torchao_available", lambda: True)
     assert launch_ship(9) == 9

@@ -16,6 +16,7 @@ from accelerate.state import (
     GradientState,
     PartialState,
     ThreadLocalSharedDict,
+    deepspeed_required,
     do_nothing,
     is_initialized,
 )
@@ -200,6 +201,19 @@ def test_deepspeed_plugins_are_selected_by_name() -> None:
     state.select_deepspeed_plugin("teacher")
     assert state.deepspeed_plugin is teacher
     assert state.mixed_precision == "no"
+
+
+def test_a_function_that_needs_deepspeed_is_refused_under_an_accelerator_without_it() -> None:
+    @deepspeed_required
+    def launch_ship(speed: int) -> int:
+        return speed
+
+    assert launch_ship(9) == 9  # nothing is known yet
+    state = fill()
+    with pytest.raises(ValueError, match=r"`launch_ship` needs DeepSpeed.*deepspeed_plugin"):
+        launch_ship(9)
+    state.deepspeed_plugins = {}
+    assert launch_ship(9) == 9
 
 
 def test_the_gradient_state_is_the_clock_itself() -> None:

@@ -134,24 +134,28 @@ class _RunOutput:
 
 
 async def _run(
-    command: Sequence[str], env: Mapping[str, str] | None, stdin: Any, timeout: float, echo: bool
+    command: Sequence[str], env: Mapping[str, str] | None, stdin: Any, timeout: float, quiet: bool
 ) -> _RunOutput:
     process = await asyncio.create_subprocess_exec(
         *command, stdin=stdin, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=env
     )
 
-    async def read(stream: asyncio.StreamReader | None, target: Any) -> list[str]:
+    async def read(stream: asyncio.StreamReader | None, target: Any, label: str) -> list[str]:
         assert stream is not None  # both are pipes
         lines: list[str] = []
         async for line in stream:
             lines.append(line.decode(errors="replace").rstrip("\n"))
-            if echo:
-                print(lines[-1], file=target)
+            if not quiet:
+                print(label, lines[-1], file=target)
         return lines
 
     try:
         stdout, stderr, returncode = await asyncio.wait_for(
-            asyncio.gather(read(process.stdout, sys.stdout), read(process.stderr, sys.stderr), process.wait()),
+            asyncio.gather(
+                read(process.stdout, sys.stdout, "stdout:"),
+                read(process.stderr, sys.stderr, "stderr:"),
+                process.wait(),
+            ),
             timeout,
         )
     except asyncio.TimeoutError as error:
@@ -169,16 +173,19 @@ def execute_subprocess_async(
     quiet: bool = False,
     echo: bool = True,
 ) -> _RunOutput:
-    """The command has run, its output shown while it came; what it printed is returned, line by line.
+    """The command has run; what it printed is returned, line by line.
+
+    With ``echo`` the command is shown, and unless ``quiet`` each of its lines while it comes, marked ``stdout:`` or
+    ``stderr:``.
 
     Raises:
         RuntimeError: it failed; the text holds what it wrote to stderr.
         SubprocessCallException: it ran longer than ``timeout`` seconds, and was killed.
     """
     command = [str(part) for part in cmd]
-    if echo and not quiet:
+    if echo:
         print("\nRunning: ", " ".join(command))
-    result = asyncio.run(_run(command, env, stdin, timeout, echo and not quiet))
+    result = asyncio.run(_run(command, env, stdin, timeout, quiet))
     if result.returncode != 0:
         raise RuntimeError(
             f"`{' '.join(command)}` failed with code {result.returncode}. It wrote:\n" + "\n".join(result.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 #: The service refuses more parameters than this in one request.
 PARAMETERS_PER_REQUEST: Final = 100
+#: How long the exit of the program waits for a server to close a run that is still open: MLflow itself would try for
+#: minutes.
+EXIT_SECONDS: Final = 5
 
 
 class MLflowTracker(GeneralTracker):
@@ -66,6 +70,7 @@ class MLflowTracker(GeneralTracker):
             description=self.description,
         )
         self._thread_of_run = threading.get_ident()
+        atexit.register(self._end_at_exit)  # after MLflow's own handler was registered, so called before it
         self._client = self._mlflow.MlflowClient()
         self._id: str = self.active_run.info.run_id
 
@@ -141,7 +146,19 @@ class MLflowTracker(GeneralTracker):
     def _leave_thread(self) -> None:
         if self._thread_of_run is not None:
             self._thread_of_run = None
+            atexit.unregister(self._end_at_exit)
             self._mlflow.end_run()
+
+    def _end_at_exit(self) -> None:
+        """A run that nobody ended is closed, or given up within seconds."""
+        with env.patched(MLFLOW_HTTP_REQUEST_TIMEOUT=EXIT_SECONDS, MLFLOW_HTTP_REQUEST_MAX_RETRIES=0):
+            try:
+                self._leave_thread()
+            except Exception as error:  # the service's; the program ends either way
+                logger.warning(
+                    "MLflow could not be told that run %s has ended (%s); it goes on showing it as running.",
+                    self._id, type(error).__name__,
+                )  # fmt: skip
 
 
 @final

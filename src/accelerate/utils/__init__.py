@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..nested import get_data_structure, honor_type, ignorant_find_batch_size, initialize_tensors
     from ..nested import is_namedtuple, is_tensor_information, is_torch_tensor, listify
     from ..nested import pad_input_tensors, recursively_apply, send_to_device, slice_tensors
-    from ..optional import deepspeed_required, is_4bit_bnb_available, is_8bit_bnb_available
+    from ..optional import is_4bit_bnb_available, is_8bit_bnb_available
     from ..optional import is_aim_available, is_amdsmi_available, is_bitsandbytes_multi_backend_available
     from ..optional import is_bnb_available, is_boto3_available, is_clearml_available
     from ..optional import is_comet_ml_available, is_datasets_available, is_deepspeed_available
@@ -97,7 +97,7 @@ if TYPE_CHECKING:
     from ..settings.labels import ComputeEnvironment, CustomDtype, DDPCommunicationHookType
     from ..settings.labels import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
     from ..settings.labels import SageMakerDistributedType
-    from ..state import get_mixed_precision_context_manager
+    from ..state import deepspeed_required, get_mixed_precision_context_manager
     from ..strategies.compile import compile_regions, compile_regions_deepspeed, compile_regions_fsdp2
     from ..strategies.deepspeed_engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
     from ..strategies.deepspeed_engine import DeepSpeedSchedulerWrapper, GatheredParameters
@@ -212,7 +212,7 @@ _HOMES = {
     "compute_module_sizes": "device_map.sizes", "concatenate": "nested", "convert_bytes": "memory",
     "convert_dict_to_env_variables": "settings.env", "convert_file_size_to_int": "checkpointing",
     "convert_outputs_to_fp32": "precision.outputs", "convert_to_fp32": "nested",
-    "copy_tensor_to_devices": "collectives", "deepspeed_required": "optional",
+    "copy_tensor_to_devices": "collectives", "deepspeed_required": "state",
     "dtype_byte_size": "device_map.sizes", "extract_model_from_parallel": "strategies.unwrap",
     "extract_submodules_state_dict": "offload", "find_batch_size": "nested", "find_device": "nested",
     "find_executable_batch_size": "memory", "find_tied_parameters": "device_map.tied",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..optional import (
-    deepspeed_required,
     is_4bit_bnb_available,
     is_8bit_bnb_available,
     is_aim_available,
@@ -69,7 +68,6 @@ from ..probes import (
 )
 
 __all__ = [
-    "deepspeed_required",
     "is_4bit_bnb_available",
     "is_8bit_bnb_available",
     "is_aim_available",

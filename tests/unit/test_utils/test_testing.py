@@ -36,9 +36,13 @@ def test_a_command_gives_what_it_printed_line_by_line(capfd: pytest.CaptureFixtu
     program = "import sys; print('a\\nb'); print('c', file=sys.stderr)"
     result = execute_subprocess_async([PYTHON, "-c", program])
     assert (result.returncode, result.stdout, result.stderr) == (0, ["a", "b"], ["c"])
-    assert "Running:" in capfd.readouterr().out
+    shown = capfd.readouterr()
+    assert "Running:" in shown.out and "stdout: a\nstdout: b\n" in shown.out and shown.err == "stderr: c\n"
     execute_subprocess_async([PYTHON, "-c", program], quiet=True)
-    assert capfd.readouterr().out == ""
+    shown = capfd.readouterr()
+    assert "Running:" in shown.out and "stdout:" not in shown.out and shown.err == ""
+    execute_subprocess_async([PYTHON, "-c", program], echo=False)
+    assert capfd.readouterr().out == "stdout: a\nstdout: b\n"
 
 
 def test_a_failed_command_raises_with_what_it_wrote() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import threading
@@ -184,6 +185,24 @@ class TestMLflow:
             {"loss": 0.5}, step=2, run_id=mlflow.start_run.return_value.info.run_id
         )
         assert caplog.text.count("'note'") == 1
+
+    def test_a_run_that_nobody_ended_is_given_up_within_seconds_at_exit(
+        self, mlflow: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        patience: list[str | None] = []
+
+        def end_run() -> None:
+            names = ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+            patience.extend(os.environ.get(name) for name in names)
+            raise ConnectionError("no server")
+
+        mlflow.end_run.side_effect = end_run
+        tracker = started(MLflowTracker("project"))
+        tracker._end_at_exit()
+        tracker._end_at_exit()  # nothing is left to end
+        assert patience == ["5", "0"]
+        assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ
+        assert caplog.text.count("goes on showing it as running") == 1
 
     def test_files_that_are_removed_after_the_call_are_sent_all_the_same(self, mlflow: Any, tmp_path: Path) -> None:
         sent: list[tuple[str, str]] = []
