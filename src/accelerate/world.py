@@ -188,7 +188,7 @@ def leave_world() -> None:
     world, _world, _forgotten = _world or _forgotten, None, None
     _call_releasers()
     if world is not None and world.meeting is not None:
-        world.meeting.leave()
+        world.meeting.leave(*dist.distributed_c10d._world.pg_map)
     if _has_group():
         _release_holders()
         dist.destroy_process_group()
@@ -465,6 +465,6 @@ def _leave_at_exit() -> None:
             leave_world()
         elif world.meeting is not None:
             # After an error, an accelerator's group may wait for operations that nobody will complete.
-            world.meeting.leave()
+            world.meeting.leave(*dist.distributed_c10d._world.pg_map)
 
     atexit.register(leave)

@@ -26,6 +26,7 @@ class Courier:
         self._name = name
         self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._kept: list[Any] = []
         self.is_lost = False  # gave no answer once; everything asked after that fails at once
 
     def ask(self, call: Callable[[], Answer], seconds: float) -> Answer:
@@ -53,6 +54,14 @@ class Courier:
         if errors:
             raise errors[0]
         return answer[0]
+
+    def keep(self, *things: object) -> None:
+        """Where the courier is lost, `things` live as long as the process.
+
+        What its call holds in C++ can't be freed before the call returns: freeing it would wait for the answer too.
+        """
+        if self.is_lost:
+            self._kept += things  # a thread that never ends keeps what it runs on, even when Python is taken down
 
     def dismiss(self) -> None:
         """The thread has ended, unless it is lost."""

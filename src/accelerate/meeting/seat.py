@@ -132,8 +132,11 @@ class Meeting:
         if wrong is not None:
             raise CollectiveError(wrong)
 
-    def leave(self) -> None:
-        """The others can learn that this rank takes part in nothing any more."""
+    def leave(self, *groups: object) -> None:
+        """The others can learn that this rank takes part in nothing any more.
+
+        Where the store is silent, `groups`, which use it too, are never freed: that would wait for its answer.
+        """
 
         def say_goodbye() -> None:
             self.store.set(f"left/{self.rank}", str(self.number))
@@ -143,6 +146,7 @@ class Meeting:
         # Whoever keeps the store may be gone already: then nobody is left to be told.
         with contextlib.suppress(RuntimeError):
             self._courier.ask(say_goodbye, _FAREWELL_SECONDS)
+        self._courier.keep(self.store, *groups)
         self._courier.dismiss()
 
     def _ask(self, call: Callable[[], Answer]) -> Answer:
