@@ -998,9 +998,9 @@ class Accelerator:
         if to == "main" and not self.world.is_main:
             return None
         loader = self.gradient_state.active_dataloader
-        if loader is None or loader.coverage is None or loader.coverage.is_complete:
+        coverage = None if loader is None else loader.coverage
+        if loader is None or coverage is None or (coverage.is_complete and not loader.end_of_dataloader):
             return gathered
-        coverage = loader.coverage
         nominal = loader.total_batch_size // len(coverage.size)
         return keep_real(gathered, coverage, as_objects=as_objects, nominal=nominal)
 

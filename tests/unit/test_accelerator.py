@@ -540,6 +540,14 @@ def test_collectives_are_valid_in_one_process() -> None:
     assert accelerator.check_trigger() and not accelerator.check_trigger()
 
 
+def test_a_loss_that_is_repeated_for_each_usual_row_counts_once_per_sample_of_a_short_last_batch() -> None:
+    """As the Trainer of transformers gathers losses: `loss.repeat(batch_size)`, whatever the rows of the batch."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(6.0)), batch_size=4))
+    losses = [accelerator.gather_for_metrics(rows.mean().repeat(4)) for (rows,) in loader]
+    assert torch.cat(losses).tolist() == [1.5] * 4 + [4.5] * 2
+
+
 def test_the_profiler_writes_a_trace_per_process(tmp_path: Any) -> None:
     accelerator = Accelerator(cpu=True)
     with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))) as profiler:
