@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
-from enum import Enum, Flag
+from enum import Enum, EnumMeta, Flag
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path, PurePath
@@ -578,6 +578,8 @@ def read_described_pickle(source: Path | IO[bytes], allowed: Mapping[str, tuple[
     @final
     class Reader(pickle.Unpickler):
         def find_class(self, module_name: str, global_name: str, /) -> Any:
+            if (module_name, global_name) == ("builtins", "getattr"):
+                return _member
             found = _attribute(module_name, global_name)
             if global_name in allowed.get(module_name, ()) or isinstance(found, torch.dtype):
                 return found
@@ -592,6 +594,13 @@ def read_described_pickle(source: Path | IO[bytes], allowed: Mapping[str, tuple[
         raise CheckpointError(f"{path}: refused, because reading it could run code ({error})") from error
     except (EOFError, ValueError, KeyError, TypeError, AttributeError, ImportError, IndexError) as error:
         raise CheckpointError(f"{path}: can't be read ({type(error).__name__}: {_first_line(error)})") from error
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """The member ``name`` of an enumeration: what Python 3.11.0 to 3.11.3 write as ``getattr(kind, name)``."""
+    if not isinstance(kind, EnumMeta) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"Unsupported attribute {name!r} of {kind!r}")
+    return kind.__members__[name]
 
 
 def _attribute(module_name: str, name: str) -> Any:

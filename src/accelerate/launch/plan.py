@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Flag
 from pathlib import Path
-from typing import Literal, final
+from typing import Final, Literal, final
 
 from ..errors import SettingError
 
@@ -20,6 +20,15 @@ class Stream(Flag):
     OUT = 1
     ERR = 2
     BOTH = 3
+
+
+#: By the numbers of ``--tee``. Not ``Stream(9)``: some Pythons (3.11.0 to 3.11.2) take any number for a flag.
+_STREAMS: Final[Mapping[str, Stream]] = {
+    "0": Stream.NONE,
+    "1": Stream.OUT,
+    "2": Stream.ERR,
+    "3": Stream.BOTH,
+}
 
 
 @final
@@ -71,10 +80,10 @@ def parse_tee(text: str) -> dict[int | None, Stream]:
     """
     try:
         if ":" not in text:
-            return {None: Stream(int(text))}
+            return {None: _STREAMS[text.strip()]}
         pairs = (pair.split(":") for pair in text.split(","))
-        return {int(rank): Stream(int(stream)) for rank, stream in pairs}
-    except ValueError:
+        return {int(rank): _STREAMS[stream.strip()] for rank, stream in pairs}
+    except (ValueError, KeyError):
         raise SettingError(
             f"--tee {text} isn't understood: give 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both), "
             "or RANK:NUMBER pairs such as 0:3,1:2."

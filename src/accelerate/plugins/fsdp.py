@@ -362,5 +362,5 @@ def _path(cls: type) -> str:
 
 def _allocate(module: nn.Module) -> None:
     """The parameters of ``module`` have memory, with no values yet: rank 0 sends them."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    module.to_empty(device=device, recurse=False)
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module.to_empty(device=found or torch.device("cpu"), recurse=False)

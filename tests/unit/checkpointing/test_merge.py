@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from accelerate.checkpointing import merge as merge_module
 from accelerate.checkpointing import merge_fsdp_weights, read_checkpoint, save_model
+from accelerate.checkpointing.dcp import read_metadata
 from accelerate.checkpointing.sharded import InPlace, read_optimizer_shards, write_model_shards, write_optimizer_shards
 from accelerate.commands import merge as merge_command
 from accelerate.errors import CheckpointError, CheckpointNotFound
@@ -143,6 +144,29 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="could run code"):
         read_checkpoint(tmp_path / "ck", models=[model()])
     assert not (tmp_path / "ran").exists()
+
+
+class AsAttribute:
+    """Pickled as ``getattr(owner, name)``, as Python 3.11.0 to 3.11.3 pickle the members of an enumeration."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.made = (getattr, (owner, name))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.made
+
+
+def test_the_index_of_another_python_names_members_by_attribute(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint.metadata as metadata
+
+    kinds = metadata._MEM_FORMAT_ENCODING
+    index = tmp_path / ".metadata"
+    index.write_bytes(pickle.dumps(AsAttribute(kinds, "TORCH_PRESERVE_FORMAT")))
+    assert read_metadata(tmp_path) is kinds.TORCH_PRESERVE_FORMAT
+    for owner, name in ((Path, "unlink"), (kinds, "__class__"), (metadata.Metadata, "__init__")):
+        index.write_bytes(pickle.dumps(AsAttribute(owner, name)))
+        with pytest.raises(CheckpointError, match="could run code"):
+            read_metadata(tmp_path)
 
 
 def test_a_torn_index_is_refused(tmp_path: Path) -> None:

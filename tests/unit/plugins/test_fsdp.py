@@ -266,6 +266,14 @@ class TestLoading:
         plugin.param_init_fn(empty)
         assert empty.weight.device.type != "meta"
 
+    def test_a_build_for_gpus_on_a_machine_without_allocates_on_the_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+        empty = nn.Linear(2, 2, device="meta")
+        plugin.param_init_fn(empty)
+        assert empty.weight.device.type == "cpu"
+
     def test_efficient_loading_without_synchronisation_is_corrected(self) -> None:
         with pytest.warns(UserWarning, match="sync_module_states"):
             plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, sync_module_states=False)
