@@ -17,6 +17,7 @@ from accelerate.plugins.parallelism import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from accelerate.plugins.pipeline import PipelineParallelConfig
 
 NUM_UPDATES = 20
 LENGTH, WORDS, WIDTH = 16, 32, 16
@@ -156,6 +157,7 @@ def accelerator(
     *,
     plan: dict[str, Any] | None = None,
     communication: str = "allgather",
+    pipeline: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> Accelerator:
     """An Accelerator for a mesh of ``degrees``; none: one process, or replicas."""
@@ -168,6 +170,8 @@ def accelerator(
             handlers["cp_handler"] = TorchContextParallelConfig(cp_comm_strategy=communication)
         if degrees.get("ep", 1) > 1:
             handlers["ep_handler"] = ExpertParallelConfig(plan=["layers.*.mixture.experts"])
+        if degrees.get("pp", 1) > 1:
+            handlers["pp_handler"] = PipelineParallelConfig(**pipeline or {})
         config = ParallelismConfig(
             **{f"{axis}_size": size for axis, size in degrees.items()}, sp_backend="torch", **handlers
         )
@@ -192,6 +196,11 @@ def prepared(run: Accelerator, *, updates: int = NUM_UPDATES, **shape: bool) -> 
     return run.prepare(model, optimizer, schedule, loader)
 
 
+def mean_loss(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """Of the words that follow."""
+    return cross_entropy(scores.flatten(0, 1), following.flatten())
+
+
 def steps(run: Accelerator, objects: Any, *, weighted: bool = False) -> dict[str, list[float]]:
     """One pass with accumulation, clipping and a schedule: losses and norms."""
     model, optimizer, schedule, loader = objects
@@ -204,9 +213,12 @@ def steps(run: Accelerator, objects: Any, *, weighted: bool = False) -> dict[str
             run.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)),
             run.accumulate(model),
         ):
-            scores = model(words, places).flatten(0, 1)
-            loss = cross_entropy(scores, following.flatten(), reduction="sum" if weighted else "mean")
-            run.backward(loss, weight=following.numel()) if weighted else run.backward(loss)
+            if run.mesh.size("pp") > 1:
+                loss = run.pipeline_step(model, ((words, places), following), mean_loss)
+            else:
+                scores = model(words, places).flatten(0, 1)
+                loss = cross_entropy(scores, following.flatten(), reduction="sum" if weighted else "mean")
+                run.backward(loss, weight=following.numel()) if weighted else run.backward(loss)
             if run.sync_gradients:
                 norms.append(float(run.clip_grad_norm_(model.parameters(), 0.5)))
             optimizer.step()

@@ -43,6 +43,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning
 
 V1: dict[str, Any] = {**V2, "fsdp_version": 1, "use_orig_params": True}
 RING = {"communication": "alltoall"}
+FOUR_STAGES = {"split_points": ["layers.0", "layers.1", "norm"]}
+INTERLEAVED = {"schedule": "interleaved", **FOUR_STAGES}
 
 #: name -> (ranks, arguments of train)
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -69,6 +71,16 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "sp on four": (4, {"degrees": {"sp": 4}}),
     "sp x ddp": (4, {"degrees": {"sp": 2, "dp_replicate": 2}}),
     "sp x fsdp": (4, {"fsdp": V2, "degrees": {"sp": 2, "dp_shard": 2}}),
+    "pp": (2, {"degrees": {"pp": 2}}),
+    "pp on four": (4, {"degrees": {"pp": 4}, "pipeline": FOUR_STAGES}),
+    "pp, interleaved": (2, {"degrees": {"pp": 2}, "pipeline": INTERLEAVED}),
+    "pp x ddp": (4, {"degrees": {"pp": 2, "dp_replicate": 2}}),
+    "pp x fsdp": (4, {"fsdp": V2, "degrees": {"pp": 2, "dp_shard": 2}}),
+    "pp x fsdp, interleaved": (4, {"fsdp": V2, "degrees": {"pp": 2, "dp_shard": 2}, "pipeline": INTERLEAVED}),
+    "pp x tp": (4, {"degrees": {"pp": 2, "tp": 2}}),
+    "pp x tp, sequences cut between": (4, {"degrees": {"pp": 2, "tp": 2}, "plan": SEQUENCE_PLAN}),
+    "pp x hsdp": (8, {"fsdp": V2, "degrees": {"pp": 2, "dp_replicate": 2, "dp_shard": 2}}),
+    "pp x fsdp x tp": (8, {"fsdp": V2, "degrees": {"pp": 2, "dp_shard": 2, "tp": 2}}),
 }
 #: The same for a mixture of experts.
 MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -79,7 +91,7 @@ MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep x hsdp": (4, {"fsdp": V2, "degrees": {"ep": 2, "dp_replicate": 2}}),
     "ep x cp": (4, {"fsdp": V2, "degrees": {"ep": 2, "cp": 2}}),
 }
-FAST = ("tp", "tp x fsdp, sequences cut between", "cp", "cp, a ring", "cp x fsdp", "sp")
+FAST = ("tp", "tp x fsdp, sequences cut between", "cp", "cp, a ring", "cp x fsdp", "sp", "pp x fsdp", "pp x tp")
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "tied": {"tied": True},
@@ -119,6 +131,8 @@ def test_every_mesh_trains_as_one_process(name: str, variant: str) -> None:
     """Also with tied weights, weighted losses, attention in both directions, and in bf16."""
     if variant == "tied" and MESHES[name][1].get("plan") is SEQUENCE_PLAN:
         pytest.skip("an embedding and a head that see the sequence cut can't share a weight")
+    if variant == "weighted" and "pp" in MESHES[name][1].get("degrees", {}):
+        pytest.skip("the loss of a pipeline's step is a mean over samples")
     check_same_run(name, variant)
 
 
@@ -165,6 +179,7 @@ def uninterrupted() -> dict[str, Any]:
 SAVED: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     **{name: MESHES[name] for name in ("ddp", "fsdp1", "fsdp2 on four", "hsdp", "tp", "tp x fsdp", "cp", "sp x ddp")},
+    **{name: MESHES[name] for name in ("pp", "pp x fsdp", "pp x tp")},
 }
 
 
@@ -182,6 +197,12 @@ def test_the_state_of_a_mesh_of_two_kinds_loads_elsewhere_and_back(tmp_path: Pat
     """Weights, optimizer, schedule and position."""
     check_loads("tp x fsdp", ["one process", "fsdp1"], tmp_path / "1")
     check_loads("ddp", ["tp x fsdp"], tmp_path / "2")
+
+
+def test_the_state_of_stages_in_shards_loads_elsewhere_and_back(tmp_path: Path) -> None:
+    """Weights, optimizer, schedule and position."""
+    check_loads("pp x fsdp", ["one process", "pp x tp"], tmp_path / "1")
+    check_loads("fsdp2 on four", ["pp x fsdp"], tmp_path / "2")
 
 
 @slow
@@ -234,7 +255,7 @@ def used_alone() -> dict[str, Any]:
 WHOLE = [name for name in MESHES if "cut between" not in name]  # those take lengths that the ranks divide
 
 
-@pytest.mark.parametrize("name", WHOLE if IS_SLOW else ["tp x fsdp", "cp"])
+@pytest.mark.parametrize("name", WHOLE if IS_SLOW else ["tp x fsdp", "cp", "pp x fsdp"])
 def test_evaluation_generation_unwrapping_and_state_are_those_of_one_process(name: str) -> None:
     """On every rank."""
     ranks, arguments = MESHES[name]

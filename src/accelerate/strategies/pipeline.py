@@ -6,7 +6,9 @@ Training on GPU Clusters Using Megatron-LM", SC 2021. Replicas of the pipeline a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any, final
 
 import torch
@@ -105,7 +107,23 @@ class Pipelined(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["module"], name)
+        found = getattr(self.__dict__["module"], name)
+        return self._generating(found) if name == "generate" and inspect.ismethod(found) else found
+
+    def _generating(self, method: Any) -> Any:
+        """``method`` of the user's own model, which calls the model through all stages.
+
+        Raises:
+            PreparationError: it is the one of transformers, which hands caches from call to call.
+        """
+        if method.__func__.__module__.startswith("transformers."):
+            raise PreparationError(
+                f"{type(self.module).__name__}.generate() keeps a cache of all layers, which are spread over the "
+                "stages of a pipeline here. Generate with the whole model: `state = accelerator.get_state_dict(model)` "
+                "on all ranks, then, on the main one, `whole = type(model)(model.config); whole.load_state_dict(state)`"
+                "; or accelerator.save_model(model, folder) and from_pretrained(folder)."
+            )
+        return MethodType(method.__func__, self)
 
 
 @final
