@@ -82,8 +82,10 @@ def test_the_exit_code_is_the_first_causes(write: Write) -> None:
 def test_a_rank_that_only_lost_its_peer_is_not_the_first_cause(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
     script = write(
         """
+        raised = __file__ + ".raised"
         if rank == 0:
-            time.sleep(0.05)
+            while not os.path.exists(raised):
+                time.sleep(0.01)
             raise RuntimeError("[gloo] Connection closed by peer")
         try:
             raise ValueError("the real one")
@@ -91,6 +93,7 @@ def test_a_rank_that_only_lost_its_peer_is_not_the_first_cause(write: Write, cap
             import traceback
             traceback.print_exc()
             sys.stderr.flush()
+            open(raised, "w").close()
             time.sleep(0.2)  # a slow interpreter shutdown
             os._exit(3)
         """
