@@ -187,6 +187,27 @@ def test_a_lost_run_of_many_ranks_as_a_file(page: Page, tmp_path: Path) -> None:
     assert page.problems == [] and all(request.startswith("file:") for request in page.requests)
 
 
+def test_long_names_and_lost_numbers_fit_a_telephone(page: Page, tmp_path: Path) -> None:
+    folder = tmp_path / ("a-name-that-somebody-made-of-all-settings-of-the-run-" * 2)
+    lines_of_a_lost_run(folder, 1)
+    long = "evaluation/accuracy_of_the_second_head_on_the_validation_set"
+    (folder / "own.jsonl").write_text("".join(f'{{"step": {n}, "{long}": "nan"}}\n' for n in range(5)))
+    target = tmp_path / "long.html"
+    program = accelerate("monitor", folder, "--export", target)
+    assert program.wait(60) == 0
+    end(program)
+    for width in (1360, 420):
+        page.resize(width, 900)
+        page.open(target.as_uri())
+        page.wait("document.querySelector('#state').textContent === 'stopped'")
+        assert page.ask("document.documentElement.scrollWidth <= innerWidth")
+        outside = "[...document.querySelectorAll('h1, h2, td')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+        assert page.ask(outside) == 0
+        assert page.ask("(t => t.scrollWidth <= t.parentElement.clientWidth)(document.querySelector('table'))")
+    assert "not one finite number" in page.ask("document.body.textContent")
+    assert page.problems == []
+
+
 def test_a_picture_is_made_by_the_command(tmp_path: Path) -> None:
     folder = tmp_path / "lost"
     lines_of_a_lost_run(folder, 2)

@@ -17,7 +17,7 @@ from accelerate.commands.monitor import export, main
 from accelerate.commands.monitor.reading import Curve, RunFiles
 from accelerate.commands.monitor.serve import Server, page
 from accelerate.commands.monitor.snapshot import MAX_POINTS, as_shown, snapshot, state_of
-from accelerate.commands.monitor.terminal import plot, screen
+from accelerate.commands.monitor.terminal import colored, plot, screen
 from accelerate.errors import MissingDependency, SettingError
 
 NOW = 1000.0
@@ -241,15 +241,38 @@ def test_a_terminal_follows_the_run_to_its_end(run: Path) -> None:
         timeout=30,
         dimensions=(40, 100),
     )
-    program.expect(r"SILENT  step 10\b")
+    program.expect(r"\x1b\[33mSILENT\x1b\[0m  step 10\b")  # in color
     write(run, 0, report(11))
-    program.expect(r"SILENT  step 11\b")
+    program.expect(r"SILENT\S*  step 11\b")
     for rank in (0, 1):
         write(run, rank, {"event": "end"})
     program.expect("FINISHED")
     program.expect(pexpect.EOF)
     program.close()
     assert program.exitstatus == 0
+
+
+def test_a_narrow_terminal_cuts_no_number_and_reads_a_failure_to_its_end(tmp_path: Path) -> None:
+    folder = tmp_path / "a-run-whose-name-is-longer-than-the-terminal-is-wide"
+    folder.mkdir()
+    write(folder, 0, {"event": "start", "ranks": 1, "device": "cuda:0"})
+    write(folder, 0, report(10))
+    write(folder, 0, {"event": "error", "text": "RuntimeError: " + "out of memory " * 6 + "and nothing else"})
+    lines = screen(seen(folder), 50)
+    assert max(map(len, lines)) <= 50
+    assert lines[0].endswith("…  FAILED")
+    text = " ".join(line.strip() for line in lines)
+    for words in ("step 10", "loss 0.1", "100 ms a step", "and nothing else"):
+        assert words in text
+
+
+def test_colors_are_left_out_where_they_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["night  RUNNING  step 1", "✗ 10:00:00  failed: it was RUNNING"]
+    assert colored(lines) == [
+        "night  \x1b[32mRUNNING\x1b[0m  step 1", "\x1b[31m✗\x1b[0m 10:00:00  failed: it was RUNNING"
+    ]  # fmt: skip
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert colored(lines) == lines
 
 
 def test_an_empty_folder_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,4 +286,5 @@ def test_a_curve_of_dots_falls_from_left_to_right() -> None:
     firsts = [next((at for at, cell in enumerate(row) if cell != "\u2800"), -1) for row in rows]
     assert firsts[0] == 0 and firsts[-1] > firsts[0]
     assert lines[0].startswith("3 ┤") and "step 100" in lines[-1]
+    assert all(any(row[column] != "\u2800" for row in rows) for column in range(len(rows[0])))  # without a gap
     assert plot([1], [None], 40, 5) == ["loss: no finite number yet"]

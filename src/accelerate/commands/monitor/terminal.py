@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any, Final, TextIO
 
+from ...settings import env
 from .reading import RunFiles
 from .snapshot import snapshot
 
@@ -19,8 +22,14 @@ _SIGNS: Final = {
     "save": "✓", "load": "↺", "restart": "↻", "start": "▸", "stop": "■", "error": "✗", "non_finite": "✗",
     "warning": "▲", "epoch": "·", "end": "◂", "note": "•",
 }  # fmt: skip
+_COLORS: Final = {
+    "RUNNING": 32, "FINISHED": 34, "STOPPED": 31, "FAILED": 31, "SILENT": 33,
+    "✓": 32, "✗": 31, "■": 31, "▲": 33, "▸": 34,
+}  # fmt: skip
+_COLORED: Final = re.compile(rf"(?<=  )({'|'.join(word for word in _COLORS if word.isalpha())})\b|^[✓✗■▲▸](?= )")
 _NUM_EVENTS: Final = 8
 _NUM_RANKS: Final = 16
+_FRESH_SECONDS: Final = 5.0
 
 
 def watch(run: RunFiles, output: TextIO, *, seconds: float = 1.0) -> None:
@@ -31,7 +40,7 @@ def watch(run: RunFiles, output: TextIO, *, seconds: float = 1.0) -> None:
             run.refresh()
             content = snapshot(run)
             size = shutil.get_terminal_size()
-            lines = screen(content, size.columns, size.lines - 1)
+            lines = colored(screen(content, size.columns, size.lines - 1))
             output.write("\033[H" + "".join(f"{line}\033[K\n" for line in lines) + "\033[J")
             output.flush()
             if content["state"] in ("finished", "failed", "stopped"):
@@ -40,31 +49,53 @@ def watch(run: RunFiles, output: TextIO, *, seconds: float = 1.0) -> None:
     finally:
         output.write("\033[?25h\033[?1049l")
         output.flush()
-    print("\n".join(screen(snapshot(run), shutil.get_terminal_size().columns, 200)), file=output)
+    print("\n".join(colored(screen(snapshot(run), shutil.get_terminal_size().columns, 200))), file=output)
+
+
+def colored(lines: Sequence[str]) -> list[str]:
+    """The lines with the state of the run and the signs of its events in color, unless ``NO_COLOR`` is set."""
+    if env.read("NO_COLOR"):
+        return list(lines)
+    return [_COLORED.sub(lambda found: f"\033[{_COLORS[found[0]]}m{found[0]}\033[0m", line) for line in lines]
 
 
 def screen(content: dict[str, Any], width: int, height: int = 200) -> list[str]:
     """The lines that show ``content``, none longer than ``width``."""
-    lines = _head(content)
+    lines = _head(content, width)
     if content["state"] == "empty":
         lines += ["", f"Nothing is reported yet in {content['folder']}/monitor.", "Call `accelerator.watch_run()`."]
-        return [line[:width] for line in lines[:height]]
+        return [_fitting(line, width) for line in lines[:height]]
     loss = content["curves"].get("loss")
-    ranks, events = _ranks(content["ranks"]), _events(content["events"], content["ranks"])
+    ranks, events = _ranks(content["ranks"], content["now"]), _events(content["events"], content["ranks"], width)
     room = max(4, min(14, height - len(lines) - len(ranks) - len(events) - 5))
     if loss is not None:
         lines += ["", *plot(loss["steps"], loss["values"], min(width, 100), room)]
     lines += ["", *ranks, "", *events]
-    return [line[:width] for line in lines[:height]]
+    return [_fitting(line, width) for line in lines[:height]]
 
 
-def _head(content: dict[str, Any]) -> list[str]:
+def _fitting(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _filled(words: Sequence[str], width: int) -> list[str]:
+    """The words in as many lines as they need; none is cut that fits into a line of its own."""
+    lines = [words[0]] if words else []
+    for word in words[1:]:
+        if len(lines[-1]) + 2 + len(word) <= width:
+            lines[-1] += f"  {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
+def _head(content: dict[str, Any], width: int) -> list[str]:
     from ...health.throughput import clock_time
 
     newest = content["newest"]
     step = newest.get("step")
     total = newest.get("total_steps")
-    words = [content["name"], content["state"].upper()]
+    words = [_fitting(content["name"], max(10, width - 12)), content["state"].upper()]
     if step is not None:
         words.append(f"step {step}" + (f"/{total} ({100 * step // total}%)" if total else ""))
     if "eta_seconds" in newest and content["state"] == "running":
@@ -84,7 +115,10 @@ def _head(content: dict[str, Any]) -> list[str]:
         numbers.append(f"{1000 * newest['step_seconds']:.3g} ms a step{share}")
     if "mfu" in newest:
         numbers.append(f"MFU {newest['mfu']:.1%}")
-    return ["  ".join(words), "  ".join(numbers)]
+    if content["state"] == "silent":
+        silent = clock_time(content["now"] - max(rank["seen"] for rank in content["ranks"]))
+        numbers.append(f"no rank has written anything for {silent}")
+    return _filled(words, width) + _filled(numbers, width)
 
 
 def _number(value: Any) -> str:
@@ -105,15 +139,11 @@ def plot(steps: Sequence[int], values: Sequence[float | None], width: int, heigh
     for step, value in points:
         at = round((step - first) / (last - first) * (2 * columns - 1)) if last > first else 0
         columns_of.setdefault(at, []).append(value)
-    cells = [[0] * columns for _ in range(height)]
-    before: int | None = None
-    for x in sorted(columns_of):
-        part = (high - statistics.fmean(columns_of[x])) / (high - low) if high > low else 0.5
-        y = round(part * (4 * height - 1))
-        for row in range(min(y, y if before is None else before), max(y, y if before is None else before) + 1):
-            cells[row // 4][x // 2] |= _DOTS[x % 2][row % 4]
-        before = y
-    rows = ["".join(chr(0x2800 + cell) for cell in row) for row in cells]
+    rows_of = {
+        x: (high - statistics.fmean(found)) / (high - low) * (4 * height - 1) if high > low else 2.0 * height
+        for x, found in sorted(columns_of.items())
+    }
+    rows = ["".join(chr(0x2800 + cell) for cell in row) for row in _line(rows_of, columns, height)]
     marks = {0: labels[0], height // 2: labels[1], height - 1: labels[2]}
     lines = [f"{marks.get(number, ''):>{margin - 2}} ┤{row}" for number, row in enumerate(rows)]
     lines.append(f"{'loss':>{margin - 2}} └{'─' * columns}")
@@ -122,18 +152,31 @@ def plot(steps: Sequence[int], values: Sequence[float | None], width: int, heigh
     return lines
 
 
-def _ranks(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    rows = [("rank", "device", "step", "step time", "data wait", "memory", "state")]
+def _line(rows_of: dict[int, float], columns: int, height: int) -> list[list[int]]:
+    """The dots, by row and column of characters, of the line through the points: a row of dots for columns of dots."""
+    cells = [[0] * columns for _ in range(height)]
+    known = list(rows_of.items())
+    for (x, y), (next_x, next_y) in zip(known, [*known[1:], known[-1]], strict=True):
+        for column in range(x, max(next_x, x + 1)):
+            slope = (next_y - y) / (next_x - x) if next_x > x else 0.0
+            ends = sorted(round(y + slope * (at - x)) for at in (column, min(column + 1, next_x)))
+            for row in range(ends[0], ends[1] + 1):
+                cells[row // 4][column // 2] |= _DOTS[column % 2][row % 4]
+    return cells
+
+
+def _ranks(ranks: Sequence[dict[str, Any]], now: float) -> list[str]:
+    rows = [("rank", "state", "step", "step time", "data wait", "memory", "device")]
     for rank in ranks[:_NUM_RANKS]:
         rows.append(
             (
                 str(rank["rank"]),
-                str(rank["device"] or "-"),
+                _state(rank, now),
                 str(rank["step"] if rank["step"] is not None else "-"),
                 _milliseconds(rank["step_seconds"]),
                 _milliseconds(rank["wait_seconds"]),
                 f"{rank['memory_bytes'] / 1e9:.2f} GB" if rank["memory_bytes"] else "-",
-                rank["state"],
+                str(rank["device"] or "-"),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -143,17 +186,27 @@ def _ranks(ranks: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _state(rank: dict[str, Any], now: float) -> str:
+    silent_seconds = now - rank["seen"]
+    if rank["state"] == "running" and silent_seconds > _FRESH_SECONDS:
+        return f"{silent_seconds:.0f} s ago"
+    return str(rank["state"])
+
+
 def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None or not math.isfinite(seconds) else f"{1000 * seconds:.3g} ms"
 
 
-def _events(events: Sequence[dict[str, Any]], ranks: Sequence[Any]) -> list[str]:
+def _events(events: Sequence[dict[str, Any]], ranks: Sequence[Any], width: int) -> list[str]:
     lines: list[str] = []
     for event in events[-_NUM_EVENTS:]:
         at = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0)))
         where = f"  step {event['step']}" if isinstance(event.get("step"), int) else ""
         who = "" if len(event["ranks"]) == len(ranks) else f"  rank {', '.join(map(str, event['ranks']))}"
-        lines.append(f"{_SIGNS.get(event['event'], '·')} {at}  {describe(event)}{where}{who}")
+        text = f"{_SIGNS.get(event['event'], '·')} {at}  {describe(event)}{where}{who}"
+        # What went wrong is read to its end; anything else has one line.
+        ending = event["event"] in ("error", "stop")
+        lines += textwrap.wrap(text, width, subsequent_indent=" " * 12) if ending else [text]
     return lines
 
 
