@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .plugins.deepspeed import DeepSpeedPlugin
     from .plugins.fsdp import FullyShardedDataParallelPlugin
     from .plugins.parallelism import ParallelismConfig
+    from .plugins.pipeline import PipelineParallelConfig
     from .plugins.precision import AutocastKwargs, GradScalerKwargs
     from .plugins.process_group import InitProcessGroupKwargs
     from .plugins.profile import ProfileKwargs
@@ -55,6 +56,7 @@ _HOMES = {
     "InitProcessGroupKwargs": "plugins.process_group",
     "ParallelismConfig": "plugins.parallelism",
     "PartialState": "state",
+    "PipelineParallelConfig": "plugins.pipeline",
     "ProfileKwargs": "plugins.profile",
     "cpu_offload": "big_modeling",
     "cpu_offload_with_hook": "big_modeling",
@@ -108,6 +110,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "ParallelismConfig",
     "PartialState",
+    "PipelineParallelConfig",
     "ProfileKwargs",
     "__version__",
     "cpu_offload",

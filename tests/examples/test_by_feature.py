@@ -39,6 +39,8 @@ ON_TWO_RANKS = (
     "ddp_comm_hook",
     "fsdp_with_peak_mem_tracking",
     "tensor_parallel",
+    "pipeline_parallel",
+    "context_parallel",
 )
 
 

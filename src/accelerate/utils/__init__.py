@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from ..plugins.parallelism import DeepSpeedSequenceParallelConfig, ParallelismConfig
     from ..plugins.parallelism import ExpertParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig
     from ..plugins.parallelism import TorchTensorParallelPlugin
+    from ..plugins.pipeline import PipelineParallelConfig
     from ..plugins.precision import AutocastKwargs, GradScalerKwargs
     from ..plugins.process_group import InitProcessGroupKwargs
     from ..plugins.profile import ProfileKwargs
@@ -194,7 +195,7 @@ _HOMES = {
     "SCHEDULER_NAME": "names", "SageMakerDistributedType": "settings.labels", "TERecipeKwargs": "plugins.fp8",
     "TORCH_DISTRIBUTED_OPERATION_TYPES": "collectives", "TORCH_LAUNCH_PARAMS": "launch.prepared",
     "TensorInformation": "nested", "TorchContextParallelConfig": "plugins.parallelism",
-    "ExpertParallelConfig": "plugins.parallelism",
+    "ExpertParallelConfig": "plugins.parallelism", "PipelineParallelConfig": "plugins.pipeline",
     "TorchDynamoPlugin": "plugins.dynamo", "TorchTensorParallelConfig": "plugins.parallelism",
     "TorchTensorParallelPlugin": "plugins.parallelism", "WEIGHTS_INDEX_NAME": "names",
     "WEIGHTS_NAME": "names", "WEIGHTS_PATTERN_NAME": "names",
@@ -315,8 +316,9 @@ __all__ = [
     "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME",
     "SCALER_NAME", "SCHEDULER_NAME", "SageMakerDistributedType", "TERecipeKwargs",
     "TORCH_DISTRIBUTED_OPERATION_TYPES", "TORCH_LAUNCH_PARAMS", "TensorInformation",
-    "ExpertParallelConfig", "TorchContextParallelConfig", "TorchDynamoPlugin", "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
+    "ExpertParallelConfig", "PipelineParallelConfig", "TorchContextParallelConfig", "TorchDynamoPlugin",
+    "TorchTensorParallelConfig", "TorchTensorParallelPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
+    "WEIGHTS_PATTERN_NAME",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "add_model_config_to_megatron_parser", "align_module_device",
     "apply_fp8_autowrap", "are_libraries_initialized", "broadcast", "broadcast_object_list",
     "calculate_maximum_sizes", "check_cuda_fp8_capability", "check_cuda_p2p_ib_support", "check_device_map",
