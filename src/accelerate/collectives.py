@@ -171,8 +171,7 @@ def gather(tensor: Any, *, world: World | None = None, to: int | None = None) ->
     leaves = flat_tensors(tensor)
     is_flat = leaves is not None
     if leaves is None:
-        leaves = []
-        recursively_apply(leaves.append, tensor, error_on_other_type=True)
+        leaves = _leaves_of(tensor, "gather")
     parts = _gather_together(leaves, here, to)
     if parts is None:
         parts = [_gather_one(leaf, here, to) for leaf in leaves]
@@ -182,6 +181,18 @@ def gather(tensor: Any, *, world: World | None = None, to: int | None = None) ->
         return dict(zip(tensor, parts, strict=True)) if type(tensor) is dict else type(tensor)(parts)
     rest = iter(parts)
     return recursively_apply(lambda _: next(rest), tensor)
+
+
+def _leaves_of(data: Any, operation: str) -> list[torch.Tensor]:
+    """The tensors of `data`, in order; anything else in it is refused in the name of `operation`."""
+    leaves: list[torch.Tensor] = []
+
+    def keep(leaf: torch.Tensor) -> None:
+        leaves.append(leaf)
+
+    keep.__name__ = operation
+    recursively_apply(keep, data, error_on_other_type=True)
+    return leaves
 
 
 def _gather_together(leaves: list[torch.Tensor], world: World, to: int | None) -> list[Any] | None:
@@ -283,9 +294,19 @@ def gather_object(object: Any, *, world: World | None = None) -> Any:
 def broadcast(tensor: Any, from_process: int = 0, *, world: World | None = None) -> Any:
     """Every tensor in `tensor` holds what it holds on rank `from_process`; in place, as torch's broadcast does."""
     here = world_or_joined(world)
+    _check_source(from_process, here)
     if here.size == 1:
         return tensor
-    return recursively_apply(_broadcast_one, tensor, from_process, here, error_on_other_type=True)
+    _leaves_of(tensor, "broadcast")
+    return recursively_apply(_broadcast_one, tensor, from_process, here)
+
+
+def _check_source(from_process: int, world: World) -> None:
+    if not 0 <= from_process < world.size:
+        raise SettingError(
+            f"from_process={from_process}: nobody has that index among {world.size} process(es). "
+            f"Give a number from 0 to {world.size - 1}."
+        )
 
 
 def _broadcast_one(tensor: torch.Tensor, from_process: int, world: World) -> torch.Tensor:
@@ -302,6 +323,7 @@ def _broadcast_one(tensor: torch.Tensor, from_process: int, world: World) -> tor
 def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, world: World | None = None) -> list[Any]:
     """`object_list` holds, in place, the objects of rank `from_process`; also returned."""
     here = world_or_joined(world)
+    _check_source(from_process, here)
     if here.size > 1:
         device = None if here.backend in _ON_HOST else here.device
         dist.broadcast_object_list(object_list, src=_seat(from_process, here), group=here.group, device=device)
@@ -340,22 +362,23 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None, *, world: World |
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: World | None = None) -> Any:
     """Every tensor in `tensor`, times `scale`, is the elementwise sum, mean or max over ranks; inputs are unchanged.
 
-    Truth values add up to int64. With `"none"` nothing is reduced.
+    The results are tensors of their own, also in a world of one. Truth values add up to int64. With `"none"` nothing
+    is reduced.
 
     Raises:
+        TypeError: there is something other than tensors in the containers.
         SettingError: `reduction` is none of sum, mean, max, none.
         CollectiveError: the mean of integers was asked for, or the ranks disagree.
     """
     if reduction not in REDUCTIONS:
         raise SettingError(f"reduction={reduction!r}: choose one of {', '.join(map(repr, REDUCTIONS))}.")
     here = world_or_joined(world)
-    if reduction == "none":
-        return recursively_apply(lambda item: item.clone(), tensor, error_on_other_type=True)
+    _leaves_of(tensor, "reduce")  # what can't be reduced is refused before the first rank has waited for the others
+    if reduction == "none" or (here.size == 1 and scale == 1.0):
+        return recursively_apply(torch.Tensor.clone, tensor)
     if here.size == 1:
-        return (
-            tensor if scale == 1.0 else recursively_apply(lambda item: item * scale, tensor, error_on_other_type=True)
-        )
-    return recursively_apply(_reduce_one, tensor, reduction, scale, here, error_on_other_type=True)
+        return recursively_apply(lambda item: item * scale, tensor)
+    return recursively_apply(_reduce_one, tensor, reduction, scale, here)
 
 
 def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float, world: World) -> torch.Tensor:
@@ -396,8 +419,7 @@ def pad_across_processes(
         TypeError: there is something other than tensors in the containers.
     """
     here = world_or_joined(world)
-    sizes: list[int] = []
-    recursively_apply(lambda item: sizes.append(_size_along(item, dim)), tensor, error_on_other_type=True)
+    sizes = [_size_along(leaf, dim) for leaf in _leaves_of(tensor, "pad_across_processes")]
     if here.size == 1 or not sizes:
         return tensor
     everyone = gather(torch.tensor([sizes], device=here.device), world=here)

@@ -6,6 +6,7 @@ Containers keep their type: a namedtuple comes back as the same namedtuple, a ``
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -48,6 +49,8 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
 
 def _rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if isinstance(data, defaultdict):
+        return type(data)(data.default_factory, items)
     # A mapping with a constructor of its own (transformers' ModelOutput, BatchEncoding) takes a dict.
     return type(data)(items)  # pyright: ignore[reportCallIssue]
 

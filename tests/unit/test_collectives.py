@@ -26,7 +26,6 @@ def test_everything_comes_back_as_it_is() -> None:
     tensor = torch.ones(2)
     assert gather(tensor) is tensor
     assert gather(torch.tensor(3.0)).ndim == 0
-    assert reduce(tensor) is tensor
     assert broadcast(tensor) is tensor
     assert pad_across_processes(tensor) is tensor
     assert gather_object("word") == "word"
@@ -38,6 +37,25 @@ def test_everything_comes_back_as_it_is() -> None:
 
 def test_a_scale_is_applied() -> None:
     assert reduce({"a": torch.tensor([2.0])}, "sum", 0.5)["a"].tolist() == [1.0]
+
+
+def test_what_reduce_returns_can_be_changed_without_changing_what_it_was_given() -> None:
+    tensor = torch.ones(2)
+    reduce({"a": tensor}, "sum")["a"].mul_(3)
+    assert tensor.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("stranger", ["word", 3, None, [torch.ones(1), None]])
+def test_reduce_refuses_on_one_process_what_it_refuses_on_many(stranger: object) -> None:
+    with pytest.raises(TypeError, match="passed to reduce: only nested"):
+        reduce(stranger)
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_a_source_that_is_not_there_is_refused(index: int) -> None:
+    for operation in (broadcast, broadcast_object_list):
+        with pytest.raises(SettingError, match=rf"from_process={index}: .* a number from 0 to 0"):
+            operation([torch.ones(1)], from_process=index)
 
 
 def test_none_is_a_copy_and_an_unknown_reduction_is_refused() -> None:
@@ -66,7 +84,7 @@ def test_a_nested_tensor_is_left_alone_with_a_warning() -> None:
 
 
 def test_padding_refuses_what_is_no_tensor() -> None:
-    with pytest.raises(TypeError, match="Unsupported type"):
+    with pytest.raises(TypeError, match=r"Unsupported type .* passed to pad_across_processes"):
         pad_across_processes([1])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 
 import pytest
 import torch
@@ -22,6 +22,17 @@ def test_containers_of_every_kind_come_back_as_themselves() -> None:
     assert type(result) is Pair and type(result.right["a"]) is tuple and type(result.right["b"]) is OrderedDict
     assert torch.equal(result.left[0], torch.full((2,), 2.0)) and result.right["a"][1] == "text"
     assert torch.equal(data.left[0], torch.ones(2)), "the caller's data is untouched"
+
+
+def test_a_defaultdict_keeps_its_factory() -> None:
+    batch = defaultdict(list, ids=torch.ones(2))
+    for mapped in (
+        nested.send_to_device(batch, "meta"),
+        nested.slice_tensors(batch, slice(0, 1)),
+        nested.concatenate([batch, batch]),
+    ):
+        assert type(mapped) is defaultdict
+        assert mapped["absent"] == []
 
 
 def test_a_leaf_of_another_type_is_refused_when_asked() -> None:
