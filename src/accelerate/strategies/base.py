@@ -52,6 +52,8 @@ class Strategy(ABC):
     steps_in_backward: bool = False
     #: Whether ranks wait for each other inside a forward, so that none can give one up alone.
     communicates_in_forward: bool = False
+    #: Whether they can, then, give it up together: nothing of a pass is left after :meth:`abandon_forwards`.
+    gives_up_together: bool = False
     #: What ``accelerator.deepspeed_engine_wrapped`` shows.
     engine: Any = None
 
@@ -119,6 +121,15 @@ class Strategy(ABC):
     def adopt_loader(self, loader: Any) -> None:
         """A prepared ``loader`` gives batches as this strategy wants them."""
 
+    def cut_sequences(self, loader: Any) -> Any:
+        """A prepared ``loader`` for ranks that compute one sequence together by an engine; else ``loader`` itself."""
+        return loader
+
+    @property
+    def num_shares(self) -> int:
+        """How many different micro-batches the ranks compute at the same time."""
+        return self.mesh.data_share().count
+
     def held(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
         """Which of the two the Accelerator saves, hands to hooks and looks for gradients in."""
         return model
@@ -147,6 +158,10 @@ class Strategy(ABC):
 
     def abandon_forwards(self, model: torch.nn.Module) -> None:
         """Nothing is left of forwards whose backward will never come."""
+
+    def remember_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
+        """What puts the gradients of ``model`` back as they are now, by copies of them."""
+        return remember_gradients(model.parameters())
 
     def backward(self, loss: torch.Tensor, scaler: Any, **kwargs: Any) -> None:
         """Gradients of ``loss`` have been added to the parameters' (scaled, under a gradient scaler)."""
@@ -225,6 +240,19 @@ def _stays_in_place(model: torch.nn.Module, device: torch.device) -> bool:
             )
         return True
     return any(is_sharded(parameter) for parameter in model.parameters())
+
+
+def remember_gradients(parameters: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """What puts the gradients of ``parameters`` back as they are now, by copies of them."""
+    kept = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
+
+    def put_back() -> None:
+        for parameter, gradient, values in kept:
+            if gradient is not None and values is not None:
+                gradient.copy_(values)  # in place: it may lie in a bucket that is sent as one
+            parameter.grad = gradient
+
+    return put_back
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:

@@ -25,6 +25,7 @@ from .compile import compile_model, uncompiled
 from .flat_state import FlatAccess, flat_parameters, names_of
 from .norms import Axes, scale_to, total_norm
 from .recompute import recompute_activations
+from .shard_passes import abandon_flat, remember_flat
 from .shard_saving import saved_as
 from .shard_setup import average_ignored, replicate_rest, send_from_main, upcast_trainable
 from .units import find_ignored, find_units
@@ -37,6 +38,7 @@ class FlatShard(Strategy):
     """Every rank keeps a piece of each flat parameter; units are gathered while they compute."""
 
     communicates_in_forward = True
+    gives_up_together = True
 
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
@@ -153,6 +155,18 @@ class FlatShard(Strategy):
                 yield
         finally:
             self._unreduced.discard(key)
+
+    def abandon_forwards(self, model: torch.nn.Module) -> None:
+        """Every unit is sharded, and waits for a forward."""
+        wrapped = uncompiled(model)
+        if isinstance(wrapped, FullyShardedDataParallel):
+            abandon_flat(wrapped)
+
+    def remember_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
+        """What puts the gradients back as they are now, those of backward passes under :meth:`no_sync` included."""
+        wrapped = uncompiled(model)
+        is_wrapped = isinstance(wrapped, FullyShardedDataParallel)
+        return remember_flat(wrapped) if is_wrapped else super().remember_gradients(model)
 
     def clip_grad_norm(
         self,

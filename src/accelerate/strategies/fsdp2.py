@@ -5,7 +5,7 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, final
@@ -27,6 +27,7 @@ from .expert import average_experts, deal_experts
 from .norms import clamp_pieces, clip_pieces
 from .rebind import inner_optimizer
 from .recompute import recompute_activations
+from .shard_passes import remember_shards
 from .shard_saving import saved_as
 from .shard_setup import average_ignored, replicate_rest, send_from_main, upcast_trainable
 from .tensor import parallelize
@@ -38,6 +39,7 @@ class FullyShard(Strategy):
     """Every rank keeps a piece of each parameter; units are gathered while they compute."""
 
     communicates_in_forward = True
+    gives_up_together = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
 
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
@@ -208,6 +210,17 @@ class FullyShard(Strategy):
         finally:
             self._unreduced.discard(id(model))
             model.set_requires_gradient_sync(True)
+
+    def abandon_forwards(self, model: torch.nn.Module) -> None:
+        """Every unit is sharded, and waits for a forward."""
+        sharded = uncompiled(model)
+        if isinstance(sharded, FSDPModule):
+            sharded.reset_iter_state()
+
+    def remember_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
+        """What puts the gradients back as they are now, those of backward passes under :meth:`no_sync` included."""
+        sharded = uncompiled(model)
+        return remember_shards(sharded) if isinstance(sharded, FSDPModule) else super().remember_gradients(model)
 
     def clip_grad_norm(
         self,
