@@ -27,6 +27,11 @@ TRACEBACK_START = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^\s*(?:\|\s*)?File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 #: torch marks every line of a traceback with the rank: ``[rank1]: ``
 _PREFIX = re.compile(r"\[[^\]\s]+\]: ?$")
+#: An exception group prints its frames and its members behind bars: ``  | ``, ``  +-+---- 1 ----``, ``    | ``.
+_GROUP_START = re.compile(
+    r"^(?P<prefix>(?:\[[^\]\s]+\]: )?) +\+ Exception Group Traceback \(most recent call last\):", re.MULTILINE
+)
+_IN_GROUP = re.compile(r"^\s+(?:\| ?|\+[-+]?)")
 _MARKERS = re.compile(r"^\s*[~^\s]+$")
 #: Files that are nobody's own code: installed packages and the interpreter's library.
 _FOREIGN = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen|\\lib\\", re.IGNORECASE)
@@ -82,6 +87,7 @@ class Traceback:
 
 def parse_traceback(text: str) -> Traceback | None:
     """The last complete traceback in ``text``, or None where there is none."""
+    text = _flattened(text)
     start = text.rfind(TRACEBACK_START)
     if start < 0:
         return None
@@ -104,6 +110,27 @@ def parse_traceback(text: str) -> Traceback | None:
     if not message:
         return None
     return Traceback(tuple(frames), "\n".join(message).rstrip())
+
+
+def _flattened(text: str) -> str:
+    """The text, with its last traceback of an exception group as one of a single exception: first the group's message,
+    then those of its members.
+    """
+    found = list(_GROUP_START.finditer(text))
+    if not found:
+        return text
+    start = found[-1]
+    lines: list[str] = []
+    is_member = False
+    rest = text[start.end() :].splitlines()[1:]
+    while rest and (bars := _IN_GROUP.match(line := rest[0].removeprefix(start["prefix"]))):
+        rest.pop(0)
+        line = line[bars.end() :]
+        is_border = "+" in bars[0]  # between members
+        is_member = is_member or is_border
+        if not is_border and not (is_member and (line[:1].isspace() or line.startswith(TRACEBACK_START))):
+            lines.append(line)
+    return "\n".join([TRACEBACK_START, *lines, *rest])
 
 
 @final
@@ -170,8 +197,7 @@ def _how(failure: Failure) -> str:
     if failure.returncode < 0:
         name = signal_name(-failure.returncode)
         verb = "was stopped by the launcher with" if failure.stopped else "was killed by"
-        peak = f"; its peak memory was {failure.peak_memory_mib:.0f} MiB" if failure.peak_memory_mib else ""
-        return f"{verb} {name}{peak}"
+        return f"{verb} {name}"
     return f"{'raised and ' if failure.traceback else ''}exited with code {failure.returncode}"
 
 
@@ -224,6 +250,8 @@ def report(failures: Sequence[Failure], num_processes: int, *, hint: str = LOGS_
         f"{_how(first)} "
         f"after {first.seconds:.1f} s."
     )
+    if first.peak_memory_mib:
+        head += f" Its peak memory was {first.peak_memory_mib:.0f} MiB."
     lines = [head, *_where(first)]
     if first.memory:
         lines.append(_shorten(first.memory))

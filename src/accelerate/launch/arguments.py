@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from . import preflight
 from .plan import Program
 from .slurm import in_batch_script
 
+_NO_COMMAND: Final = "there is no such command on the PATH"
 _OWN_NAMES: Final = ("config_file", "explain", "dry_run", "training_script", "training_script_args", "func")
 
 
@@ -66,10 +68,13 @@ def program_of(args: argparse.Namespace, settings: Settings) -> Program:
         return Program(target, arguments, "module")
     if launch.no_python:
         if shutil.which(target) is None:
-            raise SettingError(f"--no_python {target}: there is no such command on the PATH.")
+            why = f"it can't be run: `chmod +x {shlex.quote(target)}`" if Path(target).is_file() else _NO_COMMAND
+            raise SettingError(f"--no_python {target}: {why}.")
         return Program(target, arguments, "command")
     if not (Path(target).is_file() or (Path(target) / "__main__.py").is_file()):
         near = sorted(Path(target).parent.glob("*.py"))[:3] if Path(target).parent.is_dir() else []
         hint = f" There are: {', '.join(map(str, near))}." if near else ""
+        if target and Path(target).is_dir():
+            raise SettingError(f"{target!r} is a folder, and has no `__main__.py` that could be run.{hint}")
         raise SettingError(f"The script {target!r} doesn't exist (looked for it from {Path.cwd()}).{hint}")
     return Program(target, arguments)

@@ -13,6 +13,9 @@ from typing import BinaryIO, Final, final
 from ..health.failure import TRACEBACK_START
 
 _TAIL_BYTES: Final = 64 * 1024
+#: An unfinished line is shown after this long. Programs without buffers write lines in pieces, and pieces of two ranks
+#: would mix.
+HOLD_SECONDS: Final = 0.2
 _START: Final = TRACEBACK_START.encode()
 
 
@@ -37,6 +40,7 @@ class OutputStream:
         self._show = show
         self._prefix = prefix.encode()
         self._line = b""
+        self._held_since = 0.0
         self._tail = bytearray()
         self._log: BinaryIO | None = None
         #: When the last traceback began to arrive (``time.monotonic``), the best date of a failure that there
@@ -76,12 +80,39 @@ class OutputStream:
         del self._tail[:-_TAIL_BYTES]
         if self._log is not None:
             self._log.write(data)
+        if not self._line:
+            self._held_since = time.monotonic()
+        text = self._line + data
         if not self._prefix:
-            self._show(data)
+            end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+            self._line = text[end:]
+            if end:
+                self._show(text[:end])
             return
-        *whole, self._line = (self._line + data).split(b"\n")
+        *whole, self._line = text.split(b"\n")
         if whole:
             self._show(b"".join(self._prefix + line + b"\n" for line in whole))
+
+    @property
+    def holds(self) -> bool:
+        """Whether the start of a line waits to be shown by :meth:`release`."""
+        return bool(self._line) and not self._prefix
+
+    def release(self) -> None:
+        """An unfinished line that has waited for long enough has been shown: a prompt, a progress bar."""
+        if self.holds and time.monotonic() - self._held_since >= HOLD_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Everything has been shown; behind a prefix, an unfinished line has been finished."""
+        if self._line:
+            self._show(self._prefix + self._line + b"\n" if self._prefix else self._line)
+            self._line = b""
+
+    @property
+    def is_inside_line(self) -> bool:
+        """Whether what is shown next would stand behind something else."""
+        return bool(self._tail) and not self._prefix and not self._tail.endswith(b"\n")
 
     def text(self) -> str:
         """The last 64 KiB."""
@@ -89,9 +120,7 @@ class OutputStream:
 
     def close(self) -> None:
         """Nothing is held any more; an unfinished line has been shown."""
-        if self._line:
-            self._show(self._prefix + self._line + b"\n")
-            self._line = b""
+        self.flush()
         os.close(self.descriptor)
         if self._log is not None:
             self._log.close()

@@ -27,7 +27,7 @@ from typing import Final, Protocol, final
 from ..errors import LaunchError
 from ..health.failure import Failure, MemoryWatch, parse_traceback, report, signal_name
 from .plan import LaunchPlan, Stream
-from .streams import OutputStream, write_all
+from .streams import HOLD_SECONDS, OutputStream, write_all
 
 #: A rank that was told to stop by the user or the scheduler may save its work for this long.
 STOP_GRACE_SECONDS: Final = 30.0
@@ -268,12 +268,17 @@ class Supervisor:
             left = max(0.0, self._stop.deadline - time.monotonic())
             timeout = left if timeout is None else min(left, timeout)
             timeout = min(timeout, LAST_WORDS_SECONDS)
+        streams = [stream for rank in self._ranks for stream in rank.streams]
+        if any(stream.holds for stream in streams):
+            timeout = HOLD_SECONDS if timeout is None else min(timeout, HOLD_SECONDS)
         for key, _ in self._selector.select(timeout):
             if key.fd == signals:
                 for number in os.read(signals, 64):
                     self._receive(number)
             elif isinstance(key.data, OutputStream) and not key.data.read():
                 self._selector.unregister(key.fd)
+        for stream in streams:
+            stream.release()
 
     def _reap(self, guardian: Guardian, memory: MemoryWatch) -> None:
         """Every rank that has ended is known, the killed before those that followed them."""
@@ -344,11 +349,13 @@ class Supervisor:
         for rank in self._ranks:
             for stream in rank.streams:
                 stream.drain()
+                stream.flush()
         self.failures = [failure for rank in self._ranks if (failure := self._failure_of(rank, memory)) is not None]
         if self._stop is not None and self._stop.received is not None:
             return
         if self.failures and self.report_failures:
-            self._say(report(self.failures, self.plan.num_processes))
+            is_inside_line = any(stream.is_inside_line for rank in self._ranks for stream in rank.streams)
+            self._say("\n" * is_inside_line + report(self.failures, self.plan.num_processes))
 
     def _failure_of(self, rank: _Rank, memory: MemoryWatch) -> Failure | None:
         if not rank.returncode:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -116,6 +117,11 @@ def _meeting(settings: Settings, host: Host) -> tuple[dict[str, str], str, tuple
             )
         notes = (f"port {port} is in use on this host; the processes meet at {host.free_port} instead",) if port else ()
         port = host.free_port
+    if several:
+        notes = (
+            *notes,
+            f"machine {launch.machine_rank} of {launch.num_machines} waits for the others at {address}:{port}",
+        )
     if launch.rdzv_backend == "static":
         options = {
             "node-rank": str(launch.machine_rank),
@@ -136,10 +142,11 @@ def _run_agent(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    started = time.time()
     try:
         run.run(run.parse_args(list(arguments)))
     except ChildFailedError as error:
-        failures = failures_of(error.failures)
+        failures = failures_of(error.failures, started)
         print(report(failures, len(failures)), file=sys.stderr)
         return failures[0].exit_code if failures else 1
     except SignalException as error:
@@ -147,10 +154,9 @@ def _run_agent(arguments: Sequence[str]) -> int:
     return 0
 
 
-def failures_of(found: Mapping[int, Any]) -> list[Failure]:
-    """torch's records of failed ranks as ours, the earliest first."""
+def failures_of(found: Mapping[int, Any], started: float) -> list[Failure]:
+    """torch's records of failed ranks as ours, the earliest first; ``started`` is when the run began."""
     failures: list[Failure] = []
-    earliest = min((moment(failure) for failure in found.values()), default=0.0)
     for rank, failure in found.items():
         details = failure.error_file_data.get("message", {})
         text = details.get("extraInfo", {}).get("py_callstack", "") if isinstance(details, dict) else ""
@@ -160,7 +166,7 @@ def failures_of(found: Mapping[int, Any]) -> list[Failure]:
                 host=socket.gethostname(),
                 pid=failure.pid,
                 returncode=failure.exitcode,
-                seconds=moment(failure) - earliest,
+                seconds=max(0.0, moment(failure) - started),
                 traceback=parse_traceback(text),
                 stopped=failure.exitcode == -15,
                 log=Path(failure.error_file) if failure.error_file != "<N/A>" else None,
@@ -220,9 +226,10 @@ def elastic_call(
         log_line_prefix_template=log_line_prefix_template,
     )
     with env.patched(ACCELERATE_MIXED_PRECISION=mixed_precision, FORK_LAUNCHED="1"):
+        started = time.time()
         try:
             results = elastic_launch(config, function)(*args)
         except ChildFailedError as error:
-            failures = failures_of(error.failures)
+            failures = failures_of(error.failures, started)
             raise LaunchError(report(failures, num_processes * num_nodes)) from error
     return [results[rank] for rank in sorted(results)]

@@ -235,6 +235,8 @@ MISTAKES = {
     ),
     "module and no_python": (["-m", "--no_python", "s"], "exclude each other"),
     "no such command": (["--no_python", "no-such-command"], "no such command"),
+    "not executable": (["--no_python", "s"], "chmod +x"),
+    "a folder": (["--cpu", "."], "no `__main__.py`"),
     "bad tee": (["--cpu", "--tee", "x", "s"], "--tee x"),
     "option without effect": (["--fsdp_version", "2", "s"], "no effect"),
     "missing file": (["--config_file", "nowhere.yaml", "s"], "nowhere.yaml"),

@@ -118,6 +118,43 @@ def test_a_rank_that_had_raised_before_it_was_stopped_may_be_the_first_cause() -
     assert first_cause([quick, slow]) is slow
 
 
+GROUP = """ValueError: inner
+
+The above exception was the direct cause of the following exception:
+
+  + Exception Group Traceback (most recent call last):
+  |   File "/home/me/train.py", line 6, in main
+  |     raise ExceptionGroup("several", errors) from error
+  | ExceptionGroup: several (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "/home/me/data.py", line 3, in read
+    |     raise OSError("one")
+    | OSError: one
+    +---------------- 2 ----------------
+    | KeyError: 'two'
+    +------------------------------------
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank1]: "])
+@pytest.mark.parametrize("after", ["", "done\n"])
+def test_an_exception_group_is_read_with_its_members(prefix: str, after: str) -> None:
+    found = parse_traceback("".join(f"{prefix}{line}\n" for line in GROUP.splitlines()) + after)
+    assert found is not None
+    assert [(frame.file, frame.line) for frame in found.frames] == [("/home/me/train.py", 6)]
+    assert found.message.splitlines()[:3] == [
+        "ExceptionGroup: several (2 sub-exceptions)",
+        "OSError: one",
+        "KeyError: 'two'",
+    ]
+
+
+def test_what_failed_after_an_exception_group_counts() -> None:
+    found = parse_traceback(GROUP + TEXT)
+    assert found is not None and found.exception == "ValueError: a"
+
+
 def test_the_report_fits_on_a_screen_and_begins_with_the_first_cause() -> None:
     long = raised("ValueError: " + "\n".join(["x" * 500] * 40))
     failures = [failure(rank, rank + 1.0, long) for rank in range(64)]
@@ -131,7 +168,7 @@ def test_the_report_fits_on_a_screen_and_begins_with_the_first_cause() -> None:
 def test_a_killed_rank_is_reported_with_its_signal_and_memory() -> None:
     killed = failure(0, 1.0, returncode=-9, peak_memory_mib=512.4, memory="Out of memory: the kernel killed 1.")
     text = report([killed, failure(1, 1.2, returncode=-15, stopped=True)], 2)
-    assert "was killed by SIGKILL; its peak memory was 512 MiB" in text
+    assert "was killed by SIGKILL after" in text and "Its peak memory was 512 MiB." in text
     assert "Out of memory: the kernel killed 1." in text
     assert "Rank 1 stopped by the launcher with SIGTERM" in text
     assert killed.exit_code == 137

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from accelerate.errors import LaunchError
+from accelerate.launch import streams
 from accelerate.launch.plan import LaunchPlan, Logs, Program, parse_tee
 from accelerate.launch.supervise import Supervisor, start_command, supervise
 from accelerate.settings import env
@@ -39,7 +40,7 @@ def plan_of(script: Path, num_processes: int = 2, logs: Logs | None = None, *arg
     return LaunchPlan(
         engine="local",
         argv=Program(str(script), arguments).argv(),
-        environment={"WORLD_SIZE": str(num_processes)},
+        environment={"WORLD_SIZE": str(num_processes), "PYTHONUNBUFFERED": ""},
         ranks=tuple({"RANK": str(rank)} for rank in range(num_processes)),
         cwd=script.parent,
         logs=logs or Logs(),
@@ -134,6 +135,39 @@ def test_logs_hold_each_ranks_outputs_and_the_terminal_shows_them_too(
     assert sorted(err.splitlines()) == ["err 0", "err 1"]
     assert (tmp_path / "logs/1/stdout.log").read_text() == "out 1\n"
     assert (tmp_path / "logs/0/stderr.log").read_text() == "err 0\n"
+
+
+def test_lines_that_are_written_in_pieces_dont_mix(
+    write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "HOLD_SECONDS", 10.0)  # however slow this machine is
+    script = write("""
+        for piece in 20 * ["a", "b", "c\\n"]:
+            os.write(2, piece.encode())
+            time.sleep(0.002)
+    """)
+    supervise(plan_of(script, 4), env.snapshot())
+    assert capfd.readouterr().err == 80 * "abc\n"
+
+
+def test_an_unfinished_line_is_shown_soon_and_the_report_begins_on_a_line_of_its_own(
+    write: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = write("""
+        if rank == 0:
+            os.write(2, b"50%|####")
+            time.sleep(30)
+        time.sleep(1)
+        sys.exit(3)
+    """)
+    shown: list[tuple[float, bytes]] = []
+    plan = plan_of(script)
+    start = time.monotonic()
+    Supervisor(
+        plan, start_command(plan), env.snapshot(), show_err=lambda data: shown.append((time.monotonic() - start, data))
+    ).run()
+    assert shown[0][1] == b"50%|####" and shown[1][0] - shown[0][0] > 0.5
+    assert shown[1][1].startswith(b"\nFirst cause: rank 1 of 2")
 
 
 def test_teed_lines_carry_role_and_rank_also_unfinished_ones(write: Write, capfd: pytest.CaptureFixture[str]) -> None:

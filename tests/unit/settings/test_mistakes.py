@@ -33,6 +33,10 @@ MISTAKES = {
         ("config.yaml:2", "unknown key `num_proceses`", "Did you mean `num_processes`?", "num_machines"),
         file="distributed_type: MULTI_GPU\nnum_proceses: 2\n",
     ),
+    "a section of a newer version": Mistake(
+        ("config.yaml:2", "unknown key `quantum_config`. Correct or remove it; a newer version", "fsdp_config"),
+        file="distributed_type: 'NO'\nquantum_config: {qubits: 3}\n",
+    ),
     "an unknown key in a section": Mistake(
         ("config.yaml:3", "`fsdp_offload_parms` in `fsdp_config`", "Did you mean `fsdp_offload_params`?"),
         file="distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_parms: true\n",
