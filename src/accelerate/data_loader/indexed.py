@@ -127,8 +127,7 @@ class IndexReader:
         """Which of how many ranks takes the samples that this one draws."""
         if isinstance(self.root, BatchSamplerShard):
             return self.root.process_index, self.root.num_processes
-        count = self.feeder.rank_shares
-        return (self.feeder.rank_and_size()[0] if count > 1 else 0), count
+        return self.feeder.rank_index, self.feeder.rank_shares
 
     def _batch_keys(self) -> Callable[[Drawn], KeyedIndices]:
         """From what is drawn, in order, to the indices with the number that the batch has among all ranks' batches."""

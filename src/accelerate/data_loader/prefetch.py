@@ -71,6 +71,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self._is_accelerate_prepared = True
         self.progress = Progress(epoch=iteration)
         self.rank_shares = 1  # how many ranks read a part of their own, where nothing here deals the parts
+        self.rank_index = 0  # which of these parts this rank reads
         self.account: Account | None = None  # the account of batches that a rank-aware sampler dealt
         self._feed = IndexFeed()
         self._announced_epoch: int | None = None
@@ -347,7 +348,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         root, _ = unskipped(self.index_sampler)
         shard = root if isinstance(root, BatchSamplerShard) else self.dataset
         own = shard.process_index if isinstance(shard, (BatchSamplerShard, IterableDatasetShard)) else None
-        return self.rank_and_size()[0] if own is None else own
+        return self.rank_index if own is None else own
 
     @property
     def total_batch_size(self) -> int:

@@ -252,7 +252,7 @@ def _sharded_stream(
         # A dataset of several files gives each rank some of them; nobody reads what others read.
         part: Any = divide(num_shards=share.count, index=share.index)
         feeder = DataLoaderShard(part, batch_size=per_rank, drop_last=dataloader.drop_last, **common)
-        feeder.rank_shares = share.count
+        feeder.rank_shares, feeder.rank_index = share.count, share.index
         return feeder
     part = IterableDatasetShard(
         dataset,
@@ -278,6 +278,6 @@ def _as_it_is(dataloader: DataLoader[Any], part: Any, share: DataShare, common: 
         )
     root = _index_sampler(dataloader) if not isinstance(dataloader.dataset, IterableDataset) else None
     feeder = DataLoaderShard(dataloader.dataset, **_sampling(dataloader, root), **common)
-    feeder.rank_shares = share.count
+    feeder.rank_shares, feeder.rank_index = share.count, share.index
     feeder.account = account_of(part, share.count)
     return _shown(feeder, dataloader, None, dataloader.batch_size)

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .order import SkipBatchSampler
 from .prefetch import BatchFeeder
+from .sequence_parts import SequencePartsLoader
 
 
 class SkipDataLoader(BatchFeeder):
@@ -30,6 +31,9 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     Where a checkpoint has been loaded, ``num_batches`` counts from the beginning of the epoch that it was saved in,
     and takes the place of the restored position.
     """
+    if isinstance(dataloader, SequencePartsLoader):
+        groups, rest = divmod(dataloader.skip_parts + num_batches, dataloader.num_parts)
+        return dataloader.over(skip_first_batches(dataloader.loader, groups), rest)
     is_stream = isinstance(dataloader.dataset, IterableDataset)
     if isinstance(dataloader, BatchFeeder):
         if is_stream:
