@@ -543,6 +543,8 @@ class Accelerator:
                 slot.current = self.prepare_model(slot.current, device_placement=slot.device_placement)
         for slot in bundle.of(Role.LOADER):
             slot.current = self.prepare_data_loader(slot.current, device_placement=slot.device_placement)
+            if fresh[0]:
+                slot.current = self.strategy.cut_sequences(slot.current)
         for slot in bundle.of(Role.OPTIMIZER):
             slot.current = self.prepare_optimizer(slot.current, device_placement=slot.device_placement)
         for slot in bundle.of(Role.SCHEDULER):  # last: a scheduler looks for its prepared optimizer
@@ -641,7 +643,7 @@ class Accelerator:
             own[:1] or self._optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
-            num_processes=self.mesh.data_share().count,
+            num_processes=self.strategy.num_shares,
             mode=self.scheduler_mode,
             gradient_state=self.gradient_state,
         )
@@ -690,8 +692,11 @@ class Accelerator:
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """``dl`` itself: without sequence parallelism there is nothing to cut."""
-        return dl
+        """``dl`` with parts of sequences, under DeepSpeed's sequence parallelism; ``dl`` itself, where there is none.
+
+        Loaders that are prepared together with their model are so already.
+        """
+        return self.strategy.cut_sequences(dl)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
         """Whether a device map spreads ``model``, or a part of it, over several places."""

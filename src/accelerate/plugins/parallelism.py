@@ -162,8 +162,7 @@ class ParallelismConfig(ParallelismOptions):
                 f"ParallelismConfig: {axis}_handler is set but {axis}_size is 1, so it has no effect.",
                 stacklevel=4,
             )
-        # Ulysses keeps None: DeepSpeed has defaults of its own.
-        if handler is None and size > 1 and axis not in ("sp", "ep"):
+        if handler is None and size > 1 and axis != "ep":
             setattr(self, f"{axis}_handler", kind())
 
     def __repr__(self) -> str:
@@ -332,6 +331,11 @@ class ParallelismConfig(ParallelismOptions):
         if self.total_size == 1 and processes > 1:
             # Nothing was asked for: plain replication.
             self._set_size("dp_replicate", processes)
+        if self._leaves_mesh_to_deepspeed and processes % self.sp_size:
+            raise SettingError(
+                f"sp_size={self.sp_size} doesn't divide the {processes} processes into groups that compute one "
+                "sequence together. Choose a divisor, or start another number of processes."
+            )
         if self.total_size != processes and not self._leaves_mesh_to_deepspeed:
             raise SettingError(
                 f"ParallelismConfig total_size ({self.total_size}) does not match num_processes "

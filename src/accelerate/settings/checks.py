@@ -55,7 +55,14 @@ def check_launchable(settings: Settings, *, has_allocation: bool = False) -> Non
 def check_world(settings: Settings, world_size: int) -> None:
     """The degrees of parallelism multiply to the number of processes. Raises SettingError."""
     parallelism = settings.parallelism
-    if parallelism is None or (settings.deepspeed is not None and parallelism.sp_size > 1):
+    if parallelism is None:
+        return
+    if settings.deepspeed is not None and parallelism.sp_size > 1:  # the other degrees are DeepSpeed's
+        if world_size % parallelism.sp_size:
+            raise SettingError(
+                f"{settings.quote('parallelism.sp_size')} doesn't divide the {world_size} processes into groups that "
+                "compute one sequence together. Choose a divisor, or start another number of processes."
+            )
         return
     names = ("pp_size", "dp_replicate_size", "dp_shard_size", "ep_size", "cp_size", "sp_size", "tp_size")
     total = 1

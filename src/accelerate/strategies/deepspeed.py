@@ -19,11 +19,12 @@ from ..logging import get_logger
 from ..names import engine_tag
 from ..optional import require
 from ..plugins.deepspeed import DeepSpeedPlugin, active_plugin
+from ..plugins.parallelism import ParallelismConfig
 from ..precision import Precision
 from ..settings import env
 from ..settings.labels import DistributedType
 from ..world import World
-from . import deepspeed_document
+from . import deepspeed_document, deepspeed_sequence
 from .base import Strategy, StrategyOptions
 from .bundle import Bundle, Role, Slot, is_prepared_optimizer
 from .compile import compile_regions_deepspeed
@@ -34,6 +35,7 @@ from .deepspeed_engine import (
     DeepSpeedSchedulerWrapper,
     map_pytorch_optim_to_deepspeed,
 )
+from .deepspeed_sequence import Ulysses
 from .deepspeed_state import EngineState, whole_weights
 from .rebind import canonical_name
 
@@ -53,6 +55,7 @@ class DeepSpeed(Strategy):
         super().__init__(world, options)
         self.engine: DeepSpeedEngineWrapper | None = None
         self._engines: list[Any] = []
+        self._ulysses: Ulysses | None = None
         self._follows_calls = False  # whether the clipping norm is that of clip_grad_norm_()
         self._has_warned = False
         if env.read("DS_ACCELERATOR") is None:  # DeepSpeed would look for a device by itself
@@ -104,6 +107,10 @@ class DeepSpeed(Strategy):
             )
         if models:
             deepspeed_document.check(self.plugin, self._prepared(bundle))
+        if models and self._parts is not None:
+            loaders = self.options.loaders
+            even = loaders is None or loaders.even_batches
+            deepspeed_sequence.check(self._parts, models[0].current, even_batches=even)
 
     def place(self, bundle: Bundle, precision: Precision) -> None:
         """The bundle's model is an engine, with the optimizer and the scheduler inside; loaders say the batch size."""
@@ -120,7 +127,14 @@ class DeepSpeed(Strategy):
         plugin.set_moe_leaf_modules(model)
         arguments = self._arguments(plugin, prepared, bundle)
         with env.patched(LOCAL_RANK=env.read("LOCAL_RANK") or str(self.world.local_rank)):
+            if self._parts is not None:
+                library.init_distributed(self.world.backend, auto_mpi_discovery=False)
+                micro = int(plugin.get_value("train_micro_batch_size_per_gpu"))
+                self._ulysses = deepspeed_sequence.Ulysses(self._parts, model, micro, clock)
+                arguments["mpu"] = self._ulysses.groups
             engine, optimizer, _, scheduler = library.initialize(model=model, **arguments)
+        if self._ulysses is not None:
+            self._ulysses.drive(engine)
         self._compile(engine)
         self._hold(engine, trains=prepared.optimizer is not None)
         slot.current = engine
@@ -137,7 +151,36 @@ class DeepSpeed(Strategy):
             scheduler=first(Role.SCHEDULER),
             loaders=[slot.original for slot in bundle.of(Role.LOADER)],
             split_batches=bool(loaders is not None and loaders.split_batches),
+            num_shares=self.num_shares,
+            ranks_per_batch=self._ranks_per_sequence,
         )
+
+    @property
+    def _parts(self) -> ParallelismConfig | None:
+        return deepspeed_sequence.wanted(self.options.plugins.get("parallelism_config"))
+
+    @property
+    def _ranks_per_sequence(self) -> int:
+        return 1 if self._parts is None else self._parts.sp_size
+
+    @property
+    def num_shares(self) -> int:
+        """How many different micro-batches the ranks compute at the same time; each rank reads its own."""
+        return super().num_shares // self._ranks_per_sequence
+
+    def cut_sequences(self, loader: Any) -> Any:
+        """``loader``, whose batches every rank gets its own part of, under sequence parallelism.
+
+        Raises:
+            PreparationError: the model has not been prepared.
+        """
+        if self._parts is None:
+            return loader
+        if self._ulysses is None:
+            raise PreparationError(
+                "deepspeed_ulysses_dl_adapter() has no groups to cut sequences for: call prepare(model, ...) first."
+            )
+        return self._ulysses.cut(loader, self.world.device)
 
     def _arguments(self, plugin: DeepSpeedPlugin, prepared: Prepared, bundle: Bundle) -> dict[str, Any]:
         """What ``deepspeed.initialize`` is given besides the model."""
@@ -204,6 +247,9 @@ class DeepSpeed(Strategy):
             engine.destroy()
         self._engines.clear()
         self.engine = None
+        if self._ulysses is not None:
+            self._ulysses.release()
+            self._ulysses = None
 
     # -- training ------------------------------------------------------------------------------------------
 
@@ -219,6 +265,8 @@ class DeepSpeed(Strategy):
                 "backward() has no engine to go through: call prepare(model, optimizer, ...) on this Accelerator first."
             )
         assert self.options.clock is not None
+        if self._ulysses is not None:
+            loss = self._ulysses.scaled(loss)
         self.engine.backward(loss, self.options.clock.sync_gradients, **kwargs)
 
     def clip_grad_norm(

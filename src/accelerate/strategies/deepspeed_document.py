@@ -36,6 +36,9 @@ class Prepared:
     scheduler: Any
     loaders: Sequence[Any]
     split_batches: bool
+    num_shares: int  # how many different micro-batches are computed at the same time
+    #: How many ranks compute one micro-batch together and are not counted by DeepSpeed: sequence parallelism.
+    ranks_per_batch: int = 1
 
     @property
     def takes_optimizer(self) -> bool:
@@ -95,7 +98,7 @@ def complete(plugin: DeepSpeedPlugin, prepared: Prepared, world: World, clock: G
         **_batch_sizes(plugin, prepared, steps, world),
         **_widths(plugin, prepared.model),
         **_of_optimizer(prepared.optimizer),
-        **_of_scheduler(prepared, world),
+        **_of_scheduler(prepared),
     }
     document = plugin.deepspeed_config
     if prepared.takes_optimizer:
@@ -157,7 +160,10 @@ def _batch_sizes(plugin: DeepSpeedPlugin, prepared: Prepared, steps: int, world:
             )
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = micro
     # DeepSpeed counts every rank, also those that cut one replica's layers among them (AutoTP).
-    return {"train_micro_batch_size_per_gpu": micro, "train_batch_size": micro * steps * world.size}
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "train_batch_size": micro * steps * world.size // prepared.ranks_per_batch,
+    }
 
 
 def _batch_size(loader: Any) -> int:
@@ -202,7 +208,7 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     return {f"optimizer.params.{name}": value for name, value in named.items()}
 
 
-def _of_scheduler(prepared: Prepared, world: World) -> dict[str, Any]:
+def _of_scheduler(prepared: Prepared) -> dict[str, Any]:
     scheduler = prepared.scheduler
     if not isinstance(scheduler, DummyScheduler):
         return {}
@@ -216,6 +222,6 @@ def _of_scheduler(prepared: Prepared, world: World) -> dict[str, Any]:
     }
     if scheduler.total_num_steps is not None:
         # The engine steps it once per update, where other schedules advance once per process.
-        ranks = 1 if prepared.split_batches else world.size
+        ranks = 1 if prepared.split_batches else prepared.num_shares
         values["total_num_steps"] = math.ceil(scheduler.total_num_steps / ranks)
     return {f"scheduler.params.{name}": value for name, value in values.items()}

@@ -105,7 +105,7 @@ def test_handlers_are_made_where_an_axis_is_active() -> None:
     config = ParallelismConfig(cp_size=2, tp_size=2, dp_shard_size=2)
     assert isinstance(config.cp_handler, TorchContextParallelConfig)
     assert isinstance(config.tp_handler, TorchTensorParallelConfig)
-    assert ParallelismConfig(sp_size=2).sp_handler is None
+    assert isinstance(ParallelismConfig(sp_size=2).sp_handler, DeepSpeedSequenceParallelConfig)
 
 
 def test_a_handler_without_its_axis_warns() -> None:
@@ -135,6 +135,8 @@ class TestFit:
 
     def test_ulysses_groups_are_deepspeeds_business(self) -> None:
         ParallelismConfig(sp_size=2)._validate_accelerator(_accelerator(4))
+        with pytest.raises(SettingError, match="sp_size=2 doesn't divide the 3 processes"):
+            ParallelismConfig(sp_size=2)._validate_accelerator(_accelerator(3))
 
     def test_fsdp_needs_an_axis_of_its_own(self) -> None:
         with pytest.raises(SettingError, match="no axis to shard over"):
