@@ -11,6 +11,7 @@ before each, as in an evaluation, and is subtracted. CPU time: medians over roun
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import multiprocessing
 import os
@@ -44,7 +45,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def loaders() -> dict[str, Any]:
-    """The same loader bare, prepared for one process, and prepared as one of two (each reads half of the batches)."""
+    """The same loader bare, prepared for one process, as one of two (each reads half of the batches), and by sample."""
     from accelerate import Accelerator
     from accelerate.data_loader import prepare_data_loader
 
@@ -58,7 +59,17 @@ def loaders() -> dict[str, Any]:
         "bare": loader(),
         "prepared": prepare_data_loader(loader(), device, 1, 0, put_on_device=True),
         "one of two": prepare_data_loader(loader(), device, 2, 0, put_on_device=True),
+        **_by_sample(loader(), device),
     }
+
+
+def _by_sample(loader: Any, device: torch.device) -> dict[str, Any]:
+    """The loader that begins the random streams anew for every sample, where this installation has it."""
+    from accelerate.data_loader import prepare_data_loader
+
+    if "augment_by_sample" not in inspect.signature(prepare_data_loader).parameters:
+        return {}
+    return {"by sample": prepare_data_loader(loader, device, 1, 0, put_on_device=True, augment_by_sample=True)}
 
 
 def microseconds_per_batch(loader: Any) -> float:
