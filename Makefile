@@ -72,7 +72,9 @@ deepspeed: setup  ## install DeepSpeed and transformers beside .venv, and run Ze
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.deepspeed/extensions DS_ACCELERATOR=cpu \
 		.deepspeed/bin/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.deepspeed/extensions PYTHONPATH=src \
-		.deepspeed/bin/python -m pytest -q tests/deepspeed tests/seeds/test_001_deepspeed.py
+		.deepspeed/bin/python -m pytest -q tests/deepspeed tests/seeds/test_001_deepspeed.py \
+		"tests/examples/test_by_feature.py::test_an_example_learns[deepspeed_with_config_support]" \
+		"tests/examples/test_by_feature.py::test_an_example_learns_on_two_ranks[deepspeed_with_config_support]"
 
 meshes: setup    ## every mesh of 2 and 4 ranks against one process, and every checkpoint under every other (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_meshes.py

@@ -30,7 +30,13 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 #: Scripts with data of their own stand alone.
 ALONE = ("base", "gradient_accumulation_for_autoregressive_models")
 #: What has to be installed first, or takes another environment: script -> module.
-NEEDS: dict[str, str] = {"schedule_free": "schedulefree", "fp8": "torchao"}
+NEEDS: dict[str, str] = {
+    "schedule_free": "schedulefree",
+    "fp8": "torchao",
+    "deepspeed_with_config_support": "deepspeed",
+}
+#: The commands that install it, and run the example.
+TARGETS: dict[str, str] = {"deepspeed": "make deepspeed"}
 #: Run on two ranks besides.
 ON_TWO_RANKS = (
     "base",
@@ -41,6 +47,7 @@ ON_TWO_RANKS = (
     "tensor_parallel",
     "pipeline_parallel",
     "context_parallel",
+    "deepspeed_with_config_support",
 )
 
 
@@ -85,10 +92,16 @@ def test_an_example_is_the_base_and_one_feature(name: str) -> None:
     assert 0 < len(new) <= 45, new
 
 
+def need_what_it_takes(name: str) -> None:
+    """The test is skipped where a package is missing, and says by which command it runs."""
+    if name in NEEDS:
+        module = NEEDS[name]
+        pytest.importorskip(module, reason=f"{module} isn't installed: {TARGETS.get(module, 'pip install it')}")
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_an_example_learns(name: str, tmp_path: Path) -> None:
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+    need_what_it_takes(name)
     (result,) = run_on_ranks(trained(name, tmp_path), 1, timeout_seconds=90)
     if name == "gradient_accumulation_for_autoregressive_models":
         assert result < 4.2  # a guess costs log(256) = 5.5
@@ -96,8 +109,10 @@ def test_an_example_learns(name: str, tmp_path: Path) -> None:
         assert result > 0.75  # a guess is right once in ten
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.distributed.*:FutureWarning")  # DeepSpeed calls what torch has renamed
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_an_example_learns_on_two_ranks(name: str, tmp_path: Path) -> None:
+    need_what_it_takes(name)
     first, second = run_on_ranks(trained(name, tmp_path, "--cpu", "--batch_size", "16"), 2, timeout_seconds=90)
     assert first == second > 0.75
 
