@@ -74,12 +74,16 @@ def _keep_items(items: list[Any], coverage: BatchCoverage) -> list[Any]:
 
 
 def _keep_repeated(tensor: torch.Tensor, coverage: BatchCoverage, nominal: int) -> torch.Tensor:
-    """One value per rank, repeated for as many rows as its batches usually have, is kept for each real sample."""
+    """One value per rank, repeated for as many rows as its batches usually have, is kept for each real sample.
+
+    Where ranks split one batch between them, it is repeated for the rows of that whole one.
+    """
     shares = len(coverage.size)
-    if tensor.ndim == 1 and tensor.shape[0] == shares * nominal:
-        by_share = tensor.view(shares, nominal)
-        if torch.equal(by_share, by_share[:, :1].expand_as(by_share)):
-            return torch.cat([by_share[share, :real] for share, real in enumerate(coverage.real)])
+    for copies in (1, shares):
+        if tensor.ndim == 1 and tensor.shape[0] == shares * nominal * copies:
+            by_share = tensor.view(shares, nominal * copies)
+            if torch.equal(by_share, by_share[:, :1].expand_as(by_share)):
+                return torch.cat([by_share[share, : real * copies] for share, real in enumerate(coverage.real)])
     return _keep_tensor(tensor, coverage)
 
 

@@ -62,6 +62,8 @@ def test_a_mean_that_was_repeated_for_each_usual_row_counts_once_per_sample() ->
     two_ranks = BatchCoverage((3, 1), (3, 3))
     losses = torch.tensor([0.5] * 8 + [0.25] * 8)
     assert keep_real({"loss": losses}, two_ranks, nominal=8)["loss"].tolist() == [0.5, 0.5, 0.5, 0.25]
+    # Batches of 8 are split between two ranks, and both repeat their mean 8 times.
+    assert keep_real(losses, BatchCoverage((1, 1), (1, 1)), nominal=4).tolist() == [0.5, 0.5, 0.25, 0.25]
 
 
 def test_rows_that_differ_belong_to_the_samples_however_many_they_are() -> None:
