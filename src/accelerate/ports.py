@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import sys
 from contextlib import closing
 from typing import Final
 
@@ -24,3 +26,32 @@ def get_free_port() -> int:
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
+
+
+#: What this process has claimed, by port: a claim ends with the process.
+_claims: dict[int, socket.socket] = {}
+
+
+def claim_port(port: int) -> bool:
+    """Whether no other launch has chosen ``port`` for its ranks, and now none of this host will.
+
+    A launcher only chooses the port; its rank 0 listens there seconds later. Between the two a second launcher would
+    find it free, and the ranks of both would meet. Always True on other systems than Linux, which lack such names.
+    """
+    if port in _claims or not sys.platform.startswith("linux"):
+        return True
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0accelerate/port/{port}")
+    except OSError:
+        claim.close()
+        return False
+    _claims[port] = claim
+    return True
+
+
+def release_ports() -> None:
+    """This process claims no port any more."""
+    while _claims:
+        with contextlib.suppress(OSError):
+            _claims.popitem()[1].close()

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from contextlib import closing
 
-from accelerate.ports import get_free_port, is_port_in_use
+import pytest
+
+from accelerate.ports import claim_port, get_free_port, is_port_in_use, release_ports
 
 
 def test_a_listening_port_is_in_use_until_it_is_closed() -> None:
@@ -21,3 +25,15 @@ def test_a_free_port_can_be_bound() -> None:
     assert not is_port_in_use(port)
     with closing(socket.socket()) as server:
         server.bind(("", port))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="claims are Linux's")
+def test_a_port_is_claimed_by_one_process_at_a_time() -> None:
+    port = get_free_port()
+    other = [sys.executable, "-c", f"from accelerate.ports import claim_port; print(claim_port({port}))"]
+    assert claim_port(port) and claim_port(port)
+    assert subprocess.run(other, capture_output=True, text=True, check=True).stdout == "False\n"
+    release_ports()
+    assert subprocess.run(other, capture_output=True, text=True, check=True).stdout == "True\n"
+    assert claim_port(port)  # the other's claim has ended with it
+    release_ports()

@@ -5,6 +5,8 @@ run.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,8 @@ from ..launch.host import Host, this_host
 from ..launch.plan import LaunchPlan
 from ..launch.preflight import check_cheap
 from ..launch.simple import OneProcess, ProcessFailed
+from ..launch.streams import open_standard_descriptors
+from ..ports import claim_port, release_ports
 from ..settings import env, file
 from ..settings.run import launch_options_of
 from ..settings.tree import Settings
@@ -43,7 +47,11 @@ def plan_launch(args: argparse.Namespace) -> tuple[Settings, LaunchEngine, Launc
     program = program_of(args, settings)
     host: Host = this_host(env.snapshot(), cpu=is_cpu_run(settings), port=settings.launch.main_process_port)
     engine = choose(settings, host)
-    return settings, engine, engine.plan(settings, program, host)
+    plan = engine.plan(settings, program, host)
+    port = int(plan.environment.get("MASTER_PORT", 0))
+    if plan.ranks and not claim_port(port):  # another launch has chosen it, and its ranks don't listen there yet
+        plan = engine.plan(settings, program, dataclasses.replace(host, busy_ports=host.busy_ports | {port}))
+    return settings, engine, plan
 
 
 def _check_and_announce(plan: LaunchPlan, settings: Settings) -> None:
@@ -60,11 +68,13 @@ def launch_command(args: argparse.Namespace) -> None:
         ProcessFailed: it ended with another exit code than 0 (also a ``subprocess.CalledProcessError``).
         SystemExit: the same, under ``--quiet``.
     """
-    settings, engine, plan = plan_launch(args)
-    if _shown_instead(args, settings, engine, plan):
-        return
-    _check_and_announce(plan, settings)
-    code = engine.run(plan)
+    with contextlib.ExitStack() as after:
+        after.callback(release_ports)
+        settings, engine, plan = plan_launch(args)
+        if _shown_instead(args, settings, engine, plan):
+            return
+        _check_and_announce(plan, settings)
+        code = engine.run(plan)
     if code != 0:
         if settings.launch.quiet:
             sys.exit(code)
@@ -82,13 +92,16 @@ def _shown_instead(args: argparse.Namespace, settings: Settings, engine: LaunchE
     return False
 
 
-def run_launch(args: argparse.Namespace, *, replace: bool = False) -> int:
-    """The exit code of the program; with ``replace``, one process takes the place of this one."""
-    settings, engine, plan = plan_launch(args)
-    if _shown_instead(args, settings, engine, plan):
-        return 0
-    _check_and_announce(plan, settings)
-    return engine.become(plan) if replace and isinstance(engine, OneProcess) else engine.run(plan)
+def run_launch(args: argparse.Namespace, *, become: bool = False) -> int:
+    """The exit code of the program; with ``become``, one process takes the place of this one."""
+    open_standard_descriptors()
+    with contextlib.ExitStack() as after:
+        after.callback(release_ports)
+        settings, engine, plan = plan_launch(args)
+        if _shown_instead(args, settings, engine, plan):
+            return 0
+        _check_and_announce(plan, settings)
+        return engine.become(plan) if become and isinstance(engine, OneProcess) else engine.run(plan)
 
 
 def complain(command: str, error: Exception) -> int:
@@ -109,7 +122,7 @@ def main(arguments: Sequence[str] | None = None, *, replace: bool | None = None)
         parser.print_help()
         return 1
     try:
-        return run_launch(parser.parse_args(words), replace=arguments is None if replace is None else replace)
+        return run_launch(parser.parse_args(words), become=arguments is None if replace is None else replace)
     except (AccelerateError, FileNotFoundError) as error:
         return complain("accelerate launch", error)
 

@@ -216,7 +216,8 @@ def _where(failure: Failure) -> list[str]:
     return lines
 
 
-def _numbers(ranks: Sequence[int]) -> str:
+def numbered(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 2, 3``; at most eight are spelled out."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > 8 else ''}"
 
@@ -235,7 +236,7 @@ def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
             how = f"then {_how(failure).replace('was ', '', 1)}"
         groups.setdefault(how, []).append(failure.rank)
     ordered = sorted(groups.items(), key=lambda group: group[1][0])
-    return [_shorten(f"{_numbers(ranks).capitalize()} {how}") for how, ranks in ordered[:2]]
+    return [_shorten(f"{numbered(ranks).capitalize()} {how}") for how, ranks in ordered[:2]]
 
 
 def report(failures: Sequence[Failure], num_processes: int, *, hint: str = LOGS_HINT) -> str:

@@ -7,6 +7,7 @@ stuck in DDP's own all-reduce is noticed too, long before the group's timeout.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import logging
@@ -115,6 +116,9 @@ class HangWatch:
     def __init__(self, store: Any, rank: int, size: int, seconds: float, thread_id: int) -> None:
         from torch._C._distributed_c10d import PrefixStore
 
+        # A connection of its own: while this thread waits on a dead one, whoever else used it would wait too.
+        with contextlib.suppress(AttributeError, RuntimeError):  # an older torch; a store without connections
+            store = store.clone()
         self._store = PrefixStore("hang", store)
         self._rank, self._size, self._seconds, self._thread_id = rank, size, seconds, thread_id
         self._tick_seconds = max(min(_TICK_SECONDS, seconds / 4), size / _RANKS_PER_TICK)

@@ -19,7 +19,7 @@ from typing import Any, Final
 from ..errors import LaunchError, SettingError, WorldError
 from ..health.failure import report
 from ..optional import is_installed, require
-from ..ports import get_free_port, is_port_in_use
+from ..ports import DEFAULT_PORT, claim_port, get_free_port, is_port_in_use, release_ports
 from .fork import Parcel, fork_is_safe, read_result, start_fork, write_function
 from .plan import LaunchPlan
 from .supervise import Supervisor, start_command
@@ -187,13 +187,16 @@ def notebook_launcher(
     plan = plan_ranks(num_processes, cpu=cpu, mixed_precision=mixed_precision.lower(), port=port)
     kind = "CPU processes" if cpu else f"{found.name} devices"
     print(f"Launching training on {num_processes} {kind}.")
-    return run_ranks(function, args, plan, fork=fork_is_safe())
+    try:
+        return run_ranks(function, args, plan, fork=fork_is_safe())
+    finally:
+        release_ports()
 
 
 def _port(use_port: str | int) -> int:
     """The asked port, or a free one where it is 0 or the documented default is taken."""
     port = int(use_port)
-    if port == 0 or (port == 29500 and is_port_in_use(port)):
+    if port == 0 or (port == DEFAULT_PORT and (is_port_in_use(port) or not claim_port(port))):
         return get_free_port()
     if is_port_in_use(port):
         raise SettingError(

@@ -75,8 +75,9 @@ class OneProcess(LaunchEngine):
         from ..settings import env
 
         environment = next(iter(plan.environments(env.snapshot())))
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # pyright: ignore[reportUnnecessaryComparison]  (started without it: `>&-`)
+                stream.flush()
         try:
             os.execvpe(plan.argv[0], plan.argv, environment)
         except OSError as error:

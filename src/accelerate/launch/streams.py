@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final, final
 
+from ..errors import LaunchError
 from ..health.failure import TRACEBACK_START
 
 _TAIL_BYTES: Final = 64 * 1024
@@ -27,6 +28,25 @@ def write_all(descriptor: int, data: bytes) -> None:
             view = view[os.write(descriptor, view) :]
     except (BrokenPipeError, BlockingIOError):  # nobody reads any more, or can't take it: the run goes on
         return
+
+
+def write_whole(file: BinaryIO, data: bytes) -> None:
+    """All of ``data`` is in the unbuffered file. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+
+
+def open_standard_descriptors() -> None:
+    """Standard input, output and error are open: where this process was started without one, it leads nowhere.
+
+    Otherwise the next pipe or socket would have its number, and a child would take it for its output.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 @final
@@ -47,8 +67,11 @@ class OutputStream:
         #: is.
         self.traceback_at: float | None = None
         if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            self._log = log.open("wb", buffering=0)
+            try:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                self._log = log.open("wb", buffering=0)
+            except OSError as error:
+                raise LaunchError(f"--log_dir: {log} can't be written: {error.strerror}.") from error
 
     def read(self) -> bool:
         """Whether the output may still bring something, after all that is there now has been dealt with."""
@@ -78,8 +101,7 @@ class OutputStream:
             self.traceback_at = time.monotonic()
         self._tail += data
         del self._tail[:-_TAIL_BYTES]
-        if self._log is not None:
-            self._log.write(data)
+        self._write_log(data)
         if not self._line:
             self._held_since = time.monotonic()
         text = self._line + data
@@ -92,6 +114,18 @@ class OutputStream:
         *whole, self._line = text.split(b"\n")
         if whole:
             self._show(b"".join(self._prefix + line + b"\n" for line in whole))
+
+    def _write_log(self, data: bytes) -> None:
+        """The log has the data; where it can take no more, that is said once, and the run goes on without it."""
+        if self._log is None:
+            return
+        try:
+            write_whole(self._log, data)
+        except OSError as error:
+            note = f"accelerate launch: {self._log.name} ends here: {error.strerror}. The run goes on without it.\n"
+            self._show(note.encode())
+            self._log.close()
+            self._log = None
 
     @property
     def holds(self) -> bool:

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Final, Protocol, final
 
 from ..errors import LaunchError
-from ..health.failure import Failure, MemoryWatch, parse_traceback, report, signal_name
+from ..health.failure import Failure, MemoryWatch, numbered, parse_traceback, report, signal_name
 from .plan import LaunchPlan, Stream
 from .streams import HOLD_SECONDS, OutputStream, write_all
 
@@ -35,6 +35,8 @@ STOP_GRACE_SECONDS: Final = 30.0
 FAILURE_GRACE_SECONDS: Final = 10.0
 #: After the first failure the others may say their own last words before they are stopped.
 LAST_WORDS_SECONDS: Final = 0.3
+#: Ranks usually end together. After this long one line says which of them is still awaited.
+STRAGGLER_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.05
 _FORWARDED: Final = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _PR_SET_PDEATHSIG: Final = 1
@@ -189,6 +191,9 @@ class Supervisor:
     _ranks: list[_Rank] = field(default_factory=list)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _stop: _Stop | None = None
+    _first_end: float | None = None
+    #: When a word about ranks that go on without the others is due.
+    _straggling_from: float | None = None
     _started_at: float = 0.0
 
     @property
@@ -269,6 +274,9 @@ class Supervisor:
             timeout = left if timeout is None else min(left, timeout)
             timeout = min(timeout, LAST_WORDS_SECONDS)
         streams = [stream for rank in self._ranks for stream in rank.streams]
+        if self._straggling_from is not None:
+            left = max(0.0, self._straggling_from - time.monotonic())
+            timeout = left if timeout is None else min(left, timeout)
         if any(stream.holds for stream in streams):
             timeout = HOLD_SECONDS if timeout is None else min(timeout, HOLD_SECONDS)
         for key, _ in self._selector.select(timeout):
@@ -296,6 +304,7 @@ class Supervisor:
                 self._selector.unregister(rank.pidfd)
                 os.close(rank.pidfd)
             ended.append(rank)
+        self._say_who_is_awaited(ended)
         for rank in ended:
             if rank.returncode != 0 and self._stop is None:
                 grace = LAST_WORDS_SECONDS
@@ -303,6 +312,23 @@ class Supervisor:
             if rank.returncode != 0:
                 rank.kill_group()
             guardian.release(rank.pid)
+
+    def _say_who_is_awaited(self, ended: Sequence[_Rank]) -> None:
+        """Once, when a rank has long ended as it should and others go on: maybe they wait for it."""
+        now = time.monotonic()
+        if self._first_end is None and ended:
+            self._first_end = now
+            self._straggling_from = now + STRAGGLER_SECONDS
+        if self._straggling_from is None or now < self._straggling_from:
+            return
+        self._straggling_from = None
+        running = [rank.rank for rank in self._ranks if rank.is_running]
+        done = [rank.rank for rank in self._ranks if not rank.is_running]
+        if self._stop is None and running:
+            self._say(
+                f"accelerate launch: {numbered(done)} ended with code 0 {now - (self._first_end or now):.0f} s ago, "
+                f"{numbered(running)} still runs. If it waits for the other, Ctrl-C ends it."
+            )
 
     # stopping
 

@@ -169,10 +169,16 @@ def failures_of(found: Mapping[int, Any], started: float) -> list[Failure]:
                 seconds=max(0.0, moment(failure) - started),
                 traceback=parse_traceback(text),
                 stopped=failure.exitcode == -15,
-                log=Path(failure.error_file) if failure.error_file != "<N/A>" else None,
+                log=_log_beside(failure.error_file),
             )
         )
     return sorted(failures, key=lambda failure: (failure.stopped, failure.is_consequence, failure.seconds))
+
+
+def _log_beside(error_file: str) -> Path | None:
+    """What the rank wrote to its standard error, where the agent was told to keep it (--log_dir)."""
+    log = Path(error_file).with_name("stderr.log")
+    return log if log.is_file() else None
 
 
 def moment(failure: Any) -> float:

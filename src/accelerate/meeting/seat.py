@@ -211,7 +211,7 @@ class Meeting:
         """Why this operation can't end, or None when it still may."""
         try:
             if self._told != self.number:
-                self._tell()
+                self._ask(self._tell)
             return self._ask(lambda: self._look_around(setter))
         except CollectiveError as error:
             return str(error)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from accelerate.commands import launch, main
 from accelerate.commands.launch import launch_command, launch_command_parser, plan_launch
 from accelerate.launch.plan import LaunchPlan
+from accelerate.ports import get_free_port
 from accelerate.settings.run import launch_options_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -204,9 +207,11 @@ def test_explain_names_the_source_of_a_value(script: Path, capsys: pytest.Captur
 
 def test_dry_run_prints_the_plan_and_starts_nothing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script.write_text("open('started', 'w')")
-    assert launch.main(["--cpu", "--num_processes", "2", "--dry-run", str(script), "a b"]) == 0
+    port = str(get_free_port())
+    words = ["--cpu", "--num_processes", "2", "--main_process_port", port, "--dry-run", str(script), "a b"]
+    assert launch.main(words) == 0
     out = capsys.readouterr().out
-    assert "'a b'" in out and "RANK=1 LOCAL_RANK=1" in out and "127.0.0.1:29500" in out
+    assert "'a b'" in out and "RANK=1 LOCAL_RANK=1" in out and f"127.0.0.1:{port}" in out
     assert not Path("started").exists()
 
 
@@ -325,6 +330,35 @@ def test_a_busy_port_is_refused(script: Path, capsys: pytest.CaptureFixture[str]
 
 
 # Running
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="claims are Linux's")
+def test_two_launches_at_once_dont_choose_one_port(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    port = get_free_port()
+    config = Path("c.yaml")
+    config.write_text(f"distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\nmain_process_port: {port}\n")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(f"\0accelerate/port/{port}")  # a launch whose rank 0 doesn't listen yet
+        assert launch.main(["--config_file", str(config), "--dry-run", str(script)]) == 0
+        out = capsys.readouterr().out
+        assert f"port {port} is in use" in out and f"MASTER_PORT={port}" not in out
+        said = refused(capsys, "--config_file", str(config), "--main_process_port", str(port), str(script))
+        assert f"Port {port}" in said and "maybe by another run" in said
+    assert launch.main(["--config_file", str(config), "--dry-run", str(script)]) == 0
+    assert f"MASTER_PORT={port}" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("number", ["1", "2"])
+def test_a_launch_without_outputs_is_a_launch(closed: str, number: str, tmp_path: Path) -> None:
+    script = tmp_path / "s.py"
+    script.write_text("import os\nos.write(1, b'x')\nopen(os.environ.get('RANK', '0'), 'w')\n")
+    port = get_free_port()
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", number]
+    line = f"{shlex.join(command)} --main_process_port {port} s.py {closed}"
+    assert subprocess.run(["sh", "-c", line], cwd=tmp_path).returncode == 0
+    assert (tmp_path / str(int(number) - 1)).exists()
 
 
 def test_in_process_callers_get_control_back_and_an_exception_on_failure(

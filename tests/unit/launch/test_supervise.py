@@ -15,6 +15,7 @@ import pytest
 
 from accelerate.errors import LaunchError
 from accelerate.launch import streams
+from accelerate.launch import supervise as supervision
 from accelerate.launch.plan import LaunchPlan, Logs, Program, parse_tee
 from accelerate.launch.supervise import Supervisor, start_command, supervise
 from accelerate.settings import env
@@ -168,6 +169,34 @@ def test_an_unfinished_line_is_shown_soon_and_the_report_begins_on_a_line_of_its
     ).run()
     assert shown[0][1] == b"50%|####" and shown[1][0] - shown[0][0] > 0.5
     assert shown[1][1].startswith(b"\nFirst cause: rank 1 of 2")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_ends_the_log_and_not_the_run(
+    write: Write, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs/0").mkdir(parents=True)
+    (tmp_path / "logs/0/stdout.log").symlink_to("/dev/full")
+    code, _ = supervise(plan_of(write("print('out', rank)"), 2, Logs(tmp_path / "logs")), env.snapshot())
+    out = capfd.readouterr().out
+    assert code == 0 and {"out 0", "out 1"} <= set(out.splitlines())
+    assert "stdout.log ends here: No space left on device. The run goes on without it." in out
+    assert (tmp_path / "logs/1/stdout.log").read_text() == "out 1\n"
+
+
+def test_a_folder_that_no_log_can_be_written_to_is_refused(write: Write) -> None:
+    with pytest.raises(LaunchError, match=r"--log_dir: /dev/null/logs/0/stdout.log can't be written"):
+        supervise(plan_of(write("pass"), 2, Logs(Path("/dev/null/logs"))), env.snapshot())
+
+
+def test_a_rank_that_goes_on_long_after_the_others_is_named(
+    write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "STRAGGLER_SECONDS", 0.2)
+    script = write("if rank == 1: time.sleep(2)")
+    code, _ = supervise(plan_of(script, 3), env.snapshot())
+    assert code == 0
+    assert "ranks 0, 2 ended with code 0 0 s ago, rank 1 still runs." in capfd.readouterr().err
 
 
 def test_teed_lines_carry_role_and_rank_also_unfinished_ones(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
