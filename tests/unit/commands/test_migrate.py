@@ -325,3 +325,65 @@ def test_a_person_is_asked(tmp_path: Path, answer: str, is_written: bool) -> Non
     program.close()
     assert ("accelerator.backward" in script.read_text()) is is_written
     assert program.exitstatus == (0 if is_written else 1)
+
+
+PHASES = """
+import torch
+from torch.utils.data import DataLoader
+
+
+def make(data):
+    {made}
+    return loaders
+
+
+def fit(model, optimizer, loaders, device):
+    for phase in ("train", "val"):
+        for x, y in loaders[{key}]:
+            x = x.to(device)
+            loss = (model(x) - y).pow(2).mean()
+            if phase == "train":
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+device = "cuda"
+model = torch.nn.Linear(2, 1).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loaders = make(data)
+fit(model, optimizer, loaders, device)
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "loaders = {'train': DataLoader(data['train'], 4), 'val': DataLoader(data['val'], 4)}",
+        "loaders = {x: DataLoader(data[x], 4) for x in ['train', 'val']}",
+    ],
+)
+def test_of_a_dictionary_of_loaders_the_one_to_train_on_is_prepared(made: str) -> None:
+    found = migrate(PHASES.format(made=made, key="phase"), "phases.py")
+    assert 'model, optimizer, loaders["train"] = accelerator.prepare(model, optimizer, loaders["train"])' in found.after
+    assert "x = x.to(device)" in found.after  # of the other loader it is still needed
+    found = migrate(PHASES.format(made=made, key="'train'"), "phases.py")
+    assert 'accelerator.prepare(model, optimizer, loaders["train"])' in found.after
+    assert "x = x.to(device)" not in found.after
+
+
+def test_a_loader_is_found_where_a_list_of_steps_goes_through_it() -> None:
+    text = "losses = [step(batch) for batch in loader]"
+    script = f"""
+import torch
+loader = torch.utils.data.DataLoader(data)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def step(batch):
+    loss = model(batch).mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+{text}
+"""
+    assert "model, optimizer, loader = accelerator.prepare(" in migrate(script, "steps.py").after

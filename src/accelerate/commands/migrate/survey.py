@@ -72,6 +72,35 @@ class Survey:
         self._assigned: dict[Symbol, list[tuple[ast.stmt, ast.expr, int | None]]] = {}
         for statement in script.nodes((ast.Assign, ast.AnnAssign)):
             self._note(statement)
+        self._loaders_in: dict[Symbol, dict[str, Symbol]] = {}
+        for symbol, assigned in list(self._assigned.items()):
+            for statement, value, _ in assigned:
+                self._note_loaders(symbol, statement, value)
+
+    def _note_loaders(self, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
+        """The loaders of ``{"train": DataLoader(...), ...}`` have names of their own: ``loaders["train"]``."""
+        for key, made in self._entries(value):
+            if self.role(made) == LOADER:
+                entry = Symbol(symbol.scope, f'{symbol.name}["{key}"]')
+                self._loaders_in.setdefault(symbol, {})[key] = entry
+                self._assigned[entry] = [(statement, made, None)]
+
+    def _entries(self, value: ast.expr | None) -> Iterator[tuple[str, ast.expr]]:
+        """Keys and values of a dictionary of which the keys can be read, or of the function that makes it."""
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in self.functions:
+            function = self.functions[value.func.id][0]
+            value = _returned(function)
+            if isinstance(value, ast.Name):
+                named = self._assigned.get(Symbol(function, value.id), [])
+                value = named[-1][1] if named else None
+        if isinstance(value, ast.Dict):
+            for key, made in zip(value.keys, value.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    yield key.value, made
+        elif isinstance(value, ast.DictComp) and isinstance(value.generators[0].iter, (ast.List, ast.Tuple)):
+            for each in value.generators[0].iter.elts:
+                if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                    yield each.value, value.value
 
     def _note(self, statement: ast.Assign | ast.AnnAssign) -> None:
         for target, value in pairs(statement):
@@ -221,8 +250,7 @@ class Survey:
         return MODEL if path.startswith(("torchvision.models.", "timm.create_model")) else None
 
     def _role_of_result(self, function: Function, depth: int) -> Role | list[Role]:
-        returns = [node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
-        return self.role(returns[-1].value, depth + 1) if returns else None
+        return self.role(_returned(function), depth + 1)
 
     def role_of(self, symbol: Symbol | None, depth: int = 0) -> Role:
         """What a name stands for, by how it is made."""
@@ -292,10 +320,22 @@ class Survey:
             for name in _names_in(node.iter):
                 roots = self.roots(self.symbol(name))
                 symbols |= {root for root in roots if self._is_loader(root, node, name)}
+                symbols |= self._asked_of(name, roots)
             if symbols:
                 loop = Loop(node, symbols, self.trains(node))
                 loop.batch_names = set(self._batch_names(node))
                 found.append(loop)
+        return found
+
+    def _asked_of(self, name: ast.AST, roots: set[Symbol]) -> set[Symbol]:
+        """The loaders that ``loaders[key]`` may be: one where the key can be read, else all."""
+        around = self.script.parents.get(name)
+        asked = around.slice if isinstance(around, ast.Subscript) else None
+        key = asked.value if isinstance(asked, ast.Constant) and isinstance(asked.value, str) else None
+        found: set[Symbol] = set()
+        for root in roots:
+            entries = self._loaders_in.get(root, {})
+            found |= {entries[key]} if key in entries else set(entries.values()) if key is None else set()
         return found
 
     def _is_loader(self, symbol: Symbol, loop: ast.For, name: ast.AST) -> bool:
@@ -335,7 +375,7 @@ class Survey:
                 found[MODEL].update(dict.fromkeys(self._outermost(self.roots(self.symbol(base)))))
         for loop in self.loops:
             if loop.trains:
-                found[LOADER].update(dict.fromkeys(self._outermost(loop.loaders)))
+                found[LOADER].update(dict.fromkeys(self._outermost(_for_training(loop.loaders))))
         self._add_fed(found)
         self._add_undefined(found)
         return {role: list(symbols) for role, symbols in found.items()}
@@ -393,6 +433,10 @@ class Survey:
             if name in ("iter", "cycle", "itertools.cycle") and call.args and self.trains(self.script.scope(call)):
                 roots = self.roots(self.symbol(call.args[0]))
                 found[LOADER].update(dict.fromkeys(root for root in roots if self.role_of(root) == LOADER))
+        for loop in self.script.nodes((ast.ListComp, ast.GeneratorExp)):  # [training_step(batch) for batch in loader]
+            for name in _names_in(loop.generators[0].iter) if self.trains(loop) else ():
+                roots = self.roots(self.symbol(name))
+                found[LOADER].update(dict.fromkeys(root for root in roots if self.role_of(root) == LOADER))
 
     def _add_undefined(self, found: dict[str, dict[Symbol, None]]) -> None:
         """A piece of a script: names that are used like an optimizer, a scheduler or a model, but made elsewhere."""
@@ -444,6 +488,18 @@ def derived(value: ast.expr, names: set[str]) -> bool:
     if isinstance(value, (ast.DictComp, ast.ListComp, ast.GeneratorExp)):
         return all(derived(each.iter, names) for each in value.generators)
     return False
+
+
+def _returned(function: Function) -> ast.expr | None:
+    """What the last ``return`` of a function gives."""
+    returns = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+    return returns[-1] if returns else None
+
+
+def _for_training(loaders: set[Symbol]) -> list[Symbol]:
+    """Of the loaders that a loop over ``("train", "val")`` goes through, those that it trains on."""
+    ordered = sorted(loaders, key=lambda each: each.name)
+    return [each for each in ordered if "[" in each.name and "train" in each.name.lower()] or ordered
 
 
 def _single(role: Role | list[Role]) -> Role:
