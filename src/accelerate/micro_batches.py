@@ -11,7 +11,7 @@ state, that is after an update), both compute as always and exchange nothing mor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal, cast, final
@@ -116,8 +116,8 @@ class MicroBatches:
         """As in a loop that accumulates by hand: of replicas the last part synchronises, if the micro-batch does."""
         try:
             parts = self._parts(work)
-            if not work.synchronises or len(parts) == 1 or self._strategy.communicates_in_forward:
-                return work.run(parts)  # shards are reduced part by part: whole gradients are what memory lacks
+            if not work.synchronises or len(parts) == 1:
+                return work.run(parts)
             with self._apart(work.models):
                 loss = work.run(parts[:-1])
             return loss + work.run(parts[-1:])
@@ -133,12 +133,11 @@ class MicroBatches:
             ) from error
 
     def _carefully(self, work: Work, largest: int) -> torch.Tensor:
-        together = self._strategy.gives_up_together
-        attempt = self._attempt_together if together else self._attempt_alone
+        attempt = self._attempt_together if self._strategy.gives_up_together else self._attempt_alone
         for model in work.models:
             self._strategy.check_parts(model)
             self._strategy.send_buffers(model)
-        with nullcontext() if together else self._apart(work.models):
+        with self._apart(work.models):
             while (loss := attempt(work)) is None:
                 self._split_further(largest)
         if work.synchronises:
@@ -148,9 +147,10 @@ class MicroBatches:
 
     @contextmanager
     def _apart(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """Shards are reduced part by part all the same: whole gradients are what there is no memory for."""
         with ExitStack() as held:
             for model in models:
-                held.enter_context(self._strategy.no_sync(model))
+                held.enter_context(self._strategy.keep_apart(model))
             yield
 
     def _attempt_alone(self, work: Work) -> torch.Tensor | None:

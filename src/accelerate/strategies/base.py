@@ -147,6 +147,10 @@ class Strategy(ABC):
         """A context in which backward passes don't reduce gradients."""
         return nullcontext()
 
+    def keep_apart(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A context in which gradients of whole passes stay on this rank until :meth:`reduce_now`, if they can."""
+        return nullcontext()
+
     def check_parts(self, model: torch.nn.Module) -> None:
         """Raises if a batch of ``model`` can't be computed in parts."""
 
@@ -154,7 +158,7 @@ class Strategy(ABC):
         """What the next forward of ``model`` would exchange has been exchanged."""
 
     def reduce_now(self, model: torch.nn.Module) -> None:
-        """Gradients that backward passes under :meth:`no_sync` left on each rank are reduced."""
+        """Gradients that passes under :meth:`keep_apart` left on each rank are reduced."""
 
     def abandon_forwards(self, model: torch.nn.Module) -> None:
         """Nothing is left of forwards whose backward will never come."""

@@ -78,6 +78,11 @@ def _guarded(method: Callable[..., Any], name: str, owner: str) -> Callable[...,
 class DataParallel(Strategy):
     """Every process holds the whole model; gradients are averaged during backward."""
 
+    def __init__(self, world: World, options: Any) -> None:
+        super().__init__(world, options)
+        # Where ranks share a sequence, attention talks in the middle of the forward.
+        self.communicates_in_forward = self.gives_up_together = bool(self.mesh.active("cp", "sp"))
+
     @classmethod
     def suits(cls, settings: Any, world: World) -> bool:
         """True for a world of several."""
@@ -122,6 +127,10 @@ class DataParallel(Strategy):
         """A context in which backward passes keep their gradients to themselves."""
         replica = replica_in(model)
         return nullcontext() if replica is None else replica.no_sync()
+
+    def keep_apart(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """A context in which gradients of whole passes stay on this rank until :meth:`reduce_now`."""
+        return self.no_sync(model)
 
     def check_parts(self, model: torch.nn.Module) -> None:
         """Raises if the graph was promised to be static: a batch that is computed in parts breaks that."""

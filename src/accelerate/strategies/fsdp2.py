@@ -27,7 +27,7 @@ from .expert import average_experts, deal_experts
 from .norms import clamp_pieces, clip_pieces
 from .rebind import inner_optimizer
 from .recompute import recompute_activations
-from .shard_passes import remember_shards
+from .shard_passes import abandon_shards, remember_shards
 from .shard_saving import saved_as
 from .shard_setup import average_ignored, replicate_rest, send_from_main, upcast_trainable
 from .tensor import parallelize
@@ -215,7 +215,7 @@ class FullyShard(Strategy):
         """Every unit is sharded, and waits for a forward."""
         sharded = uncompiled(model)
         if isinstance(sharded, FSDPModule):
-            sharded.reset_iter_state()
+            abandon_shards(sharded)
 
     def remember_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
         """What puts the gradients back as they are now, those of backward passes under :meth:`no_sync` included."""

@@ -1,6 +1,6 @@
 """What torch keeps of a pass over shards, between passes and after one that was given up.
 
-The only place that looks behind torch's interface for it; ``tests/unit/strategies/test_shard_passes.py`` says so if
+The only place that looks behind torch's interface for it; ``tests/multi/test_shard_passes.py`` says so if
 torch changes.
 """
 
@@ -40,6 +40,12 @@ def remember_shards(model: FSDPModule) -> Callable[[], None]:
             parameter.unsharded_accumulated_grad = gradient
 
     return put_back
+
+
+def abandon_shards(model: FSDPModule) -> None:
+    """Every unit is sharded, and waits for a forward."""
+    if model._get_fsdp_state()._is_root is not None:  # else no forward has come as far as that
+        model.reset_iter_state()
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -283,6 +283,7 @@ class TensorParallel(Strategy):
     """All ranks work on the same samples; nothing is replicated or sharded beside."""
 
     communicates_in_forward = True
+    gives_up_together = True
 
     @classmethod
     def suits(cls, settings: Any, world: World) -> bool:
