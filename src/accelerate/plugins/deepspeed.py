@@ -98,10 +98,10 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         if isinstance(given, (str, os.PathLike, Mapping)):
             self.hf_ds_config = HfDeepSpeedConfig(cast("str | Mapping[str, Any]", given))
         document = self.hf_ds_config.config
-        document.setdefault("gradient_accumulation_steps", 1)
         if "zero_optimization" not in document:
             raise SettingError("Please specify the ZeRO optimization config in the DeepSpeed config.")
         self._deepspeed_config_checks()
+        document.setdefault("gradient_accumulation_steps", 1)
         self.deepspeed_config = document
         options = {entry: getattr(self, name) for name, entry in _ENTRIES.items() if getattr(self, name) is not None}
         for entry in options:
@@ -113,19 +113,20 @@ class DeepSpeedPlugin(DeepSpeedOptions):
                 setattr(self, name, value)
 
     def _deepspeed_config_checks(self) -> None:
-        """No entry of the document is also given by the configuration file of the launcher."""
-        fields = env.read("ACCELERATE_CONFIG_DS_FIELDS", "") or ""
-        also_given = [name for name in fields.split(",") if name and self._says(_ENTRIES.get(name, name))]
-        if also_given:
-            raise SettingError(
-                f"{', '.join(also_given)}: given in the DeepSpeed config and in the accelerate config as "
-                "well. Keep "
-                "them in the DeepSpeed config only, or write them as 'auto' there."
-            )
+        """What the configuration file of the launcher gives is left open ("auto") by the document, if it is its to say.
 
-    def _says(self, entry: str) -> bool:
-        value = self.hf_ds_config.get_value(entry)
-        return value is not None and value != "auto"
+        Raises:
+            SettingError: an entry is given in both, or would be ignored because the document has no such entry.
+        """
+        fields = (env.read("ACCELERATE_CONFIG_DS_FIELDS", "") or "").split(",")
+        found = {name: self.hf_ds_config.get_value(_ENTRIES[name]) for name in fields if name in _ENTRIES}
+        settled = {name: value for name, value in found.items() if value != "auto"}
+        if settled:
+            raise SettingError(
+                f"{', '.join(settled)}: given in the accelerate config, where the DeepSpeed config "
+                + ("says nothing of it" if None in settled.values() else "gives it as well")
+                + ". Keep them in the DeepSpeed config only, or write them as 'auto' there."
+            )
 
     def _enable_msamp(self) -> None:
         if self.hf_ds_config.is_zero3():

@@ -159,8 +159,14 @@ def test_another_librarys_config_object_is_used_as_it_is() -> None:
 
 def test_an_entry_given_twice_is_refused() -> None:
     with env.patched(ACCELERATE_CONFIG_DS_FIELDS="zero_stage,gradient_clipping"):
-        with pytest.raises(SettingError, match=r"^zero_stage: given in the DeepSpeed config"):
+        with pytest.raises(SettingError, match=r"^zero_stage: given in the accelerate config, .* gives it as well"):
             DeepSpeedPlugin({"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"})
+
+
+def test_an_entry_that_would_be_ignored_is_refused() -> None:
+    with env.patched(ACCELERATE_CONFIG_DS_FIELDS="deepspeed_config_file,gradient_clipping,zero3_init_flag"):
+        with pytest.raises(SettingError, match=r"^gradient_clipping: .* says nothing of it\. .* 'auto' there"):
+            DeepSpeedPlugin({"zero_optimization": {"stage": 2}})
 
 
 def test_sharded_construction_belongs_to_stage_3() -> None:
