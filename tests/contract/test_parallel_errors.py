@@ -245,7 +245,7 @@ DOCUMENTED: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = 
     ),
     # pipelines
     "an unknown schedule": (lambda: PipelineParallelConfig(schedule="2f2b"), ValueError, "schedule='2f2b'", "'1f1b'"),
-    "a pipeline of pieces": (pipeline_with(pp=2, tp=2), NotImplementedError, "pp_size=2", "pp_size=1"),
+    "a pipeline of cut sequences": (pipeline_with(pp=2, cp=2), NotImplementedError, "pp_size=2", "pp_size=1"),
     # plugins.md 5-7
     "two compilers": (
         accelerator(dynamo_backend="inductor", dynamo_plugin=TorchDynamoPlugin()),

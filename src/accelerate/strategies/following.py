@@ -108,17 +108,15 @@ def _cut(model: nn.Module, points: Sequence[str], unused: dict[str, Any]) -> lis
     if made:
         raise CannotFollow("it makes tensors of its own")
     _forget(graph, unused)
-    nodes = list(graph.nodes)
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    steps = [node for node in nodes if node.op not in ("placeholder", "output")]
-    called = [node.target if node.op == "call_module" else None for node in steps]
-    starts = [called.index(point) if point in called else -1 for point in points]
-    if any(start >= stop for start, stop in pairwise([0, *starts, len(steps)])):
+    called = {node.target: node for node in reversed(graph.nodes) if node.op == "call_module"}
+    missing = [point for point in points if point not in called]
+    if missing:
         raise SettingError(
-            f"split_points={list(points)}: a forward of {type(model).__name__} has to pass through each of them, in "
-            f"this order, and no stage may be empty. It calls {', '.join(str(name) for name in called if name)}."
+            f"split_points: the forward of {type(model).__name__} doesn't pass through {missing[0]!r}. It calls "
+            f"{', '.join(map(str, reversed(called)))}."
         )
-    return _segments(model, inputs, steps, starts, nodes[-1].args[0])
+    starts = [called[point] for point in points]
+    return segments(graph, starts, attributes(graph, model))
 
 
 def _forget(graph: fx.Graph, unused: Iterable[str]) -> None:
@@ -133,23 +131,59 @@ def _forget(graph: fx.Graph, unused: Iterable[str]) -> None:
             graph.erase_node(other)
 
 
-def _segments(
-    model: nn.Module, inputs: list[fx.Node], steps: list[fx.Node], starts: Sequence[int], result: Any
-) -> list[nn.Module]:
+def attributes(graph: fx.Graph, *homes: nn.Module) -> dict[str, Any]:
+    """What ``graph`` names: modules, parameters and buffers, each from the first of ``homes`` that has it."""
+    found: dict[str, Any] = {}
+    for node in graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            owner, _, leaf = str(node.target).rpartition(".")
+            for home in homes:
+                try:
+                    found[str(node.target)] = getattr(home.get_submodule(owner), leaf)
+                    break
+                except AttributeError:
+                    continue
+    return found
+
+
+def segments(graph: fx.Graph, starts: Sequence[fx.Node], named: dict[str, Any]) -> list[nn.Module]:
+    """``graph`` in parts, the second and later of which begin at ``starts``; each hands on all that later ones use.
+
+    Args:
+        named: what the graph's nodes name.
+
+    Raises:
+        SettingError: a part would be empty, or the starts aren't in order.
+    """
+    nodes = list(graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    # What lies in the model is taken where it is used, instead of being handed on.
+    steps = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
+    result = nodes[-1].args[0]
+    used_at_last: list[fx.Node] = []
+    fx.map_arg(result, used_at_last.append)
+    edges = [0, *(steps.index(start) for start in starts), len(steps)]
+    if any(start >= stop for start, stop in pairwise(edges)):
+        raise SettingError(
+            "split_points: a forward has to pass through each of the named modules, in this order, and has to compute "
+            "something before the first of them."
+        )
     made: list[nn.Module] = []
     takes = inputs
-    edges = [0, *starts, len(steps)]
-    final_use: list[fx.Node] = []
-    fx.map_arg(result, final_use.append)
     for start, stop in pairwise(edges):
-        graph = fx.Graph()
-        here: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in takes}
+        part = fx.Graph()
+        here: dict[fx.Node, fx.Node] = {node: part.placeholder(node.name) for node in takes}
+
+        def local(node: fx.Node, part: fx.Graph = part, here: dict[fx.Node, fx.Node] = here) -> fx.Node:
+            if node not in here:
+                here[node] = part.node_copy(node)
+            return here[node]
+
         for node in steps[start:stop]:
-            here[node] = graph.node_copy(node, here.__getitem__)
-        later = {used for node in steps[stop:] for used in node.all_input_nodes} | set(final_use)
-        gives = [node for node in here if node in later]
+            here[node] = part.node_copy(node, local)
+        later = {used for node in steps[stop:] for used in node.all_input_nodes} | set(used_at_last)
+        takes = [node for node in here if node in later and node.op != "get_attr"]
         is_last = stop == len(steps)
-        graph.output(fx.map_arg(result, here.__getitem__) if is_last else tuple(here[node] for node in gives))
-        made.append(fx.GraphModule(model, graph))
-        takes = gives
+        part.output(fx.map_arg(result, local) if is_last else tuple(here[node] for node in takes))
+        made.append(fx.GraphModule(named, part))
     return made

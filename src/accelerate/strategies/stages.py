@@ -6,20 +6,17 @@ and its graph is cut where the named modules begin. Stages hold the model's own 
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, final
 
 import torch
-from torch import nn
-from torch.fx import GraphModule
-from torch.fx.node import map_arg
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch import fx, nn
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ..errors import PreparationError, SettingError
-from .following import CannotFollow, Stage, follow
+from .following import CannotFollow, Stage, attributes, follow, segments
 
 
 @final
@@ -182,109 +179,50 @@ def traced(
     model: nn.Module, points: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> list[nn.Module]:
     """``model`` traced with ``args`` and cut at ``points``."""
-    from torch.distributed.pipelining import SplitPoint, pipeline
-
-    own = dict(model.named_parameters(remove_duplicate=False))
-    marked = {model.get_submodule(point): dict(model.get_submodule(point).__dict__) for point in points}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch.export's own
-            pipe = pipeline(model, args, kwargs, split_spec=dict.fromkeys(points, SplitPoint.BEGINNING))
+            program = torch.export.export(model, args, kwargs, strict=False)
+            module = program.module()
     except Exception as error:  # whatever tracing raises, it means that this forward can't be cut
         raise PreparationError(
             f"The forward of {type(model).__name__} can't be traced, so it can't be cut into stages: "
             f"{error.__cause__ or error}\nWrite it without branches that depend on values, or make it an nn.Sequential."
         ) from error
-    finally:
-        for module, attributes in marked.items():  # torch marks where to cut in the modules' own forwards
-            for name in module.__dict__.keys() - attributes.keys():
-                del module.__dict__[name]
-            module.__dict__.update(attributes)
-    stages: list[nn.Module] = [pipe.get_stage_module(number) for number in range(pipe.num_stages)]
-    if len(stages) != len(points) + 1:
-        raise SettingError(
-            f"split_points={list(points)} cut {type(model).__name__} into {len(stages)} stages: a forward has to pass "
-            "through each of them, in this order."
-        )
-    for stage in stages:
-        _forget_devices(stage)
-        for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
-            if name in own and own[name] is not parameter:  # a tied parameter, of which tracing made a copy
-                _put(stage, name, own[name])
-    return _chained(pipe.split_gm.graph, stages, _structure_of(model, args, kwargs or {}))
+    graph: fx.Graph = module.graph  # pyright: ignore[reportAssignmentType]
+    for node in list(graph.nodes):
+        # The stages compute where their inputs lie, not where they were traced.
+        if node.target is torch.ops.aten._assert_tensor_metadata.default or node.target == "_guards_fn":
+            graph.erase_node(node)
+    starts = [_beginning(model, graph, point) for point in points]
+    stages = segments(graph, starts, attributes(graph, model, module))
+    structure = program.call_spec.out_spec
+    assert structure is not None, "a program that was exported from a module has one"
+    return [*stages[:-1], Structured(stages[-1], structure)]
+
+
+def _beginning(model: nn.Module, graph: fx.Graph, point: str) -> fx.Node:
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        if node.op == "call_function" and any(str(name).partition("@")[0] == point for name, _ in stack.values()):
+            return node
+    raise SettingError(
+        f"split_points: the forward of {type(model).__name__} doesn't pass through {point!r}, or makes nothing there."
+    )
 
 
 @final
-class Routed(nn.Module):
-    """A stage of a traced model that takes what the one before hands on, and hands on what later ones need.
+class Structured(nn.Module):
+    """The last stage of a traced model: its values in the structure of the model's output."""
 
-    Values that pass a stage by (a mask, positions) travel through it.
-    """
-
-    def __init__(self, stage: nn.Module, nodes: Sequence[Any], takes: Sequence[str], gives: Any) -> None:
+    def __init__(self, stage: nn.Module, structure: TreeSpec) -> None:
         super().__init__()
         self.stage = stage
-        self._nodes, self._takes, self._gives = tuple(nodes), tuple(takes), gives
+        self._structure = structure
 
     def forward(self, *values: Any) -> Any:
-        """The values for the next stage; the model's output, from the last one."""
-        known = dict(zip(self._takes, values, strict=True))
-        for node in self._nodes:
-            arguments = map_arg(node.args, lambda used: known[used.name])
-            made = self.stage(*arguments) if node.op == "call_module" else node.target(*arguments)
-            known[node.name] = made
-        if isinstance(self._gives, tuple):
-            return tuple(known[name] for name in self._gives)
-        return self._gives(known)
-
-
-def _chained(graph: Any, stages: Sequence[nn.Module], structure: TreeSpec) -> list[nn.Module]:
-    """``stages``, each of which hands on all that any later one uses."""
-    nodes = list(graph.nodes)
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    calls = [number for number, node in enumerate(nodes) if node.op == "call_module"]
-    end = next(number for number, node in enumerate(nodes) if node.op == "output")
-    edges = [*calls, end]
-    takes = [node.name for node in inputs]
-    chained: list[nn.Module] = []
-    for stage, start, stop in zip(stages, edges, edges[1:], strict=False):
-        later = {used.name for node in nodes[stop:] for used in node.all_input_nodes}
-        gives: Any = tuple(node.name for node in nodes[:stop] if node.name in later)
-        if stop == end:
-            gives = functools.partial(_output, nodes[end].args[0], structure)
-        chained.append(Routed(stage, nodes[start:stop], takes, gives))
-        takes = gives
-    return chained
-
-
-def _output(result: Any, structure: TreeSpec, known: dict[str, Any]) -> Any:
-    leaves = tree_flatten(map_arg(result, lambda used: known[used.name]))[0]
-    return tree_unflatten(leaves, structure)
-
-
-def _structure_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TreeSpec:
-    """The structure of the model's output, which a traced graph doesn't have; nothing is computed."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        return tree_flatten(model(*args, **kwargs))[1]
-
-
-def _forget_devices(stage: nn.Module) -> None:
-    """The graph computes where its inputs lie, not where it was traced."""
-    for module in stage.modules():
-        graph = getattr(module, "graph", None)
-        if not isinstance(module, GraphModule) or graph is None:
-            continue
-        for node in list(graph.nodes):
-            if node.target is torch.ops.aten._assert_tensor_metadata.default:
-                graph.erase_node(node)
-        module.recompile()
-
-
-def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, leaf = name.rpartition(".")
-    module.get_submodule(owner)._parameters[leaf] = parameter
+        """The model's output."""
+        return tree_unflatten(self.stage(*values), self._structure)
 
 
 def drop_foreign(model: nn.Module, kept: set[int]) -> None:

@@ -99,8 +99,8 @@ class Timetable:
         """Gradients, times ``scale``, are added on every stage; the loss of the batch, on every rank."""
         size = _size_of(inputs)
         num_parts = self._num_parts(size)
-        schedule, _ = self._schedule(inputs, size // num_parts, num_parts, has_backward=True, training=training)
-        self._loss_function, self._factor = loss_function, scale / num_parts
+        schedule, flow = self._schedule(inputs, size // num_parts, num_parts, has_backward=True, training=training)
+        self._loss_function, self._factor = _over(flow.structure, loss_function), scale / num_parts
         self._targets = [part for part, _ in split_batch(targets, size, num_parts)]
         self._losses = []
         # torch cuts the numbers of the parts in place of the targets, which may be any structure.
@@ -243,13 +243,22 @@ class Timetable:
         return tuple(map(Shape.of, leaves)), structure
 
 
+def _over(structure: TreeSpec, loss_function: LossFunction) -> LossFunction:
+    """``loss_function`` of the tensors of an output."""
+    return lambda leaves, targets: loss_function(tree_unflatten(leaves, structure), targets)
+
+
 @cache  # made when first needed: importing torch's part takes a while
 def _stage_class() -> type:
     from torch.distributed.pipelining import PipelineStage
 
     @final
     class UnreducedStage(PipelineStage):
-        """torch's stage, which leaves it to :meth:`Timetable.reduce` when the gradients of shards are reduced."""
+        """torch's stage, but what it gives is a tuple of tensors, whatever structure they lie in, and it leaves it to
+        :meth:`Timetable.reduce` when the gradients of shards are reduced."""
+
+        def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            return tuple(tree_flatten(super().forward_maybe_with_nosync(*args, **kwargs))[0])
 
         def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=False)
