@@ -41,6 +41,7 @@ TARGETS: dict[str, str] = {"deepspeed": "make deepspeed"}
 ON_TWO_RANKS = (
     "base",
     "gradient_accumulation",
+    "automatic_micro_batches",
     "local_sgd",
     "ddp_comm_hook",
     "fsdp_with_peak_mem_tracking",
@@ -114,6 +115,12 @@ def test_an_example_learns(name: str, tmp_path: Path) -> None:
 def test_an_example_learns_on_two_ranks(name: str, tmp_path: Path) -> None:
     need_what_it_takes(name)
     first, second = run_on_ranks(trained(name, tmp_path, "--cpu", "--batch_size", "16"), 2, timeout_seconds=90)
+    assert first == second > 0.75
+
+
+def test_shards_are_computed_in_parts_too(tmp_path: Path) -> None:
+    words = ("--cpu", "--batch_size", "16", "--sharded")
+    first, second = run_on_ranks(trained("automatic_micro_batches", tmp_path, *words), 2, timeout_seconds=90)
     assert first == second > 0.75
 
 

@@ -1,0 +1,87 @@
+"""Batches that are split further where memory runs out: the global batch and the updates stay what they were.
+
+python examples/by_feature/automatic_micro_batches.py --memory_for 10
+accelerate launch --cpu --num_processes 2 examples/by_feature/automatic_micro_batches.py --cpu --sharded
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from offline_data import digits
+
+
+def training_function(arguments: argparse.Namespace) -> float:
+    """The share of held-out digits that the trained model gets right."""
+    accelerator = Accelerator(
+        cpu=arguments.cpu,
+        mixed_precision=arguments.mixed_precision,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if arguments.sharded else None,
+    )
+    set_seed(arguments.seed)
+    train_set, held_out_set = digits()
+    train_loader = DataLoader(train_set, batch_size=arguments.batch_size, shuffle=True)
+    held_out_loader = DataLoader(held_out_set, batch_size=arguments.batch_size)
+    model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
+    scheduler = LambdaLR(optimizer, lambda step: 0.999**step)
+    loss_function = nn.CrossEntropyLoss()
+    model, optimizer, train_loader, held_out_loader, scheduler = accelerator.prepare(
+        model, optimizer, train_loader, held_out_loader, scheduler
+    )
+
+    def compute_loss(part: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        images, labels = part
+        if accelerator.is_last_process and len(images) > arguments.memory_for:  # in earnest, the device says so
+            raise torch.OutOfMemoryError(f"{len(images)} samples: out of memory")
+        return loss_function(model(images), labels)
+
+    accuracy = 0.0
+    for epoch in range(arguments.num_epochs):
+        model.train()
+        for images, labels in train_loader:
+            accelerator.backward_in_parts(compute_loss, (images, labels))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+        model.eval()
+        correct = 0
+        for images, labels in held_out_loader:
+            with torch.no_grad():
+                guesses = model(images).argmax(dim=1)
+            guesses, labels = accelerator.gather_for_metrics((guesses, labels))
+            correct += int((guesses == labels).sum())
+        accuracy = correct / len(held_out_set)
+        accelerator.print(f"epoch {epoch}: {accuracy:.1%} of the held-out digits")
+    accelerator.end_training()
+    return accuracy
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of this script."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--batch_size", type=int, default=32, help="samples a process and step")
+    options.add_argument("--num_epochs", type=int, default=3)
+    options.add_argument("--learning_rate", type=float, default=3e-3)
+    options.add_argument("--seed", type=int, default=42)
+    options.add_argument("--memory_for", type=int, default=10, help="samples that fit on the last process")
+    options.add_argument("--sharded", action="store_true", help="FSDP2: parameters lie over several processes")
+    options.add_argument("--cpu", action="store_true", help="stay on the CPU")
+    options.add_argument("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
+    return options
+
+
+if __name__ == "__main__":
+    training_function(parser().parse_args())
