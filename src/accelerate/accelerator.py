@@ -48,7 +48,7 @@ from .precision.conversion import ConversionReport
 from .precision.fp8_ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao  # replaced by libraries on top too
 from .precision.fp8_te import apply_fp8_autowrap as apply_fp8_autowrap
 from .precision.fp8_te import convert_model as convert_model
-from .scheduler import AcceleratedScheduler
+from .scheduler import AcceleratedScheduler, check_mode
 from .settings.labels import DistributedType, FP8BackendType
 from .settings.run import collect
 from .state import AcceleratorState
@@ -160,8 +160,9 @@ class Accelerator:
         self.strategy = strategies.choose(self.settings, self.world, self._strategy_options(plugins))
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        check_mode(scheduler_mode)
         self.scheduler_mode = scheduler_mode
-        self.rng_types: list[Any] = ["generator"] if rng_types is None else list(rng_types)
+        self.rng_types = construction.stream_names(rng_types)
         self.log_with = tracking.filter_trackers(log_with, self.logging_dir)
         self.trackers: list[Any] = []
         self.flag_tensor: torch.Tensor | None = None
@@ -775,10 +776,8 @@ class Accelerator:
             self._background.raise_failure()
         steps = self.gradient_state.note_backward()
         if kwargs and "learning_rate" in kwargs:
-            learning_rate = kwargs.pop("learning_rate")
-            if self.has_lomo_optimizer:
-                self.lomo_backward(loss, learning_rate)
-                return
+            self.lomo_backward(loss, kwargs.pop("learning_rate"))
+            return
         if weight is not None:
             if self.strategy.steps_in_backward:
                 kwargs["scale_wrt_gas"] = False
@@ -813,22 +812,23 @@ class Accelerator:
 
             loss = accelerator.backward_in_parts(lambda part: model(**part).loss, batch)
 
-        When a rank runs out of memory, its batch is computed again in twice as many parts; the global batch, the
-        gradients and the random numbers of the rest stay what they were. Where nothing fails, nothing more is
-        exchanged; while a shape is new (and in the first two updates), gradients are reduced after the backward
-        instead of during it.
+        When a rank runs out of memory, its batch is computed again in twice as many parts (by all ranks, where the
+        forward itself communicates, as in FSDP); the global batch, the gradients and the random numbers of the rest
+        stay what they were. While a shape is new (and in the first two updates), replicas reduce gradients after the
+        backward instead of during it; other ranks tell each other before each collective that they are well.
 
         Args:
             compute_loss: the loss of a part of ``batch``: its samples cut along the first dimension.
             batch: tensors, or tuples, lists and dicts of them; the first one's first dimension counts samples.
             reduction: ``"mean"``: losses of parts are averaged over their samples; ``"sum"``: added (for a loss that
                 the caller divides by the tokens of the whole batch).
-            num_parts: at least so many parts.
-            always_careful: every batch can be computed again, also of a shape that did fit before; reduction then
-                never overlaps with backward.
+            num_parts: at least so many parts; the same on all ranks.
+            always_careful: every batch can be computed again, also of a shape that did fit before; the same on all
+                ranks.
 
         Raises:
-            MemoryExhausted: a single sample doesn't fit, or memory ran out where ranks exchange weights or gradients.
+            MemoryExhausted: a single sample doesn't fit, or memory ran out where a batch can't be given up.
+            CollectiveError: another rank has failed, in a forward that communicates.
         """
         self._refuse_engine("backward_in_parts()")
         in_window = [model for model in self._models if not self._window or self._is_in_window(model)]
@@ -1112,6 +1112,8 @@ class Accelerator:
             CheckpointError: on every rank, when writing failed on any, now or in the save before.
         """
         project = self.project_configuration
+        if self.is_main_process:
+            construction.warn_of_open_window(self.gradient_state.open_window)
         noted, began = watching.before_save(self._run), perf_counter()
         folder = checkpointing.write_checkpoint(
             output_dir,

@@ -8,8 +8,11 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from os import PathLike
 from typing import Any, final
 
+from .data_loader.stream import ResumeWarning
 from .errors import MissingDependency, NotBuilt, SettingError
 from .health.failure import record_uncaught
 from .logging import install_rich_tracebacks
@@ -31,6 +34,7 @@ from .plugins.project import ProjectConfiguration
 from .precision import Precision
 from .precision import choose as choose_precision
 from .precision.fp8 import Fp8Functions, Fp8Request, choose_backend
+from .seeding import check_stream_name
 from .settings import env
 from .settings.labels import FP8BackendType
 from .settings.run import Settings
@@ -79,6 +83,10 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None, te_recipe: ty
         SettingError: two entries of one kind.
     """
     handlers = Handlers()
+    if isinstance(kwargs_handlers, KwargsHandler):
+        raise TypeError(
+            f"kwargs_handlers={kwargs_handlers!r} is one handler. Give a list of them: kwargs_handlers=[...]."
+        )
     for handler in kwargs_handlers or ():
         if not isinstance(handler, KwargsHandler):
             raise AssertionError(
@@ -136,7 +144,7 @@ def old_spellings(given: dict[str, Any], mixed_precision: Any) -> tuple[dict[str
 
 def loader_configuration(config: Any, old: dict[str, Any]) -> DataLoaderConfiguration:
     """``config``, or a fresh one, with the ``old`` spellings applied."""
-    config = config if config is not None else DataLoaderConfiguration()
+    config = _of_class("dataloader_config", config, DataLoaderConfiguration) or DataLoaderConfiguration()
     for name, value in old.items():
         setattr(config, name, value)
     return config
@@ -144,12 +152,53 @@ def loader_configuration(config: Any, old: dict[str, Any]) -> DataLoaderConfigur
 
 def project_configuration(config: Any, project_dir: Any, old: dict[str, Any]) -> ProjectConfiguration:
     """``config``, or a fresh one, with ``project_dir`` filled in where it has none."""
-    config = config if config is not None else ProjectConfiguration(project_dir=project_dir)
+    if project_dir is not None and not isinstance(project_dir, (str, PathLike)):
+        raise TypeError(
+            f"`project_dir` has to be the path of a folder, not {type(project_dir).__name__}: {project_dir!r}."
+        )
+    config = _of_class("project_config", config, ProjectConfiguration) or ProjectConfiguration()
     if project_dir is not None and config.project_dir is None:
         config.set_directories(project_dir)
     if "logging_dir" in old:
         config.logging_dir = old["logging_dir"]
     return config
+
+
+def _of_class(argument: str, config: Any, kind: type[Any]) -> Any:
+    if config is not None and not isinstance(config, kind):
+        raise TypeError(
+            f"`{argument}` has to be a {kind.__name__}, not {type(config).__name__}: {config!r}. "
+            f"Give {kind.__name__}(...)."
+        )
+    return config
+
+
+def stream_names(rng_types: Any) -> list[Any]:
+    """The random streams that loaders synchronise, every one of them known; by default the sampler's generator.
+
+    Raises:
+        SettingError: there is no stream of a name; or one name was given instead of a list of them.
+    """
+    if rng_types is None:
+        return ["generator"]
+    if isinstance(rng_types, (str, Enum)):
+        raise SettingError(f"rng_types={rng_types!r} is one name. Give a list of them: rng_types=[{rng_types!r}].")
+    names = list(rng_types)
+    for name in names:
+        check_stream_name(name)
+    return names
+
+
+def warn_of_open_window(window: tuple[int, int] | None) -> None:
+    """A save inside a window of gradient accumulation has been remarked upon: a checkpoint holds no gradients."""
+    if window is not None:
+        warnings.warn(
+            f"save_state() inside a window of gradient accumulation: the gradients of {window[0]} of its {window[1]} "
+            "micro-batches are not part of the checkpoint, so a run that continues from it differs in the next "
+            "update. Save where accelerator.sync_gradients is True.",
+            ResumeWarning,
+            stacklevel=4,
+        )
 
 
 def dynamo_plugin(plugin: Any, backend: Any) -> TorchDynamoPlugin:

@@ -94,8 +94,10 @@ class GradientState:
 
     @num_steps.setter
     def num_steps(self, value: int) -> None:
-        if value < 1:
-            raise SettingError(f"gradient_accumulation_steps={value}: at least one micro-batch makes an update.")
+        if not isinstance(value, int) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise SettingError(
+                f"gradient_accumulation_steps={value!r}: give how many micro-batches make an update, at least 1."
+            )
         self.plugin_kwargs["num_steps"] = value
 
     @property
@@ -152,6 +154,13 @@ class GradientState:
             self._window.has_gradients = True
         self.protects_gradients = not self.sync_gradients
         return self.plugin_kwargs.get("num_steps", 1)
+
+    @property
+    def open_window(self) -> tuple[int, int] | None:
+        """How many micro-batches of how many are in gradients that no update has used yet; None: no window is open."""
+        steps = self.num_steps
+        counts = [window.count for window in self._windows.values() if window.has_gradients and not window.is_complete]
+        return (max(count % steps for count in counts), steps) if counts else None
 
     @property
     def progress(self) -> tuple[int, int]:

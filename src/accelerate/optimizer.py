@@ -44,6 +44,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: the gradient scaler of fp16 training, if any.
     """
 
+    _is_accelerate_prepared = True  # libraries ask prepared objects for it
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from .errors import SettingError
 from .gradients import GradientState
 from .optimizer import AcceleratedOptimizer
+
+
+def check_mode(mode: str) -> None:
+    """Raises SettingError if a schedule can't be stated so."""
+    if mode not in ("samples", "updates"):
+        raise SettingError(f"scheduler_mode={mode!r}: a schedule is stated in 'samples' or in 'updates'.")
 
 
 class AcceleratedScheduler:
@@ -25,6 +32,8 @@ class AcceleratedScheduler:
         mode: ``"samples"`` or ``"updates"``.
     """
 
+    _is_accelerate_prepared = True  # libraries ask prepared objects for it
+
     def __init__(
         self,
         scheduler: Any,
@@ -36,6 +45,7 @@ class AcceleratedScheduler:
         mode: str = "samples",
         gradient_state: GradientState | None = None,
     ) -> None:
+        check_mode(mode)
         self.scheduler = scheduler
         self.optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.split_batches = split_batches

@@ -106,6 +106,13 @@ def synchronize_rng_state(
         kind.set_rng_states(from_main(kind.rng_states(), world))
 
 
+def check_stream_name(rng_type: str | Enum) -> None:
+    """Raises SettingError if no random number stream is called so."""
+    name = str(rng_type.value if isinstance(rng_type, Enum) else rng_type)
+    if name != "generator" and name not in HOST_STREAMS:
+        _named_kind(name)
+
+
 def _named_kind(name: str) -> DeviceKind:
     try:
         return kind_of(name)

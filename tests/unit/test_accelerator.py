@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, disk_offload
+from accelerate.data_loader import ResumeWarning
 from accelerate.errors import MissingDependency, PreparationError, SettingError
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.plugins.accumulation import GradientAccumulationPlugin
@@ -412,7 +413,8 @@ def trained(folder: Any, **saving: Any) -> tuple[Accelerator, torch.Tensor]:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    accelerator.save_state(folder, **saving)
+    with pytest.warns(ResumeWarning, match=r"gradients of 1 of its 2 micro-batches .*sync_gradients"):
+        accelerator.save_state(folder, **saving)
     return accelerator, model.weight.detach().clone()
 
 
@@ -480,6 +482,9 @@ def test_handlers_are_checked() -> None:
         ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin()}, "dynamo"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
         ({"gradient_accumulation_steps": "two"}, "gradient_accumulation_steps"),
+        ({"scheduler_mode": "update"}, "'samples' or in 'updates'"),
+        ({"rng_types": ["tensor"]}, "no such random number stream"),
+        ({"rng_types": "torch"}, r"rng_types=\['torch'\]"),
     ],
 )
 def test_impossible_values_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
@@ -487,9 +492,43 @@ def test_impossible_values_are_refused_by_name(arguments: dict[str, Any], messag
         Accelerator(cpu=True, **arguments)
 
 
-def test_a_plugin_of_the_wrong_type_is_refused() -> None:
-    with pytest.raises(TypeError, match="fsdp_plugin"):
-        Accelerator(cpu=True, fsdp_plugin="yes please")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("fsdp_plugin", "yes please"),
+        ("dataloader_config", {"even_batches": False}),
+        ("project_config", "folder"),
+        ("project_dir", 3),
+        ("kwargs_handlers", AutocastKwargs()),
+    ],
+)
+def test_an_object_of_the_wrong_type_is_refused(argument: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=argument):
+        Accelerator(cpu=True, **{argument: value})
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "2", None])
+def test_the_accumulation_steps_can_only_be_set_to_a_count(steps: Any) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(SettingError, match=r"gradient_accumulation_steps=.* at least 1"):
+        accelerator.gradient_accumulation_steps = steps
+    assert accelerator.gradient_accumulation_steps == 2
+
+
+def test_a_learning_rate_for_backward_needs_an_optimizer_that_steps_there() -> None:
+    with pytest.raises(PreparationError, match="needs a LOMO optimizer"):
+        Accelerator(cpu=True).backward(torch.ones((), requires_grad=True), learning_rate=0.1)
+
+
+def test_a_save_between_windows_warns_of_nothing(tmp_path: Any) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, _, loader = accelerator.prepare(*parts())
+    for inputs, _ in itertools.islice(loader, 2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_state(tmp_path / "whole")
 
 
 def test_an_engine_that_is_not_installed_is_refused_by_name() -> None:

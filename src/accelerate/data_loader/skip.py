@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..errors import SettingError
 from .order import SkipBatchSampler
 from .prefetch import BatchFeeder
 from .sequence_parts import SequencePartsLoader
@@ -31,6 +33,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     Where a checkpoint has been loaded, ``num_batches`` counts from the beginning of the epoch that it was saved in,
     and takes the place of the restored position.
     """
+    if not isinstance(num_batches, Integral) or num_batches < 0:
+        raise SettingError(f"skip_first_batches(..., {num_batches!r}): give the number of batches to skip, 0 or more.")
     if isinstance(dataloader, SequencePartsLoader):
         groups, rest = divmod(dataloader.skip_parts + num_batches, dataloader.num_parts)
         return dataloader.over(skip_first_batches(dataloader.loader, groups), rest)

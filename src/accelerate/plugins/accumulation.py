@@ -14,4 +14,4 @@ class GradientAccumulationPlugin(AccumulationOptions, KwargsHandler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        settle(self, "num_steps")
+        settle(self, "num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")

@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 from collections import UserDict, namedtuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ from accelerate.data_loader import (
     prepare_data_loader,
     skip_first_batches,
 )
-from accelerate.errors import PreparationError
+from accelerate.errors import PreparationError, SettingError
 from accelerate.gradients import GradientState
 
 CPU = torch.device("cpu")
@@ -530,6 +531,12 @@ def test_a_skipped_loader_advances_the_epoch_of_its_original() -> None:
     first, second = numbers(plain), numbers(plain)
     assert numbers(skip_first_batches(loader, 2)) == first[2:]
     assert numbers(loader) == second
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "1", None])
+def test_only_a_number_of_batches_can_be_skipped(count: Any) -> None:
+    with pytest.raises(SettingError, match=r"skip_first_batches\(.* 0 or more"):
+        skip_first_batches(DataLoader(list(range(8)), batch_size=2), count)
 
 
 def test_loaders_that_arent_prepared_can_be_skipped() -> None:

@@ -220,3 +220,16 @@ def test_autocast_takes_exactly_the_torch_arguments() -> None:
     with torch.autocast("cpu", torch.bfloat16, **AutocastKwargs(cache_enabled=False).to_kwargs()):
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
     assert AutocastKwargs().output_dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("split_batches", "both"), ("even_batches", 3), ("data_seed", 1.5), ("prefetch_to_device", -1)],
+)
+def test_loader_options_are_checked_where_they_are_given(field: str, value: Any) -> None:
+    with pytest.raises(SettingError, match=rf"DataLoaderConfiguration\({field}=\.\.\.\)` cannot be"):
+        DataLoaderConfiguration(**{field: value})
+
+
+def test_loader_options_take_the_words_that_files_use() -> None:
+    assert DataLoaderConfiguration(split_batches="yes", dispatch_batches="off").dispatch_batches is False
