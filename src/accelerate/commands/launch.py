@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import dataclasses
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,11 @@ def complain(command: str, error: Exception) -> int:
     return 2
 
 
+def _show_in_one_line(message: Warning | str, category: type[Warning], *_: object) -> None:
+    """The warning without the place in our source and the line there, which tell a user nothing."""
+    print(f"accelerate launch: {category.__name__}: {message}", file=sys.stderr)
+
+
 def main(arguments: Sequence[str] | None = None, *, replace: bool | None = None) -> int:
     """The exit code of ``accelerate launch``: the program's own, or 2 when the launch was refused.
 
@@ -121,8 +127,11 @@ def main(arguments: Sequence[str] | None = None, *, replace: bool | None = None)
     if not words:
         parser.print_help()
         return 1
+    is_command = arguments is None if replace is None else replace
+    if is_command:  # this process is nobody else's
+        warnings.showwarning = _show_in_one_line
     try:
-        return run_launch(parser.parse_args(words), become=arguments is None if replace is None else replace)
+        return run_launch(parser.parse_args(words), become=is_command)
     except (AccelerateError, FileNotFoundError) as error:
         return complain("accelerate launch", error)
 

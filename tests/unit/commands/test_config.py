@@ -327,3 +327,17 @@ def test_unknown_keys_and_missing_files_are_refused(tmp_path: Path) -> None:
 def test_the_default_paths_are_known() -> None:
     assert config_args.default_yaml_config_file.endswith("accelerate/default_config.yaml")
     assert config.default_config_file == config_args.default_config_file
+
+
+@pytest.mark.parametrize("place", [".", "/dev/null/c.yaml"])
+def test_a_place_that_cant_be_written_is_refused_before_any_question(
+    place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert config.main(["--config_file", place]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "--config_file" in err and len(err.splitlines()) == 1
+
+
+def test_a_default_file_that_cant_be_written_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert config.main(["default", "--config_file", "/dev/null/c.yaml"]) == 2
+    assert "/dev/null/c.yaml can't be written: " in capsys.readouterr().err

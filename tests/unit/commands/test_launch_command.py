@@ -332,6 +332,14 @@ def test_a_busy_port_is_refused(script: Path, capsys: pytest.CaptureFixture[str]
 # Running
 
 
+def test_a_warning_of_the_command_is_one_line_without_our_source(script: Path) -> None:
+    Path("c.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\nfp8_config: {backend: TE}\n")
+    words = ["--config_file", "c.yaml", "--dry-run", str(script)]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *words]
+    (line,) = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+    assert line.startswith("accelerate launch: UserWarning: c.yaml:3: the options of fp8 are not used.")
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="claims are Linux's")
 def test_two_launches_at_once_dont_choose_one_port(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     port = get_free_port()

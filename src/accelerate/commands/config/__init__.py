@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ...errors import AccelerateError
+from ...errors import AccelerateError, SettingError
 from ...settings import file
 from ..parser import Parser, spellings
 from . import config_args
@@ -64,11 +65,23 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def config_command(args: argparse.Namespace) -> None:
     """The questions have been asked, the file written, and it and the command to run have been shown."""
     path = Path(file.default_config_file() if args.config_file is None else args.config_file).expanduser()
+    _check_place(path)
     asker = Asker()
     file.save(Questionnaire(asker, advanced=args.advanced).run(), path)
     asker.say(f"\nThe configuration is at {path}:\n\n{path.read_text().rstrip()}\n")
     named = "" if args.config_file is None else f" --config_file {path}"
     asker.say(f"Run a script with it:\n\n  accelerate launch{named} script.py")
+
+
+def _check_place(path: Path) -> None:
+    """The file can be written: better to know that before the questions than after them."""
+    if path.is_dir():
+        raise SettingError(f"{path} is a folder: give the name of a file with --config_file.")
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not (existing == path or existing.is_dir()) or not os.access(existing, os.W_OK):
+        raise SettingError(
+            f"{path} can't be written ({existing} is in the way). Give another place with --config_file."
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -48,8 +48,11 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     if path.exists():
         print(f"There is a configuration at {path} already. Remove it first, or run `accelerate config` to replace it.")
         return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file.save(detected(precision), path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file.save(detected(precision), path)
+    except OSError as error:
+        raise SettingError(f"{path} can't be written: {error.strerror}. Give another place.") from error
     return path
 
 
