@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, ClassVar, Protocol, final
 
 from .errors import SettingError
@@ -94,7 +95,7 @@ class GradientState:
 
     @num_steps.setter
     def num_steps(self, value: int) -> None:
-        if not isinstance(value, int) or value < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(value, Integral) or value < 1:
             raise SettingError(
                 f"gradient_accumulation_steps={value!r}: give how many micro-batches make an update, at least 1."
             )
