@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
+from accelerate import Accelerator, GradScalerKwargs
+from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.parallelism import ParallelismConfig
 from accelerate.plugins.pipeline import PipelineParallelConfig
+from accelerate.strategies.norms import own_piece
 from tests.ranks import RankFailed, run_on_ranks
-from tests.sharded_runs import Block, Network, assert_same_run, samples, train
+from tests.sharded_runs import BLOCKS, Block, Network, assert_same_run, samples, train
 
 
 def as_sequence() -> nn.Module:
@@ -135,9 +138,137 @@ def test_replicas_of_a_pipeline_train_as_one_process(name: str) -> None:
     _compare(run_on_ranks(functools.partial(_train, 4, replicas=2, **variant), 4), _alone(build=variant["build"]))
 
 
-def test_bf16_trains_as_one_process_in_bf16() -> None:
-    ranks = run_on_ranks(functools.partial(_train, 2, precision="bf16", **VARIANTS["1f1b"]), 2)
-    _compare(ranks, _alone(build=as_sequence, precision="bf16"), 1e-2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_trains_as_one_process(precision: str) -> None:
+    ranks = run_on_ranks(functools.partial(_train, 2, precision=precision, **VARIANTS["1f1b"]), 2)
+    _compare(ranks, _alone(build=as_sequence, precision=precision), 1e-2)
+
+
+# ------------------------------------------------------------------------------------------------- shards
+
+SHARDS = {"fsdp_version": 2, **BLOCKS}
+
+
+def in_shards(
+    precision: str = "no", steps: int = 1, fsdp: dict[str, Any] | None = None, **pipeline: Any
+) -> Accelerator:
+    """Two stages, each over two ranks."""
+    return Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=steps,
+        kwargs_handlers=[GradScalerKwargs(init_scale=256.0)],
+        fsdp_plugin=FullyShardedDataParallelPlugin(**SHARDS, **fsdp or {}),
+        parallelism_config=ParallelismConfig(
+            pp_size=2, dp_shard_size=2, pp_handler=PipelineParallelConfig(num_micro_batches=2, **pipeline)
+        ),
+    )
+
+
+#: What FSDP gathers and reduces with: in torch since 2.13, and before.
+COLLECTIVES = (("all_gather_single", "all_gather_into_tensor"), ("reduce_scatter_single", "reduce_scatter_tensor"))
+
+
+def _counted(function: Any, counts: list[list[int]], number: int) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts[-1][number] += 1
+        return function(*args, **kwargs)
+
+    return counted
+
+
+@pytest.mark.parametrize("reshards", [False, True])
+def test_shards_are_gathered_once_a_step_and_gradients_reduced_once_an_update(reshards: bool) -> None:
+    """Or gathered for each part of a batch, where that was asked for."""
+
+    def on_rank() -> list[list[int]]:
+        counts: list[list[int]] = []
+        for number, names in enumerate(COLLECTIVES):
+            name = next(name for name in names if callable(getattr(dist, name, None)))
+            setattr(dist, name, _counted(getattr(dist, name), counts, number))
+        run = in_shards(steps=2, reshard_between_parts=reshards)
+        model = as_sequence()
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(4):
+            counts.append([0, 0])
+            with run.accumulate(model):
+                run.pipeline_step(model, (torch.ones(4, 8), torch.zeros(4).long()), nn.functional.cross_entropy)
+                optimizer.step()
+                optimizer.zero_grad()
+        return counts
+
+    first, *_ = run_on_ranks(on_rank, 4)
+    units = first[-1][1]  # each unit reduces once
+    assert units > 1
+    assert [reduced for _, reduced in first] == [0, units, 0, units]
+    if reshards:
+        assert all(gathered > units for gathered, _ in first)
+    else:
+        assert all(gathered == units for gathered, _ in first)
+
+
+def _resumed(folder: str, resume: bool, stop: int) -> list[float]:
+    """Losses of one pass, saved after three batches; the rest of them, when resumed."""
+    run = in_shards()
+    torch.manual_seed(int(resume))
+    model = as_sequence()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(samples(48), batch_size=4, shuffle=True)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    if resume:
+        run.load_state(folder)
+    losses: list[float] = []
+    for number, (inputs, classes) in enumerate(loader, start=3 if resume else 0):
+        loss = run.pipeline_step(model, (inputs, classes), nn.functional.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(run.reduce(loss, "mean")))
+        if not resume and number == 2:
+            run.save_state(folder)
+        if number + 1 == stop:
+            break
+    return losses
+
+
+def test_stages_in_shards_go_on_in_the_middle_of_a_pass(tmp_path: Path) -> None:
+    """Bit by bit, with the samples that were left."""
+    whole = run_on_ranks(functools.partial(_resumed, str(tmp_path / "state"), False, 6), 4)[0]
+    rest = run_on_ranks(functools.partial(_resumed, str(tmp_path / "state"), True, 6), 4)[0]
+    assert len(whole) == 6 and rest == whole[3:]
+    assert (tmp_path / "state" / "pytorch_model_fsdp_0").is_dir()
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_an_overflow_in_one_stage_skips_the_update_in_all(shards: bool) -> None:
+    """And halves the scale everywhere."""
+
+    def on_rank() -> list[Any]:
+        if shards:
+            run = in_shards("fp16")
+        else:
+            run = accelerator_of(2, None, "fp16", steps=1)
+        model = as_sequence()
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        found: list[Any] = []
+        for number in range(3):
+            run.pipeline_step(model, (torch.ones(4, 8), torch.zeros(4).long()), nn.functional.cross_entropy)
+            if number == 1 and run.process_index == run.num_processes - 1:
+                gradient: Any = own[-1].grad
+                (gradient.to_local() if shards else gradient).fill_(float("inf"))
+            before = [own_piece(parameter.detach()).clone() for parameter in own]
+            optimizer.step()
+            moved = [
+                not torch.equal(old, own_piece(parameter.detach())) for old, parameter in zip(before, own, strict=True)
+            ]
+            found.append((optimizer.step_was_skipped, any(moved), run.scaler.get_scale()))
+            optimizer.zero_grad()
+        return found
+
+    ranks = run_on_ranks(on_rank, 4 if shards else 2)
+    assert all(rank == ranks[0] for rank in ranks)
+    assert [row[:2] for row in ranks[0]] == [(False, True), (True, False), (False, True)]
+    assert ranks[0][2][2] == ranks[0][0][2] / 2
 
 
 # ------------------------------------------------------------------------------------------- checkpoints
@@ -219,6 +350,11 @@ def _refused(case: str) -> None:
     elif case == "inputs":
         run = accelerator_of(2, None)
         run.pipeline_step(run.prepare(as_sequence()), ({"x": 1}, None), nn.functional.cross_entropy)
+    elif case == "no optimizer":
+        in_shards().prepare(as_sequence())
+    elif case == "ignored":
+        model = as_sequence()
+        in_shards(fsdp={"ignored_modules": "0"}).prepare(model, torch.optim.SGD(model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -232,11 +368,13 @@ def _refused(case: str) -> None:
         ("blocks", r"1 blocks, too few for 2 stages"),
         ("shapes", r"Stage 1 of the pipeline can't compute with inputs of shapes"),
         ("inputs", r"inputs of a pipeline are tensors"),
+        ("no optimizer", r"without its optimizer.*call prepare\(model, optimizer\) with both"),
+        ("ignored", r"ignored_modules='0'\) with pp_size=2.*Leave ignored_modules out"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(case: str, text: str) -> None:
     with pytest.raises(RankFailed, match=text):
-        run_on_ranks(functools.partial(_refused, case), 2)
+        run_on_ranks(functools.partial(_refused, case), 4 if case in ("no optimizer", "ignored") else 2)
 
 
 def test_the_same_loop_runs_without_a_pipeline() -> None:
