@@ -304,6 +304,12 @@ def _check_engines(config: ParallelismConfig, has_fsdp: bool, has_deepspeed: boo
     """Raises unless there is an engine for every axis of ``config``."""
     sharding = "give Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
     has_shards = has_fsdp or has_deepspeed
+    for axis in config._active("pp", "cp", "tp") if has_deepspeed else ():
+        raise SettingError(
+            f"{axis}_size={getattr(config, f'{axis}_size')} beside a DeepSpeedPlugin: its engine lays out the model "
+            "itself. It has tensor parallelism of its own ('tensor_parallel': {'autotp_size': ...} in its config) and "
+            f"sequence parallelism (sp_size); or take FSDP2 in its place ({config.equation()})."
+        )
     if config.dp_shard_size > 1 and not has_shards:
         raise SettingError(
             f"dp_shard_size={config.dp_shard_size} shards the model, which takes FSDP2: {sharding}, or set "

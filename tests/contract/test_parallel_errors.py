@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
+from accelerate.construction import _check_engines
 from accelerate.errors import AccelerateError
 from accelerate.local_sgd import LocalSGD
 from accelerate.mesh import Mesh
@@ -180,6 +181,24 @@ DOCUMENTED: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = 
         ValueError,
         "ZeRO",
         "DeepSpeed config",
+    ),
+    "axes that DeepSpeed doesn't lay out": (
+        lambda: _check_engines(ParallelismConfig(tp_size=2), has_fsdp=False, has_deepspeed=True),
+        ValueError,
+        "tp_size=2",
+        "autotp_size",
+    ),
+    "stages beside DeepSpeed": (
+        lambda: _check_engines(ParallelismConfig(pp_size=2), has_fsdp=False, has_deepspeed=True),
+        ValueError,
+        "pp_size=2",
+        "FSDP2",
+    ),
+    "groups that don't divide the ranks": (
+        in_world_of(3, sp_size=2),
+        ValueError,
+        "sp_size=2",
+        "another number of processes",
     ),
     # plugins.md 4: axes
     "a size of nothing": (axes(tp_size=0), ValueError, "tp_size", "at least 1"),
