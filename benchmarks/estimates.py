@@ -1,4 +1,4 @@
-"""Estimated against measured peak memory of a training step: ten models, in full and in mixed precision.
+"""Estimated against measured peak memory of a training step: twelve models, in full and in mixed precision.
 
     python benchmarks/estimates.py [--device cuda]
 
@@ -176,6 +176,18 @@ class Experts(nn.Module):
         return torch.stack([expert(hidden) for expert in self.experts], -1).mul(weights.unsqueeze(-2)).sum(-1)
 
 
+class Recurrent(nn.Module):
+    """Two recurrent layers and a head."""
+
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.inner, self.head = kind(96, 128, num_layers=2, batch_first=True, dropout=0.1), nn.Linear(128, 10)
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Ten numbers for every step."""
+        return self.head(self.inner(vectors)[0])
+
+
 class Translator(nn.Module):
     """An encoder and a decoder."""
 
@@ -241,6 +253,8 @@ MODELS = (
     Subject("half-frozen language model", _frozen, _tokens, 4, 128),
     Subject("encoder and decoder", Translator, _vectors, 4, 64),
     Subject("experts", Experts, _tokens, 4, 128),
+    Subject("LSTM", lambda: Recurrent(nn.LSTM), _vectors, 16, 24),
+    Subject("GRU", lambda: Recurrent(nn.GRU), _vectors, 16, 24),
 )
 
 

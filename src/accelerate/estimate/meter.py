@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..devices import CPU
+from .host_kernels import passing_bytes, with_workspace
 
 Kind = Literal["weights", "buffers", "gradients", "optimizer", "other"]
 
 #: Accelerators hand out memory in pieces of this size, the host any number of bytes.
 _PIECE_BYTES = 512
-_BLOCK_CHANNELS = 16
 _GROUPED: Any = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", object())
 
 
@@ -37,9 +37,11 @@ class AllocationMeter(TorchDispatchMode):
         """The result of the operation, its new memory counted."""
         del types
         result = _shaped(func, args, kwargs or {})
+        if self._device_type == CPU.name:
+            result = with_workspace(func, args, result)
         if self.count(tree_leaves(result)) and self.on_growth is not None:
             self.on_growth()
-            passing = _passing_bytes(func, args, result) if self._device_type == CPU.name else 0
+            passing = passing_bytes(func, args, result) if self._device_type == CPU.name else 0
             if passing:
                 self.num_bytes["other"] += passing
                 self.on_growth()
@@ -83,30 +85,3 @@ def _shaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(first.to(torch.bfloat16), second.to(torch.bfloat16), *others, **kwargs)
         return result.to(first.dtype)
     return func(*args, **kwargs)
-
-
-def _passing_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """What the operation takes for itself and gives back: on the host, convolutions copy images into blocks."""
-    name = func.overloadpacket
-    if name is torch.ops.aten.convolution:
-        image, weight = args[:2]
-        copies = _read_in_blocks(image) + _in_blocks(result) + _bytes_of(weight)
-        return max(copies - _bytes_of(result), _in_blocks(result))
-    if name is torch.ops.aten.convolution_backward:
-        gradient, image, weight = args[:3]
-        return _in_blocks(gradient) + _read_in_blocks(image) + _bytes_of(weight)
-    return 0
-
-
-def _bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _in_blocks(image: torch.Tensor) -> int:
-    channels = image.shape[1]
-    return _bytes_of(image) // channels * -(-channels // _BLOCK_CHANNELS) * _BLOCK_CHANNELS
-
-
-def _read_in_blocks(image: torch.Tensor) -> int:
-    """An image of few channels is read as it is."""
-    return _in_blocks(image) if image.shape[1] >= _BLOCK_CHANNELS else 0
