@@ -175,7 +175,9 @@ class Explanation(list[tuple[str, str, Any, Source]]):
     """Rows of (group, option, value, source)."""
 
     def __str__(self) -> str:
-        lines = [(f"{group}.{name}", str(value), str(source)) for group, name, value, source in self]
+        # What was given comes last: it is what a terminal still shows when all of it has scrolled by.
+        rows = sorted(self, key=lambda row: row[3].kind != "default")
+        lines = [(f"{group}.{name}", str(value), str(source)) for group, name, value, source in rows]
         first, second = (max((len(line[column]) for line in lines), default=0) for column in (0, 1))
         second = min(second, 40)
         return "\n".join(f"{name:<{first}}  {value:<{second}}  {source}".rstrip() for name, value, source in lines)
