@@ -1262,6 +1262,7 @@ class Accelerator:
         self._may_pickle.clear()
         self._background.release_memory()
         self._prepared_models.clear()
+        self._micro_batches = MicroBatches(self.strategy)
         self.strategy.release()
         self.step = 0
         return release_memory(*objects)

@@ -48,6 +48,7 @@ class Work:
     reduction: Reduction
     synchronises: bool  # it completes an update
     size: int = 0
+    largest: int = 0  # size of any rank that shares this pass, as far as is known
 
     def run(self, parts: Iterable[tuple[Any, int]]) -> torch.Tensor:
         """The sum of the losses of ``parts``, each in proportion to its size if they are means; gradients are added."""
@@ -90,16 +91,17 @@ class MicroBatches:
         self.num_parts = max(self.num_parts, num_parts)
         shapes = _shapes_of(work.batch)
         is_new = always_careful or not self._known.cover(shapes)
-        largest = work.size
+        largest = max(work.size, self.num_parts) if self._strategy.communicates_in_forward else work.size
         if self._strategy.gives_up_together and (self._watch.is_on or always_careful):
             is_surprise = is_new and not always_careful and bool(self._known)
             is_new, self.num_parts, largest = self._watch.compare(is_new, is_surprise, self.num_parts, work.size)
         elif self._strategy.communicates_in_forward:
             is_new = False
+        work = replace(work, largest=largest)
         if not is_new:
             loss = self._as_known(work)
         else:
-            loss = self._carefully(work, largest)
+            loss = self._carefully(work)
             if self._num_updates:  # before the first update, the optimizer's state isn't there yet
                 self._known.add(shapes)
         self._num_updates += work.synchronises
@@ -107,10 +109,8 @@ class MicroBatches:
 
     def _parts(self, work: Work) -> list[tuple[Any, int]]:
         parts = list(split_batch(work.batch, work.size, min(self.num_parts, work.size)))
-        if self._strategy.communicates_in_forward:
-            # A rank with fewer samples than parts takes part in the others' passes, with a weight of nothing.
-            parts += [(parts[-1][0], 0)] * (self.num_parts - len(parts))
-        return parts
+        # A rank with fewer samples than parts takes part in the others' passes, with a weight of nothing.
+        return parts + [(parts[-1][0], 0)] * (min(self.num_parts, work.largest) - len(parts))
 
     def _as_known(self, work: Work) -> torch.Tensor:
         """As in a loop that accumulates by hand: of replicas the last part synchronises, if the micro-batch does."""
@@ -132,14 +132,14 @@ class MicroBatches:
                 f"parts: backward_in_parts(..., num_parts={self.num_parts * 2}){way_out}."
             ) from error
 
-    def _carefully(self, work: Work, largest: int) -> torch.Tensor:
+    def _carefully(self, work: Work) -> torch.Tensor:
         attempt = self._attempt_together if self._strategy.gives_up_together else self._attempt_alone
         for model in work.models:
             self._strategy.check_parts(model)
             self._strategy.send_buffers(model)
         with self._apart(work.models):
             while (loss := attempt(work)) is None:
-                self._split_further(largest)
+                self._split_further(work.largest)
         if work.synchronises:
             for model in work.models:
                 self._strategy.reduce_now(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
+from accelerate.memory import find_executable_batch_size
 from accelerate.plugins.ddp import DistributedDataParallelKwargs
 from tests.ranks import RankFailed, run_on_ranks
-from tests.sharded_runs import Network, samples
+from tests.sharded_runs import Network, plugin_of, samples
 
 NUM_STEPS = 12
 
@@ -262,3 +264,68 @@ def test_parts_add_up_as_asked(reduction: Any) -> None:
         accelerator.backward_in_parts(compute, batch, reduction="max")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="can't split"):
         accelerator.backward_in_parts(compute, {"names": ["a"]})
+
+
+# ------------------------------------------------------------------------------ begin again with a smaller batch
+
+
+def _find_size(plugin: dict[str, Any] | None, full_ranks: tuple[int, ...], in_parts: bool) -> tuple[list[int], Any]:
+    gc.freeze()  # what the process was forked with need not be looked through after every failure
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(plugin))
+    here = accelerator.process_index in full_ranks
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=16, reduce_batch_size_fn=lambda size: size // 2)
+    def train(batch_size: int) -> dict[str, Any]:
+        tried.append(batch_size)
+        accelerator.free_memory()
+        torch.manual_seed(0)
+        device = FullDevice(0 if here and batch_size > 4 else 1000, 1, "backward")  # full in the second step
+        model = Hungry(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(samples(32), batch_size=batch_size // accelerator.num_processes)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for x, y in loader:
+            if in_parts:
+                accelerator.backward_in_parts(lambda part: nn.functional.cross_entropy(model(part[0]), part[1]), (x, y))
+            else:
+                accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            device.step += 1
+        return {"weights": {name: value.tolist() for name, value in accelerator.get_state_dict(model).items()}}
+
+    return tried, train()
+
+
+@pytest.mark.parametrize(
+    ("plugin", "full_ranks", "in_parts"),
+    [
+        (None, (0, 1), False),
+        ({"fsdp_version": 2}, (0, 1), False),
+        ({"fsdp_version": 2}, (1,), True),  # all ranks hear that one sample doesn't fit on one of them
+    ],
+    ids=["replicas, all of them full", "shards, all of them full", "shards, one of them full"],
+)
+def test_ranks_begin_again_with_the_same_smaller_batch(
+    plugin: dict[str, Any] | None, full_ranks: tuple[int, ...], in_parts: bool
+) -> None:
+    (_, reference) = run_on_ranks(functools.partial(_find_size, None, (0,), False), 1)[0]
+    found = run_on_ranks(functools.partial(_find_size, plugin, full_ranks, in_parts), 2)
+    assert [tried for tried, _ in found] == [[16, 8, 4]] * 2
+    _assert_same(found[0][1], reference)
+
+
+def test_a_small_batch_does_not_undo_the_split() -> None:
+    """The last batch of an epoch has fewer samples than parts; the next one is large again."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    sizes: list[int] = []
+
+    def compute(part: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(part))
+        return model(part).mean()
+
+    for size in (8, 2, 8):
+        accelerator.backward_in_parts(compute, torch.ones(size, 1), num_parts=4 if not sizes else 1)
+    assert sizes == [2] * 4 + [1] * 2 + [2] * 4
