@@ -60,7 +60,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise SettingError(f"`register_tracker_class` takes a subclass of GeneralTracker, not {tracker_class!r}.")
     name = getattr(tracker_class, "name", None)
-    if not isinstance(name, str):
+    if not (isinstance(name, str) and name):
         raise SettingError(f"{tracker_class.__name__} has no `name` to register it by; give the class one.")
     before = LOGGER_TYPE_TO_CLASS.get(name)
     if before is not None and before is not tracker_class:

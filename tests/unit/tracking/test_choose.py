@@ -143,7 +143,10 @@ def test_only_tracker_classes_with_a_name_are_registered() -> None:
     class Nameless(GeneralTracker):
         pass
 
-    for wrong in (ListTracker(), dict, Nameless):
+    class Empty(GeneralTracker):
+        name = ""
+
+    for wrong in (ListTracker(), dict, Nameless, Empty):
         with pytest.raises(ValueError):
             register_tracker_class(wrong)  # type: ignore[arg-type]
 
