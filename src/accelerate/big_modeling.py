@@ -306,7 +306,7 @@ def _spread(
 ) -> None:
     main: Any = _main_device(device_map) if main_device is None else main_device
     away = (DISK,) if _is_host(main) else (CPU.name, DISK)
-    on_disk = [name for name, place in device_map.items() if place == DISK]
+    on_disk = [name or "the whole model" for name, place in device_map.items() if place == DISK]
     if on_disk and offload_dir is None and offload_index is None:
         raise SettingError(
             f"The device map sends {', '.join(on_disk[:5])}{', ...' if len(on_disk) > 5 else ''} to disk: give "

@@ -68,10 +68,8 @@ class _Greedy:
         return self.decisions
 
     def _reserve(self) -> int:
-        """Room for the largest layer that may have to pass through this place later."""
-        if self.places[0] not in self.problem.through:
-            return 0
-        return max((each.largest_layer for each in self.waiting), default=0)
+        """Room for the largest layer that may have to pass through this place later; a single tensor is no layer."""
+        return self._reserve_without(None)
 
     def _room(self) -> float:
         place = self.places[0]
@@ -140,7 +138,8 @@ class _Greedy:
         self.places.pop(0)
         self.why_next = why
 
-    def _reserve_without(self, part: Part) -> int:
+    def _reserve_without(self, part: Part | None) -> int:
         if self.places[0] not in self.problem.through:
             return 0
-        return max((each.largest_layer for each in self.waiting if each is not part), default=0)
+        layers = (each for each in self.waiting if each is not part and not each.is_tensor)
+        return max((each.largest_layer for each in layers), default=0)

@@ -29,11 +29,12 @@ class Part:
     num_bytes: int
     buffer_bytes: int
     parts: tuple[Part, ...]  # what it is split into; empty where it is never split
+    is_tensor: bool = False
 
     @cached_property
     def largest_layer(self) -> int:
         """The bytes of the largest piece that has to be on one device as a whole when it runs."""
-        return max((part.largest_layer for part in self.parts), default=self.num_bytes)
+        return max((part.largest_layer for part in self.parts if not part.is_tensor), default=self.num_bytes)
 
     def holds(self, name: str) -> bool:
         """Whether the tensor or module of that name is this part or lies in it."""
@@ -64,6 +65,7 @@ def parts_of(
             sizes.get(name, 0),
             buffer_sizes.get(name, 0),
             tuple(part_of(f"{name}.{own}", each) for own, each in inner),
+            is_tensor=isinstance(module, torch.Tensor),
         )
 
     return [part_of(name, module) for name, module in modules]

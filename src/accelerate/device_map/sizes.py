@@ -113,8 +113,7 @@ def layers_in(modules: SizedModules, no_split: frozenset[str]) -> Iterable[str]:
         if not children or type(part).__name__ in no_split:
             yield name
             continue
-        assert isinstance(part, nn.Module)
-        waiting += reversed([(f"{name}.{own}" if name else own, each) for own, each in own_parts(part)])
+        waiting += reversed([(f"{name}.{own}" if name else own, each) for own, each in children])
 
 
 def get_max_layer_size(
@@ -122,7 +121,8 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     """The bytes of the largest layer, and the names of all layers of that size.
 
-    A layer is a module without children, or one whose class is never split.
+    A layer is a module without children, or one whose class is never split; a tensor that a module holds beside its
+    children is none, unless it is named in ``modules``.
     """
     largest, names = 0, list[str]()
     for name in layers_in(modules, no_split_classes(no_split_module_classes)):

@@ -36,6 +36,12 @@ def test_the_first_accelerator_keeps_room_for_the_largest_layer_that_waits() -> 
     assert infer(layers(10, 10, 10), {0: 119, "cpu": 1000}) == {"0": 0, "1": "cpu", "2": "cpu"}
 
 
+def test_no_room_is_kept_for_single_tensors() -> None:
+    model = layers(4)
+    model.register_buffer("scale", torch.ones(8))
+    assert infer(model, {0: 16}, offload_buffers=True) == {"0": 0, "scale": "disk"}
+
+
 def test_the_other_accelerators_keep_no_room() -> None:
     assert infer(layers(10, 10, 10, 10), {0: 80, 1: 80, "cpu": 1000}) == {"0": 0, "1": 1, "2": 1, "3": "cpu"}
 
@@ -69,7 +75,7 @@ def test_own_parameters_and_buffers_of_a_split_module_are_placed_too() -> None:
     model.own = nn.Parameter(torch.empty(10, device="meta"))
     model.register_buffer("table", torch.empty(10, device="meta"))
     found = infer(nn.Sequential(model), {0: 120, 1: 1000})
-    assert found == {"0.own": 0, "0.0": 0, "0.1": 1, "0.table": 1}
+    assert found == {"0.own": 0, "0.0": 0, "0.1": 0, "0.table": 1}
     check_device_map(nn.Sequential(model), found)
 
 

@@ -103,6 +103,9 @@ def test_the_largest_layer_is_a_leaf_or_a_class_that_is_not_split() -> None:
     sizes = compute_module_sizes(nn.ModuleDict(dict(both)))
     assert get_max_layer_size(both, sizes, []) == (48, ["x.a", "x.b", "y"])
     assert get_max_layer_size(both, sizes, "ModuleDict") == (96, ["x"])
+    both[0][1].register_parameter("scale", nn.Parameter(torch.ones(100)))
+    sizes = compute_module_sizes(nn.ModuleDict(dict(both)))
+    assert get_max_layer_size(both, sizes, []) == (48, ["x.a", "x.b", "y"]), "a tensor beside children is no layer"
 
 
 def test_maximum_sizes_of_a_model() -> None:
