@@ -97,7 +97,7 @@ def _head(content: dict[str, Any], width: int) -> list[str]:
     total = newest.get("total_steps")
     words = [_fitting(content["name"], max(10, width - 12)), content["state"].upper()]
     if step is not None:
-        words.append(f"step {step}" + (f"/{total} ({100 * step // total}%)" if total else ""))
+        words.append(f"step {step}" + (f"/{total} ({min(100, 100 * step // total)}%)" if total else ""))
     if "eta_seconds" in newest and content["state"] == "running":
         words.append(f"{clock_time(newest['eta_seconds'])} left")
     numbers: list[str] = []
