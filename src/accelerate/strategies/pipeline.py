@@ -20,11 +20,11 @@ from ..checkpointing.sharded import StateAccess
 from ..errors import NotBuilt, PreparationError, SettingError
 from ..plugins.pipeline import PipelineParallelConfig
 from ..precision import Precision
-from ..settings.labels import DistributedType
+from ..settings.labels import DistributedType, DynamoBackend
 from ..world import World
 from .base import Strategy
 from .bundle import Bundle, Role
-from .compile import compile_model
+from .compile import compile_model, compile_regions_fsdp2
 from .following import Stage
 from .norms import clamp_pieces, own_piece, pieces, scale_to, total_norm
 from .pipeline_state import OverStages
@@ -196,7 +196,10 @@ class Pipeline(Strategy):
             _make_equal(stage, self.mesh.within("dp_replicate"))
             _compute_in(precision, stage, is_last=number == len(stages) - 1)
         dynamo = self.options.dynamo_plugin
-        if dynamo is not None:
+        if dynamo is not None and self.shards and dynamo.backend != DynamoBackend.NO:
+            for stage in mine.values():  # in place: what is sharded is the stage itself
+                compile_regions_fsdp2(stage, **dynamo.to_kwargs())
+        elif dynamo is not None:
             mine = {number: compile_model(stage, dynamo) for number, stage in mine.items()}
         if self.shards:
             self._shard(mine, model, precision)
@@ -260,10 +263,12 @@ class Pipeline(Strategy):
         plugin, mesh = self.options.plugins["fsdp_plugin"], self.mesh
         plugin.set_auto_wrap_policy(model)
         units = find_units(model, plugin.auto_wrap_policy)
-        if plugin.activation_checkpointing:
-            recompute_activations(units, offload=plugin.activation_checkpointing_offload)
         replicas = mesh.active("dp_replicate")
         for stage in mine.values():
+            if plugin.activation_checkpointing:
+                own = set(stage.modules())  # of a traced model, the units are in no stage
+                inside = [unit for unit in units if unit in own] or [stage]
+                recompute_activations(inside, offload=plugin.activation_checkpointing_offload)
             shard_stage(
                 stage,
                 model,
