@@ -101,6 +101,8 @@ def load_checkpoint_in_model(
 ) -> None:
     """The model has the weights of the checkpoint, each on its device; those on disk are in ``offload_folder``.
 
+    Without a device map, a tensor that has values already is filled in place and keeps its dtype, whatever ``dtype``
+    says; one on the meta device takes it.
     A weight that goes to disk as it is stays in its safetensors file: the folder's index then points there.
     ``offload_state_dict`` is accepted and changes nothing: weights are never held twice. With ``offload_8bit_bnb``,
     weights of bitsandbytes that go to disk are there in 8 bits. ``loaded`` is told of each tensor that the model has
