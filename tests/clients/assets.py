@@ -104,6 +104,9 @@ def main(folder: Path) -> None:
     write_lines(folder / "text" / "train.jsonl", [{"text": each} for each in text[:64]])
     pairs = zip(text[:48], text[48:96], strict=True)
     write_lines(folder / "pairs" / "train.jsonl", [{"anchor": one, "positive": other} for one, other in pairs])
+    answers = zip(text[200:232], text[232:264], strict=True)
+    told = [{"prompt": "the cat", "chosen": f" {good}", "rejected": f" {bad}"} for good, bad in answers]
+    write_lines(folder / "choices" / "train.jsonl", told)
     labelled = [{"text": each, "label": int("dog" in each.split())} for each in text[100:140]]
     write_lines(folder / "task" / "cats.jsonl", labelled)
     (folder / "task" / "cats.yaml").write_text(TASK.format(data=folder / "task" / "cats.jsonl"))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.clients.test_clients import environment, folder  # noqa: F401
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1000)
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1"]
 SFT = [
@@ -26,7 +26,7 @@ def run(words: list[str], where: Path) -> str:
     assets = where / "assets"
     words = [word.replace("TEXT", str(assets / "text")).replace("LLAMA", str(assets / "llama")) for word in words]
     done = subprocess.run(
-        words, env=environment(where), cwd=where, capture_output=True, text=True, timeout=300, check=False
+        words, env=environment(where), cwd=where, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr
