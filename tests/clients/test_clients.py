@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -278,7 +278,7 @@ def page() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        f"Run on {datetime.now(UTC):%Y-%m-%d} with Python {sys.version_info.major}.{sys.version_info.minor} and "
+        f"Run on {datetime.now(timezone.utc):%Y-%m-%d} with Python {sys.version_info.major}.{sys.version_info.minor} and "
         f"torch {metadata.version('torch')}, on the CPU; two "
         "processes talk by gloo. On a CPU the peer trains FSDP runs with plain data parallelism, so those numbers are "
         "compared with replicas that aren't sharded; and it calculates fp16 runs in fp32, so those aren't compared.",
