@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,45 @@ def in_shards(
             pp_size=2, dp_shard_size=2, pp_handler=PipelineParallelConfig(num_micro_batches=2, **pipeline)
         ),
     )
+
+
+def _in_shards(build: Any, fsdp: dict[str, Any], pipeline: dict[str, Any]) -> dict[str, Any]:
+    """The run of :func:`_train` by two stages in shards."""
+    run = in_shards(steps=2, fsdp=fsdp, **pipeline)
+    torch.manual_seed(run.process_index if fsdp.get("cpu_ram_efficient_loading") else 0)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 0.95 ** (count // 2))
+    model, optimizer, schedule, loader = run.prepare(
+        model, optimizer, schedule, DataLoader(samples(), batch_size=8 // run.mesh.data_share().count)
+    )
+    losses: list[float] = []
+    norms: list[float] = []
+    for inputs, classes in loader:
+        with run.accumulate(model):
+            loss = run.pipeline_step(model, (inputs, classes), nn.functional.cross_entropy)
+            if run.sync_gradients:
+                norms.append(float(run.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(float(run.reduce(loss, "mean")))
+    weights = run.get_state_dict(model)
+    return {"losses": losses, "norms": norms, "weights": {name: value.tolist() for name, value in weights.items()}}
+
+
+@pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="RUN_SLOW=1 (make meshes)")
+@pytest.mark.parametrize("build", [as_sequence, functools.partial(Network, tied=True), Branching])
+@pytest.mark.parametrize(
+    "fsdp",
+    [{}, {"cpu_ram_efficient_loading": True}, {"activation_checkpointing": True}, {"reshard_after_forward": False}],
+    ids=str,
+)
+def test_stages_in_shards_train_as_one_process(build: Any, fsdp: dict[str, Any]) -> None:
+    """With weights from the first rank alone, activations computed again, and of a model that was traced."""
+    pipeline = {"example_inputs": torch.zeros(2, 8)} if build is Branching else {}
+    found = run_on_ranks(functools.partial(_in_shards, build, fsdp, pipeline), 4)
+    assert_same_run(found[0], _alone(build=build))
 
 
 #: What FSDP gathers and reduces with: in torch since 2.13, and before.
