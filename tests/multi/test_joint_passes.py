@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fsdp1": {"fsdp_version": 1, "use_orig_params": True},
     "fsdp1 of flat parameters": {"fsdp_version": 1, "use_orig_params": False},
 }
-slow = pytest.mark.skipif(os.environ.get("RUN_SLOW") != "1", reason="RUN_SLOW=1")
+slow = pytest.mark.skipif(os.environ.get("RUN_SLOW") != "1", reason="RUN_SLOW=1 (make meshes)")
 # torch, of an output that is a view, under tensor parallelism
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
