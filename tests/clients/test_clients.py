@@ -276,10 +276,10 @@ def page() -> str:
         version = metadata.version(client.library)
         cells = [client.library.replace("_", "-"), version, client.what, str(client.ranks), OUTCOMES[client.name]]
         lines.append(f"| {' | '.join(cells)} |")
+    python = f"Python {sys.version_info.major}.{sys.version_info.minor}, torch {metadata.version('torch')}"
     lines += [
         "",
-        f"Run on {datetime.now(timezone.utc):%Y-%m-%d} with Python {sys.version_info.major}.{sys.version_info.minor} and "
-        f"torch {metadata.version('torch')}, on the CPU; two "
+        f"Run on {datetime.now(timezone.utc):%Y-%m-%d} with {python}, on the CPU; two "
         "processes talk by gloo. On a CPU the peer trains FSDP runs with plain data parallelism, so those numbers are "
         "compared with replicas that aren't sharded; and it calculates fp16 runs in fp32, so those aren't compared.",
         "",
