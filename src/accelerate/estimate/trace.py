@@ -152,6 +152,9 @@ def _traced(
     target: torch.device,
 ) -> TrainingTrace:
     model = subject.build().train()
+    # Autograd starts now: where it starts among fake tensors, torch's builds for GPUs count pretended ones, have
+    # threads for them, and nothing that is forked from this process can go backward any more.
+    torch.zeros((), requires_grad=True).backward()
     with FakeTensorMode(allow_non_fake_inputs=True):
         _take_place(model, target, dtype)
         inputs = subject.inputs(model, batch, sequence) if activations else None
