@@ -287,7 +287,8 @@ def page() -> str:
         "the middle of an epoch with workers, streams, dispatched, split and uneven batches, grouping by length, "
         "evaluation and metrics while training, the best model and early stopping, schedules, optimizers, label "
         "smoothing, NEFTune, compiling, smaller batches after an out-of-memory error, sequences by beam search, and "
-        "others. Every loss, gradient norm, learning rate and metric that is logged is compared.",
+        "others. Every loss, gradient norm, learning rate and metric that is logged is compared, but for those that "
+        "`test_clients.py` names, each with its reason.",
         "",
         "Beside these programs, the run starts commands that the libraries ship under `accelerate launch` (trl's "
         "scripts, `lm_eval`), and this package's own tests on models of transformers, PEFT's adapters, and "
