@@ -79,8 +79,9 @@ def train(degrees: dict[str, int], tied: bool, folder: str) -> dict[str, Any]:
     with torch.no_grad():
         guesses = model(words).logits.argmax(-1)
     run.save_model(model, folder)
+    if run.is_main_process:  # a file that several ranks write at once is read half-written
+        model.config.save_pretrained(folder)
     run.wait_for_everyone()
-    model.config.save_pretrained(folder)
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
     said = whole.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
     return {"losses": losses, "norms": norms, "guesses": guesses[0].tolist(), "said": said.tolist()}
