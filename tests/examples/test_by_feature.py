@@ -110,6 +110,7 @@ def test_an_example_learns(name: str, tmp_path: Path) -> None:
         assert result > 0.75  # a guess is right once in ten
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.distributed.*:FutureWarning")  # DeepSpeed calls what torch has renamed
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_an_example_learns_on_two_ranks(name: str, tmp_path: Path) -> None:
