@@ -35,14 +35,26 @@ class IndexFeed:
         self.draw: Callable[[], Iterator[Drawn]] = _nothing
         self.key: Callable[[Drawn], Any] | None = None  # the indices as they are read
         self.accounts: deque[Drawn] = deque()
+        self._running: Iterator[Drawn] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
         # A new queue for every pass: workers may still hold batches of a pass that was left.
         accounts, key = deque[Drawn](), self.key
         self.accounts = accounts
-        for drawn in self.draw():
+        draws = self._running = self.draw()
+        for drawn in draws:
             accounts.append(drawn)
             yield drawn.indices if key is None else key(drawn)
+
+    def leave(self, draw: Callable[[], Iterator[Drawn]]) -> None:
+        """Nothing here holds on to the pass that ``draw`` belongs to, unless another one has begun.
+
+        A loader that its feed held on to would be left to the garbage collector, which waits ten seconds for workers.
+        """
+        if self.draw == draw:
+            self.draw, self.key = _nothing, None
+            if isinstance(self._running, Generator):
+                self._running.close()
 
 
 def _nothing() -> Iterator[Drawn]:
@@ -76,10 +88,13 @@ class IndexReader:
         feeder = self.feeder
         non_blocking, on_host = feeder._non_blocking, feeder._stays_on_host
         batches, feed = self._open()
-        for batch in batches:
-            if device is not None and not (on_host and is_on_host(batch)):
-                batch = send_to_device(batch, device, non_blocking=non_blocking)
-            yield batch, feed.accounts.popleft()
+        try:
+            for batch in batches:
+                if device is not None and not (on_host and is_on_host(batch)):
+                    batch = send_to_device(batch, device, non_blocking=non_blocking)
+                yield batch, feed.accounts.popleft()
+        finally:
+            feed.leave(self.draw)
 
     def _open(self) -> tuple[Iterator[Any], IndexFeed]:
         feeder, dataset = self.feeder, self.feeder.dataset

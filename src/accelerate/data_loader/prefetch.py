@@ -113,6 +113,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         finally:
             batches.close()
             if self._newest_pass is this_pass:  # else another pass over this loader is in the middle of its loop
+                shown["_stream"] = None  # it knows the loader, which is to be gone as soon as nobody else does
                 self.end()
 
     def _stage_of_pass(self) -> Stage | None:
