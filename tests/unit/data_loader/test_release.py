@@ -1,4 +1,4 @@
-"""A loader, and its workers, are gone as soon as nobody has it: the garbage collector would wait for them 10 seconds."""
+"""A loader and its workers are gone as soon as nobody has it: the garbage collector would wait 10 s for them."""
 
 from __future__ import annotations
 
