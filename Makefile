@@ -6,12 +6,12 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test multi oracle engines storage clients trackers xla kills monitor check fix bench docs build
+.PHONY: help setup demo test multi oracle engines storage clients trackers xla kills monitor processors versions check fix bench docs build
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
 
-.venv/.installed: pyproject.toml setup.py constraints.txt
+.venv/.installed: pyproject.toml setup.py constraints.txt src/accelerate/__init__.py
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
@@ -47,14 +47,18 @@ define beside
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth"
 endef
 
-clients: setup   ## install transformers, diffusers, peft, trl, ... beside .venv, and run them on this package (minutes)
+clients: setup   ## install transformers, diffusers, imagen-pytorch, skorch, ... beside .venv, and run them on this package (minutes)
 	$(call beside,.clients)
 	.clients/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt \
 		transformers diffusers peft trl sentence-transformers lm-eval bitsandbytes torchao \
-		schedulefree pytorch-accelerated setfit
+		schedulefree pytorch-accelerated setfit tensorboard
 	# torchvision's wheel asks for the libraries of a torch with CUDA; its Python part does without.
 	.clients/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c tests/clients/constraints.txt \
 		torchvision timm
+	.clients/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt \
+		denoising-diffusion-pytorch rectified-flow-pytorch imagen-pytorch skorch fastai
+	.clients/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .clients/peer \
+		accelerate==1.15.0
 	cp tests/clients/torchvision_on_cpu.py "$$(.clients/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")"
 	echo "import torchvision_on_cpu" > \
 		"$$(.clients/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torchvision_on_cpu.pth"
@@ -95,6 +99,12 @@ xla:             ## install torch_xla and its torch 2.9 into .xla (1 GB to downl
 
 kills: setup     ## kill runs at 300 random instants inside saving, 1 and 2 ranks, whole and in shards, with and without background (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_kills.py
+
+processors: setup  ## run the tests that compute under each instruction set this processor has, on 1 and 2 threads (minutes)
+	$(BIN)/python tests/processors.py
+
+versions: setup  ## run the unit and contract suites on other Pythons and torches, read the newest torch (3 GB to download, hours)
+	$(BIN)/python tests/versions.py
 
 monitor: setup   ## look at the live page of a run in headless Chromium (apt install chromium); remakes docs/images
 	DOCS_IMAGES=1 $(BIN)/python -m pytest -q -m browser tests/monitor

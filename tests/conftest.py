@@ -1,4 +1,4 @@
-"""Every test runs offline, on one thread a process, on the loopback interface, with warnings as errors."""
+"""Every test runs offline, on one thread a process unless asked otherwise, on loopback; warnings fail it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Before torch is imported anywhere: it reads the thread count once.
+# Before torch is imported anywhere: it reads the thread count once. `make processors` asks for two.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(
     {
-        "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "TP_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
@@ -60,6 +60,19 @@ def environment_unchanged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def training_stays_finite(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test trains into NaN unnoticed, whatever processor it runs on."""
+    if "nonfinite" in request.keywords or "torch" not in sys.modules:
+        yield
+        return
+    from tests.finite import watch_steps
+
+    watch = watch_steps()
+    yield
+    watch.remove()
 
 
 @pytest.fixture(autouse=True)

@@ -5,18 +5,43 @@ The processes are forked, so ``import torch`` is paid once by the test session a
 
 from __future__ import annotations
 
+import gc
+import importlib
 import multiprocessing
 import os
 import pickle
+import pkgutil
+import random
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch._dynamo  # torch imports it with the first DDP or optimizer step: more than a second for each rank
+import torch.distributed.fsdp
+
+import accelerate
+
+#: Parts of the package that no rank of a test needs, or that say something when they are imported.
+_NOT_FOR_RANKS = ("commands", "launch", "memory_utils", "test_utils")
+
+
+def _import_what_ranks_use() -> None:
+    """Import here, once, what every forked rank would import again when it makes its Accelerator."""
+    pending = [accelerate.__name__]
+    for package in pending:
+        module = importlib.import_module(package)
+        for found in pkgutil.iter_modules(getattr(module, "__path__", ()), f"{package}."):
+            if found.name.split(".")[1] not in _NOT_FOR_RANKS:
+                pending.append(found.name)
+
+
+_import_what_ranks_use()
 
 
 class RankFailed(AssertionError):
@@ -24,10 +49,15 @@ class RankFailed(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port that was free a moment ago, outside of the range from which systems number outgoing connections.
+
+    One inside it may be the near end of another test's connection by the time a rank listens at it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _environment(rank: int, num_processes: int, port: int, extra: Mapping[str, str] | None) -> dict[str, str]:
@@ -49,6 +79,7 @@ def _environment(rank: int, num_processes: int, port: int, extra: Mapping[str, s
 def _child(function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], pipe: Connection) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
+    gc.freeze()  # a rank's own collections then leave the session's objects, and the memory shared with it, alone
     _forget_the_parents_world()
     try:
         answer: tuple[bool, Any] = (True, function(*args))

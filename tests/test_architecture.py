@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import re
 import statistics
 import tokenize
 from collections.abc import Callable, Iterator
@@ -25,22 +26,12 @@ PACKAGE: Final = SOURCE / "accelerate"
 
 # -------------------------------------------------------------------------------------------- the plan
 
+PLAN: Final = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+#: By package or module the number of its layer, as the plan of record says.
 FLOORS: Final[dict[str, int]] = {
-    room: floor
-    for floor, rooms in enumerate(
-        (
-            "errors optional versions nested names ports flag",
-            "settings",
-            "devices clusters world plugins mesh collectives processes seeding logging memory modules progress probes"
-            " hardware meeting messages",
-            "precision data_loader checkpointing tracking device_map hooks offload optimizer scheduler gradients"
-            " weighting metrics health watching",
-            "strategies",
-            "accelerator averaging construction uneven pace micro_batches joint_pass state local_sgd inference big_modeling quantize estimate test_utils",
-            "accelerate utils launchers parallelism_config memory_utils",  # accelerate: the front door itself
-        )
-    )
-    for room in rooms.split()
+    room: int(number)
+    for number, rooms in re.findall(r"^\| (\d) [^|]*\| ([^|]*) \|$", PLAN, re.MULTILINE)
+    for room in re.findall(r"`(\w+)`", rooms)
 }
 DOOR: Final = 6
 TOWER: Final = ("launch", "commands")
@@ -51,6 +42,8 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "nested": ("errors", "versions", "optional"),
     "optional": ("errors", "versions"),
     "versions": ("errors",),
+    "deprecation": ("callers",),
+    "torch_private": ("errors",),
     # ground: a device, then who I am, then how ranks talk, then what is built on talking
     "clusters": ("devices",),
     "meeting": ("clusters",),
@@ -70,13 +63,15 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "optimizer": ("gradients",),
     "scheduler": ("gradients", "optimizer"),
     "data_loader": ("gradients",),
-    "metrics": ("gradients",),
+    "joining": ("data_loader",),
+    "metrics": ("gradients", "joining", "data_loader"),
     "watching": ("gradients", "health"),
     "offload": ("checkpointing",),
     "device_map": ("checkpointing", "offload"),
     "hooks": ("device_map", "offload"),
     # house
-    "accelerator": ("averaging", "state", "construction", "uneven", "pace", "micro_batches"),
+    "accelerator": ("averaging", "state", "construction", "uneven", "open_window", "pace", "micro_batches"),
+    "pace": ("open_window",),
     "micro_batches": ("joint_pass",),
     "local_sgd": ("accelerator", "state"),
     "quantize": ("big_modeling",),
@@ -106,12 +101,12 @@ SHARED_STRATEGY_FILES: Final = frozenset(
         "recompute",
         "shard_setup",
         "shard_saving",
-        "shard_passes",
         "flat_state",
         "stages",
         "timetable",
         "pipeline_state",
         "following",
+        "held_gradients",
         "sharded_stages",
         "deepspeed_document",
         "deepspeed_engine",
@@ -125,8 +120,37 @@ SHARED_STRATEGY_FILES: Final = frozenset(
 
 # Without torch at import, also through what they import.
 TORCH_FREE: Final = (
-    "errors", "optional", "versions", "names", "settings", "devices", "clusters", "health.failure", *TOWER,
+    "errors", "optional", "versions", "names", "cores", "settings", "devices", "clusters", "health.failure", *TOWER,
 )  # fmt: skip
+
+#: Modules that take a tenth of a second or more (torch's sharding brings sympy).
+HEAVY_IMPORTS: Final = (
+    "torch.distributed.algorithms", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+    "torch.distributed.pipelining", "torch.distributed.tensor", "torch._dynamo", "torch._subclasses",
+    "sympy", "transformers", "numpy.random",
+)  # fmt: skip
+#: Files that import them at module level, or import such a file: they are themselves imported when they are needed.
+#: Everything else is imported by `from accelerate import Accelerator` or a name of `accelerate.utils`, and has to wait.
+HEAVY_FILES: Final = frozenset(
+    [
+        "averaging.py",
+        "estimate/",
+        "inference.py",
+        "precision/sharded_scaler.py",
+        "strategies/expert.py",
+        "strategies/flat_state.py",
+        "strategies/fsdp1.py",
+        "strategies/fsdp2.py",
+        "strategies/norms.py",
+        "strategies/pipeline.py",
+        "strategies/shard_saving.py",
+        "strategies/shard_setup.py",
+        "strategies/sharded_stages.py",
+        "strategies/tensor.py",
+        "strategies/timetable.py",
+        "uneven.py",
+    ]
+)
 
 ENVIRONMENT_FILES: Final = ("settings/env.py", "launch/")  # launch/: the environments of children
 
@@ -145,10 +169,44 @@ STATE_FILES: Final = ("state.py", "test_utils/")
 
 OLD_ADDRESSES: Final = (
     "__init__.py", "utils/", "launchers.py", "parallelism_config.py", "memory_utils.py",
-    "commands/config_args.py",
+    "commands/config_args.py", "commands/utils.py", "commands/menu.py", "commands/config/config.py",
+    "commands/config/cluster.py", "commands/config/sagemaker.py", "commands/config/config_utils.py",
 )  # fmt: skip
 
 PICKLE_FILE: Final = "checkpointing/codec.py"
+
+CORES_FILE: Final = "cores.py"
+THREAD_FILES: Final = ("world.py", "launch/fork.py")
+
+# The room that speaks of what torch doesn't promise, and the three tables of a module, which are exchanged in place.
+TORCH_PRIVATE: Final = "torch_private/"
+MODULE_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules"})
+
+# Private names of other libraries than torch: name -> whose it is.
+FOREIGN_PRIVATE: Final[dict[str, str]] = {
+    "_XLAC": "torch_xla, whose version `make xla` pins",
+    "_xla_get_spmd_config_is_locked": "torch_xla",
+    "_get_xla_sharding_spec": "torch_xla",
+    "_get_device_type": "habana_frameworks",
+    "_add_logging_args": "megatron-core",
+    "_consolidated_16bit_state_dict": "deepspeed",
+    "_release_sequence_parallel_groups": "deepspeed",
+    "_is_fp8": "transformer_engine",
+    "_no_split_modules": "transformers: what its models say of themselves",
+    "_tie_weights": "transformers",
+    "_tp_plan": "transformers",
+    "_attn_implementation": "transformers",
+    "_distributed": "datasets",
+    "_core": "numpy",
+    "_reconstruct": "numpy: what the pickles of its arrays name",
+    "_option_string_actions": "argparse",
+    "_patch": "unittest.mock",
+    "_current_frames": "sys, documented",
+    "_getframe": "sys, documented",
+    "_exit": "os, documented",
+    "_fields": "named tuples, documented",
+    "_replace": "named tuples, documented",
+}
 
 FILE_LIMIT: Final = 500
 FILE_LIMITS: Final = {"accelerator.py": 700}
@@ -167,6 +225,8 @@ OPEN_CLASSES: Final[dict[str, str]] = {
     "AcceleratedScheduler": "documented; libraries subclass and patch it",
     "ConvertOutputsToFp32": "documented; libraries look for it around a forward",
     "CPUInformation": "documented",
+    "CustomArgumentParser": "documented; programs build their own commands on it",
+    "SubcommandHelpFormatter": "documented; argparse makes it",
     "DataLoaderAdapter": "documented; a subclass of the wrapped loader's class is made for each loader",
     "MultiProcessAdapter": "documented logger class",
     "RunCallback": "what users subclass",
@@ -346,7 +406,24 @@ def test_every_room_has_a_floor() -> None:
         for file in files()
         if room(file.module) not in FLOORS and room(file.module) not in TOWER
     ]
-    holds(unknown, "A new room is a change of plan: give it a floor here and in the architecture page.")
+    holds(unknown, "A new package is a change of plan: give it a layer in docs/architecture.md.")
+
+
+def test_every_name_of_the_plan_exists() -> None:
+    missing = [f"docs/architecture.md: no package or module '{name}'" for name in FLOORS if name not in _rooms()]
+    places = re.findall(r"^\| `([\w/]+\.py):([\w.]+)` \|", PLAN, re.MULTILINE)
+    assert len(places) > 20 and len(FLOORS) > 20
+    for name, function in places:
+        bodies = [file.tree.body for file in files() if file.name == name]
+        for part in function.split("."):
+            bodies = [node.body for body in bodies for node in body if getattr(node, "name", None) == part]  # type: ignore[attr-defined]
+        if not bodies:
+            missing.append(f"docs/architecture.md: no {name}:{function}")
+    holds(missing, "The plan of record names what is there.")
+
+
+def _rooms() -> set[str]:
+    return {room(file.module) for file in files()}
 
 
 def _upward(edge: Import) -> str | None:
@@ -520,6 +597,29 @@ def test_torch_free_files_do_not_reach_torch_at_import() -> None:
     holds(findings, "These rooms are imported where torch must not be: `accelerate --help`, config, launch.")
 
 
+def _is_heavy(target: str) -> bool:
+    return any(target == heavy or target.startswith(heavy + ".") for heavy in HEAVY_IMPORTS)
+
+
+def test_heavy_imports_wait_until_they_are_needed() -> None:
+    allowed, needed = tuple(HEAVY_FILES), set[str]()
+    findings = []
+    for edge in imports():
+        if edge.lazy or edge.typing_only or _is_program(edge.file):
+            continue
+        target = modules().get(edge.target) if edge.ours else None
+        if _is_heavy(edge.target) if not edge.ours else target is not None and is_in(target, allowed):
+            needed |= {place for place in allowed if is_in(edge.file, (place,))}
+            if not is_in(edge.file, allowed):
+                findings.append(edge.file.at(edge.node, f"imports {edge.target} at module level"))
+    findings += [f"{place} is listed in HEAVY_FILES and imports nothing heavy" for place in HEAVY_FILES - needed]
+    holds(
+        findings,
+        "`from accelerate import Accelerator` costs at most a tenth of a second: import these in the function that "
+        "needs them, or load the file when it is chosen (HEAVY_FILES).",
+    )
+
+
 # --------------------------------------------------------------------------------------- one home each
 
 
@@ -610,6 +710,27 @@ def test_pickle_has_one_home() -> None:
     holds(findings, f"Reading a pickle runs what it says, so only {PICKLE_FILE} may.")
 
 
+def test_cores_are_counted_in_one_file() -> None:
+    counters = {"cpu_count", "process_cpu_count", "sched_getaffinity", "hardware_concurrency"}
+    sources = ("/proc/cpuinfo", "/sys/devices/system/cpu", "cpu.max", "cpu.cfs_")
+    findings = []
+    for file in files():
+        if file.name == CORES_FILE:
+            continue
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Attribute) and node.attr in counters:
+                findings.append(file.at(node, node.attr))
+            elif isinstance(node, ast.alias) and node.name in counters:
+                findings.append(file.at(node, node.name))
+            elif isinstance(node, ast.Constant) and str(node.value).startswith((*counters, *sources)):
+                findings.append(file.at(node, str(node.value)))
+            if isinstance(node, ast.Attribute) and node.attr == "set_num_threads" and not is_in(file, THREAD_FILES):
+                findings.append(file.at(node, node.attr))
+    holds(
+        findings, f"What a rank may use is counted in {CORES_FILE}, and told to torch in {' and '.join(THREAD_FILES)}."
+    )
+
+
 def test_no_shell() -> None:
     findings = []
     for file in files():
@@ -628,6 +749,102 @@ def test_no_shell() -> None:
     holds(findings, "A program is started with an argument list, never through a shell.")
 
 
+# --------------------------------------------------------------------------- behind torch's interface
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@functools.cache
+def _own_private_names() -> frozenset[str]:
+    """Private names that this package itself gives: to functions, classes, variables, attributes."""
+    found: set[str] = set()
+    for file in files():
+        for node in ast.walk(file.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and not is_in(file, (TORCH_PRIVATE,))
+            ):
+                found.add(node.attr)  # also what is noted on an object of somebody else's
+    return frozenset(found)
+
+
+def _strings(tree: ast.AST) -> Iterator[str]:
+    return (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+@functools.cache
+def _names_behind_torch() -> frozenset[str]:
+    """The names in the places that torch_private/ gives to uses() and declare()."""
+    places = (
+        text for file in files() if is_in(file, (TORCH_PRIVATE,)) for text in _strings(file.tree) if " " not in text
+    )
+    names = (place.partition(":")[2].rpartition(".")[2] for place in places)
+    return frozenset(name for name in names if _is_private(name)) - MODULE_TABLES
+
+
+def _private_uses(file: SourceFile) -> Iterator[tuple[ast.AST, str]]:
+    """Private names of objects that aren't ``self``: read, set, or asked for by getattr."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr) and dotted(node.value) not in ("self", "cls"):
+            yield node, node.attr
+        elif (
+            isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "hasattr", "setattr") and len(node.args) > 1
+        ):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str) and _is_private(name.value):
+                yield node, name.value
+
+
+def _private_imports(file: SourceFile) -> Iterator[tuple[ast.AST, str]]:
+    for node, _, _ in _import_nodes(file.tree):
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name}" for name in names] if not node.level else []
+        for name in names:
+            if name.split(".")[0] == "torch" and any(map(_is_private, name.split("."))):
+                yield node, name
+
+
+def test_what_torch_does_not_promise_has_one_room() -> None:
+    findings = []
+    for file in files():
+        if is_in(file, (TORCH_PRIVATE,)):
+            continue
+        findings += [file.at(node, f"imports {name}") for node, name in _private_imports(file)]
+        for node, name in _private_uses(file):
+            is_known = name in MODULE_TABLES or name in FOREIGN_PRIVATE
+            if not is_known and (name not in _own_private_names() or name in _names_behind_torch()):
+                findings.append(file.at(node, f"{name} is private, and not ours"))
+    holds(
+        findings,
+        "What torch doesn't promise is named in torch_private/ only; another library's name stands in FOREIGN_PRIVATE.",
+    )
+
+
+def test_what_torch_does_not_promise_is_declared_where_it_is_used() -> None:
+    findings = []
+    for file in files():
+        if is_in(file, (TORCH_PRIVATE,)):
+            words = {word for text in _strings(file.tree) for word in text.replace(":", ".").split(".")}
+            used = [*_private_uses(file), *((node, name.rpartition(".")[2]) for node, name in _private_imports(file))]
+            findings += [
+                file.at(node, f"{name} is used and not declared")
+                for node, name in used
+                if name not in words and name not in _own_private_names()
+            ]
+    holds(
+        findings,
+        "Each private name of torch stands in a uses() or a declare(), and so is compared with each new torch.",
+    )
+
+
 # --------------------------------------------------------------------------------------- old addresses
 
 
@@ -643,7 +860,7 @@ def _only_imports(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.FunctionDef):
         return statement.name in ("__getattr__", "__dir__")  # PEP 562
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        return dotted(statement.value.func) == "warnings.warn"  # "this address is old"
+        return dotted(statement.value.func) in ("warnings.warn", "warn_of_old_spelling")  # "this address is old"
     return False
 
 
@@ -885,7 +1102,7 @@ def test_no_room_waits_empty() -> None:
 def house(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
     """A pretended package made of the given files, read by the same rules."""
     package = tmp_path / "src" / "accelerate"
-    caches = (files, modules, imports, eager_imports, code_lines)
+    caches = (files, modules, imports, eager_imports, code_lines, _own_private_names, _names_behind_torch)
 
     def build(**sources: str) -> None:
         for name, text in {"__init__": "", **sources}.items():
@@ -909,11 +1126,21 @@ BROKEN: Final[list[tuple[Callable[[], None], dict[str, str]]]] = [
     (test_strategies_share_only_the_shared_files, {"strategies__ddp": "from .fsdp2 import x\n", "strategies__fsdp2": "x = 1\n"}),
     (test_no_import_circle, {"world": "def f():\n    from .mesh import x\n", "mesh": "from .world import f\n"}),
     (test_torch_free_files_do_not_reach_torch_at_import, {"commands": "from .nested import x\n", "nested": "import torch\n"}),
+    (test_heavy_imports_wait_until_they_are_needed, {"world": "from torch.distributed.fsdp import x\n"}),
+    (test_heavy_imports_wait_until_they_are_needed, {"world": "from .uneven import x\n", "uneven": "import sympy\n"}),
     (test_environment_is_read_in_one_file, {"world": "import os\nx = os.environ['RANK']\n"}),
     (test_behaviour_does_not_branch_on_a_vendor, {"world": "def f(d):\n    return d.type == 'cuda'\n"}),
     (test_behaviour_does_not_branch_on_a_vendor, {"accelerator": "def f(t):\n    return t in (DistributedType.FSDP,)\n"}),
     (test_old_states_are_built_only_in_their_file, {"logging": "x = PartialState()\n"}),
     (test_pickle_has_one_home, {"collectives": "import torch\nx = torch.load('f')\n"}),
+    (test_what_torch_does_not_promise_has_one_room, {"world": "from torch._C import x\n"}),
+    (test_what_torch_does_not_promise_has_one_room, {"world": "from torch.nn import _reduction\n"}),
+    (test_what_torch_does_not_promise_has_one_room, {"world": "def f(model):\n    return model._ddp_params\n"}),
+    (test_what_torch_does_not_promise_has_one_room, {"world": "x = getattr(1, '_orig_mod', None)\n"}),
+    (test_what_torch_does_not_promise_is_declared_where_it_is_used, {"torch_private__optim": "def f(o):\n    return o._hooks\n"}),
+    (test_cores_are_counted_in_one_file, {"world": "from os import cpu_count\n"}),
+    (test_cores_are_counted_in_one_file, {"world": "import os\nx = getattr(os, 'sched_getaffinity', None)\n"}),
+    (test_cores_are_counted_in_one_file, {"plugins": "import torch\ntorch.set_num_threads(2)\n"}),
     (test_no_shell, {"launch": "import subprocess\nsubprocess.run('ls', shell=True)\n"}),
     (test_old_addresses_only_import, {"launchers": "def f():\n    pass\n"}),
     (test_old_addresses_do_not_star, {"launchers": "from os import *\n"}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "1.14.0"
+__version__ = "1.15.0"
 
 if TYPE_CHECKING:
     from .accelerator import Accelerator

@@ -7,58 +7,47 @@ them down; its methods forward to the rooms that do the work.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from time import perf_counter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from . import checkpointing, collectives, construction, pace, processes, strategies, tracking, watching
-from .averaging import WeightAverage
-from .data_loader import prepare_data_loader, skip_first_batches
-from .data_loader.coverage import keep_real
 from .errors import PreparationError
 from .flag import Flag
 from .gradients import GradientState
-from .health.watch import watch_for_hangs
-from .hooks.values import get_state_dict_offloaded_model as get_state_dict_offloaded_model  # an old address
+from .lazy import names_from
 from .logging import get_logger
 from .memory import release_memory
-from .mesh import DATA_AXES
-from .metrics import StreamingMean
+from .metrics import MetricGather, StreamingMean
 from .micro_batches import ComputeLoss, MicroBatches, Work
-from .names import PROFILE_PATTERN_NAME
-from .nested import is_all_tensors
+from .open_window import OpenWindow
 from .optimizer import AcceleratedOptimizer
 from .plugins.accumulation import GradientAccumulationPlugin
-from .plugins.base import KwargsHandler
-from .plugins.data import DataLoaderConfiguration
-from .plugins.deepspeed import DeepSpeedPlugin
-from .plugins.dynamo import TorchDynamoPlugin
-from .plugins.fp8 import TERecipeKwargs as TERecipeKwargs  # looked up here at every use: libraries on top replace it
-from .plugins.fsdp import FullyShardedDataParallelPlugin
-from .plugins.megatron import MegatronLMPlugin
-from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
-from .plugins.precision import AutocastKwargs
-from .plugins.profile import ProfileKwargs
-from .plugins.project import ProjectConfiguration
-from .precision.conversion import ConversionReport
-from .precision.fp8_ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao  # replaced by libraries on top too
-from .precision.fp8_te import apply_fp8_autowrap as apply_fp8_autowrap
-from .precision.fp8_te import convert_model as convert_model
 from .scheduler import AcceleratedScheduler, check_mode
 from .settings.labels import DistributedType, FP8BackendType
-from .settings.run import collect
 from .state import AcceleratorState
 from .strategies.bundle import Bundle, Role, Slot
-from .strategies.context import split_sequences
-from .strategies.ddp import trigger_sync_in_backward
-from .strategies.rebind import Names
-from .uneven import join_uneven_inputs
 from .weighting import WindowWeights
 from .world import join_world, leave_world
+
+if TYPE_CHECKING:
+    from .averaging import WeightAverage
+    from .plugins.base import KwargsHandler
+    from .plugins.data import DataLoaderConfiguration
+    from .plugins.deepspeed import DeepSpeedPlugin
+    from .plugins.dynamo import TorchDynamoPlugin
+    from .plugins.fsdp import FullyShardedDataParallelPlugin
+    from .plugins.megatron import MegatronLMPlugin
+    from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+    from .plugins.precision import AutocastKwargs
+    from .plugins.profile import ProfileKwargs
+    from .plugins.project import ProjectConfiguration
+    from .precision.conversion import ConversionReport
 
 logger = get_logger(__name__)
 
@@ -116,13 +105,15 @@ class Accelerator:
         parameter_dtype: torch.dtype | None = None,
         **old: Any,
     ) -> None:
+        from .settings.run import collect
+
         construction.explain_failures()
         if split_batches is not _NOT_GIVEN:
             old["split_batches"] = split_batches
         loader_options, project_options, mixed_precision = construction.old_spellings(old, mixed_precision)
         self.dataloader_config = construction.loader_configuration(dataloader_config, loader_options)
         self.project_configuration = construction.project_configuration(project_config, project_dir, project_options)
-        self._handlers = construction.sort_handlers(kwargs_handlers, te_recipe=TERecipeKwargs)
+        self._handlers = construction.sort_handlers(kwargs_handlers, _looked_up)
         plugins: dict[str, Any] = {
             "deepspeed_plugin": deepspeed_plugin,
             "deepspeed_plugins": deepspeed_plugins,
@@ -131,9 +122,10 @@ class Accelerator:
             "megatron_lm_plugin": megatron_lm_plugin,
             "parallelism_config": construction.parallelism(parallelism_config, torch_tp_plugin),
         }
+        known = AcceleratorState._shared_state
         self.settings = collect(
             {
-                "mixed_precision": mixed_precision,
+                "mixed_precision": known.get("_mixed_precision") if mixed_precision is None else mixed_precision,
                 "gradient_accumulation_steps": gradient_accumulation_steps,
                 "gradient_accumulation_plugin": gradient_accumulation_plugin,
                 "cpu": cpu,
@@ -143,9 +135,10 @@ class Accelerator:
                 **plugins,
             }
         )
+        construction.follow_first(self.settings, plugins, known)
         construction.reach_precision(self.settings, parameter_dtype)
-        construction.complete_plugins(plugins, self.settings, AcceleratorState._shared_state)
-        self.dynamo_plugin = construction.dynamo_plugin(dynamo_plugin, dynamo_backend)
+        construction.complete_plugins(self, plugins, self.settings, known)
+        self.dynamo_plugin = construction.dynamo_plugin(dynamo_plugin, dynamo_backend, known)
         run = self.settings.run
         self.world = join_world(
             cpu=run.use_cpu, debug=run.debug, **construction.joining_options(self._handlers.init, self.settings)
@@ -163,11 +156,14 @@ class Accelerator:
         check_mode(scheduler_mode)
         self.scheduler_mode = scheduler_mode
         self.rng_types = construction.stream_names(rng_types)
-        self.log_with = tracking.filter_trackers(log_with, self.logging_dir)
+        self.log_with = [] if log_with is None else tracking.filter_trackers(log_with, self.logging_dir)
         self.trackers: list[Any] = []
+        self._run_log: list[Any] = []
         self.flag_tensor: torch.Tensor | None = None
         self._window: tuple[int, ...] = ()
         self._is_distributed = self.world.size > 1
+        from .health.watch import watch_for_hangs
+
         watch_for_hangs(self.world, self.gradient_state)
         self._hold_nothing()
 
@@ -179,6 +175,7 @@ class Accelerator:
     def _hold_nothing(self) -> None:
         """Nothing is prepared, registered or hooked."""
         self._weights = WindowWeights(self.mesh)
+        self._metric_gather = MetricGather(self.mesh, self.gradient_state)
         self._micro_batches = MicroBatches(self.strategy)
         self._models: list[Any] = []
         self._optimizers: list[Any] = []
@@ -335,8 +332,8 @@ class Accelerator:
         return self.mixed_precision == "fp8"
 
     @property
-    def fp8_backend(self) -> FP8BackendType | None:
-        """The library that computes in fp8 (AO: torchao, TE: Transformer Engine, MSAMP); None without fp8."""
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in fp8 (AO: torchao, TE: Transformer Engine, MSAMP); NO without fp8."""
         return construction.fp8_backend(self.precision)
 
     @property
@@ -534,6 +531,7 @@ class Accelerator:
         Raises:
             PreparationError: the objects can't be prepared together, or ``device_placement`` doesn't match them.
         """
+        _ = self.distributed_type  # raises after AcceleratorState._reset_state(): the Accelerator has to be made anew
         bundle = Bundle.sort(args, device_placement, self.device_placement)
         self.strategy.check(bundle)
         fresh = self._converted_together(bundle)
@@ -579,6 +577,8 @@ class Accelerator:
         if not models or not optimizers:
             yield
             return
+        from .strategies.rebind import Names
+
         held = Names(optimizers, self._named_parameters(models))
         try:
             yield
@@ -661,28 +661,18 @@ class Accelerator:
         if getattr(data_loader, "_is_accelerate_prepared", False):
             _register(self._dataloaders, data_loader)
             return data_loader
-        config = self.dataloader_config
-        prepared = prepare_data_loader(
+        prepared = _looked_up("prepare_data_loader")(
             data_loader,
             self.device,
             num_processes=self.world.size,
             process_index=self.world.rank,
-            split_batches=config.split_batches,
             put_on_device=self.device_placement if device_placement is None else device_placement,
             rng_types=self.rng_types.copy(),
-            dispatch_batches=config.dispatch_batches,
-            even_batches=config.even_batches,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
             torch_device_mesh=self.torch_device_mesh,
             gradient_state=self.gradient_state,
             share=self.mesh.data_share(),
-            index_free_shuffle=config.index_free_shuffle,
-            prefetch_to_device=config.prefetch_to_device,
-            augment_by_sample=config.augment_by_sample,
+            **asdict(self.dataloader_config),
         )
         self.strategy.adopt_loader(prepared)
         _register(self._dataloaders, prepared)
@@ -690,7 +680,7 @@ class Accelerator:
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader that begins at batch ``num_batches`` of the epoch."""
-        return skip_first_batches(dataloader, num_batches=num_batches)
+        return _looked_up("skip_first_batches")(dataloader, num_batches=num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """``dl`` with parts of sequences, under DeepSpeed's sequence parallelism; ``dl`` itself, where there is none.
@@ -756,9 +746,11 @@ class Accelerator:
         return self.strategy.no_sync(model)
 
     @staticmethod
-    def trigger_sync_in_backward(model: torch.nn.Module) -> None:
-        """The next backward of ``model`` reduces gradients, although its forwards ran under ``no_sync``."""
-        trigger_sync_in_backward(model)
+    def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None]:
+        """A block whose backward reduces the gradients of ``model``, although its forwards ran under ``no_sync``."""
+        from .strategies.ddp import trigger_sync_in_backward
+
+        return trigger_sync_in_backward(model)
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None, **kwargs: Any) -> None:
         """The gradients of ``loss`` have been added to those of the parameters.
@@ -925,7 +917,7 @@ class Accelerator:
 
     def _unscale_owners_of(self, parameters: list[torch.Tensor]) -> None:
         """Only the optimizers of these parameters: unscaling another one's would leave its next backward mixed."""
-        if self.scaler is None:
+        if self.precision.scaler is None:
             return
         ours = set(map(id, parameters))
         for optimizer in self._optimizers:
@@ -939,20 +931,18 @@ class Accelerator:
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
         """A context whose value is torch's profiler; its trace is written per process where a folder was named."""
-        handler = profile_handler or self.profile_handler or ProfileKwargs()
-        with handler.build() as profiler:
+        handler = profile_handler or self.profile_handler or _looked_up("ProfileKwargs")()
+        with handler.record(self.process_index) as profiler:
             yield profiler
-        if handler.output_trace_dir is None:
-            return
-        os.makedirs(handler.output_trace_dir, exist_ok=True)
-        name = PROFILE_PATTERN_NAME.format(suffix=self.process_index)
-        profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, name))
-        self.wait_for_everyone()
+        if handler.output_trace_dir is not None:
+            self.wait_for_everyone()
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
         """A block in which ranks may run out of batches at different times."""
+        from .uneven import join_uneven_inputs
+
         return join_uneven_inputs(
             self.world, [*joinables], self._dataloaders, configured=self.even_batches, override=even_batches
         )
@@ -970,6 +960,8 @@ class Accelerator:
             no_restore_buffers: the set of those that may stay cut after the block.
         """
         if self.mesh.active("cp", "sp"):
+            from .strategies.context import split_sequences
+
             config = self.strategy.options.plugins["parallelism_config"]
             return split_sequences(self.mesh, config, buffers, buffer_seq_dims, no_restore_buffers)
         logger.warning_once(
@@ -989,25 +981,14 @@ class Accelerator:
         """What every rank computed from the batch in hand, each sample exactly once.
 
         Rows that were added so that all ranks have equal batches are left out, by the account that the batch
-        carries. Objects that aren't tensors are gathered as objects, one per sample.
+        carries. Containers and dataclasses are joined leaf by leaf: tensors and arrays along the rows, lists with an
+        object per sample end to end; of any other object a list with one per rank; None stays None.
 
         Args:
+            use_gather_object: every list holds objects, one per sample, also where these are tensors (of any shapes).
             to: ``"main"`` gathers on rank 0 only; the other ranks get None.
         """
-        as_objects = use_gather_object or not is_all_tensors(input_data)
-        readers = self.mesh.within(*DATA_AXES)  # of ranks that share the work on a sample, each hears from its like
-        if as_objects:
-            gathered = collectives.gather_object(input_data, world=readers)
-        else:
-            gathered = collectives.gather(input_data, world=readers, to=None if to == "all" else 0)
-        if to == "main" and not self.world.is_main:
-            return None
-        loader = self.gradient_state.active_dataloader
-        coverage = None if loader is None else loader.coverage
-        if loader is None or coverage is None or (coverage.is_complete and not loader.end_of_dataloader):
-            return gathered
-        nominal = loader.total_batch_size // len(coverage.size)
-        return keep_real(gathered, coverage, as_objects=as_objects, nominal=nominal)
+        return self._metric_gather.gather(input_data, as_objects=use_gather_object, to_main=to == "main")
 
     def streaming_mean(self) -> StreamingMean:
         """A mean over samples of all ranks, each once, of which every rank keeps two numbers."""
@@ -1019,7 +1000,7 @@ class Accelerator:
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """``tensor`` padded along ``dim`` to the largest size of any rank."""
-        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first, world=self.world)
+        return self._metric_gather.pad(tensor, dim, pad_index, pad_first=pad_first)
 
     # == models and state ==================================================================================
 
@@ -1028,8 +1009,8 @@ class Accelerator:
         return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state dict of ``model``."""
-        return self.strategy.full_state_dict(model, unwrap)
+        """The whole state dict of ``model``. A collective where the model lies over the ranks."""
+        return self.strategy.whole_state_dict(model, "get_state_dict", unwrap)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """``obj`` is in file ``f``, written by the main process (of each host with ``save_on_each_node``)."""
@@ -1039,6 +1020,11 @@ class Accelerator:
             save_on_each_node=self.project_configuration.save_on_each_node,
             safe_serialization=safe_serialization,
         )
+
+    @property
+    def _moment(self) -> str:
+        """What tells calls from the same line apart, and is alike on all ranks: how many backward passes were made."""
+        return str(self.gradient_state.num_backwards if self.even_batches else 0)
 
     def save_model(
         self,
@@ -1051,11 +1037,13 @@ class Accelerator:
     ) -> None:
         """``save_directory`` holds exactly the weights of ``model``, in shards of at most ``max_shard_size``.
 
-        ``select`` leaves some of them out, or converts them.
+        ``select`` leaves some of them out, or converts them. Called by all ranks, or by the main process alone where
+        the model doesn't lie over the ranks.
         """
-        state = self.get_state_dict(model)
+        state = self.strategy.whole_state_dict(model, "save_model")
         state = state if select is None else select.of(state)
-        checkpointing.save_model(state, save_directory, max_shard_size, safe_serialization, world=self.world)
+        options: dict[str, Any] = {"world": self.world, "moment": self._moment}
+        checkpointing.save_model(state, save_directory, max_shard_size, safe_serialization, **options)
 
     def export_model(
         self,
@@ -1074,11 +1062,12 @@ class Accelerator:
         """
         checkpointing.export_model(
             self.strategy.unwrap(model, keep_torch_compile=False),
-            self.get_state_dict(model),
+            self.strategy.whole_state_dict(model, "export_model"),
             save_directory,
             max_shard_size=max_shard_size,
             select=select,
             world=self.world,
+            moment=self._moment,
         )
 
     def save_state(
@@ -1095,6 +1084,9 @@ class Accelerator:
     ) -> str:
         """Everything prepared and registered is in one committed checkpoint, on every rank's return; its folder.
 
+        Called by all ranks, or by the main process alone where every process has the whole state (not under FSDP,
+        tensor or pipeline parallelism, DeepSpeed): it then lacks the other ranks' random streams and loader parts.
+
         With automatic naming the folder is the next ``checkpoints/checkpoint_{n}`` of the project, and
         ``output_dir`` is not used. A crash at any instant leaves the checkpoints that were there.
 
@@ -1110,15 +1102,19 @@ class Accelerator:
 
         Raises:
             CheckpointError: on every rank, when writing failed on any, now or in the save before.
+            CollectiveError: on every rank, when all are needed and one doesn't make the call.
         """
         project = self.project_configuration
         if self.is_main_process:
-            construction.warn_of_open_window(self.gradient_state.open_window)
-        noted, began = watching.before_save(self._run), perf_counter()
+            self._open_window.warn_if_lost()
+        self._background.wait()
+        where: dict[str, Any] = {"output_dir": output_dir, "world": self.world, "project": project}
+        needs_all = not self.strategy.is_replicated
+        attendance = checkpointing.attend_save(**where, needs_all=needs_all, moment=self._moment)
+        noted, began = watching.before_save(self._run, alone=not attendance.has_all), perf_counter()
         folder = checkpointing.write_checkpoint(
-            output_dir,
-            world=self.world,
-            project=project,
+            **where,
+            attendance=attendance,
             models=self._models,
             **self.strategy.saved(self._models, self._optimizers, model_only=select is not None and select.model_only),
             schedulers=self._schedulers,
@@ -1126,6 +1122,7 @@ class Accelerator:
             scaler=self.scaler,
             custom_objects=self._custom_objects,
             may_pickle=self._may_pickle,
+            open_window=self._open_window,
             step=self.step,
             strategy=DistributedType(self.distributed_type).value,
             safe_serialization=safe_serialization,
@@ -1207,7 +1204,8 @@ class Accelerator:
         return str(loaded.folder)
 
     def _go_on(self, loaded: checkpointing.LoadedCheckpoint, keep_global_batch: bool) -> None:
-        pace.go_on(loaded, self.world, self._dataloaders, self.gradient_state, keep_global_batch=keep_global_batch)
+        clock, window = self.gradient_state, self._open_window
+        pace.go_on(loaded, self.world, self._dataloaders, clock, window, keep_global_batch=keep_global_batch)
         self._noted_watch = watching.after_load(self._run, loaded)
 
     def _receivers(self) -> dict[str, Any]:
@@ -1222,6 +1220,8 @@ class Accelerator:
             "scaler": self.scaler,
             "custom_objects": self._custom_objects,
             "may_pickle": self._may_pickle,
+            "open_window": self._open_window,
+            "strategy": DistributedType(self.distributed_type).value,
             "pre_hooks": self._load_hooks,
             "access": self.strategy.access,
         }
@@ -1243,7 +1243,10 @@ class Accelerator:
             self._may_pickle.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """``hook(models, weights, output_dir)`` runs before ``save_state`` writes; returns a removable handle."""
+        """``hook(models, weights, output_dir)`` runs before ``save_state`` writes; returns a removable handle.
+
+        ``output_dir`` is where the checkpoint will be; what the hook writes there is committed with it.
+        """
         return self._save_hooks.add(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
@@ -1276,12 +1279,13 @@ class Accelerator:
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """The trackers of ``log_with`` run, and know ``config``."""
-        self.trackers = tracking.init_trackers(self.log_with, project_name, config, init_kwargs or {}, self.logging_dir)
+        """Start the trackers of ``log_with``, and the JSONL log of the run, and store ``config`` in them."""
+        self.trackers = tracking.init_trackers(self.log_with, project_name, config, init_kwargs, self.logging_dir)
+        self._run_log = tracking.init_run_log(project_name, config, init_kwargs, self.logging_dir)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker called ``name`` (``unwrap``: the service's own object); a blank one off the main process."""
-        return tracking.find_tracker(self.trackers, name, unwrap)
+        return tracking.find_tracker(self.trackers, name, unwrap, run_log=self._run_log)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Every tracker will be told ``values`` as they are now; the loop doesn't wait for it.
@@ -1289,7 +1293,7 @@ class Accelerator:
         Each tracker has a thread of its own, which keeps the order. One that fails or hangs costs its own records only,
         and says so once; the JSONL log of the run is another one.
         """
-        tracking.log(self.trackers, values, step, log_kwargs or {})
+        tracking.log([*self.trackers, *self._run_log], values, step, log_kwargs or {})
 
     def end_training(self) -> None:
         """The last checkpoint is committed, trackers are finished and the world is left.
@@ -1302,7 +1306,7 @@ class Accelerator:
         finally:
             if self._run is not None:
                 self._run.finish()
-            tracking.finish(self.trackers)
+            tracking.finish([*self.trackers, *self._run_log])
             if not self.world.fork_launched:
                 leave_world()
 
@@ -1362,6 +1366,8 @@ class Accelerator:
         weights; it is a part of every checkpoint from here on.
         """
         inner = self.strategy.unwrap(model, keep_torch_compile=False)
+        from .averaging import WeightAverage
+
         average = WeightAverage(
             self.strategy.held(inner, model),
             self.strategy.access,
@@ -1376,6 +1382,10 @@ class Accelerator:
         self.register_save_state_pre_hook(average.collect)
         return average
 
+    @property
+    def _open_window(self) -> OpenWindow:
+        return OpenWindow(self.gradient_state, self.strategy, self._weights, self._models, self._prepared_models)
+
     # == copies ============================================================================================
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
@@ -1384,8 +1394,8 @@ class Accelerator:
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
-        left = ("world", "mesh", "trackers", "_weights", "_micro_batches", "_window", "_run")
-        left += ("_save_hooks", "_load_hooks", "_background")
+        left = ("world", "mesh", "trackers", "_run_log", "_weights", "_micro_batches", "_window", "_run")
+        left += ("_save_hooks", "_load_hooks", "_background", "_metric_gather")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
         state["strategy"] = replace(self.strategy.options, mesh=None)
         state["_prepared_models"] = [self._prepared_models.get(id(model)) for model in self._models]
@@ -1397,9 +1407,10 @@ class Accelerator:
         self.world = join_world(cpu=self.settings.run.use_cpu)
         self.mesh = options.mesh = construction.mesh(self, options.plugins)
         self.strategy = strategies.choose(self.settings, self.world, options)
-        self.trackers = []
+        self.trackers, self._run_log = [], []
         self._window, self._run = (), None
         self._weights = WindowWeights(self.mesh)
+        self._metric_gather = MetricGather(self.mesh, self.gradient_state)
         self._micro_batches = MicroBatches(self.strategy)
         self._save_hooks, self._load_hooks = checkpointing.Hooks(), checkpointing.Hooks()
         self._background = checkpointing.Background()
@@ -1417,7 +1428,10 @@ def _register(held: list[Any], obj: Any) -> None:
 
 def _looked_up(name: str) -> Any:
     """What this module's ``name`` is now: libraries on top put their own in its place."""
-    return globals()[name]
+    return getattr(sys.modules[__name__], name)
+
+
+__getattr__ = names_from(__name__, "accelerate", construction.NAMES_OF_ACCELERATOR)
 
 
 def _as_list(parameters: Any) -> list[torch.Tensor]:

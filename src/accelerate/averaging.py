@@ -12,12 +12,13 @@ from typing import Any, final
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._runtime_utils import _reshard  # torch has no public way to free what a forward gathered
 from torch.distributed.tensor import DTensor
 
 from .checkpointing.sharded import StateAccess
 from .errors import CheckpointError, PreparationError, SettingError
 from .gradients import GradientState
+from .torch_private.fsdp import free_gathered_flat
+from .torch_private.optim import move_each
 
 
 @final
@@ -81,7 +82,7 @@ class WeightAverage:
         if self.warmup:
             decay = min(decay, (1 + self.num_updates) / (10 + self.num_updates))
         pieces = [piece.to(average.dtype) for piece, average in zip(self._pieces(), self._averages, strict=True)]
-        torch._foreach_lerp_(self._averages, pieces, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+        move_each(self._averages, pieces, 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -177,6 +178,4 @@ def _free_gathered(model: torch.nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
         elif isinstance(module, FullyShardedDataParallel):
-            handle = module._handle
-            if handle is not None and getattr(handle.flat_param, "_local_shard", None) is not None:  # else not begun
-                _reshard(module, handle, True)
+            free_gathered_flat(module)

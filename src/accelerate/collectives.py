@@ -1,8 +1,12 @@
-"""What the ranks say to each other: gather, broadcast, reduce and pad tensors that lie in nested containers.
+"""Collectives: gather, broadcast, reduce and pad tensors that lie in nested containers.
 
 In a world of one every function returns what it would return there, without torch.distributed. Results carry no
-gradient. In debug mode the ranks' shapes are compared before each operation, through the store, so that a mismatch is
-an error that names the ranks instead of a hang.
+gradient.
+
+On the host every operation begins with one message of a length that all ranks know, with a checksum of what this rank
+is about to do; short tensors come along. Ranks that disagree raise, all of them, with what each gave. Where a device's
+own backend carries the tensors, looking at a checksum would wait for the device: there the ranks' shapes are compared
+in debug mode, through the store.
 """
 
 from __future__ import annotations
@@ -11,16 +15,18 @@ import functools
 import json
 import warnings
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from .callers import call_site
 from .devices import KINDS
-from .errors import CollectiveError, NotBuilt, SettingError
+from .errors import CollectiveError, NotBuilt, SettingError, UnequalTensors
 from .meeting import Meeting
-from .messages import message_for
-from .nested import flat_tensors, get_shape, recursively_apply
+from .messages import Buffers, Lengths, describe, joined_message_for, message_for
+from .nested import chained_operation, flat_tensors, get_shape, recursively_apply
 from .world import World, current_world, join_world
 
 Parameters = ParamSpec("Parameters")
@@ -42,6 +48,7 @@ _CARRIED: Final = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
 _ON_HOST: Final = ("gloo", "mpi")
+_SHORT_BYTES: Final = 64 << 10  # up to here, sending tensors of all ranks to all costs less than one more message
 _OF_OBJECTS: Final = ("gather_object", "broadcast_object_list")  # whatever their size, they travel pickled
 
 
@@ -55,7 +62,8 @@ class CannotPadNestedTensorWarning(UserWarning):
 def verify_operation(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """`function`, whose first argument is what it communicates, as one numbered operation of the world.
 
-    In debug mode the ranks' shapes are compared first. In a world of one, `function` is simply called.
+    In debug mode ranks say where they are, and, where `function` itself can't do so, compare shapes first. In a world
+    of one, `function` is simply called.
     """
 
     @functools.wraps(function)
@@ -68,7 +76,7 @@ def verify_operation(function: Callable[Parameters, Result]) -> Callable[Paramet
         # What is waited for on the host, with an eye on the others, need not be told before the waiting gets long.
         aloud = world.debug or name in _OF_OBJECTS or world.backend not in _ON_HOST
         meeting.begin(name, with_site=world.debug, aloud=aloud)
-        if world.debug:
+        if world.debug and world.backend not in _ON_HOST:
             data = args[0] if args else kwargs.get("tensor")
             compared = None if name in _OF_OBJECTS or data is None else _describe(data)
             meeting.compare(json.dumps([name, compared]), _mismatch)
@@ -78,19 +86,6 @@ def verify_operation(function: Callable[Parameters, Result]) -> Callable[Paramet
             if isinstance(error, CollectiveError):
                 raise
             raise CollectiveError(meeting.explain(error)) from error
-
-    return operation
-
-
-def chained_operation(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """`function`, whose inner operations report a mismatch under its own name."""
-
-    @functools.wraps(function)
-    def operation(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        try:
-            return function(*args, **kwargs)
-        except CollectiveError as error:
-            raise CollectiveError(f"Error found while calling `{function.__name__}`: {error}") from error
 
     return operation
 
@@ -126,8 +121,8 @@ def _mismatch(descriptions: list[str], sites: list[str]) -> str | None:
     if len(set(descriptions)) == 1:
         return None
     calls = [json.loads(text) for text in descriptions]
-    if len({call[0] for call in calls}) > 1:
-        lines = "\n".join(f"  - Process {rank}: `{call[0]}` at {sites[rank]}" for rank, call in enumerate(calls))
+    if len({(call[0], *call[2:]) for call in calls}) > 1:
+        lines = "\n".join(f"  - Process {rank}: {_named(call)} at {sites[rank]}" for rank, call in enumerate(calls))
         return f"The processes are in different operations and would wait for each other for ever:\n{lines}"
     name = calls[0][0]
     if len({call[1][0] for call in calls}) > 1:
@@ -139,6 +134,56 @@ def _mismatch(descriptions: list[str], sites: list[str]) -> str | None:
         f"Cannot apply desired operation due to {what} mismatches. All {what}s across devices must be valid.\n\n"
         f"Operation: `accelerate.utils.operations.{name}`\n{heading}:\n{lines}"
     )
+
+
+def _agree(
+    operation: str,
+    data: Any,
+    leaves: list[torch.Tensor],
+    world: World,
+    *,
+    how: str = "",
+    limit_bytes: int | None = None,
+) -> Buffers | None:
+    """Check that all ranks are in `operation` with such tensors; return those of all ranks, if they came along.
+
+    They do where the first message has room for them, and they are no longer than `limit_bytes`.
+
+    Args:
+        how: arguments of the operation that have to be the same on all ranks.
+
+    Raises:
+        CollectiveError: on every rank, when the ranks disagree.
+    """
+    if world.backend not in _ON_HOST:
+        return None
+    meeting = meeting_of(world, operation)
+    lengths = meeting.lengths.setdefault(world.group, Lengths())
+    is_plain = all(_is_plain(leaf) and leaf.is_cpu for leaf in leaves)
+    message = message_for(describe(leaves, plain=is_plain), world.size, f"{operation} {how}", lengths.next)
+    buffers = message.buffers()
+    buffers.pack(leaves)
+    _finish(world, _all_gather(buffers.joined, buffers.own, world))
+    if not buffers.agree():
+        raise _disagreement(operation, data, world, how)
+    fits = limit_bytes is None or message.needed_bytes <= limit_bytes
+    lengths.note(message.kind, message.needed_bytes if fits else 0)
+    return buffers if message.is_whole and fits else None
+
+
+def _disagreement(operation: str, data: Any, world: World, how: str) -> CollectiveError:
+    """The error for what each rank was about to do, exchanged between ranks that all know that they disagree."""
+    calls: list[Any] = [None] * world.size
+    mine = json.dumps([operation, None if data is None else _describe(data), how])
+    dist.all_gather_object(calls, (mine, call_site()), group=world.group)
+    descriptions, sites = ([call[number] for call in calls] for number in (0, 1))
+    text = _mismatch(descriptions, sites) or f"`{operation}`: the ranks gave different tensors."
+    is_same_call = len({(call[0], call[2]) for call in map(json.loads, descriptions)}) == 1
+    return UnequalTensors(text) if is_same_call else CollectiveError(text)
+
+
+def _named(call: list[Any]) -> str:
+    return f"`{call[0]}`" + "".join(f" ({how})" for how in call[2:] if how)
 
 
 def _finish(world: World, work: Any) -> None:
@@ -172,7 +217,15 @@ def gather(tensor: Any, *, world: World | None = None, to: int | None = None) ->
     is_flat = leaves is not None
     if leaves is None:
         leaves = _leaves_of(tensor, "gather")
-    parts = _gather_together(leaves, here, to)
+    buffers = _agree(
+        "gather",
+        tensor,
+        leaves,
+        here,
+        how="" if to is None else f"to={to}",
+        limit_bytes=None if to is None else _SHORT_BYTES,
+    )
+    parts = _gather_together(leaves, here, to) if buffers is None else buffers.unpack()
     if parts is None:
         parts = [_gather_one(leaf, here, to) for leaf in leaves]
     if to is not None and to != here.rank:
@@ -197,24 +250,17 @@ def _leaves_of(data: Any, operation: str) -> list[torch.Tensor]:
 
 def _gather_together(leaves: list[torch.Tensor], world: World, to: int | None) -> list[Any] | None:
     """Every leaf joined with those of all ranks, in one message per rank; None where one each is better."""
-    message = message_for(leaves, world.size) if all(map(_is_plain, leaves)) else None
+    message = joined_message_for(leaves, world.size) if all(map(_is_plain, leaves)) else None
     if message is None or not (world.backend in _ON_HOST or f"{leaves[0].device.type}:" in str(world.backend)):
         return None
-    own, joined = message.pack(leaves)
+    buffers = message.buffers()
+    buffers.pack(leaves)
     if to is None:
-        _finish(world, _all_gather(joined, own, world))
-    else:
-        parts = list(joined.chunk(world.size)) if to == world.rank else None
-        _finish(world, dist.gather(own, parts, dst=_seat(to, world), group=world.group, async_op=True))
-        if parts is None:
-            return []
-    unpacked = message.unpack()
-    if unpacked is None:
-        raise CollectiveError(
-            "`gather`: the ranks gave tensors of different shapes or dtypes. Pad them first "
-            "(`pad_across_processes`); ACCELERATE_DEBUG_MODE=true shows what each rank gave."
-        )
-    return unpacked
+        _finish(world, _all_gather(buffers.joined, buffers.own, world))
+        return buffers.unpack()
+    parts = list(buffers.joined.chunk(world.size)) if to == world.rank else None
+    _finish(world, dist.gather(buffers.own, parts, dst=_seat(to, world), group=world.group, async_op=True))
+    return [] if parts is None else buffers.unpack()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -282,9 +328,36 @@ def gather_object(object: Any, *, world: World | None = None) -> Any:
     here = world_or_joined(world)
     if here.size == 1:
         return object
+    _agree("gather_object", None, [], here)
     objects: list[Any] = [None] * here.size
     dist.all_gather_object(objects, object, group=here.group)
     return [item for part in objects for item in part]
+
+
+def send_object(object: Any, to: int, *, world: World) -> None:
+    """`object` is on its way to rank `to`, which receives it with :func:`receive_object`; no other rank is asked."""
+    device = None if world.backend in _ON_HOST else world.device
+    dist.send_object_list([object], dst=_seat(to, world), group=world.group, device=device)
+
+
+def exchange_objects(own: Any, num_present: int, *, world: World) -> list[Any]:
+    """What each of the first `num_present` ranks gave, in order; the other ranks don't make the call."""
+    parts: list[Any] = [None] * num_present
+    parts[world.rank] = own
+    for sender, receiver in permutations(range(num_present), 2):
+        if world.rank == sender:
+            send_object(own, receiver, world=world)
+        elif world.rank == receiver:
+            parts[sender] = receive_object(sender, world=world)
+    return parts
+
+
+def receive_object(sender: int, *, world: World) -> Any:
+    """What rank `sender` gave to :func:`send_object`."""
+    device = None if world.backend in _ON_HOST else world.device
+    received: list[Any] = [None]
+    dist.recv_object_list(received, src=_seat(sender, world), group=world.group, device=device)
+    return received[0]
 
 
 # --------------------------------------------------------------------------------------------- broadcast
@@ -297,8 +370,15 @@ def broadcast(tensor: Any, from_process: int = 0, *, world: World | None = None)
     _check_source(from_process, here)
     if here.size == 1:
         return tensor
-    _leaves_of(tensor, "broadcast")
-    return recursively_apply(_broadcast_one, tensor, from_process, here)
+    leaves = _leaves_of(tensor, "broadcast")
+    buffers = _agree("broadcast", tensor, leaves, here, how=f"from_process={from_process}", limit_bytes=_SHORT_BYTES)
+    if buffers is None:
+        return recursively_apply(_broadcast_one, tensor, from_process, here)
+    with torch.no_grad():
+        for leaf, of_ranks in zip(leaves, buffers.of_ranks, strict=True):
+            if here.rank != from_process:
+                leaf.copy_(of_ranks[from_process])
+    return tensor
 
 
 def _check_source(from_process: int, world: World) -> None:
@@ -325,6 +405,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, worl
     here = world_or_joined(world)
     _check_source(from_process, here)
     if here.size > 1:
+        _agree("broadcast_object_list", None, [], here, how=f"from_process={from_process}")
         device = None if here.backend in _ON_HOST else here.device
         dist.broadcast_object_list(object_list, src=_seat(from_process, here), group=here.group, device=device)
     return object_list
@@ -373,29 +454,66 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: W
     if reduction not in REDUCTIONS:
         raise SettingError(f"reduction={reduction!r}: choose one of {', '.join(map(repr, REDUCTIONS))}.")
     here = world_or_joined(world)
-    _leaves_of(tensor, "reduce")  # what can't be reduced is refused before the first rank has waited for the others
+    leaves = _leaves_of(
+        tensor, "reduce"
+    )  # what can't be reduced is refused before the first rank has waited for the others
     if reduction == "none" or (here.size == 1 and scale == 1.0):
         return recursively_apply(torch.Tensor.clone, tensor)
     if here.size == 1:
         return recursively_apply(lambda item: item * scale, tensor)
-    return recursively_apply(_reduce_one, tensor, reduction, scale, here)
+    for leaf in leaves:
+        _check_reducible(leaf, reduction)
+    buffers = _agree("reduce", tensor, leaves, here, how=reduction, limit_bytes=_SHORT_BYTES)
+    if buffers is None:
+        return recursively_apply(_reduce_one, tensor, reduction, scale, here)
+    of_ranks = iter(buffers.of_ranks)
+    return recursively_apply(
+        lambda item: _finished(_over_ranks(next(of_ranks), reduction), item, reduction, scale, here), tensor
+    )
 
 
-def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float, world: World) -> torch.Tensor:
-    is_exact = not (tensor.is_floating_point() or tensor.is_complex())
-    if reduction == "mean" and is_exact:
+def _check_reducible(tensor: torch.Tensor, reduction: str) -> None:
+    if reduction == "mean" and _is_exact(tensor):
         raise CollectiveError(
             f"reduce(..., 'mean') of {str(tensor.dtype).removeprefix('torch.')} has no exact answer. Give "
             "`tensor.float()`, or reduce with 'sum' and divide."
         )
-    widened = tensor.detach()
-    if tensor.dtype not in _CARRIED and not tensor.is_complex():
-        widened = widened.to(torch.int64 if is_exact else torch.float32)
+    if reduction == "max" and tensor.is_complex():
+        raise CollectiveError("reduce(..., 'max') of complex numbers: they have no order. Reduce their real parts.")
+
+
+def _is_exact(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _widened(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`tensor` in a dtype in which values of the dtype of `like` can be added up."""
+    if like.dtype in _CARRIED or like.is_complex():
+        return tensor
+    return tensor.to(torch.int64 if _is_exact(like) else torch.float32)
+
+
+def _over_ranks(of_ranks: torch.Tensor, reduction: str) -> torch.Tensor:
+    """The sum or the maximum of the ranks' tensors, in the order of the ranks."""
+    of_ranks = _widened(of_ranks, of_ranks)
+    result = of_ranks[0].clone()
+    for other in of_ranks[1:]:
+        result = torch.maximum(result, other) if reduction == "max" else result.add_(other)
+    return result
+
+
+def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float, world: World) -> torch.Tensor:
+    widened = _widened(tensor.detach(), tensor)
     result = _carried(widened, world) if not tensor.is_complex() else widened.contiguous().clone()
     if result.data_ptr() == tensor.data_ptr():
         result = result.clone()
     operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
     _finish(world, dist.all_reduce(result, operation, group=world.group, async_op=True))
+    return _finished(result, tensor, reduction, scale, world)
+
+
+def _finished(result: torch.Tensor, tensor: torch.Tensor, reduction: str, scale: float, world: World) -> torch.Tensor:
+    """What `reduce` returns for `tensor`, of which `result` is the sum or the maximum over ranks."""
     if reduction == "mean":
         result = result / world.size
     if scale != 1.0:
@@ -409,21 +527,40 @@ def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float, world: World
 
 @chained_operation
 def pad_across_processes(
-    tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False, *, world: World | None = None
+    tensor: Any,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    *,
+    world: World | None = None,
+    num_present: int | None = None,
 ) -> Any:
     """Every tensor in `tensor` is as long along `dim` as the longest of any rank, filled up with `pad_index`.
 
-    A tensor without that dimension comes back as it is, and so does a nested one (with a warning).
+    A tensor without that dimension comes back as it is, and so does a nested one (with a warning). With `num_present`
+    the first ranks only make the call, and the others are not asked.
 
     Raises:
         TypeError: there is something other than tensors in the containers.
     """
     here = world_or_joined(world)
-    sizes = [_size_along(leaf, dim) for leaf in _leaves_of(tensor, "pad_across_processes")]
-    if here.size == 1 or not sizes:
+    leaves = _leaves_of(tensor, "pad_across_processes")
+    sizes = [_size_along(leaf, dim) for leaf in leaves]
+    if here.size == 1 or num_present == 1 or not sizes:
         return tensor
-    everyone = gather(torch.tensor([sizes], device=here.device), world=here)
-    longest = iter(everyone.amax(dim=0).tolist())
+    ranks = [-1 if getattr(leaf, "is_nested", False) else leaf.ndim for leaf in leaves]
+    if num_present is None:
+        everyone = gather(torch.tensor([[sizes, ranks]], device=here.device), world=here)
+    else:
+        everyone = torch.tensor(exchange_objects([sizes, ranks], num_present, world=here))
+    of_ranks = everyone[:, 1].tolist()
+    if any(other != of_ranks[0] for other in of_ranks):
+        lines = "\n".join(f"  - Process {rank}: {numbers}" for rank, numbers in enumerate(of_ranks))
+        raise CollectiveError(
+            "the ranks gave tensors of different numbers of dimensions, which can't be filled up to one shape.\n"
+            f"Dimensions of each tensor:\n{lines}\nCalled at {call_site()}"
+        )
+    longest = iter(everyone[:, 0].amax(dim=0).tolist())
     return recursively_apply(lambda item: _pad_one(item, dim, next(longest), pad_index, pad_first), tensor)
 
 

@@ -5,41 +5,58 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-import warnings
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
-from .data_loader.stream import ResumeWarning
+from .deprecation import warn_of_old_spelling
 from .errors import MissingDependency, NotBuilt, SettingError
-from .health.failure import record_uncaught
 from .logging import install_rich_tracebacks
 from .mesh import TOKEN_AXES, Mesh
 from .optional import is_installed, require
 from .plugins.base import KwargsHandler
 from .plugins.data import DataLoaderConfiguration
-from .plugins.ddp import DistributedDataParallelKwargs
-from .plugins.deepspeed import DEEPSPEED_FLOOR, DeepSpeedPlugin
 from .plugins.dynamo import TorchDynamoPlugin
-from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from .plugins.fsdp import FullyShardedDataParallelPlugin
-from .plugins.megatron import MegatronLMPlugin
-from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
-from .plugins.precision import AutocastKwargs, GradScalerKwargs
-from .plugins.process_group import InitProcessGroupKwargs
-from .plugins.profile import ProfileKwargs
 from .plugins.project import ProjectConfiguration
 from .precision import Precision
 from .precision import choose as choose_precision
-from .precision.fp8 import Fp8Functions, Fp8Request, choose_backend
 from .seeding import check_stream_name
 from .settings import env
 from .settings.labels import FP8BackendType
-from .settings.run import Settings
-from .strategies import xla
 from .world import World, expected_backend
+
+if TYPE_CHECKING:
+    from .plugins.ddp import DistributedDataParallelKwargs
+    from .plugins.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+    from .plugins.megatron import MegatronLMPlugin
+    from .plugins.parallelism import ParallelismConfig
+    from .plugins.precision import AutocastKwargs, GradScalerKwargs
+    from .plugins.process_group import InitProcessGroupKwargs
+    from .plugins.profile import ProfileKwargs
+    from .precision.fp8 import Fp8Functions, Fp8Request
+    from .settings.run import Settings
+
+
+#: What libraries on top read from ``accelerate.accelerator``, or replace there: file -> names, imported when used.
+NAMES_OF_ACCELERATOR: Final = {
+    "data_loader": "prepare_data_loader skip_first_batches",
+    "hooks.values": "get_state_dict_offloaded_model",
+    "plugins.data": "DataLoaderConfiguration",
+    "plugins.deepspeed": "DeepSpeedPlugin",
+    "plugins.dynamo": "TorchDynamoPlugin",
+    "plugins.fp8": "TERecipeKwargs",
+    "plugins.fsdp": "FullyShardedDataParallelPlugin",
+    "plugins.megatron": "MegatronLMPlugin",
+    "plugins.parallelism": "ParallelismConfig TorchTensorParallelPlugin",
+    "plugins.precision": "AutocastKwargs",
+    "plugins.profile": "ProfileKwargs",
+    "plugins.project": "ProjectConfiguration",
+    "precision.fp8_ao": "convert_model_to_fp8_ao",
+    "precision.fp8_te": "apply_fp8_autowrap convert_model",
+}
 
 
 @final
@@ -58,25 +75,32 @@ class Handlers:
     msamp: MSAMPRecipeKwargs | None = None
 
 
-# The order matters: a recipe class may inherit from another.
-_KINDS: tuple[tuple[str, type], ...] = (
-    ("ddp", DistributedDataParallelKwargs),
-    ("scaler", GradScalerKwargs),
-    ("init", InitProcessGroupKwargs),
-    ("autocast", AutocastKwargs),
-    ("profile", ProfileKwargs),
-    ("fp8", FP8RecipeKwargs),
-    ("ao", AORecipeKwargs),
-    ("te", TERecipeKwargs),
-    ("msamp", MSAMPRecipeKwargs),
-)
+def _kinds() -> tuple[tuple[str, type], ...]:
+    """The classes of handlers by their names here; the order matters: a recipe class may inherit from another."""
+    from .plugins.ddp import DistributedDataParallelKwargs
+    from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+    from .plugins.precision import AutocastKwargs, GradScalerKwargs
+    from .plugins.process_group import InitProcessGroupKwargs
+    from .plugins.profile import ProfileKwargs
+
+    return (
+        ("ddp", DistributedDataParallelKwargs),
+        ("scaler", GradScalerKwargs),
+        ("init", InitProcessGroupKwargs),
+        ("autocast", AutocastKwargs),
+        ("profile", ProfileKwargs),
+        ("fp8", FP8RecipeKwargs),
+        ("ao", AORecipeKwargs),
+        ("te", TERecipeKwargs),
+        ("msamp", MSAMPRecipeKwargs),
+    )
 
 
-def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None, te_recipe: type[Any] = TERecipeKwargs) -> Handlers:
+def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None, functions: Fp8Functions | None = None) -> Handlers:
     """``kwargs_handlers`` by kind.
 
     Args:
-        te_recipe: another class of the recipe of Transformer Engine, which a library on top has put in its place.
+        functions: finds ``TERecipeKwargs``, in whose place a library on top may have put another class.
 
     Raises:
         AssertionError: an entry is no KwargsHandler (the documented exception).
@@ -90,14 +114,15 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None, te_recipe: ty
     for handler in kwargs_handlers or ():
         if not isinstance(handler, KwargsHandler):
             raise AssertionError(
-                f"Unsupported kwargs handler passed: {handler!r}. kwargs_handlers takes objects like "
+                f"Unsupported kwargs handler passed: {handler}, must be one that inherits "
+                "`accelerate.utils.KwargsHandler`. kwargs_handlers takes objects like "
                 "DistributedDataParallelKwargs(), one of each kind."
             )
-        for name, kind in _KINDS:
-            if isinstance(handler, (kind, te_recipe) if name == "te" else kind):
+        for name, kind in _kinds():
+            if isinstance(handler, (kind, functions(kind.__name__)) if name == "te" and functions else kind):
                 if getattr(handlers, name) is not None:
                     raise SettingError(
-                        f"You can only pass one {kind.__name__} in kwargs_handlers; got a second one: {handler!r}."
+                        f"You can only pass one {kind.__name__} in `kwargs_handlers`; got a second one: {handler!r}."
                     )
                 setattr(handlers, name, handler)
                 break
@@ -106,11 +131,18 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None, te_recipe: ty
 
 def explain_failures() -> None:
     """An exception that ends this process is written where its launcher looks, and shown as the user likes it."""
+    from .health.failure import record_uncaught
+
     install_rich_tracebacks()  # first: it replaces the hook that the other one extends
     record_uncaught(env.read)
 
 
 _LOADER_SPELLINGS = ("split_batches", "even_batches", "dispatch_batches", "use_seedable_sampler")
+_NEW_SPELLINGS = {
+    **{name: f"dataloader_config=DataLoaderConfiguration({name}=...)" for name in _LOADER_SPELLINGS},
+    "logging_dir": "project_config=ProjectConfiguration(logging_dir=...)",
+    "fp16": "mixed_precision='fp16'",
+}
 
 
 def old_spellings(given: dict[str, Any], mixed_precision: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
@@ -132,19 +164,18 @@ def old_spellings(given: dict[str, Any], mixed_precision: Any) -> tuple[dict[str
     if given:
         raise TypeError(f"Accelerator.__init__() got an unexpected keyword argument {next(iter(given))!r}")
     if used:
-        warnings.warn(
+        warn_of_old_spelling(
             f"Accelerator({', '.join(f'{name}=' for name in used)}) is an old spelling. Use "
-            "dataloader_config=DataLoaderConfiguration(...), project_config=ProjectConfiguration(logging_dir=...) and "
-            "mixed_precision='fp16'.",
-            FutureWarning,
-            stacklevel=4,
+            f"{', '.join(_NEW_SPELLINGS[name] for name in used)}."
         )
     return loader, project, mixed_precision
 
 
 def loader_configuration(config: Any, old: dict[str, Any]) -> DataLoaderConfiguration:
-    """``config``, or a fresh one, with the ``old`` spellings applied."""
+    """Return ``config``, or a new one; a copy with the ``old`` spellings applied where there are any."""
     config = _of_class("dataloader_config", config, DataLoaderConfiguration) or DataLoaderConfiguration()
+    if old:
+        config = copy(config)
     for name, value in old.items():
         setattr(config, name, value)
     return config
@@ -189,43 +220,65 @@ def stream_names(rng_types: Any) -> list[Any]:
     return names
 
 
-def warn_of_open_window(window: tuple[int, int] | None) -> None:
-    """A save inside a window of gradient accumulation has been remarked upon: a checkpoint holds no gradients."""
-    if window is not None:
-        warnings.warn(
-            f"save_state() inside a window of gradient accumulation: the gradients of {window[0]} of its {window[1]} "
-            "micro-batches are not part of the checkpoint, so a run that continues from it differs in the next "
-            "update. Save where accelerator.sync_gradients is True.",
-            ResumeWarning,
-            stacklevel=4,
-        )
-
-
-def dynamo_plugin(plugin: Any, backend: Any) -> TorchDynamoPlugin:
-    """``plugin``, or one for ``backend``, or one from the environment."""
+def dynamo_plugin(plugin: Any, backend: Any, known: Mapping[str, Any]) -> TorchDynamoPlugin:
+    """Return ``plugin``, or one for ``backend``, or the first Accelerator's, or one from the environment."""
     if plugin is not None:
         return plugin
-    return TorchDynamoPlugin(backend=backend) if backend is not None else TorchDynamoPlugin()
+    if backend is not None:
+        return TorchDynamoPlugin(backend=backend)
+    return known.get("dynamo_plugin") or TorchDynamoPlugin()
 
 
-def complete_plugins(plugins: dict[str, Any], settings: Settings, known: Mapping[str, Any]) -> None:
-    """``plugins`` has those that the launcher asked for through the environment, in the run's precision.
+def follow_first(settings: Settings, plugins: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Let a further Accelerator of this process follow the first one in all that it wasn't given as an argument.
+
+    What comes from the environment are the launcher's defaults, or what another Accelerator published: it would
+    contradict a first one that was made with arguments. The first one's precision is among the arguments already.
 
     Args:
+        known: what the first one was made with, as AcceleratorState shows it; empty where there is none.
+    """
+    if not known:
+        return
+    if settings.source_of("run.use_cpu").kind != "argument":
+        settings.run.use_cpu = known["_world_cpu"]
+    if not (plugins["deepspeed_plugin"] or plugins["deepspeed_plugins"]):
+        settings.deepspeed = next(iter((known["deepspeed_plugins"] or {}).values()), None)
+    for group, plugin in (
+        ("fsdp", "fsdp_plugin"),
+        ("megatron", "megatron_lm_plugin"),
+        ("parallelism", "parallelism_config"),
+    ):
+        if plugins[plugin] is None:
+            setattr(settings, group, known[plugin])
+
+
+def complete_plugins(owner: object, plugins: dict[str, Any], settings: Settings, known: Mapping[str, Any]) -> None:
+    """Complete ``plugins`` with those that the launcher asked for through the environment, in the run's precision.
+
+    Args:
+        owner: the Accelerator; libraries find its engine in the environment while it lives.
         known: those of the first Accelerator of this process, which a second one shares.
     """
     if settings.fsdp is not None:
+        from .plugins.fsdp import FullyShardedDataParallelPlugin
+
         plugin = plugins["fsdp_plugin"] or known.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
         if settings.run.mixed_precision != "no":
             plugin.set_mixed_precision(settings.run.mixed_precision)
-        env.publish({"ACCELERATE_USE_FSDP": True, "FSDP_VERSION": plugin.fsdp_version})
+        variables = {"ACCELERATE_USE_FSDP": True, "FSDP_VERSION": plugin.fsdp_version}
+        env.publish_for(owner, {**variables, "FSDP_CPU_RAM_EFFICIENT_LOADING": plugin.cpu_ram_efficient_loading})
         plugins["fsdp_plugin"] = plugin
     if settings.deepspeed is not None:
         plugins["deepspeed_plugin"] = deepspeed_plugins(plugins, settings, known)
+        env.publish_for(owner, {"ACCELERATE_USE_DEEPSPEED": True})
     if settings.megatron is not None:
         plugins["megatron_lm_plugin"] = megatron_plugin(plugins, settings, known)
+        env.publish_for(owner, {"ACCELERATE_USE_MEGATRON_LM": True})
     plugins["parallelism_config"] = plugins["parallelism_config"] or known.get("parallelism_config")
     if settings.parallelism is not None and plugins["parallelism_config"] is None:
+        from .plugins.parallelism import ParallelismConfig
+
         plugins["parallelism_config"] = ParallelismConfig()
 
 
@@ -236,6 +289,8 @@ def deepspeed_plugins(plugins: dict[str, Any], settings: Settings, known: Mappin
         MissingDependency: DeepSpeed isn't installed, or is too old.
         NotImplementedError: a second Accelerator brings a plugin of its own (the documented exception).
     """
+    from .plugins.deepspeed import DEEPSPEED_FLOOR, DeepSpeedPlugin
+
     if not is_installed("deepspeed", at_least=DEEPSPEED_FLOOR):
         asked = settings.quote("paradigm.use_deepspeed")
         require("deepspeed", "deepspeed", purpose=f"DeepSpeed, asked for by {asked},", at_least=DEEPSPEED_FLOOR)
@@ -253,7 +308,6 @@ def deepspeed_plugins(plugins: dict[str, Any], settings: Settings, known: Mappin
         if not isinstance(plugin, DeepSpeedPlugin):
             raise TypeError(f"`deepspeed_plugin` has to hold DeepSpeedPlugin objects, not {type(plugin).__name__}.")
         plugin.set_mixed_precision(str(settings.run.mixed_precision))
-    env.publish({"ACCELERATE_USE_DEEPSPEED": True})
     (next(iter(given.values())) if isinstance(given, dict) else given).select(_from_accelerator_state=True)
     return given
 
@@ -273,9 +327,10 @@ def megatron_plugin(plugins: dict[str, Any], settings: Settings, known: Mapping[
             "`pip install --no-build-isolation .` in it, or put it on PYTHONPATH. Without it, torch's own tensor and "
             "pipeline parallelism do: ParallelismConfig(tp_size=..., pp_size=...)."
         ) from error
+    from .plugins.megatron import MegatronLMPlugin
+
     plugin = plugins["megatron_lm_plugin"] or known.get("megatron_lm_plugin") or MegatronLMPlugin()
     plugin.set_mixed_precision(str(settings.run.mixed_precision))
-    env.publish({"ACCELERATE_USE_MEGATRON_LM": True})
     return plugin
 
 
@@ -367,9 +422,9 @@ def reach_precision(settings: Settings, parameter_dtype: Any) -> None:
     settings.run.mixed_precision = kind.fp8_fallback
 
 
-def fp8_backend(precision: Precision) -> FP8BackendType | None:
-    """The library by which ``precision`` computes in fp8."""
-    return None if precision.backend is None else FP8BackendType(precision.backend)
+def fp8_backend(precision: Precision) -> FP8BackendType:
+    """Return the library by which ``precision`` computes in fp8."""
+    return FP8BackendType.NO if precision.backend is None else FP8BackendType(precision.backend)
 
 
 def _fp8_request(settings: Settings, world: World, handlers: Handlers, functions: Fp8Functions) -> Fp8Request:
@@ -378,6 +433,8 @@ def _fp8_request(settings: Settings, world: World, handlers: Handlers, functions
     Raises:
         SettingError: torchao together with FSDP's loading from rank 0, or MS-AMP with FSDP.
     """
+    from .precision.fp8 import Fp8Request, choose_backend
+
     named = {"AO": handlers.ao, "TE": handlers.te, "MSAMP": handlers.msamp}
     recipes = {name: recipe for name, recipe in named.items() if recipe is not None}
     if handlers.fp8 is not None:
@@ -425,8 +482,11 @@ def precision(
     )
     if plugins["deepspeed_plugin"] is not None or plugins["megatron_lm_plugin"] is not None:
         chosen.scaler = None  # the engine scales losses itself
-    if world.kind.runtime and xla.cast_everything(label):
-        chosen.is_autocast = False  # the device has no float32 to cast from
+    if world.kind.runtime:
+        from .strategies import xla
+
+        if xla.cast_everything(label, accelerator):
+            chosen.is_autocast = False  # the device has no float32 to cast from
     return chosen
 
 
@@ -434,13 +494,11 @@ def parallelism(config: Any, torch_tp_plugin: Any) -> Any:
     """``config``, or one with the degree of the deprecated ``torch_tp_plugin``."""
     if torch_tp_plugin is None:
         return config
+    from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+
     if not isinstance(torch_tp_plugin, TorchTensorParallelPlugin):
         raise TypeError(f"`torch_tp_plugin` must be a TorchTensorParallelPlugin, got {torch_tp_plugin!r}.")
-    warnings.warn(
-        "torch_tp_plugin is an old spelling. Use parallelism_config=ParallelismConfig(tp_size=...).",
-        FutureWarning,
-        stacklevel=4,
-    )
+    warn_of_old_spelling("torch_tp_plugin is an old spelling. Use parallelism_config=ParallelismConfig(tp_size=...).")
     return ParallelismConfig(tp_size=torch_tp_plugin.tp_size) if config is None else config
 
 

@@ -423,6 +423,18 @@ def is_torch_xpu_tensor(tensor: object) -> bool:
     return getattr(getattr(tensor, "device", None), "type", None) == "xpu"
 
 
+@functools.cache
+def widest_float(device: torch.device) -> torch.dtype:
+    """float64, or float32 on a device that can't compute with it."""
+    import torch
+
+    try:
+        torch.ones((), dtype=torch.float64, device=device).add_(1.0)
+    except (TypeError, RuntimeError):
+        return torch.float32
+    return torch.float64
+
+
 def _num_lines(command: str) -> int:
     try:
         finished = subprocess.run(command.split(), capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS)

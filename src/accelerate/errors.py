@@ -5,15 +5,27 @@ Each is also the built-in exception that callers of the documented interface alr
 
     AccelerateError
     ├── SettingError          (ValueError)           a value that was asked for can't be honoured
+    │   ├── ConfigFileNotFound (FileNotFoundError)   the configuration file isn't there
+    │   ├── InputEnded                               the answers ended before the questions
+    │   └── PortInUse         (ConnectionError)      something listens on the port already
     ├── PreparationError      (ValueError)           objects that can't be prepared together
     ├── MissingDependency     (ImportError)          an optional package is absent or too old
     ├── NotBuilt              (NotImplementedError)  a documented feature that this version doesn't have
     ├── WorldError            (RuntimeError)         the processes can't form, or no longer form, one world
     ├── CollectiveError       (RuntimeError)         ranks disagree about a collective operation
+    │   └── UnequalTensors                           the same operation, with tensors of different shapes
+    ├── MemoryExhausted       (RuntimeError)         memory ran out, and smaller parts don't help
     ├── RunStopped            (RuntimeError)         all ranks agreed to end the run
+    ├── CannotQuantize        (RuntimeError)         a model can't be quantized as asked
+    ├── Refused               (ValueError)           a script can't be migrated
     ├── LaunchError           (RuntimeError)         processes couldn't be started, or died
+    │   ├── ProcessFailed     (CalledProcessError)   the only process of a launch failed
+    │   └── ProgramFailed                            the program failed under another engine
     └── CheckpointError       (RuntimeError)         a checkpoint can't be written, read or trusted
-        └── CheckpointNotFound (FileNotFoundError, ValueError)
+        ├── CheckpointNotFound (FileNotFoundError, ValueError)
+        ├── CheckpointMismatch (ValueError)          names or shapes differ from the model's
+        ├── EncodingError     (TypeError)            a value has no exact form without pickle
+        └── SizeError         (ValueError)           a size that is no size of a file
 """
 
 from __future__ import annotations
@@ -45,6 +57,10 @@ class WorldError(AccelerateError, RuntimeError):
 
 class CollectiveError(AccelerateError, RuntimeError):
     """Ranks disagree about a collective operation."""
+
+
+class UnequalTensors(CollectiveError):
+    """Ranks are in the same operation with different tensors; raised on every rank."""
 
 
 class MemoryExhausted(AccelerateError, RuntimeError):

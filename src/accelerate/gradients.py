@@ -8,7 +8,7 @@ batch of a loader always synchronises.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, ClassVar, Protocol, final
@@ -49,6 +49,7 @@ class GradientState:
     protects_gradients: bool
     plugin_kwargs: dict[str, Any]
     dataloader_references: list[weakref.ReferenceType[Any] | None]
+    has_assumed_loader: bool  # and has said so: values between batches of several loaders could be those of any
 
     def __new__(cls, gradient_accumulation_plugin: Any = None) -> GradientState:
         newest = GradientState._newest
@@ -71,7 +72,9 @@ class GradientState:
         clock._windows = {}
         clock._window = None
         clock._restored_count = 0
+        clock._restored_open = False
         clock._num_backwards = 0
+        clock.has_assumed_loader = False
         GradientState._newest = clock
         return clock
 
@@ -79,6 +82,7 @@ class GradientState:
     _num_backwards: int
     _windows: dict[Hashable, _Window]
     _window: _Window | None  # the one in hand; None where somebody else than `advance` decides what synchronises
+    _restored_open: bool  # the gradients of such windows were restored too
     _restored_count: int  # where windows begin that are not known yet: their count before an interruption
 
     # -- what the plugin asked for ---------------------------------------------------------------------
@@ -131,7 +135,8 @@ class GradientState:
         """One more micro-batch of ``key`` (the models of the window) has begun; returns whether it synchronises."""
         window = self._windows.get(key)
         if window is None:
-            window = self._windows[key] = _Window(self._restored_count)
+            is_open = self._restored_open
+            window = self._windows[key] = _Window(self._restored_count, not is_open, has_gradients=is_open)
         self._window = window
         if window.is_complete:  # a new window: what lies in the gradients is the last one's
             window.has_gradients = False
@@ -140,6 +145,7 @@ class GradientState:
         loader = None if reference is None else reference()
         if loader is not None and loader.end_of_dataloader and asked.get("sync_with_dataloader", True):
             window.count = self._restored_count = 0
+            self._restored_open = False
             is_complete = True
         else:
             window.count += 1
@@ -157,10 +163,17 @@ class GradientState:
         return self.plugin_kwargs.get("num_steps", 1)
 
     @property
+    def num_backwards(self) -> int:
+        """Backwards so far."""
+        return self._num_backwards
+
+    @property
     def open_window(self) -> tuple[int, int] | None:
         """How many micro-batches of how many are in gradients that no update has used yet; None: no window is open."""
         steps = self.num_steps
         counts = [window.count for window in self._windows.values() if window.has_gradients and not window.is_complete]
+        if self._restored_open and not self._windows:  # loaded, and not gone on yet
+            counts = [self._restored_count]
         return (max(count % steps for count in counts), steps) if counts else None
 
     @property
@@ -178,7 +191,21 @@ class GradientState:
     def step(self, value: int) -> None:
         self._windows.clear()
         self._window = None
-        self._restored_count = value
+        self._restored_count, self._restored_open = value, False
+        self.protects_gradients = False
+
+    @property
+    def windows(self) -> dict[Hashable, int]:
+        """By models, the micro-batches begun since the last loader ended."""
+        return {key: window.count for key, window in self._windows.items()}
+
+    def continue_windows(self, windows: Mapping[Hashable, int]) -> None:
+        """Go on inside these windows, and in those that begin at :attr:`step`: they have gradients already."""
+        self.protects_gradients = True
+        self._restored_open = self._restored_count % self.num_steps != 0
+        for key, count in windows.items():
+            is_open = count % self.num_steps != 0
+            self._windows[key] = _Window(count, not is_open, has_gradients=is_open)
 
     def count_of(self, key: Hashable) -> int:
         """Micro-batches of ``key`` begun since the last loader ended."""
@@ -191,7 +218,10 @@ class GradientState:
 
     # -- the loaders -----------------------------------------------------------------------------------
 
-    def _add_dataloader(self, dataloader: Any) -> None:
+    def _add_dataloader(self, dataloader: Any, *, is_interleaved: bool = False) -> None:
+        active = self.active_dataloader
+        if is_interleaved and active is not None:
+            active.is_interleaved = dataloader.is_interleaved = True
         self._remove_dataloader(dataloader)
         self.dataloader_references.append(weakref.ref(dataloader))
 
@@ -201,6 +231,12 @@ class GradientState:
             for reference in self.dataloader_references
             if reference is None or (reference() is not None and reference() is not dataloader)
         ]
+
+    @property
+    def running_dataloaders(self) -> list[Any]:
+        """The loaders whose loops are running, the one that delivered last at the end."""
+        found = (reference() for reference in self.dataloader_references if reference is not None)
+        return [loader for loader in found if loader is not None]
 
     @property
     def active_dataloader(self) -> Any:

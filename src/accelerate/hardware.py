@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Final
 
+from .cores import usable_cpus
 from .devices import PROBE_TIMEOUT_SECONDS, DeviceKind, kind_of, present
 from .errors import NotBuilt
 from .settings.env import flag, read
@@ -94,7 +95,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     """This process runs on the cores that are nearest to its device; where the host can't tell, on all as before."""
     bus_ids = _query("pci.bus_id")
     cores = nearest_cores(bus_ids[local_process_index]) if local_process_index < len(bus_ids) else set[int]()
-    usable = cores & os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    usable = cores & usable_cpus() if hasattr(os, "sched_setaffinity") else set[int]()
     if usable:
         os.sched_setaffinity(0, usable)
     if verbose or (verbose is None and flag("ACCELERATE_DEBUG_MODE")):

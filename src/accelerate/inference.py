@@ -12,7 +12,6 @@ from typing import Any, final
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .collectives import world_or_joined
 from .device_map.greedy import place_greedily
@@ -23,6 +22,7 @@ from .errors import SettingError
 from .nested import ignorant_find_batch_size, pad_input_tensors, recursively_apply, split_batch
 from .strategies.stages import choose_points, split
 from .strategies.timetable import Shape, told
+from .torch_private.tracing import tree_flatten, tree_unflatten
 from .world import World
 
 

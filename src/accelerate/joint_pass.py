@@ -16,11 +16,10 @@ from typing import Any, Final, TypeVar, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import CollectiveError
 from .memory import should_reduce_batch_size
+from .torch_private.tracing import TorchDispatchMode
 from .world import World
 
 Result = TypeVar("Result")
@@ -65,7 +64,10 @@ class JointPass(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, world: World) -> None:
+        from torch.distributed.tensor import DTensor  # half a second of imports, for those who share forwards
+
         super().__init__()
+        self._piece = DTensor
         self._rank = world.rank
         self._exchange = Exchange(world, 2)
         self._failed_rank: int | None = None
@@ -100,7 +102,7 @@ class JointPass(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A collective is preceded by the question; everything else is as always."""
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, self._piece) for kind in types):
             return NotImplemented  # it becomes operations on plain tensors, and collectives, which come here again
         if getattr(func, "namespace", "") in _COLLECTIVES and not func.name().startswith(_WAITING):
             self._ask()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
+from .deprecation import warn_of_old_spelling
 from .memory import (
     clear_device_cache,
     find_executable_batch_size,
@@ -13,8 +12,7 @@ from .memory import (
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
 
-warnings.warn(
+warn_of_old_spelling(
     "`accelerate.memory_utils` is an old address; import `find_executable_batch_size` from `accelerate`, "
-    "and the rest from `accelerate.utils.memory`.",
-    FutureWarning,
+    "and the rest from `accelerate.utils.memory`."
 )

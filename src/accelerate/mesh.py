@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
 from .errors import SettingError
+from .torch_private.distributed import flattened
 from .world import World
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class Mesh:
             return self.over(*active)
         key = (name, active)
         if key not in self._built:
-            self._built[key] = self.over(*active)._flatten(name)
+            self._built[key] = flattened(self.over(*active), name)
         return self._built[key]
 
     def group(self, *axes: str) -> ProcessGroup | None:

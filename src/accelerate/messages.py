@@ -1,20 +1,24 @@
-"""Several tensors as one message, and the answers of all ranks taken apart again."""
+"""Several tensors as one message, and what all ranks sent taken apart again; how long the next message is."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
+
+from .torch_private.optim import copy_each
 
 #: The shape, dtype and device of each tensor of a message, in order.
 Description = tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
 
 _LARGEST_BYTES: Final = 4 << 20  # up to here, copying tensors into one message costs less than a message each
+_SHORTEST_BYTES: Final = 4 << 10  # up to here, the length of a message doesn't change what it costs
 _KEPT_BYTES: Final = 2 << 20  # memory that one kind of message keeps for its next time
-_NUM_KINDS: Final = 8
+_NUM_KINDS: Final = 12
+_NUM_LENGTHS: Final = 64
 _HEADER_BYTES: Final = 8
 _ALIGNMENT_BYTES: Final = 8
 
@@ -23,66 +27,90 @@ _ALIGNMENT_BYTES: Final = 8
 class Message:
     """Tensors of one description in one run of bytes, to be gathered from ``size`` ranks.
 
-    A message begins with a sum of its description: equally long ones of other tensors are not mixed up. What is short
-    is copied into and out of memory that stays from call to call; results always lie in memory of their own.
+    A message begins with a checksum of the operation and the description: ranks that send other tensors, or do
+    something else, are noticed. What is short is copied into and out of memory that stays from call to call; results
+    always lie in memory of their own.
+
+    Args:
+        length: of the message, in bytes; tensors that don't fit are left out, and only the checksum is sent. By
+            default, as long as the tensors need.
     """
 
-    def __init__(self, description: Description, size: int) -> None:
+    def __init__(self, description: Description, size: int, operation: str = "", length: int = 0) -> None:
         self._description = description
         self._size = size
-        self._device = description[0][2]
         self._spans: list[tuple[int, int]] = []
         position = _HEADER_BYTES
         for shape, dtype, _ in description:
             num_bytes = shape.numel() * dtype.itemsize
             self._spans.append((position, position + num_bytes))
             position += num_bytes + -num_bytes % _ALIGNMENT_BYTES
-        self._num_bytes = position
-        text = repr([(tuple(shape), str(dtype)) for shape, dtype, _ in description])
-        self._sum = zlib.crc32(text.encode())
-        self._kept = self._memory() if (size + 1) * position <= _KEPT_BYTES else None
+        self.is_whole = _is_packable(description) and (length == 0 or position <= length)
+        self._num_bytes = length or position
+        self._device = description[0][2] if self.is_whole and description else torch.device("cpu")
+        #: How long it would have to be to carry its tensors, where carrying them is worth it.
+        self.needed_bytes = position if _is_packable(description) else _SHORTEST_BYTES
+        self._checksum = _checksum(operation, [(tuple(shape), dtype) for shape, dtype, _ in description])
+        #: What it has in common with the messages of the same call in the next round of a loop.
+        self.kind = _checksum(operation, [(len(shape), dtype) for shape, dtype, _ in description])
+        self._kept = self._made() if (size + 1) * self._num_bytes <= _KEPT_BYTES else None
 
-    def pack(self, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The message, and room for those of all ranks."""
-        self._here = self._kept or self._memory()
-        if any(tensor.requires_grad for tensor in tensors):
-            tensors = [tensor.detach() for tensor in tensors]
-        torch._foreach_copy_(self._here.slots, tensors)  # pyright: ignore[reportPrivateImportUsage]
-        return self._here.own, self._here.joined
+    def buffers(self) -> Buffers:
+        """Return memory for one exchange of the message."""
+        return self._kept or self._made()
 
-    def unpack(self) -> list[torch.Tensor] | None:
-        """Every tensor joined with those of all ranks, once they are there; None when a rank sent other tensors."""
-        here = self._here
-        if not self._kept:
-            del self._here
-        if here.joined.is_cpu and here.sums.tolist() != [self._sum] * self._size:
-            return None
-        return [take() for take in here.takers]
-
-    def _memory(self) -> _Memory:
+    def _made(self) -> Buffers:
         own = torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
-        own[:_HEADER_BYTES].view(torch.int64).fill_(self._sum)
+        own[:_HEADER_BYTES].view(torch.int64).fill_(self._checksum)
         joined = torch.empty(self._size * self._num_bytes, dtype=torch.uint8, device=self._device)
         rows = joined.view(self._size, -1)
         slots: list[torch.Tensor] = []
-        takers: list[Callable[[], torch.Tensor]] = []
+        of_ranks: list[torch.Tensor] = []
         for (start, end), (shape, dtype, _) in zip(self._spans, self._description, strict=True):
-            slots.append(own[start:end].view(dtype).view(shape))
-            takers.append(_taker(rows[:, start:end].view(dtype).view(self._size, *shape)))
-        return _Memory(own, joined, rows.view(torch.int64)[:, 0], slots, takers)
+            if self.is_whole:
+                slots.append(own[start:end].view(dtype).view(shape))
+                of_ranks.append(rows[:, start:end].view(dtype).view(self._size, *shape))
+        checksums = rows[:, :_HEADER_BYTES].view(torch.int64)[:, 0]
+        return Buffers(own, joined, checksums, [self._checksum] * self._size, slots, of_ranks)
 
 
 @final
-class _Memory:
+class Buffers:
+    """The memory of one exchange: this rank's message, and those of all ranks."""
+
     def __init__(
         self,
         own: torch.Tensor,
         joined: torch.Tensor,
-        sums: torch.Tensor,
+        checksums: torch.Tensor,
+        expected: list[int],
         slots: list[torch.Tensor],
-        takers: list[Callable[[], torch.Tensor]],
+        of_ranks: list[torch.Tensor],
     ) -> None:
-        self.own, self.joined, self.sums, self.slots, self.takers = own, joined, sums, slots, takers
+        self.own, self.joined = own, joined
+        self.of_ranks = of_ranks  # by tensor: [size, *shape], overwritten by the next exchange
+        self._checksums, self._expected, self._slots = checksums, expected, slots
+        self._takers = [_taker(rows) for rows in of_ranks]
+
+    def pack(self, tensors: list[torch.Tensor]) -> None:
+        """Copy ``tensors`` into this rank's message, if it carries any."""
+        if not self._slots:
+            return
+        if any(tensor.requires_grad for tensor in tensors):
+            tensors = [tensor.detach() for tensor in tensors]
+        copy_each(self._slots, tensors)
+
+    def agree(self) -> bool:
+        """Return whether all ranks sent such a message, once they are there."""
+        return self._checksums.tolist() == self._expected
+
+    def unpack(self) -> list[torch.Tensor]:
+        """Return every tensor joined with those of all ranks, once they are there."""
+        return [take() for take in self._takers]
+
+
+def _checksum(*values: object) -> int:
+    return zlib.crc32(repr(values).encode())
 
 
 def _taker(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -92,17 +120,66 @@ def _taker(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
     return partial(torch.cat, list(rows.unbind(0)))
 
 
-def message_for(tensors: Sequence[torch.Tensor], size: int) -> Message | None:
-    """How these tensors travel as one message among ``size`` ranks; None where one each is better."""
-    return _message_for(tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]), size)
+def _is_packable(description: Description) -> bool:
+    """Whether such tensors travel in one message better than alone."""
+    if any(device != description[0][2] or dtype.is_complex or -1 in shape for shape, dtype, device in description):
+        return False
+    return sum(shape.numel() * dtype.itemsize for shape, dtype, _ in description) <= _LARGEST_BYTES
+
+
+def describe(tensors: Sequence[torch.Tensor], *, plain: bool) -> Description:
+    """Return the shapes, dtypes and devices; unless ``plain``, so that the tensors are not packed."""
+    if plain:
+        return tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+    return tuple([(torch.Size((*_shape_of(tensor), -1)), tensor.dtype, tensor.device) for tensor in tensors])
+
+
+def _shape_of(tensor: Any) -> Sequence[int]:
+    return () if getattr(tensor, "is_nested", False) else tensor.shape
 
 
 @lru_cache(maxsize=_NUM_KINDS)
-def _message_for(description: Description, size: int) -> Message | None:
-    if len(description) < 2 or any(device != description[0][2] for _, _, device in description):
-        return None
-    if any(dtype.is_complex for _, dtype, _ in description):
-        return None
-    if sum(shape.numel() * dtype.itemsize for shape, dtype, _ in description) > _LARGEST_BYTES:
-        return None
-    return Message(description, size)
+def message_for(description: Description, size: int, operation: str = "", length: int = 0) -> Message:
+    """Return how such tensors travel as one message among ``size`` ranks."""
+    return Message(description, size, operation, length)
+
+
+def joined_message_for(tensors: Sequence[torch.Tensor], size: int) -> Message | None:
+    """Return how these tensors travel as one message, exactly as long as they need; None where one each is better."""
+    description = describe(tensors, plain=True)
+    return message_for(description, size) if len(description) > 1 and _is_packable(description) else None
+
+
+@final
+class Lengths:
+    """How long the message is that begins the next operation among the ranks of a group: the same on every rank.
+
+    Gloo ends a process that is sent more bytes than it expects, so the length can't depend on what this rank is about
+    to send. It follows from what all ranks have seen: the kind of the last operation, and how much the operation
+    needed that came after one of that kind the last time. In a loop every operation then is a single message, which
+    carries its tensors; where the guess was too short, they follow in a second one.
+    """
+
+    def __init__(self) -> None:
+        self._after: dict[int, int] = {}
+        self._last_kind = 0
+
+    @property
+    def next(self) -> int:
+        """The length of the next first message, in bytes."""
+        return self._after.get(self._last_kind, _SHORTEST_BYTES)
+
+    def note(self, kind: int, needed_bytes: int) -> None:
+        """Note the operation that all ranks have just agreed on."""
+        if len(self._after) >= _NUM_LENGTHS:
+            self._after.clear()
+        self._after[self._last_kind] = _rounded(needed_bytes)
+        self._last_kind = kind
+
+
+def _rounded(num_bytes: int) -> int:
+    """At least ``num_bytes``, at most an eighth more: shapes that vary a little keep one length."""
+    if num_bytes <= _SHORTEST_BYTES:
+        return _SHORTEST_BYTES
+    step = 1 << (num_bytes.bit_length() - 4)
+    return -(-num_bytes // step) * step

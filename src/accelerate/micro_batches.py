@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, cast, final
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, final
 
 import torch
 
@@ -24,8 +24,10 @@ from .logging import get_logger
 from .memory import clear_device_cache, should_reduce_batch_size
 from .nested import ignorant_find_batch_size, split_batch
 from .seeding import capture_rng_states, restore_rng_states
-from .strategies import Strategy
 from .world import World
+
+if TYPE_CHECKING:
+    from .strategies import Strategy
 
 logger = get_logger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any, Literal, overload
 
@@ -67,3 +67,15 @@ def get_pretty_name(obj: object) -> str:
         if name is not None:
             return str(name)
     return str(obj)
+
+
+def get_model_tp_size(model: Any) -> int | None:
+    """Return over how many tensor-parallel ranks ``model`` was loaded; None where that isn't known.
+
+    transformers notes it in the model's ``tp_size``, from version 5 on in its ``config.distributed_config``.
+    """
+    size = getattr(model, "tp_size", None)
+    if not isinstance(size, int):
+        asked = getattr(getattr(model, "config", None), "distributed_config", None)
+        size = asked.get("tp_size") if isinstance(asked, Mapping) else getattr(asked, "tp_size", None)
+    return size if isinstance(size, int) else None

@@ -6,16 +6,20 @@ Containers keep their type: a namedtuple comes back as the same namedtuple, a ``
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
 
+from .errors import CollectiveError
+
 Predicate = Callable[[Any], bool]
 T = TypeVar("T")
+Parameters = ParamSpec("Parameters")
 
 
 @dataclass
@@ -24,6 +28,20 @@ class TensorInformation:
 
     shape: torch.Size
     dtype: torch.dtype
+
+
+def chained_operation(function: Callable[Parameters, T]) -> Callable[Parameters, T]:
+    """`function`, whose inner operations report ranks that disagree under its own name."""
+
+    @functools.wraps(function)
+    def operation(*args: Parameters.args, **kwargs: Parameters.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except CollectiveError as error:
+            name = f"accelerate.utils.operations.{function.__name__}"
+            raise CollectiveError(f"Error found while calling `{name}`: {error}") from error
+
+    return operation
 
 
 def is_torch_tensor(tensor: object) -> bool:
@@ -48,7 +66,8 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     return type(obj)(generator)
 
 
-def _rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """``items`` in a mapping of the type of ``data``."""
     if isinstance(data, defaultdict):
         return type(data)(data.default_factory, items)
     # A mapping with a constructor of its own (transformers' ModelOutput, BatchEncoding) takes a dict.
@@ -74,7 +93,7 @@ def recursively_apply(
             return honor_type(item, (walk(child) for child in cast("list[Any]", item)))
         if isinstance(item, Mapping):
             mapping = cast("Mapping[Any, Any]", item)
-            return _rebuild_mapping(mapping, {key: walk(child) for key, child in mapping.items()})
+            return rebuild_mapping(mapping, {key: walk(child) for key, child in mapping.items()})
         if test_type(item):
             return func(item, *args, **kwargs)
         if error_on_other_type:
@@ -137,7 +156,7 @@ def send_to_device(
             key: item if key in skipped else send_to_device(item, device, non_blocking, skip_keys)
             for key, item in mapping.items()
         }
-        return _rebuild_mapping(mapping, moved)
+        return rebuild_mapping(mapping, moved)
     return tensor
 
 
@@ -209,6 +228,7 @@ def listify(data: Any) -> Any:
     return recursively_apply(convert, data)
 
 
+@chained_operation
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
@@ -244,15 +264,16 @@ def _rows_of(data: Any, size: int, rows: slice) -> Any:
     if isinstance(data, Mapping):
         mapping = cast("Mapping[Any, Any]", data)
         cut = {key: _rows_of(value, size, rows) for key, value in mapping.items()}
-        return _rebuild_mapping(mapping, cut)
+        return rebuild_mapping(mapping, cut)
     return data
 
 
+@chained_operation
 def concatenate(data: list[Any], dim: int = 0) -> Any:
-    """The items of ``data`` (all of one structure), tensors joined along ``dim``.
+    """The items of ``data`` (all of one structure), tensors joined along ``dim``; a single leaf of any kind as it is.
 
     Raises:
-        TypeError: a leaf is not a tensor.
+        TypeError: there are several leaves to join, and they are no tensors.
     """
     first = data[0]
     if isinstance(first, (tuple, list)):
@@ -260,8 +281,10 @@ def concatenate(data: list[Any], dim: int = 0) -> Any:
         return honor_type(items, (concatenate([item[i] for item in data], dim) for i in range(len(items))))
     if isinstance(first, Mapping):
         mapping = cast("Mapping[Any, Any]", first)
-        return _rebuild_mapping(mapping, {key: concatenate([item[key] for item in data], dim) for key in mapping})
+        return rebuild_mapping(mapping, {key: concatenate([item[key] for item in data], dim) for key in mapping})
     if not isinstance(first, torch.Tensor):
+        if len(data) == 1:
+            return first
         raise TypeError(f"Can only concatenate tensors but got {type(first)}")
     return torch.cat(data, dim=dim)
 
@@ -274,13 +297,18 @@ def find_device(data: Any) -> torch.device | None:
     return next((device for device in map(find_device, children) if device is not None), None)
 
 
+_HALF_PRECISIONS: Final = (torch.float16, torch.bfloat16)
+
+
 def convert_to_fp32(tensor: Any) -> Any:
     """``tensor`` (any nested container) with half-precision tensors as float32."""
+    if isinstance(tensor, torch.Tensor):  # the outputs of most steps: no walk
+        return torch.Tensor.float(tensor) if tensor.dtype in _HALF_PRECISIONS else tensor
     return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half_precision)
 
 
 def _is_half_precision(tensor: object) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in _HALF_PRECISIONS
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from .gradients import GradientState
 from .nested import recursively_apply
+from .torch_private.optim import overflows_by_device
 
 Closure = Callable[[], Any]
 
@@ -224,7 +225,7 @@ def _overflow_flags(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch
     """
     if not scaler.is_enabled():
         return []
-    return list(scaler._found_inf_per_device(optimizer).values())
+    return list(overflows_by_device(scaler, optimizer).values())
 
 
 def _place_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> None:

@@ -38,7 +38,7 @@ def claim_port(port: int) -> bool:
     A launcher only chooses the port; its rank 0 listens there seconds later. Between the two a second launcher would
     find it free, and the ranks of both would meet. Always True on other systems than Linux, which lack such names.
     """
-    if port in _claims or not sys.platform.startswith("linux"):
+    if port in _claims or not (sys.platform.startswith("linux") and hasattr(socket, "AF_UNIX")):
         return True
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:

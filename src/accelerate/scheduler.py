@@ -7,6 +7,7 @@ from typing import Any
 from .errors import SettingError
 from .gradients import GradientState
 from .optimizer import AcceleratedOptimizer
+from .torch_private.optim import count_step, steps_counted
 
 
 def check_mode(mode: str) -> None:
@@ -62,10 +63,11 @@ class AcceleratedScheduler:
             return
         if not self.gradient_state.sync_gradients:
             if self._counts_micro_batches and self.gradient_state.adjust_scheduler:
-                self.scheduler._step_count += 1
+                count_step(self.scheduler)
             return
-        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
-            return
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                return
         if args or kwargs:
             # A metric (ReduceLROnPlateau) is one observation however many processes made it.
             self.scheduler.step(*args, **kwargs)
@@ -73,7 +75,7 @@ class AcceleratedScheduler:
         for _ in range(self._steps_per_update):
             # OneCycleLR raises past its end; the rounding of lengths may ask for one step more.
             if getattr(self.scheduler, "total_steps", None) is None or (
-                self.scheduler._step_count <= self.scheduler.total_steps
+                steps_counted(self.scheduler) <= self.scheduler.total_steps
             ):
                 self.scheduler.step()
 

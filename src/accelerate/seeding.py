@@ -35,9 +35,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         device_specific: add the rank to the seed, so that ranks draw different numbers.
         deterministic: also let torch refuse operations that have no deterministic form.
     """
+    world = current_world()
     if device_specific:
-        world = current_world()
         seed += world.rank if world is not None else 0
+    if world is not None and world.meeting is not None and world.is_distributed:
+        world.meeting.note(f"seed/{world.rank}", str(seed))
     random.seed(seed)
     # NumPy's legacy generator takes 32 bits, torch's takes 64.
     _numpy().seed(seed % 2**32)
@@ -45,6 +47,13 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     _device_kind().manual_seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def began_alike(world: World) -> bool:
+    """Whether :func:`set_seed` gave all ranks the same seed the last time, as far as they have said."""
+    meeting = world.meeting
+    seeds = [None] if meeting is None else [meeting.noted(f"seed/{rank}") for rank in range(world.size)]
+    return seeds[0] is not None and len(set(seeds)) == 1
 
 
 def seed_host_streams(seed: int) -> None:
@@ -162,13 +171,10 @@ def capture_host_streams(names: Iterable[str] = HOST_STREAMS) -> dict[str, Any]:
 
 
 @contextmanager
-def host_streams(states: Mapping[str, Any], *, left_behind: Iterable[str] = ()) -> Iterator[None]:
-    """A block in which the host streams continue from ``states``; after it they are as they were before.
-
-    Streams named in ``left_behind`` stay where the block took them.
-    """
+def host_streams(states: Mapping[str, Any]) -> Iterator[None]:
+    """A block in which the host streams continue from ``states``; after it they are as they were before."""
     names = [name for name in HOST_STREAMS if name in states]
-    before = {name: host_stream(name) for name in names if name not in left_behind}
+    before = {name: host_stream(name) for name in names}
     for name in names:
         set_host_stream(name, states[name])
     try:
@@ -176,6 +182,13 @@ def host_streams(states: Mapping[str, Any], *, left_behind: Iterable[str] = ()) 
     finally:
         for name, state in before.items():
             set_host_stream(name, state)
+
+
+def same_stream_state(one: Any, other: Any) -> bool:
+    """Whether two states of a stream, as :func:`host_stream` gives them, are the same."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and one == other
 
 
 def capture_rng_states(step: int | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, ParamSpec, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, final
 
 import torch
 
@@ -20,10 +20,12 @@ from .devices import kind_of
 from .errors import SettingError
 from .gradients import GradientState
 from .precision import choose as choose_precision
-from .settings.env import flag
+from .settings.env import flag, withdraw_all
 from .settings.labels import DistributedType
-from .settings.run import Settings, collect
-from .world import World, current_world, expected_backend, forget_world, join_world, leave_group
+from .world import World, current_world, expected_backend, forget_world, join_world, leave_group, set_debug
+
+if TYPE_CHECKING:
+    from .settings.run import Settings
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -106,16 +108,15 @@ class _View(ABC):
     num_processes: int
     process_index: int
     local_process_index: int
-    debug: bool
 
     def __getattr__(self, name: str) -> Any:
         owner = type(self).__name__
         if not type(self)._shared_state and not name.startswith("__"):
             raise AttributeError(
                 f"`{owner}` object has no attribute `{name}`. This happens if `{owner}._reset_state()` was called and "
-                f"an `Accelerator` or `PartialState` was not made afterwards."
+                "an `Accelerator` or `PartialState` was not reinitialized. Make the Accelerator anew."
             )
-        raise AttributeError(f"`{owner}` object has no attribute `{name}`.")
+        raise AttributeError(f"'{owner}' object has no attribute '{name}'")
 
     @staticmethod
     @abstractmethod
@@ -136,13 +137,24 @@ class _View(ABC):
         self.num_processes = world.size
         self.process_index = world.rank
         self.local_process_index = world.local_rank
-        self.debug = world.debug
         self.distributed_type = DistributedType(world.label)
 
     @property
     def initialized(self) -> bool:
         """Whether the view has been filled."""
         return type(self)._shared_state != {}
+
+    @property
+    def debug(self) -> bool:
+        """Whether collectives are checked before they run; assign it at any time, in either view."""
+        world = current_world() if self.initialized else None
+        if world is None:
+            raise AttributeError("debug")  # `__getattr__` says why
+        return world.debug
+
+    @debug.setter
+    def debug(self, value: bool) -> None:
+        set_debug(value)
 
     @property
     def fork_launched(self) -> bool:
@@ -285,7 +297,7 @@ class AcceleratorState(_View):
     """What an Accelerator was asked for, together with who this process is.
 
     An Accelerator fills it; after that, `AcceleratorState()` shows the same everywhere. Made before any Accelerator, it
-    is refused.
+    fills PartialState and is refused.
 
     Raises:
         SettingError: no Accelerator exists yet, or the arguments contradict what it was made with.
@@ -316,9 +328,11 @@ class AcceleratorState(_View):
     ) -> None:
         self._bind()
         if self.initialized:
+            PartialState()  # its view is filled whenever this one is
             self._check(mixed_precision, cpu)
             return
         if not _from_accelerator:
+            PartialState(cpu, **kwargs)  # who this process is can be read all the same
             raise SettingError(
                 "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` before "
                 "using any functionality from the `accelerate` library."
@@ -329,6 +343,8 @@ class AcceleratorState(_View):
             "megatron_lm_plugin": megatron_lm_plugin,
             "parallelism_config": parallelism_config,
         }
+        from .settings.run import collect
+
         settings = collect({"mixed_precision": mixed_precision, "use_cpu": cpu, **plugins})
         world = join_world(cpu=settings.run.use_cpu, **kwargs)
         self._take(settings, world, dynamo_plugin=dynamo_plugin, torch_tp_plugin=torch_tp_plugin, **plugins)
@@ -344,8 +360,9 @@ class AcceleratorState(_View):
         state = object.__new__(cls)
         state._bind()
         if state.initialized:
-            given = settings.was_given("run.mixed_precision")
-            state._check(str(settings.run.mixed_precision) if given else None, settings.run.use_cpu)
+            PartialState()
+            is_argument = settings.source_of("run.mixed_precision").kind == "argument"
+            state._check(str(settings.run.mixed_precision) if is_argument else None, settings.run.use_cpu)
         else:
             state._take(settings, world, **plugins)
         return state
@@ -363,7 +380,7 @@ class AcceleratorState(_View):
         parallelism_config: Any = None,
         **others: Any,
     ) -> None:
-        PartialState()  # its view is filled whenever this one is
+        PartialState()
         self._show(world)
         self._mixed_precision = str(settings.run.mixed_precision)
         self.dynamo_plugin = dynamo_plugin
@@ -387,15 +404,15 @@ class AcceleratorState(_View):
             self.distributed_type = chosen
 
     def _check(self, mixed_precision: str | None, cpu: bool) -> None:
-        wrong = ""
+        wrong = made = ""
         if cpu and not self._world_cpu:
-            wrong = f"cpu=True, but it computes on {self.device}"
+            wrong, made = "cpu=True", f"to compute on {self.device}"
         elif mixed_precision is not None and mixed_precision != self._mixed_precision and not self._is_deepspeed():
-            wrong = f"mixed_precision={mixed_precision!r}, but it was made with {self._mixed_precision!r}"
+            wrong, made = f"mixed_precision={mixed_precision!r}", f"with mixed_precision={self._mixed_precision!r}"
         if wrong:
             raise SettingError(
-                f"AcceleratorState has already been initialized and cannot be changed: asked for {wrong}. Restart your "
-                "runtime completely and pass the value to the first `Accelerator()`."
+                "AcceleratorState has already been initialized and cannot be changed, restart your runtime completely "
+                f"and pass `{wrong}` to `Accelerator()`: the first Accelerator of this process was made {made}."
             )
 
     def __repr__(self) -> str:
@@ -407,8 +424,12 @@ class AcceleratorState(_View):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """The view is empty (and PartialState's too, on request); the process group goes on."""
+        """The view is empty (and PartialState's too, on request); the process group goes on.
+
+        Accelerators that exist have to be made anew; what they published in the environment is withdrawn.
+        """
         AcceleratorState._shared_state.clear()
+        withdraw_all()
         if reset_partial_state:
             PartialState._reset_state()
 

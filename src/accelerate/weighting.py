@@ -12,8 +12,13 @@ from typing import Any, final
 import torch
 
 from .collectives import reduce
+from .devices import widest_float
 from .errors import PreparationError
+from .logging import get_logger
 from .mesh import TOKEN_AXES, Mesh
+from .torch_private.optim import scale_each
+
+logger = get_logger(__name__)
 
 Backward = Callable[[torch.Tensor], None]
 
@@ -26,6 +31,7 @@ class WindowWeights:
         self._mesh = mesh
         #: The weight so far of every window that has weighted micro-batches behind it.
         self.pending: dict[Hashable, Any] = {}
+        self._has_said = False  # that the device has no float64
 
     def refuse_unweighted(self, key: Hashable) -> None:
         """Raises if the window of ``key`` already has weighted micro-batches.
@@ -64,25 +70,46 @@ class WindowWeights:
     ) -> None:
         """``backward(loss)`` has run; if it completes the window, gradients are those of the weighted mean."""
         earlier = self.pending.pop(key, None)
-        total = weight if earlier is None else earlier + weight
+        total = weight if earlier is None else wide(earlier) + wide(weight)
         if not completes_window:
             self.pending[key] = total
             backward(loss)
             return
-        factor = self._factor(total, loss.device)
+        factor = self._factor(total, loss)
         if earlier is None:  # a window of one: scale the loss, and touch no gradient twice
             backward(loss * factor)
             return
         backward(loss)
         gradients = [_own_piece(parameter.grad) for parameter in parameters() if parameter.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+            scale_each(gradients, factor)
 
-    def _factor(self, total: Any, device: torch.device) -> torch.Tensor:
-        """Ranks over total weight: the strategy divides by the ranks that have tokens, the true mean by the weight."""
-        weight = torch.as_tensor(total, dtype=torch.float32, device=device).detach()
+    def _factor(self, total: Any, loss: torch.Tensor) -> torch.Tensor:
+        """Ranks over total weight, exact to the precision of ``loss``.
+
+        The strategy divides by the ranks that have tokens, the true mean divides by the weight. Weights are added up
+        in float64: float32 can't count more than 2^24 tokens.
+        """
+        dtype = widest_float(loss.device)
+        if dtype != torch.float64 and not self._has_said:
+            self._has_said = True
+            logger.warning_once(
+                "backward(loss, weight=...): %s has no float64, so weights are added up, and losses scaled, in "
+                "float32: exact to 1e-7, for up to 16777216 tokens in a window.",
+                loss.device,
+            )
+        weight = torch.as_tensor(total, dtype=dtype, device=loss.device).detach()
         weight = reduce(weight, "sum", world=self._mesh.within(*TOKEN_AXES))
-        return torch.where(weight > 0, self._mesh.size(*TOKEN_AXES) / weight, torch.zeros_like(weight))
+        factor = torch.where(weight > 0, self._mesh.size(*TOKEN_AXES) / weight, torch.zeros_like(weight))
+        # A factor that is wider than the loss would widen it, and all that is computed from it.
+        return factor.to(torch.promote_types(loss.dtype, torch.float32))
+
+
+def wide(weight: Any) -> Any:
+    """A weight that more can be added to without rounding: bfloat16 can't count further than 256."""
+    if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+        return weight.detach().to(widest_float(weight.device))
+    return weight
 
 
 def _own_piece(gradient: torch.Tensor) -> torch.Tensor:

@@ -20,13 +20,16 @@ import torch
 import torch.distributed as dist
 
 from . import clusters, devices, hardware
+from .cores import threads_of_this_rank
 from .devices import DeviceKind
 from .errors import WorldError
 from .meeting import Meeting
 from .settings.env import flag, read, snapshot
+from .torch_private.distributed import forget_comm_hooks
 
 if TYPE_CHECKING:
     from .clusters import ClusterSeat
+    from .torch_private.distributed import Store
 
 logger = logging.getLogger(__name__)
 Released = TypeVar("Released", bound=Callable[[], object])
@@ -49,7 +52,6 @@ class World:
     backend: str | None = None  # None: no process group
     attempt: int = 0  # how often the launcher has restarted the job
     fork_launched: bool = False
-    debug: bool = False
     meeting: Meeting | None = field(default=None, repr=False, compare=False)
     group: Any = field(default=None, repr=False, compare=False)  # what its ranks talk in; None: all processes
 
@@ -78,6 +80,12 @@ class World:
         """The DistributedType of plain replicas in this world."""
         return self.kind.label if self.backend is not None else "NO"
 
+    @property
+    def debug(self) -> bool:
+        """Whether calls that the ranks have to make together are announced and compared: as last assigned (by
+        `set_debug`), else as ACCELERATE_DEBUG_MODE says now."""
+        return flag("ACCELERATE_DEBUG_MODE") if _debug is None else _debug
+
     @classmethod
     def pretend(cls, rank: int = 0, size: int = 1, **fields: Any) -> World:
         """A world that no process belongs to: for computing what a rank would do. It can't communicate."""
@@ -85,6 +93,7 @@ class World:
 
 
 _world: World | None = None
+_debug: bool | None = None  # what was asked for since the world was joined
 _forgotten: World | None = None  # left behind by forget_world; its ranks still meet
 _releasers: list[Callable[[], object]] = []
 _num_adopted: dict[int, int] = {}  # by process: a forked child starts anew
@@ -119,7 +128,7 @@ def join_world(
         backend: what to communicate through (default: the device kind's own).
         timeout: how long to wait for the other processes, when joining and in every operation.
         init_method: where to meet (`env://`, `tcp://HOST:PORT`, `file:///PATH`).
-        debug: compare the ranks' shapes before every collective.
+        debug: switch the check of collectives on (`set_debug`).
         alone: be a world of one, whatever the environment says.
         one_program: where a runtime of its own drives the devices (XLA), this process drives all of them (SPMD).
         init_kwargs: passed on to `torch.distributed.init_process_group`.
@@ -135,8 +144,9 @@ def join_world(
     facts: dict[str, Any] = {
         "kind": kind,
         "fork_launched": flag("FORK_LAUNCHED"),
-        "debug": debug or flag("ACCELERATE_DEBUG_MODE"),
     }
+    if debug:
+        set_debug(True)
     if kind.runtime:
         _world = _join_runtime(kind, facts, one_program)
     elif _has_group() and not alone:
@@ -167,9 +177,16 @@ def expected_backend(*, cpu: bool = False, backend: str | None = None) -> tuple[
     return (None if seat is None else _choose_backend(kind, seat, backend)), kind
 
 
+def set_debug(value: bool) -> None:
+    """Switch the check of collectives on or off, in this process, whatever ACCELERATE_DEBUG_MODE says."""
+    global _debug
+    _debug = bool(value)
+
+
 def forget_world() -> None:
     """`current_world()` is None; a process group goes on, and the next `join_world` adopts it."""
-    global _world, _forgotten
+    global _world, _forgotten, _debug
+    _debug = None
     if _world is not None:
         _world, _forgotten = None, _world
 
@@ -192,6 +209,8 @@ def leave_world() -> None:
     if _has_group():
         _release_holders()
         dist.destroy_process_group()
+    if world is not None and world.meeting is not None:
+        world.meeting.wait_for_readers()
 
 
 def release_before_leaving(release: Released) -> Released:
@@ -206,7 +225,7 @@ def release_ddp(ddp: torch.nn.parallel.DistributedDataParallel) -> None:
         return
     ddp.forward = ddp.module.__call__
     ddp.require_backward_grad_sync = False
-    ddp._comm_hooks.clear()  # the states of communication hooks know the group too
+    forget_comm_hooks(ddp)  # the states of communication hooks know the group too
     for name in ("logger", "reducer", "process_group"):  # each of the three holds the group
         setattr(ddp, name, None)
 
@@ -302,7 +321,7 @@ def _form(
         device_id=device if kind.binds_group and backend == kind.backend else None,
         **init_kwargs,
     )
-    meeting = Meeting(store, seat.rank, seat.size, timeout or DEFAULT_TIMEOUT)
+    meeting = _meet(store, seat.rank, seat.size, timeout)
     return World(
         seat.rank,
         seat.size,
@@ -334,8 +353,14 @@ def _adopt(asked: torch.device | str | None, timeout: timedelta | None, facts: d
         number = _num_adopted.get(os.getpid(), 0)
         _num_adopted[os.getpid()] = number + 1
         store = store_of_group(number)
-        meeting = Meeting(store, rank, size, timeout or DEFAULT_TIMEOUT)
+        meeting = _meet(store, rank, size, timeout)
     return World(rank, size, local_rank, local_size, device, backend=dist.get_backend(), meeting=meeting, **facts)
+
+
+def _meet(store: Store, rank: int, size: int, timeout: timedelta | None = None) -> Meeting:
+    from .meeting.group import serves
+
+    return Meeting(store, rank, size, timeout or DEFAULT_TIMEOUT, keeps_store=serves(store, rank))
 
 
 def _join_runtime(kind: DeviceKind, facts: dict[str, Any], one_program: bool) -> World:
@@ -374,14 +399,14 @@ def _meet_over_runtime(kind: DeviceKind, rank: int, size: int) -> Meeting:
     importlib.import_module(f"{kind.extension}.distributed.xla_backend")  # torch knows the backend by its import
     if not _has_group():
         dist.init_process_group(kind.backend, init_method=f"{kind.backend}://", rank=rank, world_size=size)
-    return Meeting(store_of_group(0), rank, size, DEFAULT_TIMEOUT)
+    return _meet(store_of_group(0), rank, size)
 
 
 def _share_cores(seat: ClusterSeat) -> None:
-    """Unless OMP_NUM_THREADS says otherwise, the processes of a host share its physical cores."""
+    """Unless OMP_NUM_THREADS says otherwise, the processes of a host share the cores that they may use."""
     if read("OMP_NUM_THREADS") is not None or seat.size == 1:
         return
-    num_threads = max(1, num_physical_cores() // seat.local_size)
+    num_threads = threads_of_this_rank(seat.local_size)
     torch.set_num_threads(num_threads)
     if seat.local_rank == 0:
         logger.warning(
@@ -390,24 +415,6 @@ def _share_cores(seat: ClusterSeat) -> None:
             seat.local_size,
             num_threads,
         )
-
-
-def num_physical_cores() -> int:
-    """The cores of this host that this process may use, hyper-threads counted once where that can be known."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    usable = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            blocks = file.read().strip().split("\n\n")
-    except OSError:
-        return usable
-    cores = {
-        tuple(
-            line.partition(":")[2].strip() for line in block.splitlines() if line.startswith(("physical id", "core id"))
-        )
-        for block in blocks
-    }
-    return min(usable, len(cores)) if len(cores) > 1 else usable
 
 
 # --------------------------------------------------------------------------------------------------- leaving
@@ -466,5 +473,6 @@ def _leave_at_exit() -> None:
         elif world.meeting is not None:
             # After an error, an accelerator's group may wait for operations that nobody will complete.
             world.meeting.leave(*dist.distributed_c10d._world.pg_map)
+            world.meeting.wait_for_readers()
 
     atexit.register(leave)

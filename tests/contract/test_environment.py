@@ -137,7 +137,7 @@ SHORT_FLAGS = {"-m": "module", "-q": "quiet", "-t": "tee"}
 SWITCHES = (
     "quiet module no_python debug cpu multi_gpu tpu enable_cpu_affinity dynamo_use_fullgraph dynamo_use_dynamic "
     "dynamo_use_regional_compilation use_deepspeed use_fsdp use_parallelism_config use_megatron_lm same_network "
-    "tpu_cluster tpu_use_sudo downcast_bf16 fp8_use_autocast_during_eval preflight slurm_wait"
+    "tpu_use_cluster tpu_use_sudo downcast_bf16 fp8_use_autocast_during_eval preflight slurm_wait"
 )
 
 # Defaults of a launched run that the documentation states.
@@ -236,7 +236,7 @@ DEFAULTS = {
         "sync_each_batch": False,
     },
     "parallelism": {"dp_replicate_size": 1, "cp_backend": "torch", "sp_backend": "deepspeed", "tp_handler": None},
-    "sagemaker": {"region": "us-east-1", "num_machines": 1, "gpu_ids": "all", "py_version": "py38"},
+    "sagemaker": {"region": "us-east-1", "num_machines": 1, "gpu_ids": "all", "py_version": "py312"},
 }
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from tests.ranks import run_on_ranks
+from tests.torch_needed import FSDP2_ON_CPU
 
 ARCHIVE = Path(__file__).parent / "data" / "fsdp_folders.tar.xz"
 UNITS: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
@@ -79,6 +80,7 @@ def go_on(folder: str, fsdp: dict[str, Any] | None) -> list[float]:
     return losses
 
 
+@FSDP2_ON_CPU
 @pytest.mark.parametrize("saved", ["fsdp1_sharded", "fsdp2_full", "fsdp2_sharded"])
 def test_sharded_runs_of_the_documented_interface_go_on(saved: str, tmp_path: Path) -> None:
     """Under any strategy and number of ranks."""

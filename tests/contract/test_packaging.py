@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def test_the_version_is_one_and_of_the_form_that_pins_compare() -> None:
     assert accelerate.__version__ == importlib.metadata.version("accelerate")
-    assert re.fullmatch(r"1\.14\.\d+", accelerate.__version__)
+    assert re.fullmatch(r"1\.15\.\d+", accelerate.__version__)
 
 
 def test_the_home_page_header_is_there_and_says_that_this_is_independent() -> None:

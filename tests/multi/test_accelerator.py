@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,8 @@ from accelerate.plugins.ddp import DistributedDataParallelKwargs
 from accelerate.plugins.dynamo import TorchDynamoPlugin
 from accelerate.plugins.precision import GradScalerKwargs
 from accelerate.settings.labels import DDPCommunicationHookType
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.tracking import GeneralTracker
 from tests.ranks import RankFailed, run_on_ranks
 
 
@@ -147,11 +151,28 @@ def test_the_sync_can_be_triggered_after_forwards_without_it() -> None:
         with accelerator.no_sync(model):
             first, second = model(inputs).sum(), model(inputs).sum()
             accelerator.backward(first)
-            accelerator.trigger_sync_in_backward(model)
-            accelerator.backward(second)
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(second)
         return model.module.weight.grad.item()
 
     assert run_on_ranks(work) == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_triggering_the_sync_is_a_block_after_which_no_sync_holds_again(num_ranks: int) -> None:
+    def work() -> tuple[Any, bool, bool]:
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+        with accelerator.no_sync(model):
+            loss = model(torch.ones(1, 1)).sum()
+            before = getattr(model, "require_backward_grad_sync", False)
+            with accelerator.trigger_sync_in_backward(model) as entered:
+                accelerator.backward(loss)
+                inside = getattr(model, "require_backward_grad_sync", True)
+            after = getattr(model, "require_backward_grad_sync", False)
+        return entered, inside, before or after
+
+    assert run_on_ranks(work, num_ranks) == [(None, True, False)] * num_ranks
 
 
 class Branches(nn.Module):
@@ -182,8 +203,8 @@ def test_the_sync_can_be_triggered_where_parameters_stay_unused(last_uses_both: 
                 first = model(inputs, through_both=not last_uses_both)["outputs"].sum()
                 second = model(inputs, through_both=last_uses_both)["outputs"].sum()
                 accelerator.backward(first)
-                accelerator.trigger_sync_in_backward(model)
-                accelerator.backward(second)
+                with accelerator.trigger_sync_in_backward(model):
+                    accelerator.backward(second)
         return [parameter.grad.item() for parameter in model.parameters()]
 
     assert run_on_ranks(work) == [[3.0, 1.5], [3.0, 1.5]]
@@ -562,3 +583,53 @@ def test_a_barrier_that_one_rank_never_reaches_is_an_error_and_not_a_hang() -> N
     with pytest.raises(RankFailed, match=r"(?i)barrier|wait_for_everyone"):
         run_on_ranks(work, timeout_seconds=50)
     assert time.monotonic() - start < 45
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_views_and_accelerators_go_on_over_resets(num_ranks: int) -> None:
+    """The group is kept, the views are filled again, an old Accelerator says what to do, a second follows the first."""
+
+    def work() -> tuple[Any, ...]:
+        first = Accelerator(cpu=True, mixed_precision="bf16")
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # what the launcher says by default
+        PartialState._reset_state()
+        second = Accelerator(gradient_accumulation_steps=2)
+        seen = [PartialState._shared_state["num_processes"], second.mixed_precision, first.gradient_accumulation_steps]
+        model = second.prepare(nn.Linear(1, 1, bias=False))
+        for _ in range(2):
+            with second.accumulate(model):
+                inputs = torch.full((1, 1), float(second.process_index + 1))
+                second.backward(model(inputs).sum())
+                seen.append(second.sync_gradients)
+        seen.append(second.unwrap_model(model).weight.grad.item())
+        AcceleratorState._reset_state()
+        with pytest.raises(AttributeError, match="Make the Accelerator anew"):
+            second.prepare(nn.Linear(1, 1))
+        third = Accelerator(cpu=True)
+        seen += [third.mixed_precision, third.reduce(torch.ones(1), "sum").item()]
+        return tuple(seen)
+
+    average = sum(range(1, num_ranks + 1)) / num_ranks
+    assert run_on_ranks(work, num_ranks) == [(num_ranks, "bf16", 1, False, True, average, "no", num_ranks)] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_trackers_are_what_was_asked_for_on_the_main_process_and_none_elsewhere(num_ranks: int, tmp_path: Path) -> None:
+    class Mine(GeneralTracker):
+        name, requires_logging_directory = "mine", False
+
+        @property
+        def tracker(self) -> str:
+            return "raw"
+
+    def work() -> tuple[list[str], str]:
+        accelerator = Accelerator(cpu=True, log_with=Mine(), project_dir=tmp_path)
+        accelerator.init_trackers("run")
+        accelerator.log({"loss": 1.0})
+        names = [tracker.name for tracker in accelerator.trackers]
+        name = accelerator.get_tracker("mine").name
+        accelerator.end_training()
+        return names, name
+
+    assert run_on_ranks(work, num_ranks) == [(["mine"], "mine"), ([], "mine")][:num_ranks]
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 1

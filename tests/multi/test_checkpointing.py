@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from accelerate import Accelerator
 from accelerate.checkpointing import CheckpointStore, read_checkpoint, save_model, write_checkpoint
 from accelerate.checkpointing.agreement import Ranks
+from accelerate.checkpointing.manifest import Manifest, measure
 from accelerate.errors import CheckpointError, CheckpointNotFound
 from accelerate.settings.project import ProjectOptions
 from accelerate.world import World, join_world
@@ -247,3 +249,26 @@ def test_nodes_with_disks_of_their_own_each_commit_their_folder(tmp_path: Path) 
         ["manifest.json", "own_0", "shared"],
         ["manifest.json", "own_1", "shared"],
     ]
+
+
+def _refusals(folder: str) -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    said = []
+    for call in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(CheckpointError) as caught:
+            call(folder)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_manifest_that_leads_out_of_its_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "kept.txt").write_text("mine")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "way").symlink_to(tmp_path / "home", target_is_directory=True)
+    foreign = Manifest({"way/kept.txt": measure(tmp_path / "home" / "kept.txt")}).signed()
+    (tmp_path / "one" / "manifest.json").write_bytes(foreign.to_bytes())
+    for said in run_on_ranks(_refusals, 2, str(tmp_path / "one")):
+        assert all("a link that leads to" in text for text in said)
+    assert (tmp_path / "home" / "kept.txt").read_text() == "mine"

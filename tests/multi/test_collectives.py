@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import random
+import subprocess
+import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +26,10 @@ from accelerate.collectives import (
     pad_across_processes,
     reduce,
 )
-from accelerate.errors import CollectiveError
-from accelerate.world import World, join_world
-from tests.ranks import run_on_ranks
+from accelerate.errors import CollectiveError, DistributedOperationException
+from accelerate.world import World, join_world, set_debug
+from tests.ranks import _environment as rank_environment
+from tests.ranks import free_port, run_on_ranks
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -220,7 +226,137 @@ def test_debug_mode_names_ranks_that_are_in_different_operations() -> None:
 
     for message in on_ranks(work, ACCELERATE_DEBUG_MODE="true"):
         assert "Process 0: `gather` at" in message
-        assert "Process 1: `reduce` at" in message
+        assert "Process 1: `reduce` (mean) at" in message
+
+
+def uneven(world: World, *sizes: int) -> torch.Tensor:
+    """A tensor of as many rows as this rank's number says."""
+    return torch.ones(sizes[world.rank], 2)
+
+
+#: By name: a call in which the ranks disagree, and what the error says on every one of them.
+DISAGREEMENTS: dict[str, tuple[Callable[[World], object], list[str]]] = {
+    "gather": (lambda world: gather(uneven(world, 1, 2)), ["gather`", "Process 0: [1, 2]", "Process 1: [2, 2]"]),
+    "gather of large tensors": (
+        lambda world: gather(uneven(world, 600_000, 600_001)),
+        ["gather`", "[600000, 2]", "[600001, 2]"],
+    ),
+    "gather of a short and a large one": (
+        lambda world: gather([uneven(world, 1, 600_000)]),
+        ["gather`", "[1, 2]", "[600000, 2]"],
+    ),
+    "gather of differently many": (
+        lambda world: gather([torch.ones(2)] * (world.rank + 1)),
+        ["gather`", "Process 0: [[2]]", "Process 1: [[2], [2]]"],
+    ),
+    "gather of complex ones": (
+        lambda world: gather(uneven(world, 1, 2).to(torch.complex64)),
+        ["gather`", "Process 1: [2, 2]"],
+    ),
+    "gather of other dtypes": (
+        lambda world: gather(torch.ones(2, dtype=[torch.float32, torch.int32][world.rank])),
+        ["dtype mismatches", "float32", "int32"],
+    ),
+    "gather to one": (lambda world: gather(uneven(world, 1, 2), to=0), ["gather`", "Process 1: [2, 2]"]),
+    "reduce": (lambda world: reduce({"a": uneven(world, 1, 2)}), ["reduce`", "Process 1: {'a': [2, 2]}"]),
+    "reduce of large tensors": (lambda world: reduce(uneven(world, 30_000, 3)), ["reduce`", "[30000, 2]", "[3, 2]"]),
+    "reductions": (
+        lambda world: reduce(torch.ones(1), ["sum", "mean"][world.rank]),
+        ["different operations", "`reduce` (sum)", "`reduce` (mean)"],
+    ),
+    "broadcast": (lambda world: broadcast(uneven(world, 1, 2)), ["broadcast`", "Process 1: [2, 2]"]),
+    "broadcast of large tensors": (
+        lambda world: broadcast(uneven(world, 30_000, 30_001)),
+        ["broadcast`", "[30000, 2]", "[30001, 2]"],
+    ),
+    "sources": (
+        lambda world: broadcast(torch.ones(1), from_process=world.rank),
+        ["different operations", "`broadcast` (from_process=0)", "`broadcast` (from_process=1)"],
+    ),
+    "operations": (
+        lambda world: gather(torch.ones(2)) if world.rank else gather_object([1]),
+        ["different operations", "Process 0: `gather_object`", "Process 1: `gather`"],
+    ),
+    "padding": (
+        lambda world: pad_across_processes([torch.ones(2)] * (world.rank + 1)),
+        ["pad_across_processes`", "Process 0: [1, 2, 1]", "Process 1: [1, 2, 2]"],
+    ),
+    "padding of other dimensions": (
+        lambda world: pad_across_processes(torch.ones([2] * (world.rank + 1))),
+        ["pad_across_processes`", "Process 0: [1]", "Process 1: [2]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("debug", ["nowhere", "on one rank", "everywhere"])
+def test_ranks_that_disagree_raise_on_every_rank_with_what_each_gave_and_where(debug: str) -> None:
+    """Never an abort, never a wait for the timeout; and the ranks stay in step."""
+
+    def work(world: World) -> dict[str, str]:
+        set_debug(debug == "everywhere" or (debug == "on one rank" and world.rank == 1))
+        messages = {}
+        for name, (call, _) in DISAGREEMENTS.items():
+            with pytest.raises(DistributedOperationException) as caught:
+                call(world)
+            messages[name] = str(caught.value)
+            assert gather(torch.ones(1)).shape == (2,)
+        return messages
+
+    for messages in on_ranks(work):
+        for name, (_, parts) in DISAGREEMENTS.items():
+            for part in [*parts, "test_collectives.py:"]:
+                assert part in messages[name], (name, messages[name])
+
+
+def test_a_mismatch_at_module_level_names_its_line(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, torch\nfrom accelerate.utils import gather\n"
+        "from accelerate import PartialState\nPartialState(cpu=True)\n"
+        "gather(torch.ones(1 + int(os.environ['RANK'])))\n"
+    )
+    port = free_port()
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(program)],
+            env={**os.environ, **rank_environment(rank, 2, port, None), "PYTHONPATH": os.pathsep.join(sys.path)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in running:
+        _, output = process.communicate(timeout=120)
+        assert process.returncode == 1  # an exception, no abort
+        assert "accelerate.errors.UnequalTensors: Cannot apply desired operation due to shape mismatches" in output
+        assert f"Process 0: [1] at {program}:5" in output
+        assert f"Process 1: [2] at {program}:5" in output
+
+
+def test_what_ranks_agree_on_is_exact_whatever_its_size_and_order() -> None:
+    """Short, long and in between, in changing order: the message that begins an operation may be too short or long."""
+
+    def work(world: World) -> None:
+        draw = random.Random(0)
+        for _ in range(60):
+            size = draw.choice([1, 3, 100, 5_000, 20_000, 100_000])
+            tensor = torch.arange(size, dtype=torch.float64) + world.rank
+            others = [torch.arange(size, dtype=torch.float64) + rank for rank in range(world.size)]
+            operation = draw.choice(["gather", "sum", "max", "mean", "broadcast", "objects"])
+            if operation == "gather":
+                joined = gather({"a": tensor, "b": [tensor[:1]]})
+                assert torch.equal(joined["a"], torch.cat(others))
+                assert torch.equal(joined["b"][0], torch.cat([other[:1] for other in others]))
+            elif operation == "broadcast":
+                assert torch.equal(broadcast(tensor, from_process=2), others[2])
+            elif operation == "objects":
+                assert gather_object([world.rank] * world.rank) == [1, 2, 2]
+            else:
+                whole = torch.stack(others)
+                expected = whole.amax(0) if operation == "max" else getattr(whole, operation)(0)
+                assert torch.allclose(reduce(tensor, operation), expected, rtol=1e-15, atol=0)
+
+    on_ranks(work, 3)
 
 
 def test_different_operations_end_in_an_error_without_debug_mode_too() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
+from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.gradients import GradientState
 from accelerate.seeding import set_seed, synchronize_rng_states
+from accelerate.utils import DataLoaderConfiguration
 from accelerate.world import join_world
 from tests.ranks import RankFailed, run_on_ranks
 
@@ -315,6 +319,61 @@ def test_a_rank_that_leaves_its_loop_frees_the_clock() -> None:
     assert run_on_ranks(ranks) == [False, False]
 
 
+def held(accelerator: Accelerator) -> tuple[Any, ...]:
+    """What the clock and this process hold of loaders, outside of every loop."""
+    clock = accelerator.gradient_state
+    running = [reference for reference in clock.dataloader_references if reference is not None]
+    told = (clock.active_dataloader, clock.in_dataloader, clock.end_of_dataloader, clock.remainder)
+    return (running, *told, multiprocessing.active_children())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_deleted_loader_leaves_nothing_behind(num_workers: int, num_ranks: int) -> None:
+    def ranks() -> None:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+        free = accelerator.free_memory
+        cases = (
+            ("random", False, "raise"),
+            ("random", True, "drop"),
+            ("stream", False, "drop"),
+            ("stream", True, "raise"),
+        )
+        for kind, dispatch, leave in cases:
+            accelerator.dataloader_config = DataLoaderConfiguration(dispatch_batches=dispatch)
+            base = loader_of(kind, num_workers=num_workers, persistent_workers=num_workers > 0)
+            loader = accelerator.prepare(base)
+            gone = weakref.ref(loader)
+            assert accelerator.prepare(loader) is loader and accelerator._dataloaders == [loader]
+            batches = iter(loader)
+            next(batches)
+            assert accelerator.gradient_state.active_dataloader is loader
+            if leave == "raise":
+                with pytest.raises(KeyError):
+                    batches.throw(KeyError("left"))
+            del batches
+            assert held(accelerator)[:-1] == ([], None, False, False, -1), (kind, dispatch, leave)
+            del loader, base
+            assert accelerator._dataloaders == [gone()], "prepared loaders are saved with the rest"
+            free = accelerator.clear if free == accelerator.free_memory else accelerator.free_memory
+            free()
+            assert accelerator._dataloaders == [] and gone() is None, (kind, dispatch, leave)
+            assert held(accelerator) == ([], None, False, False, -1, []), (kind, dispatch, leave)
+            # A later loop counts its own batches.
+            loader = accelerator.prepare(DataLoader(range(10 * num_ranks - 1), batch_size=2))
+            steps = []
+            for _ in loader:
+                with accelerator.accumulate():
+                    steps.append((accelerator.sync_gradients, accelerator.gradient_state.end_of_dataloader))
+                    remainder = accelerator.gradient_state.remainder
+                    assert remainder == (10 * num_ranks - 1) % (2 * num_ranks)
+            assert steps == [*[(False, False)] * 3, (True, False), (True, True)]
+            del loader
+            accelerator.free_memory()
+
+    run_on_ranks(ranks, num_ranks, timeout_seconds=120)
+
+
 def test_an_error_in_a_dataset_is_not_swallowed() -> None:
     def ranks() -> None:
         world = join_world(cpu=True)
@@ -322,3 +381,40 @@ def test_an_error_in_a_dataset_is_not_swallowed() -> None:
 
     with pytest.raises(RankFailed, match="TypeError"):
         run_on_ranks(ranks)
+
+
+def dispatched_with_a_generator(shuffle: bool, num_workers: int) -> tuple[list[list[int]], list[list[int]], bool]:
+    """Two epochs, dispatched and bare, joined in the order of the ranks; whether torch's own stream stays equal."""
+
+    def loader() -> DataLoader:
+        generator = torch.Generator().manual_seed(7)
+        keep: Any = {"batch_size": 2, "num_workers": num_workers, "generator": generator}
+        if shuffle:
+            return DataLoader(range(11), shuffle=True, **keep)
+        return DataLoader(range(11), sampler=RandomSampler(range(11)), **keep)  # draws from torch's stream
+
+    set_seed(3)
+    bare = [[n for batch in one for n in batch.tolist()] for one in [loader()] for _ in range(2)]
+    after_bare = torch.rand(())
+    set_seed(3)
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config, rng_types=[])
+    prepared = accelerator.prepare(loader())
+    found = []
+    for _ in range(2):
+        epoch = []
+        for batch in prepared:
+            epoch += accelerator.gather_for_metrics(batch).tolist()
+        found.append(epoch)
+    return found, bare, bool(torch.rand(()) == after_bare)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_dispatched_batches_come_in_the_bare_order(num_ranks: int, shuffle: bool, num_workers: int) -> None:
+    for rank, (found, bare, is_stream_equal) in enumerate(
+        run_on_ranks(dispatched_with_a_generator, num_ranks, shuffle, num_workers)
+    ):
+        assert found == bare
+        assert is_stream_equal or rank > 0

@@ -17,7 +17,9 @@ from accelerate.plugins.dynamo import TorchDynamoPlugin
 from accelerate.plugins.parallelism import ParallelismConfig
 from tests.ranks import RankFailed, run_on_ranks
 from tests.sharded_runs import BLOCKS, Network, assert_same_run, plugin_of, samples, train
+from tests.torch_needed import FSDP2_ON_CPU
 
+pytestmark = FSDP2_ON_CPU
 V2: dict[str, Any] = {"fsdp_version": 2, **BLOCKS}
 
 

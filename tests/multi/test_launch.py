@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from accelerate import Accelerator
 from accelerate.errors import LaunchError
 from accelerate.launch import fork, inprocess
 from accelerate.launch.inprocess import debug_launcher, notebook_launcher
@@ -83,13 +85,15 @@ def test_the_same_script_gives_the_same_weights_under_every_launcher(name: str, 
     assert together["weights"] == pytest.approx(alone["weights"], rel=1e-5)
 
 
-def launch(tmp_path: Path, body: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    tmp_path: Path, body: str, *flags: str, script_arguments: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "script.py"
     script.write_text(body)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     return subprocess.run(
-        [*command, "--main_process_port", "0", *flags, str(script)],
+        [*command, "--main_process_port", "0", *flags, str(script), *script_arguments],
         capture_output=True,
         text=True,
         env=environment,
@@ -116,6 +120,85 @@ def test_the_first_cause_of_a_failed_training_is_within_the_last_lines(flags: li
     assert "First cause: rank 1" in last
     assert "script.py:4" in last
     assert "KeyError: 'the reason'" in last
+
+
+DAMAGED = """\
+import sys
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+
+kind, how = sys.argv[1:]
+
+class Unpicklable(Exception):
+    def __init__(self, row, lock):
+        super().__init__(f"row {row} is damaged")
+        self.lock = lock
+
+def read(row):
+    if row == 5:
+        if how == "a key":
+            raise KeyError("row 5 is damaged")
+        if how == "own class":
+            raise Unpicklable(5, __import__("threading").Lock())
+        raise LookupError("row 5 is damaged")
+    return torch.ones(1)
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, row):
+        return row if how == "collate_fn" else read(row)
+
+class Files(torch.utils.data.IterableDataset):
+    def __init__(self, files=(0, 1)):
+        self.files = files
+    num_shards = property(lambda self: len(self.files))
+    def shard(self, num_shards, index):
+        return Files(self.files[index::num_shards])
+    def __iter__(self):
+        for file in self.files:
+            yield from map(read, range(4 * file, 4 * file + 4))
+
+def collate(rows):
+    return torch.stack([read(row) for row in rows])
+
+accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(
+    dispatch_batches=kind == "dispatched", use_stateful_dataloader=kind == "stateful"))
+loader = torch.utils.data.DataLoader(
+    Files() if kind == "sharded" else Rows(), batch_size=2, num_workers=1,
+    collate_fn=collate if how == "collate_fn" else None)
+for batch in accelerator.prepare(loader):
+    accelerator.gather(batch)
+"""
+#: What raises in a worker -> how its line ends on the screen.
+RAISED = {
+    "dataset": "LookupError: row 5 is damaged",
+    "collate_fn": "LookupError: row 5 is damaged",
+    "a key": "KeyError: 'row 5 is damaged'",
+    "own class": "Unpicklable: row 5 is damaged",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "num_processes"),
+    [
+        *((kind, "dataset", number) for kind in ("plain", "dispatched", "sharded", "stateful") for number in "12"),
+        *(("plain", how, "2") for how in RAISED if how != "dataset"),
+        ("dispatched", "own class", "2"),
+    ],
+)
+def test_the_last_screen_shows_the_line_that_failed_in_a_worker_of_a_loader(
+    kind: str, how: str, num_processes: str, tmp_path: Path
+) -> None:
+    if kind == "stateful":
+        pytest.importorskip("torchdata")
+    done = launch(tmp_path, DAMAGED, "--num_processes", num_processes, script_arguments=[kind, how])
+    assert done.returncode != 0
+    last = done.stderr.splitlines()[-14:]
+    assert any(line.endswith(RAISED[how]) for line in last), done.stderr
+    raised = {"a key": 'raise KeyError("row 5 is damaged")', "own class": "raise Unpicklable(5,"}
+    assert any(raised.get(how, 'raise LookupError("row 5 is damaged")') in line for line in last), done.stderr
 
 
 def test_two_machines_on_this_host_form_one_world(tmp_path: Path) -> None:
@@ -209,6 +292,14 @@ def test_one_process_is_a_plain_call(capsys: pytest.CaptureFixture[str]) -> None
     capsys.readouterr()
 
 
+def test_one_process_goes_on_with_the_accelerator_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = Accelerator(cpu=True)
+    assert notebook_launcher(lambda: Accelerator().device, num_processes=1) == accelerator.device
+    with pytest.raises(ValueError, match="should only be initialized inside your training function"):
+        notebook_launcher(lambda: None, num_processes=2)
+    capsys.readouterr()
+
+
 def test_wrong_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="num_processes"):
         notebook_launcher(print)
@@ -216,14 +307,6 @@ def test_wrong_calls_are_refused() -> None:
         notebook_launcher(print, num_processes=2, mixed_precision="half")
     with pytest.raises(ValueError, match="at least 1"):
         notebook_launcher(print, num_processes=0)
-
-
-def test_a_launch_is_refused_once_an_accelerator_exists() -> None:
-    from accelerate import Accelerator
-
-    Accelerator(cpu=True)
-    with pytest.raises(RuntimeError, match="already"):
-        notebook_launcher(print, num_processes=2)
 
 
 def test_elastic_options_go_through_torchs_agent() -> None:

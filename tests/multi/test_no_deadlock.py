@@ -5,6 +5,7 @@ Every loop runs on real processes with a limit far below the timeout of the proc
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,18 +144,21 @@ def test_a_failure_of_the_rank_that_reads_for_all_reaches_all() -> None:
     assert all("the disk is gone" in text for text in said)
 
 
-def trains_on() -> None:
+def trains_on(folder: Path) -> None:
     accelerator, model, optimizer = prepared()
-    loader = accelerator.prepare_data_loader(DataLoader(range(100_000), batch_size=2))
+    loader = accelerator.prepare_data_loader(DataLoader(range(1_000_000), batch_size=2))
     for samples in loader:
         step(accelerator, model, optimizer, samples)
+        (folder / f"trains.{accelerator.process_index}").touch()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_ends_the_others(victim: int, tmp_path: Path) -> None:
-    attempt = Attempt(trains_on, 2, tmp_path / "log")
+    attempt = Attempt(lambda: trains_on(tmp_path), 2, tmp_path / "log")
     try:
-        assert not attempt.wait(3.0), attempt.failures()
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while len(list(tmp_path.glob("trains.*"))) < 2:
+            assert not attempt.wait(0.05) and time.monotonic() < deadline, attempt.failures()
         attempt.processes[victim].kill()
         assert attempt.wait(LIMIT_SECONDS)
         assert attempt.processes[1 - victim].exitcode != 0

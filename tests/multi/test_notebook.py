@@ -213,6 +213,6 @@ def test_what_cant_travel_to_fresh_processes_is_refused_with_the_way_out(cells: 
 
 def test_a_launch_after_an_accelerator_was_created_in_a_cell_is_refused(cells: dict[str, Cell]) -> None:
     kind, text = cells["existing state"].error or ("", "")
-    assert kind == "WorldError"
+    assert kind == "SettingError"  # a ValueError
     assert "already created in this process" in text
     assert "restart the notebook's kernel" in text

@@ -1,7 +1,7 @@
 """What torch keeps of a pass over shards has the names and the meaning that this version relies on.
 
 If one of these fails with a new torch, read what ``fully_shard`` and ``FullyShardedDataParallel`` keep between passes
-there, and mend ``strategies/shard_passes.py``: it is the only file that knows.
+there, and mend ``torch_private/fsdp.py``: it is the only file that knows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
-from accelerate.strategies.shard_passes import abandon_flat, abandon_shards, remember_flat, remember_shards
+from accelerate.strategies.base import remember_gradients
+from accelerate.torch_private.fsdp import (
+    abandon_flat,
+    abandon_shards,
+    managed_parameters,
+    remember_flat,
+    remember_shards,
+)
 from accelerate.world import join_world
 from tests.ranks import run_on_ranks
 
@@ -77,12 +84,12 @@ def _given_up_and_smooth(kind: str, given_up_syncs: bool) -> tuple[list[torch.Te
     join_world()
     remember, abandon = (remember_shards, abandon_shards) if kind == "fully_shard" else (remember_flat, abandon_flat)
     (model, units), (smooth, _) = _sharded(kind), _sharded(kind)
-    remember(model)()
+    remember(model, remember_gradients)()
     abandon(model)  # before any forward
     for one in (model, smooth):
         _backward(one, 1.0, syncs=True)
         _backward(one, 2.0, syncs=False)
-    put_back = remember(model)
+    put_back = remember(model, remember_gradients)
     _backward(model, 5.0, syncs=given_up_syncs)
     units[1].breaks = True
     with pytest.raises(RuntimeError, match="in the middle"):
@@ -110,10 +117,7 @@ def _records_of_fully_shard() -> list[tuple[bool, bool, bool]]:
     model, units = _sharded("fully_shard")
     _backward(model, 1.0, syncs=True)
     _backward(model, 1.0, syncs=False)
-    sharded: list[Any] = list(units)
-    parameters = [
-        p for unit in sharded for group in unit._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params
-    ]
+    parameters = [parameter for unit in units for parameter in managed_parameters(unit)]
     return [
         (p.sharded_param.grad is not None, p._unsharded_param.grad is not None, p.unsharded_accumulated_grad is None)
         for p in parameters

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
 
 from accelerate import Accelerator
 from accelerate.checkpointing import shard_files
 from accelerate.errors import CheckpointError
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
+from accelerate.torch_private.distributed import cut_locally
 from tests.ranks import run_on_ranks
 from tests.sharded_runs import BLOCKS, Network
 
@@ -106,3 +109,19 @@ def test_a_missing_file_of_a_rank_is_the_reason_why_a_checkpoint_is_refused(tmp_
     run_on_ranks(save, 2)
     (tmp_path / "ck" / "optimizer_0" / "__1_0.distcp").unlink()
     assert all("optimizer_0/__1_0.distcp" in text and "missing" in text for text in run_on_ranks(load, 2))
+
+
+def cut() -> list[bool]:
+    rank = Accelerator(cpu=True).process_index
+    mesh = init_device_mesh("cpu", (2,))
+    equal = []
+    for shape, dim in (((4, 3), 0), ((3, 5), 1), ((3,), 0)):
+        whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+        piece = cut_locally(whole, mesh, [Shard(dim)])
+        equal.append(torch.equal(piece.to_local(), whole.chunk(2, dim)[rank]) and piece.placements == (Shard(dim),))
+    return [*equal, torch.equal(cut_locally(torch.ones(2), mesh, [Replicate()]).to_local(), torch.ones(2))]
+
+
+def test_each_rank_cuts_its_own_piece_of_what_all_have() -> None:
+    """Also under torch 2.6, whose distribute_tensor can only send."""
+    assert run_on_ranks(cut, 2) == [[True] * 4] * 2

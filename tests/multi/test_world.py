@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.errors import WorldError
+from accelerate.meeting import seat
 from accelerate.world import current_world, forget_world, join_world, leave_world
 from tests.ranks import RankFailed, free_port, run_on_ranks
 
@@ -94,6 +96,41 @@ def test_a_world_that_was_left_can_be_joined_again_at_the_same_address() -> None
         return totals
 
     assert run_on_ranks(join_twice) == [[3.0, 3.0], [3.0, 3.0]]
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_rank_0_which_serves_the_store_stays_until_slower_ranks_have_read_it(adopted: bool) -> None:
+    def reads_late() -> bool:
+        if adopted:
+            dist.init_process_group("gloo")
+        meeting = join_world().meeting
+        assert meeting is not None
+        if meeting.rank == 0:
+            meeting.announce("word")  # and its program ends
+        else:
+            time.sleep(1.0)
+            meeting.wait_for_key("word", setter=0)
+        return meeting.keeps_store
+
+    assert run_on_ranks(reads_late) == [True, False]
+
+
+def test_rank_0_does_not_stay_long_for_a_rank_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seat, "_READERS_SECONDS", 0.5)
+
+    def survives() -> None:
+        meeting = join_world().meeting
+        assert meeting is not None
+        meeting.wait_for_everyone()
+        if meeting.rank == 1:
+            os._exit(9)
+        start = time.monotonic()
+        leave_world()
+        (tmp_path / "seconds").write_text(str(time.monotonic() - start))
+
+    with pytest.raises(RankFailed, match=r"^rank 1: died with exit code 9$"):
+        run_on_ranks(survives)
+    assert float((tmp_path / "seconds").read_text()) >= 0.5
 
 
 def test_a_group_of_somebody_elses_is_adopted() -> None:

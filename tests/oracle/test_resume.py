@@ -21,7 +21,7 @@ from accelerate.seeding import capture_rng_states, restore_rng_states, set_seed
 
 CPU = torch.device("cpu")
 SIZE = 23
-OF_LOADER = ("augments", "persistent_workers", "worker_init_fn")
+OF_LOADER = ("augments", "persistent_workers", "worker_init_fn", "batch_size")
 
 
 class Noisy(Dataset):
@@ -54,22 +54,24 @@ class Stream(IterableDataset):
 class Shuffled(IterableDataset):
     """A stream whose order comes from a generator of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
         self.generator = torch.Generator().manual_seed(5)
 
     def __iter__(self):
-        for index in torch.randperm(SIZE, generator=self.generator).tolist():
+        for index in torch.randperm(self.size, generator=self.generator).tolist():
             yield torch.tensor([float(index), 0.0])
 
 
 class Stateful(IterableDataset):
     """A stream that can tell where it stands."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
         self.position, self.num_read = 0, 0
 
     def __iter__(self):
-        while self.position < SIZE:
+        while self.position < self.size:
             self.position += 1
             self.num_read += 1
             yield torch.stack([torch.tensor(float(self.position)), torch.rand(())])
@@ -82,20 +84,44 @@ class Stateful(IterableDataset):
         self.position = state["position"]
 
 
+class Noted(IterableDataset):
+    """A stream whose `load_state_dict` only notes a start, which the next pass uses up; each epoch has its order."""
+
+    def __init__(self, size: int = SIZE, epoch_in_state: bool = True) -> None:
+        self.size = size
+        self.epoch, self.position, self.start, self.epoch_in_state = 0, 0, 0, epoch_in_state
+
+    def __iter__(self):
+        start, self.start = self.start, 0
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        for number in range(start, self.size):
+            self.position = number + 1
+            yield torch.stack([torch.tensor(float(order[number])), torch.rand(())])
+        if self.epoch_in_state:
+            self.epoch += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start, self.epoch = state["position"], state["epoch"]
+
+
 class Lazy(Sampler):
     """Draws from the global streams when it begins, and from a generator of its own while it runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
         self.generator = torch.Generator().manual_seed(11)
 
     def __iter__(self):
-        order = np.random.permutation(SIZE)
+        order = np.random.permutation(self.size)
         for index in order:
             if torch.rand((), generator=self.generator) < 0.8:
                 yield int(index)
 
     def __len__(self) -> int:
-        return SIZE
+        return self.size
 
 
 class Buckets(Sampler):
@@ -117,6 +143,8 @@ def loader_of(kind: str, num_workers: int = 0, augments: bool | None = None, **o
         return DataLoader(Stream(augment), **keep)
     if kind == "shuffled stream":
         return DataLoader(Shuffled(), **keep)
+    if kind == "noted stream":
+        return DataLoader(Noted(), **keep)
     if kind == "stateful stream":
         return DataLoader(Stateful(), **keep)
     dataset = Noisy(augment=augment)
@@ -159,7 +187,7 @@ def train(loader: Any, trace: Trace, num_epochs: int = 1, stop_after: int | None
 
 
 KINDS = ["sequential", "random", "generator", "replacement", "seedable", "lazy", "buckets", "no batches", "drop last"]
-STREAMS = ["stream", "shuffled stream", "stateful stream"]
+STREAMS = ["stream", "shuffled stream", "stateful stream", "noted stream"]
 
 
 def check(kind: str, stop_after: int, num_workers: int = 0, share: int = 0, count: int = 1, **options: Any) -> None:
@@ -252,10 +280,47 @@ def test_streams_in_a_worker_continue_alike(kind: str) -> None:
     check(kind, 8, num_workers=1)
 
 
-@pytest.mark.parametrize("kind", ["random", "stateful stream", "shuffled stream"])
+@pytest.mark.parametrize("kind", ["random", "stateful stream", "noted stream", "shuffled stream"])
 def test_dispatched_loaders_continue_alike(kind: str) -> None:
     for stop_after in (1, 5, 6, 9):
         check(kind, stop_after, dispatch_batches=True)
+
+
+@pytest.mark.parametrize("batch_size", [4, SIZE, 1])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("kind", ["stateful stream", "noted stream"])
+def test_a_stream_saved_at_its_last_batch_continues_with_a_whole_epoch(kind: str, count: int, batch_size: int) -> None:
+    length = -(-SIZE // (batch_size * count))
+    for share in range(count):
+        for stop_after in (length, 2 * length):
+            check(kind, stop_after, share=share, count=count, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dispatch_batches": True}])
+@pytest.mark.parametrize("bumps", [False, True])
+@pytest.mark.parametrize("kind", ["stateful stream", "noted stream"])
+def test_a_stream_saved_between_two_epochs_continues_with_a_whole_epoch(
+    kind: str, bumps: bool, settings: dict[str, Any]
+) -> None:
+    def run() -> Any:
+        loader = prepare(kind, **settings)
+        if kind == "noted stream":
+            loader.dataset.epoch_in_state = bumps
+        return loader
+
+    set_seed(3)
+    running = run()
+    train(running, [])
+    state, streams = running.state_dict(), capture_rng_states()
+    expected: Trace = []
+    train(running, expected, num_epochs=2)
+    set_seed(4)
+    continued = run()
+    continued.load_state_dict(state)
+    restore_rng_states(streams)
+    found: Trace = []
+    train(continued, found, num_epochs=2)
+    assert found == expected
 
 
 # -- what it costs, and what it replaces -------------------------------------------------------------------

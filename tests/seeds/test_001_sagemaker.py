@@ -62,7 +62,8 @@ def launched(tmp_path: Path, sdk: dict[str, str], distributed_type: str) -> dict
 
 @row("001-06")
 def test_amazons_data_parallelism_is_asked_for(tmp_path: Path, sdk: dict[str, str]) -> None:
-    job = launched(tmp_path, sdk, "DATA_PARALLEL")
+    # Newer images, the default one among them, have torch's launcher in its place.
+    job = launched(tmp_path, sdk, "DATA_PARALLEL\npytorch_version: '1.10.2'")
     assert job["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
     assert job["environment"]["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] == "DATA_PARALLEL"  # type: ignore[index]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -413,7 +415,8 @@ def trained(folder: Any, **saving: Any) -> tuple[Accelerator, torch.Tensor]:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    with pytest.warns(ResumeWarning, match=r"gradients of 1 of its 2 micro-batches .*sync_gradients"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumeWarning)  # the gradients of the open window are part of the checkpoint
         accelerator.save_state(folder, **saving)
     return accelerator, model.weight.detach().clone()
 
@@ -459,6 +462,13 @@ def test_old_spellings_work_and_say_so_once() -> None:
     assert accelerator.logging_dir == "logs"
     with pytest.raises(TypeError, match="no_such_argument"):
         Accelerator(no_such_argument=1)
+
+
+def test_an_old_spelling_leaves_the_configuration_beside_it_as_it_is() -> None:
+    config = DataLoaderConfiguration()
+    with pytest.warns(FutureWarning, match="old spelling"):
+        accelerator = Accelerator(cpu=True, split_batches=True, dataloader_config=config)
+    assert accelerator.split_batches and not config.split_batches
 
 
 def test_project_folders_are_filled_in() -> None:
@@ -579,11 +589,15 @@ def test_collectives_are_valid_in_one_process() -> None:
     assert accelerator.check_trigger() and not accelerator.check_trigger()
 
 
-def test_a_loss_that_is_repeated_for_each_usual_row_counts_once_per_sample_of_a_short_last_batch() -> None:
+@pytest.mark.parametrize("as_objects", [False, True])
+def test_a_loss_that_is_repeated_for_each_usual_row_counts_once_per_sample_of_a_short_last_batch(
+    as_objects: bool,
+) -> None:
     """As the Trainer of transformers gathers losses: `loss.repeat(batch_size)`, whatever the rows of the batch."""
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(6.0)), batch_size=4))
-    losses = [accelerator.gather_for_metrics(rows.mean().repeat(4)) for (rows,) in loader]
+    gather = partial(accelerator.gather_for_metrics, use_gather_object=as_objects)
+    losses = [gather(rows.mean().repeat(4)) for (rows,) in loader]
     assert torch.cat(losses).tolist() == [1.5] * 4 + [4.5] * 2
 
 

@@ -100,7 +100,9 @@ def test_a_chained_operation_reports_under_its_own_name() -> None:
     def outer() -> None:
         raise CollectiveError("inner went wrong")
 
-    with pytest.raises(CollectiveError, match="Error found while calling `outer`: inner went wrong"):
+    with pytest.raises(
+        CollectiveError, match=r"while calling `accelerate\.utils\.operations\.outer`: inner went wrong"
+    ):
         outer()
 
 

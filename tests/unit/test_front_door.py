@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import accelerate
+from tests.torch_needed import needs_torch
 
 BUILT_MODULES = (
     "accelerator", "checkpointing", "data_loader", "launchers", "local_sgd", "logging", "optimizer",
@@ -93,3 +94,50 @@ def test_the_old_address_of_memory_warns_on_import() -> None:
     with pytest.warns(FutureWarning, match=r"accelerate\.memory_utils"):
         old = importlib.import_module("accelerate.memory_utils")
     assert old.find_executable_batch_size is accelerate.find_executable_batch_size
+
+
+@needs_torch("2.13.0", "torch.utils.checkpoint itself imports sympy")
+def test_no_name_of_the_front_door_brings_torchs_sharding_along() -> None:
+    """That takes half a second and imports sympy; who shards pays for it when they choose to."""
+    program = """
+import importlib, pkgutil, sys
+import torch
+import accelerate, accelerate.utils
+light = [name for name in accelerate.__all__ if name != "prepare_pippy"]  # cuts models into stages
+heavy = ("sympy", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
+already = [name for name in heavy if name in sys.modules]
+assert not already, already
+def check(what):
+    found = [name for name in heavy if name in sys.modules]
+    if found:
+        print(what, "imports", *found)
+        sys.exit()
+for name in light:
+    getattr(accelerate, name)
+    check(name)
+for name in accelerate.utils.__all__:
+    getattr(accelerate.utils, name)
+    check(f"utils.{name}")
+for module in pkgutil.iter_modules(accelerate.utils.__path__):
+    importlib.import_module(f"accelerate.utils.{module.name}")
+    check(f"utils.{module.name}")
+accelerate.Accelerator(cpu=True)
+check("Accelerator(cpu=True)")
+"""
+    assert run(program) == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["DeepSpeedPlugin", "prepare_data_loader", "convert_model_to_fp8_ao", "get_state_dict_offloaded_model"]
+)
+def test_names_that_libraries_replace_at_the_accelerator_are_looked_up_there(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("accelerate.accelerator")
+    original = getattr(module, name)
+    assert original.__name__ == name
+    replacement = object()
+    monkeypatch.setattr(module, name, replacement, raising=False)
+    assert module._looked_up(name) is replacement
+    monkeypatch.undo()
+    assert module._looked_up(name) is original

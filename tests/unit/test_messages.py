@@ -5,19 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.messages import Message, message_for
+from accelerate.messages import Description, Lengths, Message, describe, joined_message_for, message_for
 
 
 def sent(message: Message, *ranks: list[torch.Tensor]) -> list[torch.Tensor] | None:
     """What rank 0 takes out when every rank has sent its tensors."""
-    others = [Message(_described(tensors), len(ranks)).pack(tensors)[0] for tensors in ranks[1:]]
-    own, joined = message.pack(ranks[0])
-    joined.copy_(torch.cat([own, *others]))
-    return message.unpack()
+    others = [_packed(tensors, len(ranks)) for tensors in ranks[1:]]
+    buffers = message.buffers()
+    buffers.pack(ranks[0])
+    buffers.joined.copy_(torch.cat([buffers.own, *others]))
+    return buffers.unpack() if buffers.agree() else None
 
 
-def _described(tensors: list[torch.Tensor]) -> tuple[tuple[torch.Size, torch.dtype, torch.device], ...]:
-    return tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+def _packed(tensors: list[torch.Tensor], size: int) -> torch.Tensor:
+    buffers = Message(_described(tensors), size).buffers()
+    buffers.pack(tensors)
+    return buffers.own
+
+
+def _described(tensors: list[torch.Tensor]) -> Description:
+    return describe(tensors, plain=True)
 
 
 def batch(seed: int) -> list[torch.Tensor]:
@@ -73,8 +80,30 @@ def test_tensors_of_other_shapes_and_equal_bytes_are_noticed() -> None:
 
 
 def test_one_tensor_complex_ones_large_ones_and_two_devices_travel_alone() -> None:
-    assert message_for([torch.ones(2)], 2) is None
-    assert message_for([torch.ones(2), torch.ones(2, dtype=torch.complex64)], 2) is None
-    assert message_for([torch.ones(2 << 20), torch.ones(2)], 2) is None
-    assert message_for([torch.ones(2), torch.ones(2, device="meta")], 2) is None
-    assert message_for([torch.ones(2), torch.ones(2)], 2) is message_for([torch.ones(2), torch.ones(2)], 2)
+    assert joined_message_for([torch.ones(2)], 2) is None
+    assert joined_message_for([torch.ones(2), torch.ones(2, dtype=torch.complex64)], 2) is None
+    assert joined_message_for([torch.ones(2 << 20), torch.ones(2)], 2) is None
+    assert joined_message_for([torch.ones(2), torch.ones(2, device="meta")], 2) is None
+    two = [torch.ones(2), torch.ones(2)]
+    assert joined_message_for(two, 2) is joined_message_for(two, 2) is not None
+
+
+def test_a_message_of_a_given_length_carries_what_fits_and_its_checksum_always() -> None:
+    short, long = _described([torch.ones(8)]), _described([torch.ones(2000)])
+    for description, is_whole in ((short, True), (long, False)):
+        message = message_for(description, 2, "gather", 4096)
+        assert message.is_whole is is_whole
+        assert message.buffers().own.numel() == 4096
+    first, second = (message_for(short, 1, operation, 4096).buffers() for operation in ("gather", "reduce"))
+    assert not torch.equal(first.own[:8], second.own[:8])
+
+
+def test_the_length_of_the_next_message_follows_from_what_was_agreed_on() -> None:
+    """In a loop that takes turns, every message after the first round has the length that it needs."""
+    lengths = Lengths()
+    needed = {1: 8, 2: 130_000, 3: 700_000}
+    seen = []
+    for kind in (1, 2, 3) * 3:
+        seen.append(needed[kind] <= lengths.next < 1.2 * max(needed[kind], 4096))
+        lengths.note(kind, needed[kind])
+    assert seen == [True, False, False, True] + [True] * 5

@@ -121,3 +121,11 @@ def test_is_all_tensors_sees_one_stranger() -> None:
 def test_padding_repeats_the_last_row(rows: int, processes: int, expected: int) -> None:
     padded = nested.pad_input_tensors(torch.arange(rows), rows, processes)
     assert len(padded) == expected and set(padded[rows:].tolist()) <= {rows - 1}
+
+
+@pytest.mark.parametrize("leaf", ["x", None, 3])
+def test_concatenate_returns_a_single_leaf_that_it_cannot_join(leaf: object) -> None:
+    assert nested.concatenate([leaf]) is leaf
+    assert nested.concatenate([{"a": leaf}]) == {"a": leaf}
+    with pytest.raises(TypeError, match="Can only concatenate tensors"):
+        nested.concatenate([leaf, leaf])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from accelerate import Accelerator, AutocastKwargs, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.gradients import GradientState as OwnGradientState
 from accelerate.settings.run import collect
 from accelerate.state import (
@@ -74,7 +78,7 @@ def test_after_a_reset_attributes_explain_themselves_and_the_next_one_joins_agai
         _ = state.device
     assert not hasattr(state, "device")
     assert PartialState().num_processes == 1
-    with pytest.raises(AttributeError, match="no attribute `color`"):
+    with pytest.raises(AttributeError, match="no attribute 'color'"):
         _ = state.color
 
 
@@ -152,6 +156,13 @@ def test_a_second_one_may_repeat_but_not_contradict() -> None:
         AcceleratorState(mixed_precision="fp16")
     with pytest.raises(ValueError, match="already been initialized"):
         fill(mixed_precision="no")
+
+
+def test_a_state_before_any_accelerator_is_refused_but_says_who_this_process_is() -> None:
+    with pytest.raises(ValueError, match="properly initialize your accelerator"):
+        AcceleratorState(cpu=True)
+    assert PartialState._shared_state["num_processes"] == 1 and AcceleratorState._shared_state == {}
+    assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
 
 
 def test_cpu_after_an_accelerator_device_is_refused() -> None:
@@ -237,3 +248,149 @@ def test_a_dict_that_is_shared_in_a_thread_is_another_one_in_the_next() -> None:
     holder = Holder()
     holder.shared = {"new": 2}
     assert Holder().shared == {"new": 2}
+
+
+def test_an_accelerator_fills_both_views_also_when_only_one_was_reset() -> None:
+    Accelerator(cpu=True)
+    PartialState._reset_state()
+    assert PartialState._shared_state == {}
+    Accelerator(cpu=True)
+    assert PartialState._shared_state["num_processes"] == 1
+    PartialState._reset_state()
+    AcceleratorState()
+    assert PartialState._shared_state["num_processes"] == 1
+
+
+def test_after_a_reset_the_old_accelerator_says_that_it_has_to_be_made_anew() -> None:
+    old = Accelerator(cpu=True)
+    AcceleratorState._reset_state()
+    with pytest.raises(AttributeError, match=r"was called.*not reinitialized.*Make the Accelerator anew"):
+        old.prepare(torch.nn.Linear(1, 1))
+    Accelerator(cpu=True)
+    assert isinstance(old.prepare(torch.nn.Linear(1, 1)), torch.nn.Linear)
+
+
+def test_the_check_of_collectives_is_switched_at_any_time_by_each_view_and_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    views = PartialState(), accelerator.state
+
+    def seen() -> set[bool]:
+        return {view.debug for view in views} | {accelerator.world.debug}
+
+    assert seen() == {False}
+    for view in views:
+        view.debug = True
+        assert seen() == {True}
+        view.debug = False
+        assert seen() == {False}
+    PartialState._reset_state()
+    PartialState()
+    assert seen() == {False}
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
+    assert seen() == {True}
+
+
+# -- a second Accelerator ------------------------------------------------------------------------------------
+
+#: What `accelerate launch` without options tells its workers.
+LAUNCHED = {
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "no",
+    "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+    "ACCELERATE_USE_CPU": "True",
+}
+
+
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_under_the_launcher_a_second_accelerator_follows_the_arguments_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched(monkeypatch)
+    first = Accelerator(mixed_precision="bf16", dynamo_backend="eager")
+    second = Accelerator()
+    assert (second.mixed_precision, second.native_amp) == ("bf16", True)
+    assert second.dynamo_plugin is first.dynamo_plugin
+    assert second.prepare(torch.nn.Linear(2, 2))(torch.ones(1, 2)).dtype == torch.float32
+    with pytest.raises(ValueError, match=r"cannot be changed, restart your runtime.*`mixed_precision='no'`.*'bf16'"):
+        Accelerator(mixed_precision="no")
+
+
+@pytest.mark.parametrize("mixed_precision", [None, "bf16"])
+def test_the_second_accelerator_has_its_own_accumulation_loaders_and_project(
+    monkeypatch: pytest.MonkeyPatch, mixed_precision: str | None, tmp_path: Path
+) -> None:
+    launched(monkeypatch)
+    first = Accelerator(mixed_precision=mixed_precision)
+    second = Accelerator(
+        gradient_accumulation_steps=4,
+        project_dir=tmp_path,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        kwargs_handlers=[AutocastKwargs(enabled=False)],
+    )
+    assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (1, 4)
+    assert (first.project_dir, second.project_dir) == (None, tmp_path)
+    assert (first.split_batches, second.split_batches) == (False, True)
+    assert first.autocast_handler is None and second.autocast_handler is not None
+    model = second.prepare(torch.nn.Linear(1, 1, bias=False))
+    synchronised = []
+    for _ in range(4):
+        with second.accumulate(model):
+            second.backward(model(torch.ones(1, 1)).sum())
+            synchronised.append(second.sync_gradients)
+    assert synchronised == [False, False, False, True]
+    assert model.weight.grad.item() == 1.0
+
+
+def test_an_engine_of_the_environment_is_not_heard_by_a_second_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Accelerator(cpu=True)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    second = Accelerator()
+    assert second.settings.fsdp is None
+    assert type(second.strategy) is type(first.strategy)
+
+
+# -- what is published ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ended_by", ["deletion", "reset"])
+@pytest.mark.parametrize("before", [None, "false"])
+def test_an_engine_stands_in_the_environment_as_long_as_its_accelerator(
+    monkeypatch: pytest.MonkeyPatch, ended_by: str, before: str | None
+) -> None:
+    variables = ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    if before is not None:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", before)
+    shown = {name: os.environ.get(name) for name in variables}
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
+    )
+    assert [os.environ[name] for name in variables] == ["true", "2", "true"]
+    if ended_by == "deletion":
+        del accelerator
+        gc.collect()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert {name: os.environ.get(name) for name in variables} == shown
+    assert Accelerator(cpu=True).settings.fsdp is None
+
+
+def test_what_two_accelerators_publish_stays_until_the_last_is_gone_and_what_others_set_stays() -> None:
+    assert os.environ.get("ACCELERATE_USE_FSDP") is None
+    first = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    second = Accelerator(cpu=True)
+    del first
+    gc.collect()
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    os.environ["FSDP_VERSION"] = "1"  # by somebody else
+    del second
+    gc.collect()
+    assert os.environ.get("ACCELERATE_USE_FSDP") is None
+    assert os.environ["FSDP_VERSION"] == "1"

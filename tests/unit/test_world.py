@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from accelerate import devices, world
+from accelerate import cores, devices, world
 from accelerate.clusters import ClusterSeat
 from accelerate.errors import WorldError
 from accelerate.meeting import roll_call
@@ -22,7 +22,6 @@ from accelerate.world import (
     forget_world,
     join_world,
     leave_world,
-    num_physical_cores,
     release_before_leaving,
     release_ddp,
 )
@@ -143,7 +142,7 @@ def test_threads_are_shared_between_the_processes_of_a_host(
 ) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(world, "num_physical_cores", lambda: 16)
+    monkeypatch.setattr(cores, "num_cores", lambda cpus=None: 16)
     world._share_cores(seat(0))
     assert chosen == []  # OMP_NUM_THREADS is set
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -153,10 +152,6 @@ def test_threads_are_shared_between_the_processes_of_a_host(
     caplog.clear()
     world._share_cores(seat(1))
     assert (chosen, caplog.text) == ([4, 4], "")
-
-
-def test_there_is_at_least_one_core() -> None:
-    assert num_physical_cores() >= 1
 
 
 def test_releasers_run_once_newest_first_and_all_of_them(caplog: pytest.LogCaptureFixture) -> None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from .series import list_checkpoints, pin, unpin
     from .store import CheckpointStore
     from .weights import clean_state_dict_for_safetensors, convert_file_size_to_int, load_weights, save_model
-    from .write import save_accelerator_state, write_checkpoint
+    from .write import attend_save, save_accelerator_state, write_checkpoint
 
 _HOMES: Final[dict[str, str]] = {
     name: home
@@ -68,7 +68,7 @@ _HOMES: Final[dict[str, str]] = {
         "series": "list_checkpoints pin unpin",
         "store": "CheckpointStore",
         "weights": "clean_state_dict_for_safetensors convert_file_size_to_int load_weights save_model",
-        "write": "save_accelerator_state write_checkpoint",
+        "write": "attend_save save_accelerator_state write_checkpoint",
     }.items()
     for name in names.split()
 }
@@ -78,6 +78,7 @@ __all__ = [
     "Background",
     "LoadedCheckpoint",
     "Selection",
+    "attend_save",
     "find_newest",
     "list_checkpoints",
     "load_accelerator_state",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CollectiveError
 from ..meeting import Courier, Silence
 
 if TYPE_CHECKING:
@@ -33,25 +33,33 @@ class Ranks:
 
     Args:
         conversation: how they talk where the training's own process group must be left alone.
+        alone: this rank writes without the others.
+
+    Attributes:
+        world_size: the ranks of the run, whether they take part or not.
     """
 
-    def __init__(self, world: World | None = None, conversation: Conversation | None = None) -> None:
-        self._world = world
+    def __init__(
+        self, world: World | None = None, conversation: Conversation | None = None, *, alone: bool = False
+    ) -> None:
+        self._world = None if alone else world
+        self._alone = alone
         self._conversation = conversation
         self.rank = world.rank if world else 0
-        self.size = world.size if world else 1
+        self.size = world.size if world and not alone else 1
         self.local_rank = world.local_rank if world else 0
-        self.local_size = world.local_size if world else 1
+        self.local_size = world.local_size if world and not alone else 1
+        self.world_size = world.size if world else 1
 
     @property
     def is_main(self) -> bool:
         """True on the rank that writes what all have in common."""
-        return self.rank == 0
+        return self.rank == 0 or self._alone
 
     @property
     def is_local_main(self) -> bool:
         """True on the first rank of each node."""
-        return self.local_rank == 0
+        return self.local_rank == 0 or self._alone
 
     def everyone(self, value: T) -> list[T]:
         """What every rank said, in rank order; all ranks wait here for each other."""
@@ -101,6 +109,37 @@ class Ranks:
             self._conversation.close()
 
 
+def written_by_main(
+    world: World | None, operation: str, target: str, write: Callable[[], None], what: str, *, moment: str = ""
+) -> None:
+    """``write()`` has run on the main process, which waits for nobody; the ranks that call this too wait for it.
+
+    Args:
+        moment: what tells this call from others that are made from the same line.
+
+    Raises:
+        CheckpointError: on every rank that calls this, when it failed; ``what`` is what can't be done then.
+    """
+    meeting = world.meeting if world is not None and world.is_distributed else None
+    attendance = meeting.calls.tell(operation, target, moment=moment) if meeting is not None else None
+    error: Exception | None = None
+    try:
+        if attendance is None or attendance.is_main:
+            write()
+        else:
+            attendance.wait_for_outcome()
+    except Exception as problem:  # whatever it is, the waiting ranks are told, and it is raised below
+        error = problem
+    if attendance is not None and attendance.is_main:
+        attendance.finish(error=error)
+    if error is None:
+        return
+    if attendance is None or not isinstance(error, (OSError, CheckpointError, CollectiveError)):
+        raise error
+    reason = str(error) if isinstance(error, CollectiveError) else f"rank 0: {type(error).__name__}: {error}"
+    raise CheckpointError(f"can't {what}: {reason}") from error
+
+
 @final
 class Conversation:
     """What the ranks of a world say to each other through its store, from any thread, beside the training.
@@ -110,7 +149,7 @@ class Conversation:
     """
 
     def __init__(self, meeting: Meeting, name: str) -> None:
-        from torch._C._distributed_c10d import PrefixStore  # its public name is no export to type checkers
+        from ..torch_private.distributed import PrefixStore
 
         self._store = PrefixStore(name, meeting.store)
         self.rank, self.size = meeting.rank, meeting.size

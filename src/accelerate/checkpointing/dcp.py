@@ -20,6 +20,7 @@ import torch
 
 from ..errors import CheckpointError, CheckpointNotFound
 from .codec import read_described_pickle, read_pickle, write_pickle
+from .inside import inside
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -56,7 +57,11 @@ def read_metadata(folder: str | PathLike[str]) -> Metadata:
     path = Path(folder) / METADATA_NAME
     if not path.is_file():
         raise CheckpointNotFound(f"{folder} is no folder of a distributed checkpoint: it has no {METADATA_NAME}")
-    return read_described_pickle(path, DESCRIPTIONS)
+    found = read_described_pickle(path, DESCRIPTIONS)
+    places: Mapping[Any, Any] = getattr(found, "storage_data", None) or {}
+    for name in {getattr(place, "relative_path", None) for place in places.values()}:
+        inside(folder, name, path)
+    return found
 
 
 def shapes_of(found: Metadata) -> dict[str, torch.Tensor]:

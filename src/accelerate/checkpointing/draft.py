@@ -98,6 +98,7 @@ class Store(ABC):
     """
 
     ranks: Ranks
+    identity: str = ""  # of the manifest that this process has committed here
 
     @property
     @abstractmethod

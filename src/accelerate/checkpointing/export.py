@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import CheckpointError
-from .agreement import Ranks
+from .agreement import written_by_main
 from .draft import Create
 from .selection import EVERYTHING, Selection
 from .tensor_files import write_tensors
@@ -36,32 +36,32 @@ def export_model(
     max_shard_size: int | str = "5GB",
     select: Selection | None = None,
     world: World | None = None,
+    moment: str = "",
 ) -> None:
     """``save_directory`` can be loaded with ``from_pretrained``, on every rank's return.
 
-    With ``Selection(adapters_only=True)`` it holds the adapters of a PEFT model, else the whole model.
+    With ``Selection(adapters_only=True)`` it holds the adapters of a PEFT model, else the whole model. Called by all
+    ranks, or by the main process alone; ``moment`` tells this call from others that are made from the same line.
 
     Raises:
         CheckpointError: on every rank, when the main process couldn't write; also for a model without configuration.
     """
     select = select or EVERYTHING
-    ranks = Ranks(world)
-    error: Exception | None = None
-    try:
-        if ranks.is_main:
-            with new_files(Path(save_directory)) as (staging, create):
-                if select.adapters_only:
-                    _write_adapters(model, state_dict, select, create)
-                elif callable(getattr(model, "save_pretrained", None)):
-                    # the model's own tensors would be written where no state dict is given: parts may be sharded
-                    chosen = dict(select.of(state_dict))
-                    model.save_pretrained(str(staging), state_dict=chosen, max_shard_size=max_shard_size)
-                else:
-                    _write_configs(model, create)
-                    write_weights(create, select.of(state_dict), max_shard_size=max_shard_size)
-    except Exception as problem:  # raised again on every rank by agree()
-        error = problem
-    ranks.agree(error, f"export the model to {save_directory}")
+
+    def write() -> None:
+        with new_files(Path(save_directory)) as (staging, create):
+            if select.adapters_only:
+                _write_adapters(model, state_dict, select, create)
+            elif callable(getattr(model, "save_pretrained", None)):
+                # the model's own tensors would be written where no state dict is given: parts may be sharded
+                chosen = dict(select.of(state_dict))
+                model.save_pretrained(str(staging), state_dict=chosen, max_shard_size=max_shard_size)
+            else:
+                _write_configs(model, create)
+                write_weights(create, select.of(state_dict), max_shard_size=max_shard_size)
+
+    what = f"export the model to {save_directory}"
+    written_by_main(world, "export_model", str(save_directory), write, what, moment=moment)
 
 
 def _write_configs(model: Any, create: Create) -> None:

@@ -7,6 +7,7 @@
 | loader | `sampler.json` | `dl_state_dict.bin` |
 | gradient scaler | `scaler.json` | `scaler.pt` |
 | random streams of a rank | `random_states_{rank}.json` | `random_states_{rank}.pkl` |
+| gradients of a rank in an open window | `gradients_{rank}.safetensors` + `.json` | the same |
 | registered object | `custom_checkpoint_{i}.safetensors` + `.json` | `custom_checkpoint_{i}.pkl` |
 
 Further objects of a kind add `_1`, `_2`, ... to the stem.
@@ -83,7 +84,13 @@ SCHEDULER: Final = Slot(SCHEDULER_NAME, SCHEDULER_NAME, "bin", tensors_beside=Fa
 LOADER: Final = Slot(SAMPLER_NAME, "dl_state_dict", "bin", tensors_beside=False)
 SCALER: Final = Slot("scaler", "scaler", "pt", tensors_beside=False)
 RANDOM: Final = Slot(RNG_STATE_NAME, RNG_STATE_NAME, "pkl", tensors_beside=False, always_numbered=True)
+GRADIENTS: Final = Slot("gradients", "gradients", "pkl", tensors_beside=True, always_numbered=True)
 CUSTOM: Final = Slot(CUSTOM_CHECKPOINT_NAME, CUSTOM_CHECKPOINT_NAME, "pkl", tensors_beside=True, always_numbered=True)
+
+#: In the details of a manifest: gradients of an open window are a part of the checkpoint.
+OPEN_WINDOW: Final = "open_window"
+#: In the details of a manifest that one rank wrote: all ranks had the same seed, so that their streams are in step.
+STREAMS_ALIKE: Final = "streams_alike"
 
 # -- random streams under their classic names --------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from ..errors import CheckpointError
 from ..names import MANIFEST_NAME
+from .inside import inside, reason_against
 from .meter import SILENT, Meter
 from .place import Place, place_of
 
@@ -107,19 +108,19 @@ class Manifest:
     def _from_content(cls, content: dict[str, Any]) -> Manifest:
         files: dict[str, FileRecord] = {}
         for name, entry in content["files"].items():
-            if not _stays_inside(name):
-                raise ValueError(f"file name {name!r} leads out of the folder")
+            _refuse_name(name)
             files[name] = FileRecord(int(entry["size"]), int(entry["crc32"], 16))
         known = {key: content[key] for key in cls.__dataclass_fields__ if key in content}
         pickled, replaces = tuple(content.get("pickled", ())), tuple(content.get("replaces", ()))
-        if not all(map(_stays_inside, replaces)):
-            raise ValueError("a replaced file leads out of the folder")
+        for name in replaces:
+            _refuse_name(name)
         return cls(**{**known, "files": files, "pickled": pickled, "replaces": replaces})
 
 
-def _stays_inside(name: str) -> bool:
-    path = Path(name)
-    return not path.is_absolute() and ".." not in path.parts and bool(path.parts)
+def _refuse_name(name: str) -> None:
+    reason = reason_against(name)
+    if reason is not None:
+        raise ValueError(f"the file name {name!r} {reason}")
 
 
 def read_manifest(folder: Path | Place) -> Manifest | None:
@@ -163,7 +164,7 @@ def problems(
     chosen = sorted(files) if names is None else list(names)
 
     def check(name: str) -> str | None:
-        return _problem(folder / name, files[name], contents, meter)
+        return _problem(inside(folder, name, folder / MANIFEST_NAME), files[name], contents, meter)
 
     if contents and len(chosen) > 1:  # summing leaves the interpreter free for the next file
         with ThreadPoolExecutor(min(len(chosen), _NUM_READERS)) as pool:

@@ -32,6 +32,7 @@ from .codec import (
     write_pickle,
 )
 from .draft import Create, SealedFile
+from .inside import inside
 from .store import flush
 from .tensor_files import open_tensors, write_tensors
 from .weights import clean_state_dict_for_safetensors
@@ -91,8 +92,9 @@ def check_registrable(objects: Iterable[object], *, first: int = 0, may_pickle: 
     ]
     if offenders:
         raise SettingError(
-            "register_for_checkpointing takes objects with `state_dict` and `load_state_dict` methods; "
-            f"these have not both: {', '.join(offenders)}. Add the methods, or register the object that has them."
+            "All `objects` must include a `state_dict` and `load_state_dict` function to be stored. The following "
+            f"inputs of register_for_checkpointing are invalid: {', '.join(offenders)}. Add the methods, or register "
+            "the object that has them."
         )
     if may_pickle:
         return
@@ -151,7 +153,7 @@ def read_state(folder: Path, stem: str) -> Any:
         raise CheckpointError(f"{path}: its tensors can't lie in {beside!r}")
     if not (folder / beside).is_file():
         raise CheckpointNotFound(f"{folder / beside} is missing")
-    with open_tensors(folder / beside) as tensors:
+    with open_tensors(inside(folder, beside, path)) as tensors:
         return decode(content["state"], tensors.owned, str(path))
 
 
@@ -235,15 +237,17 @@ def save(
     """``f`` holds ``obj``, written by the main process (of each node with ``save_on_each_node``).
 
     With ``safe_serialization``, ``obj`` is a dict of tensors and the file is safetensors; else it is a
-    ``torch.save`` file, which is a pickle. A file appears whole or not at all.
+    ``torch.save`` file, which is a pickle. A file appears whole or not at all. A link stays one: its target is
+    written. Devices and pipes (``/dev/null``) are written into.
     """
     if not _is_writer(save_on_each_node):
         return
     if not isinstance(f, (str, os.PathLike)):
         _write_object(obj, f, safe_serialization)
         return
-    path = Path(f)
-    with created_in(path.parent, path.name) as file:
+    path = Path(os.path.realpath(f))
+    is_device = path.exists() and not path.is_file() and not path.is_dir()
+    with open(path, "wb") if is_device else created_in(path.parent, path.name) as file:
         _write_object(obj, file, safe_serialization)
 
 

@@ -19,7 +19,20 @@ from .agreement import Ranks
 from .codec import read_pickle
 from .draft import Store
 from .engine_files import holds_engine_state, read_engine_weights
-from .layout import CUSTOM, LOADER, OPTIMIZER, RANDOM, SCALER, SCHEDULER, Slot, from_classic_streams
+from .late import ABSENT_RANKS
+from .layout import (
+    CUSTOM,
+    GRADIENTS,
+    LOADER,
+    OPEN_WINDOW,
+    OPTIMIZER,
+    RANDOM,
+    SCALER,
+    SCHEDULER,
+    STREAMS_ALIKE,
+    Slot,
+    from_classic_streams,
+)
 from .manifest import UNFINISHED_NAME, Manifest
 from .meter import Meter
 from .place import Place, place_of
@@ -47,6 +60,8 @@ class LoadedCheckpoint:
         manifest: what was saved; None for a folder of another program.
         skipped: newer checkpoints that were passed over, each with the reason.
         notes: what could not be restored exactly, and what changed since the save.
+        had_open_window: it was saved between two updates, with the gradients of the micro-batches so far.
+        window: those gradients, of this rank; or, where another number of ranks saved, of all on the main process.
     """
 
     folder: str
@@ -54,6 +69,8 @@ class LoadedCheckpoint:
     manifest: Manifest | None = None
     skipped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    had_open_window: bool = False
+    window: Mapping[str, Any] | None = None
 
     @property
     def epoch(self) -> int | None:
@@ -133,11 +150,13 @@ class Receivers:
 
     Attributes:
         pre_hooks: called as ``hook(models, folder)`` on every rank; a hook may take models out of the list.
+        open_window: adds up the gradients of several ranks, if the run was saved between two updates.
         may_pickle: those of the registered objects whose saved state may be a pickle that runs code.
         map_location: None, ``"cpu"`` or ``"on_device"``; for old pickles anything ``torch.load`` takes.
         load_kwargs: for ``torch.load`` of old files; ``{"weights_only": False}`` lets their pickles run code.
         read_parts: reads what a strategy saved in its own way.
         model_only: only the models are loaded, whatever else the checkpoint holds.
+        strategy: how the run is distributed, as manifests record it.
         access: how models and optimizers take state that lies over the ranks.
     """
 
@@ -148,11 +167,13 @@ class Receivers:
     scaler: Any = None
     custom_objects: Sequence[Any] = ()
     may_pickle: Sequence[Any] = ()
+    open_window: Any = None
     pre_hooks: Iterable[Callable[..., None]] = ()
     map_location: Any = None
     load_kwargs: Mapping[str, Any] | None = None
     read_parts: Callable[[Path, Manifest | None], None] | None = None
     model_only: bool = False
+    strategy: str = "NO"
     access: sharded.StateAccess = field(default_factory=sharded.InPlace)
     load_model_options: dict[str, Any] = field(default_factory=dict)
 
@@ -310,6 +331,7 @@ def _read(found: LoadedCheckpoint, store: Store, receivers: Receivers) -> None:
         if not receivers.model_only:
             _read_shared(found, folder, receivers)
             _read_own(found, folder, store.ranks, receivers)
+            _read_gradients(found, folder, store.ranks, receivers)
 
 
 def _read_model(model: Any, folder: Path, index: int, receivers: Receivers, selection: Selection) -> list[str]:
@@ -382,7 +404,8 @@ def _count(slot: Slot, folder: Path) -> int:
 def _read_own(found: LoadedCheckpoint, folder: Path, ranks: Ranks, receivers: Receivers) -> None:
     options = receivers.pickle_options
     own: dict[str, Any] = {}
-    if RANDOM.holds(folder, ranks.rank):
+    absent = [] if found.manifest is None else found.manifest.details.get(ABSENT_RANKS, [])
+    if ranks.rank not in absent and RANDOM.holds(folder, ranks.rank):  # else a late part that was killed left it
         own = _streams_of(folder, ranks.rank, options)
     for number, loader in enumerate(receivers.dataloaders):
         if not LOADER.holds(folder, number):
@@ -399,9 +422,36 @@ def _read_own(found: LoadedCheckpoint, folder: Path, ranks: Ranks, receivers: Re
     elif RANDOM.holds(folder, 0):
         first = _streams_of(folder, 0, options)["streams"]
         found.step = int(first.get("step", found.step or 0))
-        set_seed(zlib.crc32(raw_bytes(first["torch"])) ^ ranks.rank)
-        num_saved = _count(RANDOM, folder)  # the same words on every such rank, so that they are said once
-        found.notes.append(f"random streams of rank {num_saved} and up are derived: the saved run didn't have them")
+        if found.manifest is not None and found.manifest.details.get(STREAMS_ALIKE):
+            restore_rng_states(first)  # as the saved run's ranks, this one draws what rank 0 draws
+        else:
+            set_seed(zlib.crc32(raw_bytes(first["torch"])) ^ ranks.rank)
+        found.notes.append(_why_derived(found, folder, ranks.rank))  # the same words on every such rank: said once
+
+
+def _read_gradients(found: LoadedCheckpoint, folder: Path, ranks: Ranks, receivers: Receivers) -> None:
+    """Read the gradients of a window that was open, to be given to the models once its place in the run is known."""
+    manifest = found.manifest
+    if receivers.open_window is None or manifest is None or not manifest.details.get(OPEN_WINDOW):
+        return
+    found.had_open_window = True
+    is_same = manifest.world_size == ranks.world_size
+    numbers = [ranks.rank] if is_same else list(range(manifest.world_size)) if ranks.is_main else []
+    absent = manifest.details.get(ABSENT_RANKS, [])
+    if not absent and numbers and all(GRADIENTS.holds(folder, number) for number in numbers):
+        states = (GRADIENTS.read(folder, number) for number in numbers)
+        found.window = next(states) if is_same else receivers.open_window.joined(states)
+
+
+def _why_derived(found: LoadedCheckpoint, folder: Path, rank: int) -> str:
+    absent = [] if found.manifest is None else found.manifest.details.get(ABSENT_RANKS, [])
+    if rank in absent:
+        ranks = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+        return (
+            f"the main process saved it alone, without the random streams of rank {ranks} and their own parts of "
+            "loaders: they are derived from the main process's"
+        )
+    return f"random streams of rank {_count(RANDOM, folder)} and up are derived: the saved run didn't have them"
 
 
 def _streams_of(folder: Path, rank: int, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from ..errors import CheckpointError, CheckpointNotFound
 from ..names import MANIFEST_NAME
 from .agreement import Ranks
 from .draft import Draft, Store
+from .inside import inside
 from .manifest import PIN_NAME, UNFINISHED_NAME, FileRecord, Manifest, measure, read_manifest
 from .meter import Meter
 from .place import LocalPlace, Place, RemotePlace, place_of
@@ -88,6 +89,7 @@ class RemoteStore(Store):
         """The staged files are up there, and then their manifest."""
         assert self._staged is not None
         self._staged.commit(draft)
+        self.identity = self._staged.identity
         what = f"commit {self.address}"
         mine = self._staged.manifest() if draft.is_committer else None
         records = {} if mine is None else {name: (file.size, file.crc32) for name, file in mine.files.items()}
@@ -203,7 +205,8 @@ class RemoteStore(Store):
         with Meter(f"Fetching {self.place.name}", num_bytes, shown=self.ranks.is_main) as meter:
 
             def fetch(name: str) -> None:
-                reason = _fetched(source, name, manifest.files[name], folder / name)
+                local = inside(folder, name, f"{self.address}/{MANIFEST_NAME}", is_replaced=True)
+                reason = _fetched(source, name, manifest.files[name], local)
                 if reason is not None:
                     reasons[name] = reason
                 meter.advance(manifest.files[name].size)
@@ -215,8 +218,9 @@ class RemoteStore(Store):
 
     def _fetch_unmanaged(self, source: RemotePlace, folder: Path) -> None:
         """The files of another program, about which nothing can be checked."""
+        targets = {name: inside(folder, name, self.address, is_replaced=True) for name in source.files()}
         with ThreadPoolExecutor(_NUM_TRANSFERS) as pool:
-            _all_at_once(pool, lambda name: source.download(name, folder / name), list(source.files()))
+            _all_at_once(pool, lambda name: source.download(name, targets[name]), list(targets))
 
     @property
     def readable(self) -> Path:

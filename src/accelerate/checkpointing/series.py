@@ -43,6 +43,11 @@ def numbered_place(root: Place, number: int) -> Place:
     return root.child(f"{CHECKPOINT_NAME}_{number}")
 
 
+def number_of(address: str) -> int:
+    """The number in the address of a numbered checkpoint."""
+    return int(address.rpartition("_")[2])
+
+
 def is_classic(place: Place) -> bool:
     """True for a folder without a manifest that another program saved in the classic layout."""
     return place.holds(f"{RNG_STATE_NAME}_0.pkl") and not place.holds(UNFINISHED_NAME)
@@ -123,7 +128,10 @@ def inspect(folder: str | PathLike[str] | Place, *, contents: bool = False) -> E
         problem = None if is_classic(place) else "no manifest: the save never finished"
         return Entry(place, None, problem, sum(files.values()), is_pinned)
     if isinstance(place, LocalPlace):
-        found = problems(place.path, manifest.files, contents=contents)
+        try:
+            found = problems(place.path, manifest.files, contents=contents)
+        except CheckpointError as error:  # a link that leads out
+            found = [str(error)]
     else:
         found = [f"{name}: {reason}" for name, reason in _differences(manifest, files).items()]
     num_bytes = sum(record.size for record in manifest.files.values())

@@ -17,6 +17,8 @@ import torch
 
 from ..errors import CheckpointError
 from ..names import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from ..torch_private.distributed import cut_locally
+from ..torch_private.modules import loaded
 from ..world import current_world
 from .agreement import Ranks
 from .dcp import is_distributed_checkpoint, read_into, read_metadata
@@ -381,7 +383,7 @@ class _Pieces:
                         f" {name!r} has shape {list(state[name].shape)} there, and {list(tensor.shape)} here."
                     )
                 tensor.copy_(laid_like(state[name].to(tensor.dtype), tensor))
-        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return loaded(missing, unexpected)
 
 
 def _is_named(state: Any) -> bool:
@@ -420,12 +422,10 @@ def laid_like(value: Any, tensor: torch.Tensor) -> Any:
     """``value``, whole on every rank, in the pieces and on the device in which ``tensor`` of its shape lies."""
     if not isinstance(value, torch.Tensor) or value.shape != tensor.shape or _is_dtensor(value):
         return value
-    from torch.distributed.tensor import distribute_tensor
-
     data: Any = tensor.detach()
     if not _is_dtensor(data):
         return value.to(data.device)
     home = data.to_local().device
     mesh = data.device_mesh
-    laid = distribute_tensor(value.to(mesh.device_type), mesh, data.placements, src_data_rank=None)
+    laid = cut_locally(value.to(mesh.device_type), mesh, data.placements)
     return laid if laid.to_local().device == home else laid.to(home)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,6 +10,7 @@ from typing import Final, final
 
 import torch
 
+from ..cores import threads_of_this_rank
 from ..devices import kind_of
 from ..world import current_world
 from .content import Part
@@ -110,10 +110,8 @@ def _copy(pairs: Iterable[Copy]) -> None:
 
 def _num_threads() -> int:
     """This process's share of the host's cores."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    num_cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     world = current_world()
-    return max(1, min(_MOST_THREADS, num_cores // (world.local_size if world is not None else 1)))
+    return min(_MOST_THREADS, threads_of_this_rank(world.local_size if world is not None else 1))
 
 
 def _tasks(pairs: Iterable[Copy]) -> list[list[Copy]]:

@@ -15,11 +15,9 @@ Where nodes don't share a disk, each node's first rank stages and commits the fo
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -30,14 +28,16 @@ from ..errors import CheckpointError, CheckpointNotFound
 from ..names import MANIFEST_NAME
 from .agreement import Ranks
 from .draft import Draft, Store
+from .inside import inside
+from .locks import is_locked, lock, remove_mark, unlock
 from .manifest import PIN_NAME, FileRecord, Manifest, measure, problems, read_manifest
 from .meter import Meter
+from .portable import check_name
 
 if TYPE_CHECKING:
     from ..world import World
 
 _STAGING: Final = ".{name}.tmp-"
-_locks: set[int] = set()  # descriptors of the staging folders that this process writes into
 
 
 @final
@@ -110,6 +110,7 @@ class CheckpointStore(Store):
         return self.ranks.everyone(draft.folder if draft.is_committer else None)
 
     def _make_staging(self, draft: Draft) -> None:
+        check_name(self.folder)
         parent = self.folder.parent
         if self.folder.exists():
             if not self.folder.is_dir():
@@ -120,8 +121,22 @@ class CheckpointStore(Store):
         parent.mkdir(parents=True, exist_ok=True)
         staging = parent / f"{_STAGING.format(name=self.folder.name)}{uuid4().hex}"
         staging.mkdir()
-        draft.held.callback(_unlock, _lock(staging))
+        draft.held.callback(unlock, lock(staging))
         draft.folder, draft.is_committer = staging, True
+
+    def make_beside(self, draft: Draft) -> Path:
+        """A folder beside a draft, in use as long as the draft is, whose manifest a reader finds after a crash."""
+        beside = draft.folder.with_name(f"{_STAGING.format(name=self.folder.name)}{uuid4().hex}")
+        beside.mkdir()
+        draft.held.callback(unlock, lock(beside))
+        return beside
+
+    def put_back(self, beside: Path) -> None:
+        """The checkpoint that was moved into a folder of :meth:`make_beside` is here again."""
+        if (beside / MANIFEST_NAME).exists():
+            self._move_in(beside)
+        else:
+            shutil.rmtree(beside, ignore_errors=True)
 
     def abandon(self, draft: Draft) -> None:
         """The staging folder is gone, unless its files are on the move already: then the next reader finishes that."""
@@ -145,7 +160,7 @@ class CheckpointStore(Store):
         try:
             if draft.is_committer:
                 self._publish(draft.folder)
-        except OSError as problem:
+        except (OSError, CheckpointError) as problem:
             error = problem
         self.ranks.agree(error, what)
         if draft.is_committer:
@@ -163,7 +178,7 @@ class CheckpointStore(Store):
         for entry in reversed(told):
             details.update(entry[3])
         files: dict[str, FileRecord] = {}
-        for name in _file_names(staging):
+        for name in file_names(staging):
             if name == MANIFEST_NAME:
                 raise CheckpointError(f"{name} in a checkpoint folder is this library's own; write another name")
             if name == PIN_NAME:
@@ -180,9 +195,10 @@ class CheckpointStore(Store):
             files=files,
             pickled=pickled,
             details=details,
-            world_size=self.ranks.size,
+            world_size=self.ranks.world_size,
             replaces=self._replaced(files),
         ).signed()
+        self.identity = manifest.identity
         write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
 
     def _replaced(self, files: Mapping[str, FileRecord]) -> tuple[str, ...]:
@@ -191,7 +207,10 @@ class CheckpointStore(Store):
             before = read_manifest(self.folder)
         except CheckpointError:
             return ()  # torn or foreign: nothing says which files were a checkpoint's
-        return tuple(sorted(set(before.files) - set(files))) if before else ()
+        gone = sorted(set(before.files) - set(files)) if before else []
+        for name in gone:
+            inside(self.folder, name, self.folder / MANIFEST_NAME, is_replaced=True)
+        return tuple(gone)
 
     def _publish(self, staging: Path) -> None:
         if not self.folder.exists():
@@ -214,6 +233,8 @@ class CheckpointStore(Store):
     def _move_in(self, staging: Path) -> None:
         manifest = read_manifest(staging)
         assert manifest is not None
+        for name in (*manifest.files, *manifest.replaces):
+            inside(self.folder, name, staging / MANIFEST_NAME, is_replaced=True)
         self._moving = True
         (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
         flush(self.folder)
@@ -255,7 +276,7 @@ class CheckpointStore(Store):
                 manifest = read_manifest(staging)
             except CheckpointError:
                 continue
-            if manifest is not None and not _is_locked(staging) and self._can_finish(staging, manifest):
+            if manifest is not None and not is_locked(staging) and self._can_finish(staging, manifest):
                 complete.append((manifest.written_at, staging))
         if not complete:
             return False
@@ -301,7 +322,7 @@ class CheckpointStore(Store):
             try:
                 if chosen:
                     self.recover()
-            except OSError as problem:
+            except (OSError, CheckpointError) as problem:
                 error = problem
             self.ranks.agree(error, f"finish the commit of {self.folder}")
         if not self.folder.is_dir():
@@ -317,55 +338,19 @@ class CheckpointStore(Store):
             for parent in (self.folder.parent, self.folder)
             if parent.is_dir()
             for path in sorted(parent.iterdir())
-            if path.name.startswith(prefix) and path.is_dir()
+            # a link isn't ours: what it leads to would be moved away
+            if path.name.startswith(prefix) and path.is_dir() and not path.is_symlink()
         ]
 
     def _remove_leftovers(self) -> None:
         """What earlier, killed saves of this folder left is gone; failing to remove it harms nothing."""
         for staging in self._stagings():
-            if not _is_locked(staging):
+            if not is_locked(staging):
                 shutil.rmtree(staging, ignore_errors=True)
+                remove_mark(staging)
 
 
-def _lock(folder: Path) -> int:
-    """A descriptor that marks ``folder`` as in use until it is closed, or until this process dies."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    with suppress(OSError):  # a file system without locks: leftovers there look abandoned at once
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    _locks.add(descriptor)
-    return descriptor
-
-
-def _unlock(descriptor: int) -> None:
-    if descriptor in _locks:  # else this is a forked child, whose copy is closed already
-        _locks.discard(descriptor)
-        os.close(descriptor)
-
-
-def _drop_locks() -> None:
-    """A forked child holds no lock: a loader's worker that outlives its parent would keep it."""
-    while _locks:
-        os.close(_locks.pop())
-
-
-os.register_at_fork(after_in_child=_drop_locks)
-
-
-def _is_locked(folder: Path) -> bool:
-    """Whether a process that is still alive writes into ``folder``."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _file_names(folder: Path) -> list[str]:
+def file_names(folder: Path) -> list[str]:
     names: list[str] = []
     for parent, _, files in os.walk(folder):
         names += [(Path(parent) / file).relative_to(folder).as_posix() for file in files]
@@ -374,12 +359,17 @@ def _file_names(folder: Path) -> list[str]:
 
 def _shards(folder: Path) -> list[str]:
     """The files of torch's distributed checkpoints: their index is a pickle, and what isn't a tensor in them too."""
-    return [name for name in _file_names(folder) if name.endswith((".metadata", ".distcp"))]
+    return [name for name in file_names(folder) if name.endswith((".metadata", ".distcp"))]
 
 
 def flush(path: Path) -> None:
-    """A file's content, or a folder's list of names, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """A file's content, or a folder's list of names, is on disk; Windows writes the latter by itself."""
+    try:
+        descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # fsync needs a writer there
+    except PermissionError:
+        if path.is_dir():  # Windows opens no folder
+            return
+        raise
     try:
         os.fsync(descriptor)
     except OSError:

@@ -24,9 +24,10 @@ import torch
 
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import MODEL_NAME, SAFE_MODEL_NAME
-from .agreement import Ranks
+from .agreement import Ranks, written_by_main
 from .codec import read_pickle, write_pickle
 from .draft import Create, SealedFile
+from .inside import inside
 from .store import flush
 from .tensor_files import TensorFile, check_tensor, open_tensors, write_tensors
 
@@ -166,18 +167,25 @@ class WeightNames:
 
 
 def _split(state_dict: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[list[str]]:
-    """Names in order, cut so that no shard passes the limit unless a single tensor does."""
-    shards: list[list[str]] = [[]]
+    """Names in order, cut so that no shard passes the limit; a tensor that does by itself has a shard of its own.
+
+    Shards are numbered in the order in which they are complete, as in other writers of this format.
+    """
+    shards: list[list[str]] = []
+    current: list[str] = []
     filled = 0
     counted = shared_names(state_dict)
     for name, tensor in state_dict.items():
         size = 0 if name in counted else tensor.numel() * tensor.element_size()
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
+        if size > max_shard_bytes:
+            shards.append([name])
+            continue
+        if current and filled + size > max_shard_bytes:
+            shards.append(current)
+            current, filled = [], 0
+        current.append(name)
         filled += size
-    return shards
+    return [*shards, current] if current or not shards else shards
 
 
 def write_weights(
@@ -236,25 +244,34 @@ def save_model(
     *,
     world: World | None = None,
     on_each_node: bool = False,
+    moment: str = "",
 ) -> None:
     """``save_directory`` holds exactly these weights (other files in it stay), on every rank's return.
+
+    Called by all ranks, or by the main process alone; with ``on_each_node`` by all ranks. ``moment`` tells this call
+    from others that are made from the same line.
 
     Raises:
         CheckpointError: on every rank, when the main process couldn't write; also for meta parameters.
     """
-    ranks = Ranks(world)
-    error: Exception | None = None
+
+    def write() -> None:
+        if safe_serialization and (removed := shared_names(state_dict)):
+            _tell_removed(tuple(removed))
+        with new_files(Path(save_directory)) as (_, create):
+            write_weights(create, state_dict, safe_serialization=safe_serialization, max_shard_size=max_shard_size)
+
+    what = f"save the model to {save_directory}"
+    if not on_each_node:
+        written_by_main(world, "save_model", str(save_directory), write, what, moment=moment)
+        return
+    ranks, error = Ranks(world), None
     try:
-        if ranks.is_main or (on_each_node and ranks.is_local_main):
-            if safe_serialization:
-                removed = shared_names(state_dict)
-                if removed:
-                    _tell_removed(tuple(removed))
-            with new_files(Path(save_directory)) as (_, create):
-                write_weights(create, state_dict, safe_serialization=safe_serialization, max_shard_size=max_shard_size)
+        if ranks.is_local_main:
+            write()
     except Exception as problem:  # raised again on every rank by agree()
         error = problem
-    ranks.agree(error, f"save the model to {save_directory}")
+    ranks.agree(error, what)
 
 
 @contextmanager
@@ -374,10 +391,10 @@ def _find(folder: Path, index: int) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: not an index of weights ({type(error).__name__}: {error})") from error
-    shards = sorted({index.parent / name for name in names.values()})
+    shards = sorted(inside(index.parent, name, index) for name in names)
     missing = [path.name for path in shards if not path.is_file()]
     if missing:
         raise CheckpointError(f"{index}: shards are missing: {', '.join(missing)}")

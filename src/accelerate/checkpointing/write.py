@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from ..errors import CheckpointError, SettingError
-from ..seeding import capture_rng_states
+from ..meeting import Attendance
+from ..seeding import began_alike, capture_rng_states
 from ..settings.project import ProjectOptions
 from ..world import current_world
 from .agreement import Conversation, Ranks
@@ -20,13 +22,27 @@ from .background import Background
 from .codec import encode
 from .content import Late, Part, Pickled, State, Weights
 from .draft import Draft, Store
-from .layout import CUSTOM, LOADER, OPTIMIZER, RANDOM, SCALER, SCHEDULER, Slot, to_classic_streams
-from .manifest import PIN_NAME, Manifest
+from .hook_files import run_hooks
+from .late import ABSENT_RANKS, LatePart
+from .layout import (
+    CUSTOM,
+    GRADIENTS,
+    LOADER,
+    OPEN_WINDOW,
+    OPTIMIZER,
+    RANDOM,
+    SCALER,
+    SCHEDULER,
+    STREAMS_ALIKE,
+    Slot,
+    to_classic_streams,
+)
+from .manifest import PIN_NAME, Manifest, read_manifest
 from .meter import SILENT, Meter
-from .place import LocalPlace
+from .place import LocalPlace, place_of
 from .remote import open_store
 from .selection import EVERYTHING, Selection
-from .series import next_number, numbered_place, prune, series_place
+from .series import next_number, number_of, numbered_place, prune, series_place
 from .store import CheckpointStore
 from .weights import stale_weights, write_weights
 
@@ -49,6 +65,7 @@ class Contents:
         models: handed to the hooks.
         weights: one state dict per model, as the main process writes it. Hooks may take entries out.
         custom_objects: what the user registered.
+        open_window: has the gradients of this rank, if it was saved between two updates.
         may_pickle: those of them that are saved as pickles.
     """
 
@@ -60,6 +77,7 @@ class Contents:
     scaler: Any = None
     custom_objects: Sequence[Any] = ()
     may_pickle: Sequence[Any] = ()
+    open_window: Any = None
     step: int = 0
     classic: bool = False
     safe_serialization: bool = True
@@ -95,14 +113,27 @@ class Contents:
             parts.append(self._part(SCALER, self.scaler.state_dict(), 0, "scaler.state_dict()"))
         return parts
 
-    def own(self, rank: int) -> Part:
-        """The random streams of this rank, and the part of each loader's state that only this rank has."""
+    def own(self, rank: int) -> list[Part]:
+        """What only this rank has: random streams, its part of each loader's state, gradients of an open window."""
         streams = capture_rng_states(self.step)
         if self.classic:
-            return self._part(RANDOM, to_classic_streams(streams), rank, "random streams")
+            return [self._part(RANDOM, to_classic_streams(streams), rank, "random streams"), *self._of_window(rank)]
         states = [loader.state_dict() if _keeps_state(loader) else None for loader in self.dataloaders]
         own = [state.get("own") if isinstance(state, Mapping) else None for state in states]
-        return self._part(RANDOM, {"streams": streams, "loaders": own}, rank, "random streams")
+        return [
+            self._part(RANDOM, {"streams": streams, "loaders": own}, rank, "random streams"),
+            *self._of_window(rank),
+        ]
+
+    def _of_window(self, rank: int) -> list[Part]:
+        """The gradients, never as a pickle: the classic format has no name for them, so that nobody else reads them."""
+        window = None if self.open_window is None else self.open_window.state_dict()
+        return [] if window is None else [State(GRADIENTS.name(rank), encode(window, "gradients"), beside=True)]
+
+    @property
+    def has_open_window(self) -> bool:
+        """Whether gradients of a window are a part of the checkpoint."""
+        return self.open_window is not None and self.open_window.state_dict() is not None
 
     def epoch(self) -> int | None:
         """The epoch of the first loader that knows it."""
@@ -130,8 +161,16 @@ class Saving:
     number: int | None
     selection: Selection
     pin: bool
+    attendance: Attendance = field(default_factory=Attendance)
     parts: list[Part] = field(default_factory=list)
     num_models: int = 0
+
+    @contextmanager
+    def sealing(self, draft: Draft) -> Iterator[None]:
+        """A block after which the draft is a checkpoint."""
+        with ExitStack() as held, self.store.sealing(draft):
+            yield
+            held.enter_context(self.attendance.turn())  # a late rank may be adding its part to what lies there
 
     def write(self, draft: Draft, *, shown: bool) -> None:
         """Every part is a file of the draft."""
@@ -143,18 +182,22 @@ class Saving:
         draft.meter = SILENT
 
     def close(self) -> None:
-        """After the commit: no stale files, no checkpoints beyond the limits."""
+        """After the commit: late ranks know of it; no stale files, no checkpoints beyond the limits."""
+        if not self.attendance.has_all and self.attendance.is_main:
+            self.attendance.finish(self.store.identity)
         if isinstance(self.store, CheckpointStore):
             _clear_stale_weights(self.store, self.num_models)
         if self.number is not None and self.project.total_limit is not None:
-            _prune(self.store, self.project)
+            with self.attendance.turn():
+                _prune(self.store, self.project)
 
     def finish_in_background(self, draft: Draft) -> None:
         """The kept parts are a committed checkpoint; runs in a thread of its own."""
         try:
-            with self.store.sealing(draft):
-                self.write(draft, shown=False)
-            self.close()
+            with _reporting(self.attendance, self.store.ranks):
+                with self.sealing(draft):
+                    self.write(draft, shown=False)
+                self.close()
         finally:
             self.parts.clear()
             self.store.ranks.close()
@@ -176,18 +219,21 @@ def write_checkpoint(
     pin: bool = False,
     background: Background | None = None,
     asynchronous: bool = False,
+    attendance: Attendance | None = None,
     **objects: Any,
 ) -> str:
     """A committed checkpoint of all that is given, on every rank's return; its folder is handed back.
 
-    A collective. With automatic naming the folder is the next number of the project's series and ``output_dir``
-    is not used; ``project.iteration`` then moves on, and older checkpoints beyond the project's limits are removed.
+    A collective, unless ``attendance`` says that the main process calls it alone. With automatic naming the folder is
+    the next number of the project's series and ``output_dir`` is not used; ``project.iteration`` then
+    moves on, and older checkpoints beyond the project's limits are removed.
 
     Args:
         world: the processes that save together; None is this process alone.
         step: given back by :func:`read_checkpoint`.
         strategy: the label that the manifest records.
-        pre_hooks: called as ``hook(models, weights, folder)`` with the *staging* folder, on every rank.
+        pre_hooks: called as ``hook(models, weights, folder)`` on every rank, with the folder that is handed back (of a
+            checkpoint behind a network, the local one that is uploaded); what they write there is committed too.
         write_parts: writes what a strategy saves in its own way, through the draft or into ``draft.folder``.
         details: JSON values that the manifest records; ``epoch`` is shown in listings.
         metrics: numbers that the manifest records; the best checkpoints by one of them can be kept.
@@ -195,6 +241,7 @@ def write_checkpoint(
         pin: the checkpoint is kept, whatever the limits say.
         background: where a save may still be under way: this one begins when that one is committed.
         asynchronous: return as soon as the state is copied to host memory, and write in the background.
+        attendance: who calls this, as :func:`attend_save` found out; by default every rank of ``world``.
         objects: the fields of :class:`Contents`: ``weights=``, ``optimizers=``, ...
 
     Raises:
@@ -204,44 +251,122 @@ def write_checkpoint(
     """
     if background is not None:
         background.wait()
-    project, select = project or ProjectOptions(), select or EVERYTHING
+    project, select, attendance = project or ProjectOptions(), select or EVERYTHING, attendance or Attendance()
     contents = Contents(
         step=step, classic=project.checkpoint_format == "classic", safe_serialization=safe_serialization, **objects
     )
-    asynchronous = asynchronous and background is not None
-    ranks = _ranks(world, asynchronous)
-    saving = _saving(output_dir, ranks, project, select, pin)
-    manifest = Manifest(
-        {},
-        step=step,
-        strategy=strategy,
-        checkpoint_format=project.checkpoint_format,
-        details=_details(details, metrics, saving, contents),
-    )
-    try:
+    writer = background if asynchronous else None
+    if not attendance.has_all and not attendance.is_main and not _writes_for_its_node(attendance, project, world):
+        address = _save_late(attendance, Ranks(world, alone=True), contents, select, list(pre_hooks), writer)
+        if project.automatic_checkpoint_naming:
+            project.iteration = number_of(address) + 1
+        return address
+    ranks = _ranks(world, writer is not None, alone=not attendance.has_all)
+    with _reporting(attendance, ranks):
+        saving = _saving(output_dir, ranks, project, select, pin, attendance)
+        manifest = Manifest(
+            {},
+            step=step,
+            strategy=strategy,
+            checkpoint_format=project.checkpoint_format,
+            details=_details(details, metrics, saving, contents, world),
+        )
         draft = saving.store.begin(manifest)
         collect = partial(_collect, saving, contents, draft, list(pre_hooks), write_parts)
-        if asynchronous and background is not None:
+        if writer is not None:
             with saving.store.together(draft):
                 collect()
-                background.memory.keep(saving.parts)
-            background.start(partial(saving.finish_in_background, draft))
+                writer.memory.keep(saving.parts)
+            writer.start(partial(saving.finish_in_background, draft))
         else:
-            with saving.store.sealing(draft):
+            with saving.sealing(draft):
                 collect()
                 saving.write(draft, shown=True)
             saving.close()
-    except BaseException:  # the conversation ends, whatever ended the save
-        ranks.close()
-        raise
     if saving.number is not None:
         project.iteration = saving.number + 1
     return saving.store.address
 
 
-def _ranks(world: World | None, asynchronous: bool) -> Ranks:
-    if not asynchronous or world is None or not world.is_distributed:
-        return Ranks(world)
+def attend_save(
+    output_dir: str | PathLike[str] | None,
+    *,
+    world: World | None,
+    project: ProjectOptions,
+    needs_all: bool = False,
+    moment: str = "",
+) -> Attendance:
+    """Find out which ranks make this call of ``save_state``, before any of them talks in a collective.
+
+    Args:
+        needs_all: the state lies over the ranks, so that the main process can't save it alone.
+        moment: what tells this save from others that are made from the same line.
+
+    Raises:
+        SettingError: there is nowhere to save to.
+        CollectiveError: a rank that is needed doesn't come.
+    """
+    _check_target(output_dir, project)
+    if world is None or world.meeting is None or not world.is_distributed:
+        return Attendance()
+    if needs_all:
+        world.meeting.require_all("save_state")
+        return Attendance(is_main=world.is_main)
+    target = "" if project.automatic_checkpoint_naming or output_dir is None else os.fspath(output_dir)
+    return world.meeting.calls.meet("save_state", target, moment=moment)
+
+
+@contextmanager
+def _reporting(attendance: Attendance, ranks: Ranks) -> Iterator[None]:
+    """A block whose error ends the conversation, and is told to the ranks that come late to a save of this one."""
+    try:
+        yield
+    except BaseException as error:  # whatever ended the save, the others are told
+        ranks.close()
+        if not attendance.has_all and attendance.is_main:
+            attendance.finish(error=error)
+        raise
+
+
+def _writes_for_its_node(attendance: Attendance, project: ProjectOptions, world: World | None) -> bool:
+    """Whether this rank, which came late, is the first of a node whose folder nobody has written."""
+    if not project.save_on_each_node or world is None or not world.is_local_main:
+        return False
+    identity = attendance.wait_for_outcome()
+    manifest = read_manifest(place_of(attendance.address))
+    return manifest is None or manifest.identity != identity
+
+
+def _save_late(
+    attendance: Attendance,
+    ranks: Ranks,
+    contents: Contents,
+    select: Selection,
+    pre_hooks: Sequence[Callable[..., None]],
+    writer: Background | None,
+) -> str:
+    """This rank's part is in the checkpoint that the main process has made alone."""
+    late = LatePart(attendance, ranks)
+    try:
+        weights = [dict(state) for state in contents.weights]
+        for hook in pre_hooks:
+            hook(list(contents.models), weights, str(late.draft.folder))
+        if not select.model_only:
+            late.parts += contents.own(ranks.rank)
+        if writer is not None:
+            writer.memory.keep(late.parts)
+            writer.start(late.add)
+    except BaseException:  # also when the program is being ended
+        late.close()
+        raise
+    if writer is None:
+        late.add()
+    return attendance.address
+
+
+def _ranks(world: World | None, asynchronous: bool, *, alone: bool) -> Ranks:
+    if alone or not asynchronous or world is None or not world.is_distributed:
+        return Ranks(world, alone=alone)
     if world.meeting is None:
         raise SettingError(
             "asynchronous saving needs the key-value store of a process group, which this runtime doesn't have; "
@@ -251,29 +376,52 @@ def _ranks(world: World | None, asynchronous: bool) -> Ranks:
     return Ranks(world, Conversation(world.meeting, f"save/{number}"))
 
 
+def _check_target(output_dir: str | PathLike[str] | None, project: ProjectOptions) -> None:
+    if not project.automatic_checkpoint_naming and output_dir is None:
+        raise SettingError(
+            "save_state() needs an output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
+        )
+    if project.automatic_checkpoint_naming and project.project_dir is None:
+        raise SettingError(
+            "automatic_checkpoint_naming needs a project_dir: give Accelerator(project_dir=...) or "
+            "ProjectConfiguration(project_dir=...)."
+        )
+
+
 def _saving(
     output_dir: str | PathLike[str] | None,
     ranks: Ranks,
     project: ProjectOptions,
     select: Selection,
     pin: bool,
+    attendance: Attendance,
 ) -> Saving:
-    on_each_node = project.save_on_each_node
-    if not project.automatic_checkpoint_naming:
-        if output_dir is None:
-            raise SettingError(
-                "save_state() needs an output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
-            )
-        return Saving(open_store(output_dir, ranks, on_each_node=on_each_node), project, None, select, pin)
-    if project.project_dir is None:
-        raise SettingError(
-            "automatic_checkpoint_naming needs a project_dir: give Accelerator(project_dir=...) or "
-            "ProjectConfiguration(project_dir=...)."
+    _check_target(output_dir, project)
+    number, place = None, output_dir
+    if project.automatic_checkpoint_naming:
+        assert project.project_dir is not None
+        root = series_place(project.project_dir)
+        number = _on_main(ranks, f"look into {root}", lambda: next_number(root, project.iteration))
+        place = numbered_place(root, number)
+    assert place is not None
+    store = open_store(place, ranks, on_each_node=project.save_on_each_node)
+    if not attendance.has_all and attendance.is_main:
+        attendance.begin(store.address)
+        _warn_of_absence(attendance, store)
+    return Saving(store, project, number, select, pin, attendance)
+
+
+def _warn_of_absence(attendance: Attendance, store: Store) -> None:
+    if attendance.is_first:
+        others = ", ".join(map(str, range(1, min(store.ranks.world_size, 9))))
+        _log.warning(
+            "save_state() was called by the main process alone: %s lacks the random streams of the other ranks (%s%s) "
+            "and their own parts of loaders, unless they come too. A run that continues from it derives them from the "
+            "main process's. Call save_state() on every rank for an exact continuation.",
+            store.address,
+            others,
+            ", ..." if store.ranks.world_size > 9 else "",
         )
-    root = series_place(project.project_dir)
-    number = _on_main(ranks, f"look into {root}", lambda: next_number(root, project.iteration))
-    store = open_store(numbered_place(root, number), ranks, on_each_node=on_each_node)
-    return Saving(store, project, number, select, pin)
 
 
 def _on_main(ranks: Ranks, what: str, ask: Callable[[], int]) -> int:
@@ -289,17 +437,26 @@ def _on_main(ranks: Ranks, what: str, ask: Callable[[], int]) -> int:
 
 
 def _details(
-    details: Mapping[str, Any] | None, metrics: Mapping[str, Any] | None, saving: Saving, contents: Contents
+    details: Mapping[str, Any] | None,
+    metrics: Mapping[str, Any] | None,
+    saving: Saving,
+    contents: Contents,
+    world: World | None,
 ) -> dict[str, Any]:
-    found = dict(details or {})
+    found, ranks = dict(details or {}), saving.store.ranks
     if found.get("epoch") is None and (epoch := contents.epoch()) is not None:
         found["epoch"] = epoch
+    if not saving.selection.model_only and contents.has_open_window:
+        found[OPEN_WINDOW] = True
     if metrics:
         found["metrics"] = {name: float(value) for name, value in metrics.items()}
     if saving.selection != EVERYTHING:
         found["selection"] = saving.selection.to_details()
     if saving.number is not None:
         found["iteration"] = saving.number
+    if not saving.attendance.has_all and not saving.selection.model_only:
+        found[ABSENT_RANKS] = [r for r in range(ranks.world_size) if r != ranks.rank]
+        found[STREAMS_ALIKE] = world is not None and began_alike(world)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -312,8 +469,7 @@ def _collect(
 ) -> None:
     """The parts that this rank writes are known; nothing of them is written but what hooks write themselves."""
     weights = [dict(state) for state in contents.weights]
-    for hook in pre_hooks:
-        hook(list(contents.models), weights, str(draft.folder))
+    run_hooks(saving.store, draft, [partial(hook, list(contents.models), weights) for hook in pre_hooks])
     saving.num_models = len(weights)
     later = write_parts(draft) if write_parts is not None else None
     if callable(later):
@@ -327,7 +483,7 @@ def _collect(
         if saving.pin:
             (draft.folder / PIN_NAME).touch()
     if not saving.selection.model_only:
-        saving.parts.append(contents.own(draft.ranks.rank))
+        saving.parts += contents.own(draft.ranks.rank)
 
 
 def _clear_stale_weights(store: CheckpointStore, num_models: int) -> None:
@@ -365,7 +521,7 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> str:
-    """``output_dir`` holds the states as a committed checkpoint; a collective of the current world.
+    """``output_dir`` holds the states as a committed checkpoint; called by the main process, or by all ranks.
 
     ``process_index`` is checked against the world, which knows it.
     """
@@ -375,10 +531,12 @@ def save_accelerator_state(
         raise CheckpointError(
             f"process_index={process_index} was given, but this process is rank {rank} of {world.size}"
         )
+    project = ProjectOptions(save_on_each_node=save_on_each_node)
     return write_checkpoint(
         os.fspath(Path(output_dir)),
         world=world,
-        project=ProjectOptions(save_on_each_node=save_on_each_node),
+        project=project,
+        attendance=attend_save(output_dir, world=world, project=project),
         weights=model_states,
         optimizers=optimizers,
         schedulers=schedulers,

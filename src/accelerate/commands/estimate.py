@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
-from ..errors import AccelerateError
+from ..errors import AccelerateError, NotBuilt
+from ..optional import is_installed, require
 from .parser import Parser, spellings
 
 DTYPES = ("float32", "float16", "int8", "int4")
@@ -81,8 +82,81 @@ def count(text: str) -> int:
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """The model's name as timm wants it for a model of the hub."""
-    return model_name if model_name.startswith(("hf_hub:", "hf-hub:")) else f"hf_hub:{model_name}"
+    """Return the name as timm wants it: with a prefix for a model of the hub ("user/model"), timm's own as they are."""
+    is_of_hub = "/" in model_name and not model_name.startswith(("hf_hub:", "hf-hub:"))
+    return f"hf-hub:{model_name}" if is_of_hub else model_name
+
+
+def verify_on_hub(repo: str, token: str | None = None) -> Any:
+    """Return what the hub knows about the model: its information, "gated" or "repo" when it can't be seen, or False."""
+    hub = require("huggingface_hub", "hub", purpose=f"Looking for the model {repo!r} on the hub")
+    try:
+        return hub.model_info(repo, token=token)
+    except hub.errors.GatedRepoError:
+        return "gated"
+    except hub.errors.RepositoryNotFoundError:
+        return "repo"
+    except OSError:  # no network, or downloads are switched off
+        return False
+
+
+def check_has_model(error: BaseException) -> str:
+    """Say which library an error about a missing model comes from: "timm", "transformers", or "unknown"."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and "Unknown model" in text and is_installed("timm"):
+        return "timm"
+    return (
+        "transformers" if isinstance(error, OSError) and "does not appear to have a file named" in text else "unknown"
+    )
+
+
+def create_empty_model(
+    model_name: str, library_name: str | None = None, trust_remote_code: bool = False, access_token: str | None = None
+) -> Any:
+    """Build the model, of the hub or of a folder, without memory for its weights.
+
+    Raises:
+        AccelerateError: the model isn't known, or can't be built here.
+    """
+    from ..estimate.subject import find_subject
+    from ..settings import env
+
+    with env.patched(**({} if access_token is None else {"HF_TOKEN": access_token})):
+        return find_subject(model_name, cast("Any", library_name), trust_remote_code).build()
+
+
+def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) -> str:
+    """Return a table in a frame, with a title, its cells centred."""
+    widths = [max(len(str(row[column])) for row in (headers, *rows)) for column in range(len(headers))]
+    width = sum(widths) + len(widths) - 1
+    if len(title) + 2 > width:
+        widths[-1] += len(title) + 2 - width
+        width = len(title) + 2
+
+    def rule(left: str, between: str, right: str) -> str:
+        return left + between.join("─" * each for each in widths) + right
+
+    def line(cells: list[Any]) -> str:
+        return "│" + "│".join(str(cell).center(each) for cell, each in zip(cells, widths, strict=True)) + "│"
+
+    head = [f"┌{'─' * width}┐", f"│{title.center(width)}│", rule("├", "┬", "┤"), line(headers), rule("├", "┼", "┤")]
+    return "\n".join([*head, *map(line, rows), rule("└", "┴", "┘")])
+
+
+def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
+    """Return the bytes that training with Adam takes, by what for; -1 where a model of this precision isn't trained.
+
+    ``bytes`` is the size of the weights in float32.
+    """
+    if msamp_config is not None:
+        raise NotBuilt("What MS-AMP takes isn't known here. Leave msamp_config out.")
+    if mixed_precision == "float32":
+        found = {"model": bytes, "gradients": bytes, "optimizer": bytes * 2, "step": bytes * 4}
+    elif mixed_precision in ("float16", "bfloat16"):
+        found = {"model": bytes, "gradients": bytes + bytes // 2, "optimizer": bytes * 2, "step": bytes * 2}
+    else:
+        found = {"model": -1, "gradients": -1, "optimizer": -1, "step": -1}
+    return found
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:

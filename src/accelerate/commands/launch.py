@@ -9,28 +9,43 @@ import contextlib
 import dataclasses
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AccelerateError
-from ..launch.arguments import config_path, program_of, settings_of
+from ..launch.arguments import complete, config_path, program_of, settings_of
 from ..launch.choose import choose
 from ..launch.engine import is_cpu_run
 from ..launch.host import Host, this_host
+from ..launch.local import LocalProcesses
 from ..launch.plan import LaunchPlan
 from ..launch.preflight import check_cheap
+from ..launch.prepared import prepared_for_sagemaker
+from ..launch.sagemaker import SageMaker
 from ..launch.simple import OneProcess, ProcessFailed
 from ..launch.streams import open_standard_descriptors
+from ..launch.tpu import Tpu
 from ..ports import claim_port, release_ports
-from ..settings import env, file
+from ..settings import env
 from ..settings.run import launch_options_of
 from ..settings.tree import Settings
-from .parser import build_launch_parser
+from .config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
+from .parser import add_launch_options, build_launch_parser
 
 if TYPE_CHECKING:
     from ..launch.engine import LaunchEngine
 
-__all__ = ["launch_command", "launch_command_parser", "main"]
+__all__ = [
+    "deepspeed_launcher",
+    "launch_command",
+    "launch_command_parser",
+    "main",
+    "multi_gpu_launcher",
+    "sagemaker_launcher",
+    "simple_launcher",
+    "tpu_launcher",
+    "tpu_pod_launcher",
+]
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -38,16 +53,78 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     if subparsers is not None:
         parser = subparsers.add_parser("launch", add_help=False, allow_abbrev=False)
         parser.set_defaults(func=launch_command)
+        add_launch_options(parser, launch_options_of())
+        parser.add_argument("training_script")
+        parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
         return parser
     return build_launch_parser(launch_options_of())
 
 
-def plan_launch(args: argparse.Namespace) -> tuple[Settings, LaunchEngine, LaunchPlan]:
-    """(settings, engine, plan) of a launch; nothing has been started."""
+def _start(args: argparse.Namespace, engine: LaunchEngine | None = None) -> None:
+    """Run the program through ``engine``, or through the one that suits.
+
+    Raises:
+        ProcessFailed: it ended with another exit code than 0 (also a ``subprocess.CalledProcessError``).
+        SystemExit: the same, under ``--quiet``.
+    """
+    with contextlib.ExitStack() as after:
+        after.callback(release_ports)
+        settings, engine, plan = plan_launch(args, engine)
+        if _shown_instead(args, settings, engine, plan):
+            return
+        _check_and_announce(plan, settings)
+        code = engine.run(plan)
+    if code != 0:
+        if settings.launch.quiet:
+            sys.exit(code)
+        raise ProcessFailed(code, plan.argv)
+
+
+def simple_launcher(args: argparse.Namespace) -> None:
+    """Run the program once, or once for each host of a hostfile through mpirun."""
+    _start(args, OneProcess() if getattr(args, "mpirun_hostfile", None) is None else None)
+
+
+def multi_gpu_launcher(args: argparse.Namespace) -> None:
+    """Run the program on several processes, one for each device."""
+    _start(args, None if (args.num_processes or 0) > 1 or (args.num_machines or 1) > 1 else LocalProcesses())
+
+
+def deepspeed_launcher(args: argparse.Namespace) -> None:
+    """Run the program on DeepSpeed's ranks, of this host or of all hosts of a hostfile."""
+    args.use_deepspeed = True
+    _start(args)
+
+
+def tpu_launcher(args: argparse.Namespace) -> None:
+    """Call the script's function on each TPU device of this host."""
+    args.tpu_use_cluster, args.tpu = False, True
+    _start(args, Tpu())
+
+
+def tpu_pod_launcher(args: argparse.Namespace) -> None:
+    """Start the program on all machines of a TPU pod."""
+    args.tpu_use_cluster, args.tpu = True, True
+    _start(args, Tpu())
+
+
+def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> None:
+    """Run the program as the SageMaker job that ``sagemaker_config`` describes."""
+    settings, host = prepared_for_sagemaker(sagemaker_config, args)
+    engine = SageMaker()
+    plan = engine.plan(settings, program_of(args, settings), host)
+    if not _shown_instead(args, settings, engine, plan):
+        engine.run(plan)
+
+
+def plan_launch(
+    args: argparse.Namespace, engine: LaunchEngine | None = None
+) -> tuple[Settings, LaunchEngine, LaunchPlan]:
+    """Return (settings, engine, plan) of a launch, through ``engine`` if given; nothing has been started."""
     settings = settings_of(args)
     program = program_of(args, settings)
     host: Host = this_host(env.snapshot(), cpu=is_cpu_run(settings), port=settings.launch.main_process_port)
-    engine = choose(settings, host)
+    engine = engine or choose(settings, host)
     plan = engine.plan(settings, program, host)
     port = int(plan.environment.get("MASTER_PORT", 0))
     if plan.ranks and not claim_port(port):  # another launch has chosen it, and its ranks don't listen there yet
@@ -69,17 +146,7 @@ def launch_command(args: argparse.Namespace) -> None:
         ProcessFailed: it ended with another exit code than 0 (also a ``subprocess.CalledProcessError``).
         SystemExit: the same, under ``--quiet``.
     """
-    with contextlib.ExitStack() as after:
-        after.callback(release_ports)
-        settings, engine, plan = plan_launch(args)
-        if _shown_instead(args, settings, engine, plan):
-            return
-        _check_and_announce(plan, settings)
-        code = engine.run(plan)
-    if code != 0:
-        if settings.launch.quiet:
-            sys.exit(code)
-        raise ProcessFailed(code, plan.argv)
+    _start(args)
 
 
 def _shown_instead(args: argparse.Namespace, settings: Settings, engine: LaunchEngine, plan: LaunchPlan) -> bool:
@@ -138,15 +205,16 @@ def main(arguments: Sequence[str] | None = None, *, replace: bool | None = None)
 
 def _validate_launch_command(
     args: argparse.Namespace,
-) -> tuple[argparse.Namespace, Mapping[str, Any] | None, bool]:
-    """(args completed from the file and the defaults, the file's content, whether it gave the precision)."""
+) -> tuple[argparse.Namespace, ClusterConfig | SageMakerConfig | None, bool]:
+    """Return (args completed from the file and the defaults, the file's configuration, whether it gave the precision).
+
+    Takes the Namespace of the launcher's parser, and one made by hand.
+    """
     settings = settings_of(args)
     path = config_path(args)
-    content = None if path is None else file.read(path)
-    for option in launch_options_of():
-        if option.dest is not None and getattr(args, option.dest, None) is None:
-            setattr(args, option.dest, settings.value_of(option))
-    return args, content, settings.source_of("run.mixed_precision").kind == "file"
+    configuration = None if path is None else load_config_from_file(path)
+    complete(args, settings)
+    return args, configuration, settings.source_of("run.mixed_precision").kind == "file"
 
 
 if __name__ == "__main__":

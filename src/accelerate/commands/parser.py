@@ -77,6 +77,32 @@ class Parser(argparse.ArgumentParser):
         complain_and_exit(self, message)
 
 
+class CustomArgumentParser(argparse.ArgumentParser):
+    """A parser whose options can be spelled with ``_`` and with ``-``, for commands of one's own."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """Add the option under all its spellings."""
+        return super().add_argument(*_all_spellings(args), **kwargs)
+
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Add a group whose options have all their spellings too."""
+        group = super().add_argument_group(*args, **kwargs)
+        add = group.add_argument
+
+        def add_argument(*names: Any, **options: Any) -> argparse.Action:
+            return add(*_all_spellings(names), **options)
+
+        setattr(group, "add_argument", add_argument)  # noqa: B010
+        return group
+
+
+def _all_spellings(names: Sequence[str]) -> tuple[str, ...]:
+    """The names of an option with ``_`` first, which is what argparse stores it under."""
+    short = tuple(name for name in names if not name.startswith("--"))
+    long = [name[:2] + name[2:].replace("-", "_") for name in names if name.startswith("--")]
+    return (*short, *spellings(*long))
+
+
 @final
 class LaunchParser(argparse.ArgumentParser):
     """Options, then the program, then the program's own arguments: exactly as they were given."""
@@ -98,7 +124,8 @@ class LaunchParser(argparse.ArgumentParser):
         import sys
 
         words = list(sys.argv[1:] if args is None else args)
-        place = self._program_place(words)
+        given = {"training_script", "training_script_args"}
+        place = self._program_place(words, given)
         parsed, unknown = super().parse_known_args(words[:place], namespace or argparse.Namespace())
         if unknown:
             self.error(unknown_option(self, unknown[0]))
@@ -110,10 +137,11 @@ class LaunchParser(argparse.ArgumentParser):
         if not rest:
             self.error("there is no script to launch. Usage: accelerate launch [options] script.py [its arguments]")
         parsed.training_script, parsed.training_script_args = rest[0], rest[1:]
+        parsed.nondefault = given  # the documented name of what the command line gave, the rest being defaults
         return parsed, []
 
-    def _program_place(self, words: Sequence[str]) -> int:
-        """The index of the first word that is neither an option nor an option's value."""
+    def _program_place(self, words: Sequence[str], given: set[str]) -> int:
+        """Return the index of the first word that is neither an option nor its value; ``given`` gets the options."""
         index = 0
         while index < len(words):
             word = words[index]
@@ -125,6 +153,7 @@ class LaunchParser(argparse.ArgumentParser):
                 action, has_value = self._option_string_actions.get(word[:2]), len(word) > 2
             if action is None:
                 self.error(unknown_option(self, word))
+            given.add(action.dest)
             index += 1 if action.nargs == 0 or has_value else 2
         return len(words)
 
@@ -143,11 +172,12 @@ class _Help(argparse.Action):
 
 
 def reader_of(option: OptionInfo) -> Callable[[str], object]:
-    """What argparse calls with an option's text."""
+    """Return what argparse calls with an option's text, to check it and to turn it into what the Namespace holds."""
 
     def read(text: str) -> object:
         try:
-            return option.read(text, Source("flag", option.flag or ""))
+            value = option.read(text, Source("flag", option.flag or ""))
+            return text if option.parses_to_text else value
         except SettingError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -165,17 +195,18 @@ def spellings(*names: str) -> tuple[str, ...]:
 
 
 def add_option(parser: argparse.ArgumentParser, option: OptionInfo) -> None:
-    """The parser knows the option under all its spellings; None stands for "not given"."""
+    """Make the parser know the option under all its spellings, with the documented default of its Namespace."""
     assert option.dest is not None
+    default = option.flag_default
     if option.switch:
-        parser.add_argument(*option.flags, dest=option.dest, action="store_const", const=True, default=None)
+        parser.add_argument(*option.flags, dest=option.dest, action="store_const", const=True, default=default)
         if option.off_flag is not None:
             off = spellings(option.off_flag)
-            parser.add_argument(*off, dest=option.dest, action="store_const", const=False, default=None)
+            parser.add_argument(*off, dest=option.dest, action="store_const", const=False, default=default)
     elif option.repeat:
-        parser.add_argument(*option.flags, dest=option.dest, action="append", default=None)
+        parser.add_argument(*option.flags, dest=option.dest, action="append", default=default)
     else:
-        parser.add_argument(*option.flags, dest=option.dest, type=reader_of(option), default=None)
+        parser.add_argument(*option.flags, dest=option.dest, type=reader_of(option), default=default)
 
 
 def build_launch_parser(options: Iterable[OptionInfo], *, prog: str = "accelerate launch") -> LaunchParser:
@@ -183,6 +214,13 @@ def build_launch_parser(options: Iterable[OptionInfo], *, prog: str = "accelerat
     rows = list(options)
     parser = LaunchParser(prog=prog, add_help=False, allow_abbrev=False)
     parser.rows = rows
+    add_launch_options(parser, rows)
+    return parser
+
+
+def add_launch_options(parser: argparse.ArgumentParser, options: Iterable[OptionInfo]) -> None:
+    """Make any parser know these options and those that only the command itself has."""
+    rows = list(options)
     parser.add_argument(
         "-h", "--help", action=_Help, dest="help", show=lambda: short_help(rows), help=argparse.SUPPRESS
     )
@@ -201,7 +239,6 @@ def build_launch_parser(options: Iterable[OptionInfo], *, prog: str = "accelerat
     for option in rows:
         add_option(parser, option)
     parser.add_argument("--fp16", dest="fp16", action="store_const", const=True, default=None)
-    return parser
 
 
 #: Options of the command itself: (flag, value shown, help).

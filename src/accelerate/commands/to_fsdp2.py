@@ -89,7 +89,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
         raise SettingError("Where shall the result go? Give --output_file FILE, or --overwrite.")
     target = source if args.overwrite or named is None else Path(named).expanduser()
     if target.exists() and not args.overwrite:
-        raise SettingError(f"{target} exists. Remove it first, or name another --output_file.")
+        raise FileExistsError(f"{target} exists already. Give --overwrite, or name another --output_file.")
     content = yaml.safe_load(source.read_text(encoding="utf-8"))
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(yaml.safe_dump(convert_config_to_fsdp2(content)), encoding="utf-8")
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = to_fsdp2_command_parser().parse_args(None if arguments is None else list(arguments))
     try:
         to_fsdp2_command(args)
-    except (AccelerateError, FileNotFoundError) as error:
+    except (AccelerateError, FileNotFoundError, FileExistsError) as error:
         return complain("accelerate to-fsdp2", error)
     return 0
 

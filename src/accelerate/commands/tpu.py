@@ -11,13 +11,18 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ..errors import AccelerateError, MissingDependency, SettingError
 from ..settings import file
 from .parser import Parser, spellings
+from .wheel import build_wheel, version, wheel_name
+
+#: Where the package is copied to on the pod's machines.
+_REMOTE_FOLDER: Final = "/tmp"
 
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -34,12 +39,17 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     add(*spellings("--use_alpha"), dest="use_alpha", action="store_true", help="Use `gcloud alpha`.")
     add(*spellings("--command_file"), dest="command_file", help="A file of commands, one a line.")
     add("--command", action="append", nargs="+", help="A command (may be given several times).")
-    add(*spellings("--install_accelerate"), dest="install_accelerate", action="store_true", help="Install accelerate.")
+    add(
+        *spellings("--install_accelerate"),
+        dest="install_accelerate",
+        action="store_true",
+        help="Install this very package.",
+    )
     add(
         *spellings("--accelerate_version"),
         dest="accelerate_version",
         default="latest",
-        help="The version to install: latest, or a number.",
+        help="Kept for old scripts: the version that runs here is installed.",
     )
     add("--debug", action="store_true", help="Print the command instead of running it.")
     parser.set_defaults(func=tpu_command_launcher)
@@ -49,11 +59,9 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def _remote_commands(args: argparse.Namespace, content: dict[str, Any]) -> list[str]:
     commands: list[str] = []
     if args.install_accelerate:
-        if args.accelerate_version == "dev":
-            raise SettingError("--accelerate_version dev has no public address to install from: give a number.")
-        latest = args.accelerate_version == "latest"
-        package = "accelerate" if latest else f"accelerate=={args.accelerate_version}"
-        commands.append(f"pip install -U {shlex.quote(package)}")
+        commands.append(
+            shlex.join(["python3", "-m", "pip", "install", "--upgrade", f"{_REMOTE_FOLDER}/{wheel_name()}"])
+        )
     command_file = args.command_file or (content.get("command_file") if not args.command else None)
     if command_file is not None:
         path = Path(command_file).expanduser()
@@ -61,7 +69,7 @@ def _remote_commands(args: argparse.Namespace, content: dict[str, Any]) -> list[
             raise SettingError(f"--command_file {command_file}: there is no such file.")
         commands += [line for line in path.read_text().splitlines() if line.strip()]
     elif args.command:
-        commands += [" ".join(words) for words in args.command]
+        commands += [words[0] if len(words) == 1 else shlex.join(words) for words in args.command]
     elif content.get("commands"):
         commands += [str(command) for command in content["commands"]]
     if not commands:
@@ -69,14 +77,19 @@ def _remote_commands(args: argparse.Namespace, content: dict[str, Any]) -> list[
     return commands
 
 
-def command_line(args: argparse.Namespace, content: dict[str, Any]) -> list[str]:
-    """The gcloud command, as a list of arguments."""
+def command_lines(args: argparse.Namespace, content: dict[str, Any], folder: Path) -> list[list[str]]:
+    """Return the gcloud commands, each as a list of arguments.
+
+    The first one copies this package from ``folder``, if it shall be installed.
+    """
     name, zone = args.tpu_name or content.get("tpu_name"), args.tpu_zone or content.get("tpu_zone")
     if not name or not zone:
         raise SettingError("Which TPU? Give --tpu_name and --tpu_zone, or a configuration that has them.")
     remote = "; ".join(["cd /usr/share", *_remote_commands(args, content)])
-    head = ["gcloud", "alpha"] if args.use_alpha else ["gcloud"]
-    return [*head, "compute", "tpus", "tpu-vm", "ssh", name, "--zone", zone, "--command", remote, "--worker", "all"]
+    head = [*(["gcloud", "alpha"] if args.use_alpha else ["gcloud"]), "compute", "tpus", "tpu-vm"]
+    copy = [*head, "scp", str(folder / wheel_name()), f"{name}:{_REMOTE_FOLDER}/", "--zone", zone, "--worker", "all"]
+    run = [*head, "ssh", name, "--zone", zone, "--command", remote, "--worker", "all"]
+    return [copy, run] if args.install_accelerate else [run]
 
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
@@ -85,13 +98,24 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     if args.config_file is not None and not path.is_file():
         raise FileNotFoundError(f"There is no configuration at {path}.")
     content = file.read(path) if path.is_file() else {}
-    words = command_line(args, dict(content))
-    if args.debug:
-        print(f"Running {' '.join(words)}")
-        return
-    if shutil.which("gcloud") is None:
-        raise MissingDependency("tpu-config needs the `gcloud` command of Google Cloud's SDK on the PATH.")
-    subprocess.run(words, check=True)
+    asked = args.accelerate_version
+    if args.install_accelerate and asked not in ("latest", "dev", version()):
+        print(
+            f"--accelerate_version {asked} is no release of this package: {version()}, which runs here, is installed.",
+            file=sys.stderr,
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        lines = command_lines(args, dict(content), Path(folder))
+        if args.debug:
+            for words in lines:
+                print(f"Running {shlex.join(words)}")
+            return
+        if shutil.which("gcloud") is None:
+            raise MissingDependency("tpu-config needs the `gcloud` command of Google Cloud's SDK on the PATH.")
+        if args.install_accelerate:
+            build_wheel(Path(folder))
+        for words in lines:
+            subprocess.run(words, check=True)
     print("Successfully setup pod.")
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast, final
-
-import torch
-
-from accelerate.nested import recursively_apply
+from itertools import accumulate
+from typing import final
 
 
 @final
@@ -22,6 +19,17 @@ class BatchCoverage:
 
     real: tuple[int, ...]
     size: tuple[int, ...]
+    num_absent: int = 0  # shares, the last ones, that have no batch at all in this round
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether shares have batches of different sizes, or none."""
+        return self.num_absent > 0 or min(self.size) != max(self.size)
+
+    def of_present(self) -> BatchCoverage:
+        """The account of the shares that have a batch."""
+        present = len(self.size) - self.num_absent
+        return BatchCoverage(self.real[:present], self.size[:present]) if self.num_absent else self
 
     @property
     def is_complete(self) -> bool:
@@ -41,82 +49,29 @@ def full_coverage(size: int, count: int) -> BatchCoverage:
     return BatchCoverage(sizes, sizes)
 
 
-def _kept_rows(num_rows: int, coverage: BatchCoverage) -> Iterator[range] | None:
-    """The ranges of real rows among ``num_rows`` gathered ones; None where rows can't be told from the account."""
-    real, size = coverage.real, coverage.size
-    num_shares, num_samples, largest = len(size), sum(size), max(size)
-    if num_rows == num_samples or (num_rows != num_shares and num_samples and num_rows % num_samples == 0):
-        rows_per_sample = num_rows // num_samples
-        starts = [sum(size[:share]) * rows_per_sample for share in range(num_shares)]
-    elif num_rows == num_shares:  # one value per rank: a rank with nothing real has nothing to say
-        return (range(share, share + 1) for share in range(num_shares) if real[share])
-    elif largest and num_rows % (num_shares * largest) == 0:  # padded to the largest batch before the gather
-        rows_per_sample = num_rows // (num_shares * largest)
-        starts = [share * largest * rows_per_sample for share in range(num_shares)]
-    else:
+def rows_to_keep(rows: Sequence[int], coverage: BatchCoverage | None) -> list[slice] | None:
+    """Where the real rows lie among those gathered from all shares, ``rows`` of each; None: all rows stay.
+
+    A sample may have several rows (all samples equally many), a share may have been padded to the largest one, or may
+    give one row altogether: then that of a share without a real sample is left out. Rows that can't belong to the
+    samples of the batch all stay.
+    """
+    if coverage is None or len(rows) != len(coverage.size):
         return None
-    return (range(start, start + count * rows_per_sample) for start, count in zip(starts, real, strict=True) if count)
-
-
-def _keep_tensor(tensor: torch.Tensor, coverage: BatchCoverage) -> torch.Tensor:
-    if tensor.ndim == 0:
-        return tensor
-    kept = _kept_rows(tensor.shape[0], coverage)
-    if kept is None:
-        return tensor
-    pieces = [tensor[rows.start : rows.stop] for rows in kept]
-    return torch.cat(pieces) if pieces else tensor[:0]
-
-
-def _keep_items(items: list[Any], coverage: BatchCoverage) -> list[Any]:
-    kept = _kept_rows(len(items), coverage)
-    return items if kept is None else [items[row] for rows in kept for row in rows]
-
-
-def _keep_repeated(tensor: torch.Tensor, coverage: BatchCoverage, nominal: int) -> torch.Tensor:
-    """One value per rank, repeated for as many rows as its batches usually have, is kept for each real sample.
-
-    Where ranks split one batch between them, it is repeated for the rows of that whole one.
-    """
-    shares = len(coverage.size)
-    for copies in (1, shares):
-        if tensor.ndim == 1 and tensor.shape[0] == shares * nominal * copies:
-            by_share = tensor.view(shares, nominal * copies)
-            if torch.equal(by_share, by_share[:, :1].expand_as(by_share)):
-                return torch.cat([by_share[share, : real * copies] for share, real in enumerate(coverage.real)])
-    return _keep_tensor(tensor, coverage)
-
-
-def keep_real(
-    gathered: Any, coverage: BatchCoverage | None, *, as_objects: bool = False, nominal: int | None = None
-) -> Any:
-    """``gathered`` (tensors in any containers, rank after rank) without the rows that were added.
-
-    A sample may have several rows (all samples equally many), and a tensor may hold one value per rank instead:
-    then the values of ranks that had no real sample are left out. Tensors whose rows can't belong to the
-    samples of the batch come back whole.
-
-    A flat list of objects, one per sample, is cut in the same way; ``as_objects`` says that a list is one where
-    its objects are, or hold, tensors.
-
-    In a batch that is shorter than the ``nominal`` one, a mean that was repeated once per nominal row (so does the
-    Trainer of transformers) is kept once per real sample: averages over all rows are then averages over samples.
-    """
-    if coverage is None:
-        return gathered
-    if nominal is not None and max(coverage.size) < nominal and not isinstance(gathered, list):
-        return recursively_apply(_keep_repeated, gathered, coverage, nominal)
-    if coverage.is_complete:
-        return gathered
-    if isinstance(gathered, list):
-        items = cast("list[Any]", gathered)
-        if as_objects or not _holds_tensors(items):
-            return _keep_items(items, coverage)
-    return recursively_apply(_keep_tensor, gathered, coverage)
-
-
-def _holds_tensors(data: Any) -> bool:
-    found: list[bool] = []
-    note: Callable[[Any], Any] = lambda tensor: found.append(True)  # noqa: E731
-    recursively_apply(note, data)
-    return bool(found)
+    real, size, largest = coverage.real, coverage.size, max(coverage.size)
+    if coverage.is_complete and min(size) == largest:
+        return None
+    rows_per_sample = next((number // of_share for number, of_share in zip(rows, size, strict=True) if of_share), 0)
+    if not rows_per_sample or any(
+        number != of_share * rows_per_sample for number, of_share in zip(rows, size, strict=True)
+    ):
+        if len(set(rows)) > 1:
+            return None
+        if rows[0] == 1:
+            real, rows_per_sample = tuple(min(number, 1) for number in real), 1
+        elif largest and rows[0] % largest == 0:
+            rows_per_sample = rows[0] // largest
+        else:
+            return None
+    starts = [0, *accumulate(rows)]
+    return [slice(start, start + number * rows_per_sample) for start, number in zip(starts, real, strict=False)]

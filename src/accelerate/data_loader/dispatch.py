@@ -29,6 +29,7 @@ from .coverage import BatchCoverage
 from .order import Drawn, Place, unskipped
 from .position import Restored
 from .prefetch import BatchFeeder, Delivery
+from .shared_draws import Moves, SharedDraws
 
 SliceFunction = Callable[..., Any]
 
@@ -139,6 +140,12 @@ class DataLoaderDispatcher(BatchFeeder):
         """None: rank 0 alone draws."""
         return None
 
+    def _num_read(self, drawn: Drawn) -> int:
+        return drawn.groups
+
+    def _place_after(self, num_batches: int) -> Place:
+        return Place(num_batches // self.batches_per_round, num_batches, num_batches * self.samples_per_batch)
+
     def _shares(self) -> int:
         return self.share().count
 
@@ -172,11 +179,16 @@ class DataLoaderDispatcher(BatchFeeder):
 
     def _deal_rounds(self, world: World | None, rounds: Rounds | None) -> Generator[Delivery, None, None]:
         share = self.share()
+        draws = None if world is None else SharedDraws([self.generator, self.order().generator])
         try:
             while True:
+                before = draws.capture() if draws is not None and rounds is not None else {}
                 announced, batches = rounds.following() if rounds is not None else (None, [])
-                if world is not None:
-                    announced = cast("Announcement | None", from_main(announced, world))
+                if world is not None and draws is not None:
+                    told = (announced, draws.moves_since(before))
+                    announced, moves = cast("tuple[Announcement | None, Moves]", from_main(told, world))
+                    if rounds is None:
+                        draws.follow(moves)
                 if announced is None:
                     return
                 if announced.failure is not None:

@@ -75,6 +75,9 @@ class IndexFreeSampler(Sampler[int]):
     ``data_seed`` is the seed; without one it is the seed that torch was given.
     """
 
+    #: Whether the ranks have taken over rank 0's seed: from then on they need no message to begin an epoch.
+    seed_is_agreed = False
+
     def __init__(self, data_source: Sized, data_seed: int | None = None) -> None:
         super().__init__()
         self.data_source = data_source
@@ -85,10 +88,10 @@ class IndexFreeSampler(Sampler[int]):
         return len(self.data_source)
 
     def __iter__(self) -> Iterator[int]:
-        order = self.order()
+        order, epoch = self.order(), self.epoch
         for start in range(0, len(self), _CHUNK):
             yield from cast("list[int]", order.at(start, start + _CHUNK).tolist())
-        self.set_epoch(self.epoch + 1)
+        self.set_epoch(epoch + 1)
 
     def order(self) -> Permutation:
         """The order of the epoch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader
 
 from accelerate.nested import send_to_device
 from accelerate.seeding import from_main, host_stream, host_streams
+from accelerate.torch_private.data import has_running_iterator
 
 from .order import BEGINNING, Drawn, Place, agree, enter, unskipped
+from .own_reading import gave_other_batches
 from .position import Restored
 from .sample_streams import OneByOne, SampleKeys
 from .shard import BatchSamplerShard, draw_whole
@@ -70,7 +72,10 @@ def is_on_host(batch: Any) -> bool:
         batch = batch.values()
     elif kind is not list and kind is not tuple:
         return False
-    return all(type(item) is torch.Tensor and item.is_cpu for item in batch)
+    for item in batch:  # noqa: SIM110  (a generator would cost a call per item, in every step)
+        if type(item) is not torch.Tensor or not item.is_cpu:
+            return False
+    return True
 
 
 @final
@@ -86,13 +91,17 @@ class IndexReader:
     def read(self, device: torch.device | None) -> Generator[tuple[Any, Drawn], None, None]:
         """Every batch, on ``device`` where one is given, with what was known when it was drawn."""
         feeder = self.feeder
-        non_blocking, on_host = feeder._non_blocking, feeder._stays_on_host
+        non_blocking, on_host, own = feeder._non_blocking, feeder._stays_on_host, feeder.own_loader
         batches, feed = self._open()
         try:
             for batch in batches:
                 if device is not None and not (on_host and is_on_host(batch)):
                     batch = send_to_device(batch, device, non_blocking=non_blocking)
+                if own is not None and not feed.accounts:
+                    raise gave_other_batches(own, "gave a batch that its batch sampler didn't ask for")
                 yield batch, feed.accounts.popleft()
+            if own is not None and feed.accounts:
+                raise gave_other_batches(own, f"left out {len(feed.accounts)} batches of its batch sampler")
         finally:
             feed.leave(self.draw)
 
@@ -117,7 +126,7 @@ class IndexReader:
         """A block in which torch's loader begins, and draws the seed of its workers."""
         feeder, restored = self.feeder, self.restored
         progress, generator, rank = feeder.progress, feeder.generator, list(feeder.rank_and_size())
-        starts_workers = feeder.num_workers > 0 and getattr(reader, "_iterator", None) is None
+        starts_workers = feeder.num_workers > 0 and not has_running_iterator(reader)
         known = progress.own.get("workers") if progress.own.get("rank") == rank else None
         if starts_workers and known is not None and (restored is not None or feeder.persistent_workers):
             # Workers of the saved run, begun again: this run draws nothing for them.
@@ -182,14 +191,20 @@ class IndexReader:
         feeder, restored, progress = self.feeder, self.restored, self.feeder.progress
         order = feeder.order()
         world = feeder.agreeing_world(order)
-        begun = order.capture() if restored is None else restored.order
-        if restored is None and world is not None:
-            begun = from_main(begun, world)
+        begins: AbstractContextManager[None] = nullcontext()
+        if restored is not None:
+            begun = restored.order
+            begins = order.begun(begun)
+        else:
+            begun = mine = order.capture()
+            if world is not None:
+                begun = from_main(mine, world)
+                order.note_agreement()
+                if not world.is_main:
+                    begins = order.begun_as_on(begun, mine)
         place = feeder.entrance(self.root, self.num_skipped, restored)
         progress.begun, progress.place = begun, place
-        follows = restored is not None or (world is not None and not world.is_main)
-        left_behind = feeder.stream_names if restored is None else ()
-        with order.begun(begun, left_behind) if follows else nullcontext():
+        with begins:
             draws = self._deal(place)
             first = next(draws, None)
         if first is not None:

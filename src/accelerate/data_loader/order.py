@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from accelerate.seeding import capture_host_streams, host_streams
+from accelerate.seeding import capture_host_streams, host_streams, same_stream_state
 
 from .coverage import BatchCoverage
 from .index_free import IndexFreeSampler
@@ -41,6 +41,9 @@ class SeedableRandomSampler(RandomSampler):
     ``data_seed`` is the seed; without one it is the seed that torch was given.
     """
 
+    #: Whether the ranks have taken over rank 0's seed: from then on they need no message to begin an epoch.
+    seed_is_agreed = False
+
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.epoch = 0
@@ -49,9 +52,10 @@ class SeedableRandomSampler(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         if self.generator is None:
             self.generator = torch.Generator()
-        self.generator.manual_seed(self.epoch + self.initial_seed)
+        epoch = self.epoch
+        self.generator.manual_seed(epoch + self.initial_seed)
         yield from super().__iter__()
-        self.set_epoch(self.epoch + 1)
+        self.set_epoch(epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is that of ``epoch``."""
@@ -228,7 +232,9 @@ def known_order(sampler: Any) -> KnownOrder | None:
     if kind is IndexFreeSampler:
         order = sampler.order()
         return KnownOrder(
-            len(sampler), lambda start, stop: order.at(start, stop).tolist(), partial(_to_next_epoch, sampler)
+            len(sampler),
+            lambda start, stop: order.at(start, stop).tolist(),
+            partial(sampler.set_epoch, sampler.epoch + 1),
         )
     if kind not in (RandomSampler, SeedableRandomSampler) or not _is_permutation(sampler):
         return None
@@ -242,18 +248,15 @@ def known_order(sampler: Any) -> KnownOrder | None:
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     size = sampler.num_samples
     indices = torch.randperm(size, generator=generator)
+    next_epoch = sampler.epoch + 1 if kind is SeedableRandomSampler else None
 
     def finish() -> None:
         torch.randperm(size, generator=generator)  # torch's sampler draws one more order at its end
-        if kind is SeedableRandomSampler:
-            _to_next_epoch(sampler)
+        if next_epoch is not None:
+            sampler.set_epoch(next_epoch)
 
     # Only the part that is needed becomes Python numbers: of a long order, all of them would cost more than it.
     return KnownOrder(size, lambda start, stop: indices[start:stop].tolist(), finish)
-
-
-def _to_next_epoch(sampler: Any) -> None:
-    sampler.set_epoch(sampler.epoch + 1)
 
 
 def _is_permutation(sampler: RandomSampler) -> bool:
@@ -320,12 +323,27 @@ class Order:
         foreign = [sampler for sampler in samplers if not isinstance(sampler, ours)]
         self.stateful: Any = next((sampler for sampler in foreign if _has_state(sampler)), None)
         self.streams = _streams_of(foreign)
+        self._torch_samplers = [
+            sampler for sampler in foreign if type(sampler) in _DRAW_FROM_TORCH and sampler.generator is None
+        ]
         self.sample_seed = sample_seed
 
     @property
     def is_random(self) -> bool:
         """Whether ranks could draw different orders, or read the same sample differently."""
         return bool(self.streams) or any(part is not None for part in (self.generator, self.seedable, self.sample_seed))
+
+    @property
+    def needs_agreement(self) -> bool:
+        """Whether ranks have to compare what they begin with; a seed that they share is the same in every epoch."""
+        is_known = self.seedable is not None and self.seedable.seed_is_agreed
+        others = bool(self.streams) or self.stateful is not None or self.sample_seed is not None
+        return self.is_random and (others or not is_known)
+
+    def note_agreement(self) -> None:
+        """The ranks have compared what they begin with."""
+        if self.seedable is not None:
+            self.seedable.seed_is_agreed = True
 
     def capture(self) -> dict[str, Any]:
         """The states that the order is drawn from, now."""
@@ -354,10 +372,37 @@ class Order:
         if self.sample_seed is not None and "sample_seed" in state:
             self.sample_seed.value = state["sample_seed"]
 
-    def begun(self, state: Mapping[str, Any], left_behind: Sequence[str] = ()) -> AbstractContextManager[None]:
+    def begun(self, state: Mapping[str, Any]) -> AbstractContextManager[None]:
         """A block in which an iteration over the sampler begins as in the epoch that ``state`` was taken from."""
         self.adopt(state)
-        return host_streams(state.get("streams", {}), left_behind=left_behind)
+        return host_streams(state.get("streams", {}))
+
+    def begun_as_on(self, main: Mapping[str, Any], mine: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """A block in which an iteration begins as on rank 0, whose captured state is ``main``; this rank's is ``mine``.
+
+        Every rank consumes what the order is drawn from: a stream that stands where rank 0's stands is drawn from as
+        it is. In place of one that stands elsewhere rank 0's is lent to the block, and what torch's samplers draw is
+        drawn from this rank's own stream before.
+        """
+        self.adopt(main)
+        own = mine.get("streams", {})
+        lent = {
+            name: state
+            for name, state in main.get("streams", {}).items()
+            if not same_stream_state(own.get(name), state)
+        }
+        if "torch" in lent:
+            for sampler in self._torch_samplers:
+                _consume(sampler)
+        return host_streams(lent)
+
+
+def _consume(sampler: Any) -> None:
+    """Draw from torch's stream what an iteration over a sampler of torch's draws when it begins."""
+    if type(sampler) is RandomSampler:
+        torch.empty((), dtype=torch.int64).random_()  # the seed of a generator of its own
+    else:
+        next(iter(sampler), None)
 
 
 def _has_state(sampler: Any) -> bool:
@@ -369,7 +414,7 @@ def _streams_of(samplers: Sequence[Any]) -> tuple[str, ...]:
     streams: tuple[str, ...] = ()
     for sampler in samplers:
         kind = type(sampler)
-        if kind in _DRAW_NOTHING or kind in _SEEDED:
+        if kind in _DRAW_NOTHING or kind in _SEEDED or kind.__module__ == "torchdata.stateful_dataloader.sampler":
             continue
         if kind not in _DRAW_FROM_TORCH:
             return ("torch", "python", "numpy")

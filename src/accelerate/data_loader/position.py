@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from accelerate.errors import CheckpointError
 
@@ -34,6 +34,15 @@ class Restored:
 
 
 @final
+class Beginning(NamedTuple):
+    """How one pass over a loader began."""
+
+    epoch: int
+    begun: Mapping[str, Any] | None
+    place: Place
+
+
+@final
 @dataclass
 class Progress:
     """The epoch of a loader and the place in it; a loader and its skipped copies have one between them."""
@@ -55,10 +64,21 @@ class Progress:
             self.place = restored.place
         return restored
 
-    def finish(self) -> None:
-        """The pass reached its end: the next one is that of the next epoch."""
-        self.epoch += 1
+    def finish(self, epoch: int) -> None:
+        """Note that the pass of ``epoch`` reached its end: the next pass is that of the following epoch.
+
+        Another pass, begun while this one stood at its last batch, has counted that already.
+        """
+        self.epoch = max(self.epoch, epoch + 1)
         self.leave()
+
+    def beginning(self) -> Beginning:
+        """Return how the running pass began."""
+        return Beginning(self.epoch, self.begun, self.place)
+
+    def return_to(self, beginning: Beginning) -> None:
+        """Continue a pass after another pass over the same loader has read in between."""
+        self.epoch, self.begun, self.place = beginning
 
     def leave(self) -> None:
         """No place in an epoch is held any more."""

@@ -25,7 +25,8 @@ from .position import Progress, Restored
 from .sample_streams import SampleSeed
 from .shard import Account, BatchSamplerShard, IterableDatasetShard
 from .staging import Stage, stage_for, staged
-from .stream import ResumeWarning, StreamReader, StreamSource
+from .stream import ResumeWarning, StreamEnd, StreamReader, StreamSource
+from .torchdata import generator_in, is_torchdatas, num_batches_in, own_form, torchdatas_form
 
 Delivery = tuple[Any, Drawn]
 _HOST: Final = torch.device("cpu")
@@ -78,11 +79,27 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self._newest_pass: object = None
         self._head: list[Any] = []
         self._stream: StreamReader | None = None
+        self.stream_end = StreamEnd()
         self.stage: Stage | None = None  # the strategy's own way of bringing batches to the device
         self._stage: Stage | None = None  # copies the batches of the running pass; else they are copied as read
         self.data_wait_seconds = 0.0  # how long the loop has waited for batches, in the running or the last pass
 
     _stages_batches = True
+    _skip_batches = 0
+
+    @property
+    def skip_batches(self) -> int:
+        """How many batches every pass leaves out at its beginning."""
+        return self._skip_batches
+
+    @skip_batches.setter
+    def skip_batches(self, value: int) -> None:
+        if not isinstance(self.dataset, IterableDataset):  # others by skip_first_batches stay left out as well
+            root, num_skipped = unskipped(self.index_sampler)
+            num_skipped += value - self._skip_batches
+            skip = SkipBatchSampler(root, num_skipped) if num_skipped else root
+            self.show(**{"sampler" if self.batch_sampler is None else "batch_sampler": skip})
+        self._skip_batches = value
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -98,18 +115,24 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self.begin()
         shown["data_wait_seconds"] = 0.0
         asked = perf_counter()
+        epoch, beginning = progress.epoch, None
         try:
             for batch, drawn in batches:
                 shown["data_wait_seconds"] += perf_counter() - asked
                 shown["end_of_dataloader"] = drawn.is_last
                 shown["coverage"] = drawn.coverage
+                shown["batch_in_hand"] = batch
+                if beginning is None:  # known once the first batch is drawn
+                    beginning = progress.beginning()
+                elif shown["_newest_pass"] is not this_pass:
+                    progress.return_to(beginning)
                 shown["_newest_pass"] = this_pass
                 progress.drawn = drawn
                 if gradient_state.active_dataloader is not self:  # another loop delivered in between
-                    gradient_state._add_dataloader(self)
+                    gradient_state._add_dataloader(self, is_interleaved=True)
                 yield batch
                 asked = perf_counter()
-            progress.finish()
+            progress.finish(epoch)
         finally:
             batches.close()
             if self._newest_pass is this_pass:  # else another pass over this loader is in the middle of its loop
@@ -135,7 +158,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         reads = isinstance(self.dataset, IterableDataset) or self.persistent_workers
         for _ in self._read(restored) if reads else IndexReader(self, restored).draw():
             pass
-        self.progress.finish()
+        self.progress.finish(self.progress.epoch)
         return self._begin_pass()
 
     def _read(self, restored: Restored | None) -> Generator[Delivery, None, None]:
@@ -193,7 +216,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     def agreeing_world(self, order: Order) -> World | None:
         """The world whose ranks have to draw one order; None where there is nothing to agree on."""
-        if not order.is_random or (self.rng_types is not None and "generator" not in self.stream_names):
+        if not order.needs_agreement or (self.rng_types is not None and "generator" not in self.stream_names):
             return None
         return self._world()
 
@@ -228,7 +251,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
                 begun["generator"] = from_main(begun["generator"], world)
                 source.generator.set_state(begun["generator"])
         if source.num_readers == 1 and source.is_stateful and self.num_workers == 0:
-            begun["dataset"] = source.base.state_dict()  # for the samples that complete the last round
+            begun["dataset"] = self.stream_end.state_of(source.base)  # for the samples that complete the last round
         self.progress.begun = begun if restored is None else restored.order
         skip = self.skip_batches if skip_batches is None else skip_batches
         self._stream = reader = StreamReader(self, source, restored, skip, self._num_head)
@@ -257,8 +280,9 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self._announce_epoch()
 
     def _announce_epoch(self) -> None:
-        epoch = self.progress.epoch
-        if epoch == self._announced_epoch:
+        epoch, seedable = self.progress.epoch, self.order().seedable
+        # A seeded sampler goes on to its next epoch when its last index is drawn, which is before the pass ends.
+        if epoch == self._announced_epoch and (seedable is None or seedable.epoch == epoch):
             return
         self._announced_epoch = epoch
         listeners = [getattr(sampler, "set_epoch", None) for sampler in samplers_of(self.index_sampler)]
@@ -282,13 +306,52 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         is_stream = isinstance(self.dataset, IterableDataset)
         ready = {} if self.progress.is_inside else self._ready_stream() if is_stream else self.order().capture()
         ready.pop("streams", None)  # between epochs the next order is drawn from the streams of the process
-        return self.progress.state(self._shares(), ready)
+        own = self.progress.state(self._shares(), ready)
+        return {**self._torchdata_state(), **own} if self.use_stateful_dataloader else own
+
+    def _torchdata_state(self) -> dict[str, Any]:
+        """The position as torchdata's loader, over the same data, reads it; empty before workers have started."""
+        progress = self.progress
+        if isinstance(self.dataset, IterableDataset):
+            own = {} if progress.drawn is None else (progress.drawn.own or {})
+            if progress.restored is not None:
+                own = progress.restored.own
+            return dict(own.get("loader") or torchdatas_form(self._base, self.num_workers))
+        drawn, (root, _) = progress.drawn, unskipped(self.index_sampler)
+        whole = None if isinstance(root, BatchSamplerShard) or self.rank_shares > 1 else root
+        num_batches = 0 if drawn is None else self._num_read(drawn)
+        return torchdatas_form(self._base, self.num_workers, drawn, num_batches, whole, progress.begun)
+
+    def _num_read(self, drawn: Drawn) -> int:
+        """How many batches the reader of this rank has given."""
+        return drawn.rounds
+
+    def _place_after(self, num_batches: int) -> Place:
+        """The place after as many batches of the reader of this rank."""
+        root, _ = unskipped(self.index_sampler)
+        groups = num_batches * (root.groups_per_round if isinstance(root, BatchSamplerShard) else 1)
+        return Place(num_batches, groups, num_batches * self.total_batch_size)
+
+    def _from_torchdata(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A position that torchdata's loader wrote, or the peer's with it, as one of this loader's."""
+        own: dict[str, Any] = {}
+        if isinstance(self.dataset, IterableDataset):
+            own = {"rank": list(self.rank_and_size()), "loader": dict(state)}
+        elif generator_in(state) is None and self.order().is_random and self.order().seedable is None:
+            warnings.warn(
+                "load_state_dict: this position of torchdata's StatefulDataLoader doesn't hold the order of its epoch, "
+                "so samples of the epoch may be seen twice or not at all. Positions of prepared loaders hold it.",
+                ResumeWarning,
+                stacklevel=4,
+            )
+        place = self._place_after(num_batches_in(state))
+        return own_form(state, place, self._shares(), self.progress.epoch, own)
 
     def _ready_stream(self) -> dict[str, Any]:
         """What the stream's next pass depends on, between two passes."""
         source = self._stream_source()
         ready: dict[str, Any] = {} if source.generator is None else {"generator": source.generator.get_state()}
-        state = source.base.state_dict() if source.is_stateful and self.num_workers == 0 else None
+        state = self.stream_end.state_of(source.base) if source.is_stateful and self.num_workers == 0 else None
         if state:
             ready.update(dataset=state, rank=list(self.rank_and_size()) if source.num_readers > 1 else None)
         return ready
@@ -298,6 +361,8 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
         Streams that keep no state of their own are read, and thrown away, up to that place.
         """
+        if is_torchdatas(state_dict):
+            state_dict = self._from_torchdata(state_dict)
         ready = self.progress.load(state_dict)
         self._announced_epoch = None
         self._say_what_is_hidden()
@@ -313,7 +378,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             source.generator.set_state(ready["generator"])
         is_mine = ready.get("rank") is None or tuple(ready["rank"]) == self.rank_and_size()
         if source.is_stateful and is_mine and ready.get("dataset") is not None:
-            source.base.load_state_dict(ready["dataset"])
+            self.stream_end.bring(source.base, ready["dataset"])
 
     def _say_what_is_hidden(self) -> None:
         is_stream = isinstance(self.dataset, IterableDataset)
@@ -371,7 +436,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return len(cast("Any", dataset))
 
     def __len__(self) -> int:
-        length = super().__len__()
+        length = self.dataset.num_rounds if isinstance(self.dataset, IterableDatasetShard) else super().__len__()
         return max(length - self.skip_batches, 0) if isinstance(self.dataset, IterableDataset) else length
 
     def _known_remainder(self) -> int:
@@ -401,7 +466,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        of_this_process = dict.fromkeys(("_newest_pass", "_stream", "_stage", "stage"))
+        of_this_process = dict.fromkeys(("_newest_pass", "_stream", "_stage", "stage", "batch_in_hand"))
         return {**super().__getstate__(), "_feed": IndexFeed(), **of_this_process}
 
 

@@ -13,12 +13,14 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from accelerate.errors import PreparationError
 from accelerate.gradients import GradientState
 from accelerate.mesh import AXES, DATA_AXES, DataShare
+from accelerate.torch_private.data import asked_samples
 from accelerate.world import current_world
 
-from .aware import AlreadyShardedWarning, account_of, rank_aware_part
+from .aware import AlreadyShardedWarning, account_of, rank_aware_part, say_what_is_divided
 from .dispatch import DataLoaderDispatcher
 from .index_free import IndexFreeSampler
 from .order import SeedableRandomSampler
+from .own_reading import reads_by_itself, refuse_unless_kept
 from .prefetch import BatchFeeder, DataLoaderShard
 from .sample_streams import SampleSeed
 from .shard import BatchSamplerShard, IterableDatasetShard
@@ -50,6 +52,7 @@ def prepare_data_loader(
     index_free_shuffle: bool = False,
     prefetch_to_device: int = 0,
     augment_by_sample: bool = False,
+    already_sharded: bool | None = None,
 ) -> BatchFeeder:
     """A loader over the same data of which every process gets its part, on its device.
 
@@ -74,6 +77,9 @@ def prepare_data_loader(
         augment_by_sample: what a dataset that is read by index draws from Python's, NumPy's and torch's streams
             while it reads a sample is decided by the seed, the epoch and the sample's place in it. Seeded like the
             seedable sampler.
+        already_sharded: whether what each rank's loader reads is that rank's own part already, so that nothing is
+            divided here. Default: samplers and datasets that name a rank and a number of ranks are taken to be
+            divided, other samplers and datasets not; of a stream, where that is a guess, one warning says so.
 
     Raises:
         PreparationError: the settings contradict each other or the loader.
@@ -82,12 +88,9 @@ def prepare_data_loader(
     if share is None:
         share = _share(num_processes, process_index, torch_device_mesh)
     if dispatch_batches is None:
-        dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
-    if dispatch_batches and not put_on_device:
-        raise PreparationError(
-            "dispatch_batches=True sends batches from rank 0 to the other ranks' devices, so it needs device_placement "
-            "(put_on_device=True). Allow it for this loader, or use dispatch_batches=False."
-        )
+        is_stream = isinstance(dataloader.dataset, IterableDataset)
+        dispatch_batches = put_on_device and is_stream and not already_sharded
+    _check_reader(dispatch_batches, put_on_device, bool(already_sharded) and share.count > 1)
     _check_split(dataloader, split_batches, share.count)
     common: dict[str, Any] = {
         "rng_types": rng_types,
@@ -104,11 +107,21 @@ def prepare_data_loader(
         common["sample_seed"] = SampleSeed(data_seed if data_seed is not None else torch.initial_seed())
     is_reseeded = use_seedable_sampler or index_free_shuffle
     sampler = _seedable(dataloader, data_seed, index_free_shuffle) if is_reseeded else None
-    aware = rank_aware_part(dataloader, share.count)
-    if aware is not None:
-        return _as_it_is(dataloader, aware, share, common)
-    if dispatch_batches:
-        common.pop("generator", None)  # rank 0's sampler keeps it; workers of other ranks don't exist
+    is_own = reads_by_itself(dataloader)
+    is_stream = isinstance(dataloader.dataset, IterableDataset)
+    aware = None if already_sharded is False else rank_aware_part(dataloader, share.count)
+    is_as_it_is = share.count > 1 and (aware is not None or bool(already_sharded))
+    if is_own:
+        refuse_unless_kept(
+            dataloader,
+            is_sharded_stream=is_stream and share.count > 1 and not dispatch_batches and not is_as_it_is,
+            use_stateful_dataloader=use_stateful_dataloader,
+        )
+    if is_as_it_is:
+        feeder = _as_it_is(dataloader, aware, share, common, say=not already_sharded)
+    elif dispatch_batches:
+        if already_sharded is None:
+            say_what_is_divided(dataloader, share.count)
         sampling = _sampling(dataloader, sampler or _index_sampler(dataloader))
         feeder = DataLoaderDispatcher(
             dataloader.dataset,
@@ -118,18 +131,16 @@ def prepare_data_loader(
             **sampling,
             **common,
         )
-        return _shown(feeder, dataloader, sampler, dataloader.batch_size)
-    if isinstance(dataloader.dataset, IterableDataset):
-        return _sharded_stream(dataloader, share, split_batches, common)
-    root = sampler or _index_sampler(dataloader)
-    if share.count > 1:
-        root = BatchSamplerShard(root, share.count, share.index, split_batches, even_batches)
-        _keep_order(common)
-    feeder = DataLoaderShard(dataloader.dataset, **_sampling(dataloader, root), **common)
-    size = getattr(root, "batch_size", dataloader.batch_size) if share.count > 1 else dataloader.batch_size
-    if size is not None and dataloader.batch_sampler is not None and dataloader.batch_size is not None:
-        size = size // share.count if split_batches else size
-    return _shown(feeder, dataloader, sampler, size if dataloader.batch_size is not None else None)
+        _shown(feeder, dataloader, sampler, dataloader.batch_size)
+    elif is_stream:
+        if already_sharded is None:
+            say_what_is_divided(dataloader, share.count)
+        feeder = _sharded_stream(dataloader, share, split_batches, common)
+    else:
+        root = sampler or _index_sampler(dataloader)
+        feeder = _sharded_map(dataloader, root, sampler, share, split_batches, even_batches, common)
+    feeder.own_loader = dataloader if is_own else None
+    return feeder
 
 
 # -- which part is mine ------------------------------------------------------------------------------------
@@ -149,6 +160,19 @@ def _share(num_processes: int | None, process_index: int | None, mesh: Any) -> D
                 count *= size
         index = share
     return DataShare(index, count)
+
+
+def _check_reader(dispatch_batches: bool, put_on_device: bool, is_divided: bool) -> None:
+    if dispatch_batches and is_divided:
+        raise PreparationError(
+            "dispatch_batches=True lets rank 0 read for all ranks, and already_sharded=True says that each rank's "
+            "loader reads a part of its own: what the others' loaders read would be lost. Use one of them."
+        )
+    if dispatch_batches and not put_on_device:
+        raise PreparationError(
+            "dispatch_batches=True sends batches from rank 0 to the other ranks' devices, so it needs device_placement "
+            "(put_on_device=True). Allow it for this loader, or use dispatch_batches=False."
+        )
 
 
 def _check_split(dataloader: DataLoader[Any], split_batches: bool, count: int) -> None:
@@ -196,14 +220,14 @@ def _seedable(dataloader: DataLoader[Any], data_seed: int | None, is_index_free:
     sampler = getattr(batch_sampler, "sampler", None) if batch_sampler is not None else dataloader.sampler
     if type(sampler) is not RandomSampler:
         return None
-    is_whole = not sampler.replacement and sampler._num_samples is None
+    is_whole = not sampler.replacement and asked_samples(sampler) is None
     if is_index_free and is_whole:
         seeded: Any = IndexFreeSampler(sampler.data_source, data_seed)
     else:
         seeded = SeedableRandomSampler(
             sampler.data_source,
             replacement=sampler.replacement,
-            num_samples=sampler._num_samples,
+            num_samples=asked_samples(sampler),
             generator=sampler.generator,
             data_seed=data_seed,
         )
@@ -238,6 +262,25 @@ def _shown(feeder: BatchFeeder, dataloader: DataLoader[Any], sampler: Any, batch
     return feeder
 
 
+def _sharded_map(
+    dataloader: DataLoader[Any],
+    root: Any,
+    sampler: Any,
+    share: DataShare,
+    split_batches: bool,
+    even_batches: bool,
+    common: dict[str, Any],
+) -> BatchFeeder:
+    if share.count > 1:
+        root = BatchSamplerShard(root, share.count, share.index, split_batches, even_batches)
+        _keep_order(common)
+    feeder = DataLoaderShard(dataloader.dataset, **_sampling(dataloader, root), **common)
+    size = getattr(root, "batch_size", dataloader.batch_size) if share.count > 1 else dataloader.batch_size
+    if size is not None and dataloader.batch_sampler is not None and dataloader.batch_size is not None:
+        size = size // share.count if split_batches else size
+    return _shown(feeder, dataloader, sampler, size if dataloader.batch_size is not None else None)
+
+
 def _sharded_stream(
     dataloader: DataLoader[Any], share: DataShare, split_batches: bool, common: dict[str, Any]
 ) -> BatchFeeder:
@@ -266,18 +309,20 @@ def _sharded_stream(
     return DataLoaderShard(part, batch_size=per_rank, drop_last=dataloader.drop_last, **common)
 
 
-def _as_it_is(dataloader: DataLoader[Any], part: Any, share: DataShare, common: dict[str, Any]) -> BatchFeeder:
+def _as_it_is(
+    dataloader: DataLoader[Any], part: Any, share: DataShare, common: dict[str, Any], *, say: bool
+) -> BatchFeeder:
     world = current_world()
-    if world is None or world.is_main:
+    if say and (world is None or world.is_main):
         warnings.warn(
             f"This loader is used as it is: its {type(part).__name__} divides the data between {share.count} ranks "
-            "already. Leave the division to prepare() (a plain sampler or dataset), or silence this with "
-            "warnings.simplefilter('ignore', accelerate.data_loader.AlreadyShardedWarning).",
+            "already. Leave the division to prepare() (a plain sampler or dataset), or confirm it with "
+            "DataLoaderConfiguration(already_sharded=True); already_sharded=False divides it again.",
             AlreadyShardedWarning,
             stacklevel=3,
         )
     root = _index_sampler(dataloader) if not isinstance(dataloader.dataset, IterableDataset) else None
     feeder = DataLoaderShard(dataloader.dataset, **_sampling(dataloader, root), **common)
     feeder.rank_shares, feeder.rank_index = share.count, share.index
-    feeder.account = account_of(part, share.count)
+    feeder.account = account_of(part, share.count)  # ranks may have batches of different sizes: only some are known
     return _shown(feeder, dataloader, None, dataloader.batch_size)

@@ -117,12 +117,24 @@ class BatchSamplerShard(BatchSampler):
 
     def __len__(self) -> int:
         length = len(self.batch_sampler)
-        if self.split_batches or length % self.num_processes == 0:
-            return length // self.groups_per_round
+        if self.split_batches:
+            return length - (0 if self.even_batches or self.drop_last or self._has_part_of_last(length) else 1)
+        if length % self.num_processes == 0:
+            return length // self.num_processes
         rounds = length // self.num_processes
         if self.drop_last:
             return rounds
         return rounds + (1 if self.even_batches or self.process_index < length % self.num_processes else 0)
+
+    def _has_part_of_last(self, length: int) -> bool:
+        """Whether the last one of ``length`` batches is large enough to be cut for this process, as far as is known."""
+        try:
+            num_samples = len(cast("Any", self.sampler))
+        except TypeError:  # no sampler of single samples, or one without a length
+            return True
+        rest = num_samples % self.batch_size
+        is_plain = length == -(-num_samples // self.batch_size)
+        return not is_plain or not rest or self.process_index * (self.batch_size // self.num_processes) < rest
 
     def __iter__(self) -> Iterator[Any]:
         for drawn in self.draw(BEGINNING):
@@ -164,7 +176,9 @@ class BatchSamplerShard(BatchSampler):
         if not self.even_batches:
             if index >= len(dealt):
                 return None
-            return dealt[index], _whole_round(sizes + [0] * (count - len(dealt)))
+            absent = count - len(dealt)
+            real = tuple(sizes + [0] * absent)
+            return dealt[index], BatchCoverage(real, real, absent) if absent else _whole_round(sizes)
         completed = _completed(dealt, head, count, size)
         real = tuple(sizes + [0] * (count - len(sizes)))
         return completed[index], BatchCoverage(real, tuple(num_samples_of(group) for group in completed))
@@ -182,7 +196,7 @@ class BatchSamplerShard(BatchSampler):
             group = _completed([group], head[:1], 1, self.batch_size)[0]
             return group[index * size : (index + 1) * size], BatchCoverage(real, (size,) * count)
         part = group[index * size : (index + 1) * size]
-        return (part, BatchCoverage(real, real)) if num_samples_of(part) else None
+        return (part, BatchCoverage(real, real, real.count(0))) if num_samples_of(part) else None
 
 
 def _whole_round(sizes: list[int]) -> BatchCoverage:
@@ -305,6 +319,12 @@ class IterableDatasetShard(IterableDataset[Any]):
         per_round = self.batch_size * self.num_processes
         rounds, rest = divmod(len(self.dataset), per_round)
         return (rounds + (1 if rest and not self.drop_last else 0)) * self.batch_size
+
+    @property
+    def num_rounds(self) -> int:
+        """How many batches each process gets, where the stream knows its length."""
+        rounds, rest = divmod(len(self.dataset), self.samples_per_round)
+        return rounds + (1 if rest and not self.drop_last else 0)
 
     def __iter__(self) -> Iterator[Any]:
         self.seed_generator()

@@ -21,9 +21,6 @@ class SkipDataLoader(BatchFeeder):
     ) -> None:
         super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         self._is_accelerate_prepared = False
-        if not isinstance(dataset, IterableDataset):
-            skip = SkipBatchSampler(self.index_sampler, skip_batches)
-            self.show(**{"sampler" if self.batch_sampler is None else "batch_sampler": skip})
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -41,7 +38,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     is_stream = isinstance(dataloader.dataset, IterableDataset)
     if isinstance(dataloader, BatchFeeder):
         if is_stream:
-            return dataloader.copy_with(skip_batches=dataloader.skip_batches + num_batches)
+            return dataloader.copy_with(_skip_batches=dataloader.skip_batches + num_batches)
         skip = SkipBatchSampler(dataloader.index_sampler, num_batches)
         return dataloader.copy_with(**{"sampler" if dataloader.batch_sampler is None else "batch_sampler": skip})
     arguments = arguments_of(dataloader)

@@ -7,9 +7,11 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
+import numpy as np
 import torch
+from torch.utils.data import IterDataPipe
 
 from accelerate.nested import ignorant_find_batch_size
 from accelerate.seeding import capture_host_streams, host_stream, host_streams
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from .prefetch import BatchFeeder
 
 _END: Final = object()
+_BEFORE_END: Final = "before_end"
 
 
 class ResumeWarning(UserWarning):
@@ -85,6 +88,56 @@ class StreamSource:
 
 
 @final
+@dataclass
+class StreamEnd:
+    """How a stream with a state ended its last pass, and how it is brought there again.
+
+    The state that a stream has at its end can mean its beginning, or that nothing is left, and some begin the next
+    epoch while they end. So the end is kept as the state before the last batch: read from there on, the stream ends
+    as it did.
+    """
+
+    before: Any = None  # the state before the last batch was read
+    after: Any = None
+
+    def note(self, before: Any, base: Any) -> dict[str, Any]:
+        """The stream ``base`` has ended; its state, for :meth:`bring`."""
+        self.before, self.after = before, base.state_dict()
+        return {_BEFORE_END: before}
+
+    def state_of(self, base: Any) -> Any:
+        """The state of a stream between two passes."""
+        now = base.state_dict()
+        return {_BEFORE_END: self.before} if self.after is not None and _is_equal(now, self.after) else now
+
+    def bring(self, base: Any, state: Any) -> None:
+        """The next pass over ``base`` is the one that followed where ``state`` was taken."""
+        if not (isinstance(state, Mapping) and _BEFORE_END in state):
+            base.load_state_dict(state)
+            return
+        before: Any = state[_BEFORE_END]
+        with host_streams(capture_host_streams()):
+            base.load_state_dict(before)
+            for _ in base:
+                pass
+        self.note(before, base)
+
+
+def _is_equal(state: Any, other: Any) -> bool:
+    """Whether two states of a stream are the same value, tensors and arrays in them included."""
+    if type(state) is not type(other):
+        return False
+    if isinstance(state, Mapping):
+        states = cast("Mapping[Any, Any]", state)
+        return states.keys() == other.keys() and all(_is_equal(value, other[key]) for key, value in states.items())
+    if isinstance(state, (list, tuple)):
+        return len(state) == len(other) and all(map(_is_equal, state, other))
+    if isinstance(state, (torch.Tensor, np.ndarray)):
+        return state.shape == other.shape and bool(torch.as_tensor(state == other).all())
+    return bool(state == other)
+
+
+@final
 class StreamReader:
     """One pass over a stream, from its beginning or from a restored place on."""
 
@@ -102,6 +155,10 @@ class StreamReader:
         self._order: Mapping[str, Any] = restored.order if restored is not None else {}
         self._num_head = num_head  # batches of the beginning that are kept among those thrown away
         self._head: list[Any] = []
+        self._first: list[Any] = []  # the samples that the epoch began with, for a pass that begins later
+        # Whether an incomplete last round will be completed from the first one.
+        self._completes = (source.shard is not None or num_head > 0) and feeder._shares() > 1 and not feeder._drop_last
+        self._state_name = "dataset" if source.num_readers == 1 else "stream"
         self._num_discarded = 0  # batches that are read and thrown away
         self._num_skipped = 0  # samples of the stream that are read and thrown away
         self._dataset_state: Any = None
@@ -151,7 +208,7 @@ class StreamReader:
         """Every batch, on the device, with its account; each is given out when the next one has been read."""
         if self._is_over:
             if self._dataset_state is not None:
-                self.source.base.load_state_dict(self._dataset_state)
+                self.feeder.stream_end.bring(self.source.base, self._dataset_state)
             return
         with self._beginning():
             batches = self._open()
@@ -161,19 +218,21 @@ class StreamReader:
                     return
                 if len(self._head) < self._num_head:
                     self._head.append(discarded)
+        state_before = self.source.base.state_dict() if self._keeps_state else None
         with host_streams(self._ahead) if self._ahead else nullcontext():
-            batch, moving = self._first(batches)
+            batch, moving = self._begun(batches)
         place = self.place
+        own = {self._state_name: state_before} if self._keeps_state else {}
         while batch is not _END:
             batch, coverage = self._accounted(batch)
             num_samples = self.source.samples_per_round if coverage is None else coverage.num_samples
             place = Place(place.rounds + 1, place.groups + 1, place.samples + num_samples)
             batch = self.feeder.place_batch(batch)
-            own = self._own(moving)
+            own, before = self._own(moving), own
             following = next(batches, _END)
             is_last = following is _END
             if is_last and self._keeps_state:
-                own.update(self._stream_state())
+                own[self._state_name] = self.feeder.stream_end.note(before[self._state_name], self.source.base)
             yield batch, Drawn(None, coverage, is_last, place.rounds, place.groups, place.samples, None, own)
             batch = following
 
@@ -191,12 +250,14 @@ class StreamReader:
     def _open(self) -> Iterator[Any]:
         feeder, shard, dataset = self.feeder, self.source.shard, self.source.dataset
         collate: Any = feeder.collate_fn
+        if self._dataset_state is not None and self._completes and self._order.get("dataset") is not None:
+            self._first = self._first_samples()  # now: later, the stream would be in use
         if shard is not None:
             shard.num_skipped = self._num_skipped
-            at_start = self._order.get("dataset")
-            shard.first_round = self._first_round if self._dataset_state is not None and at_start is not None else None
+            shard.first_round = (lambda: self._first) if self._first else None
             dataset, collate = AccountedStream(shard), CollateAccount(collate)
-        elif self._num_skipped:
+        elif self._num_skipped or (isinstance(dataset, IterDataPipe) and not feeder._draws_on_every_rank):
+            # (Over a data pipe torch's loader calls collectives, which are answered by ranks that read one too.)
             dataset = StreamFrom(dataset, self._num_skipped)
         if self._dataset_state is not None:
             self.source.base.load_state_dict(self._dataset_state)
@@ -205,25 +266,25 @@ class StreamReader:
             reader.load_state_dict(self._loader_state)
         return iter(reader)
 
-    def _first_round(self) -> list[Any]:
-        """The samples that the epoch began with, read as they were then; the stream stands where it did."""
-        base = self.source.base
-        stands = base.state_dict()
-        base.load_state_dict(self._order["dataset"])
+    def _first_samples(self) -> list[Any]:
+        """The samples that the epoch began with, read as they were then. The stream stands elsewhere afterwards."""
+        base, size = self.source.base, self.source.samples_per_round * max(self._num_head, 1)
+        self.feeder.stream_end.bring(base, self._order["dataset"])
         with host_streams(self._order.get("streams") or {}):
             if self.feeder.generator is None:
                 torch.empty((), dtype=torch.int64).random_()  # torch's loader draws the seed of its workers first
-            samples = list(islice(iter(base), self.source.samples_per_round))
-        base.load_state_dict(stands)
-        return samples
+            return list(islice(iter(base), size))
 
     def head(self) -> list[Any]:
         """The first batches of the epoch, for a pass that began later; empty where they can't be had again."""
-        if self._head or self._dataset_state is None or self._order.get("dataset") is None:
+        if self._head or not self._first:
             return self._head
-        return [self.feeder.collate_fn(self._first_round())]
+        size, collate = self.feeder.batch_size, self.feeder.collate_fn
+        if size is None:
+            return [collate(sample) for sample in self._first]
+        return [collate(self._first[start : start + size]) for start in range(0, len(self._first), size)]
 
-    def _first(self, batches: Iterator[Any]) -> tuple[Any, list[str]]:
+    def _begun(self, batches: Iterator[Any]) -> tuple[Any, list[str]]:
         """The first batch, and the streams of this process that reading draws from."""
         if not self._in_process:
             return next(batches, _END), []
@@ -250,4 +311,4 @@ class StreamReader:
 
     def _stream_state(self) -> dict[str, Any]:
         # A stream that all ranks read alike can be continued by any rank, a rank's own stream only by that rank.
-        return {"dataset" if self.source.num_readers == 1 else "stream": self.source.base.state_dict()}
+        return {self._state_name: self.source.base.state_dict()}

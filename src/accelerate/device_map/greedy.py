@@ -121,13 +121,16 @@ class _Greedy:
     def _next_place(self, part: Part, why: str) -> None:
         place = self.places[0]
         if not self.used[place]:
-            _log.info(
-                "Nothing lies on %s: its limit is %s, and the first part that waits, %s, needs %s there with the room "
-                "that is kept for later layers.",
+            needed = part.num_bytes + self._reserve_without(part)
+            _log.warning(
+                "No modules could be assigned to device %s due to insufficient memory: its limit is %s, and the first "
+                "part that waits, %s, needs %s there with the room that is kept for later layers.\n  - %s: %s required",
                 place,
                 convert_bytes(self.problem.limit(place)),
                 part.name,
-                convert_bytes(part.num_bytes + self._reserve_without(part)),
+                convert_bytes(needed),
+                place,
+                f"{needed} bytes",
             )
         if len(self.places) == 1:
             raise SettingError(

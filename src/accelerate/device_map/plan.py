@@ -101,8 +101,8 @@ def _warn_of_buffers(problem: Problem, plan: DevicePlan) -> None:
     left = max(problem.limit(place) - plan.num_bytes_on([place]) for place in accelerators)
     if needed > left:
         warnings.warn(
-            f"The offloaded parts of the model have buffers of {convert_bytes(needed)}, which stay on an accelerator, "
-            f"and the largest room left there is {convert_bytes(max(left, 0))}. If memory runs out, use "
+            f"Current model requires {needed} bytes of buffer for offloaded layers, which seems does not fit any GPU's "
+            f"remaining memory: the largest room left is {convert_bytes(max(left, 0))}. If memory runs out, use "
             "offload_buffers=True.",
             UserWarning,
             stacklevel=3,

@@ -12,6 +12,7 @@ from typing import Any, Final, final
 import torch
 
 from ..checkpointing.codec import read_pickle
+from ..checkpointing.inside import inside
 from ..errors import CheckpointError, CheckpointNotFound, SettingError
 from ..names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from ..offload.folder import Entry
@@ -61,9 +62,10 @@ def _shards(index: Path) -> list[Path]:
     try:
         content = json.loads(index.read_bytes())
         weight_map: dict[str, str] = content.get("weight_map", content)
-        shards = sorted({index.parent / name for name in weight_map.values()})
+        shard_names = set(weight_map.values())
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: not an index of weights ({type(error).__name__}: {error})") from error
+    shards = sorted(inside(index.parent, name, index) for name in shard_names)
     missing = [path.name for path in shards if not path.is_file()]
     if missing:
         raise CheckpointError(

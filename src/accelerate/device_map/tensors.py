@@ -10,6 +10,8 @@ from torch import nn
 
 from ..devices import CPU, available_kind
 from ..errors import SettingError
+from ..torch_private.modules import non_persistent_buffers
+from ..torch_private.tracing import identity_of
 
 Device = int | str | torch.device
 
@@ -35,11 +37,11 @@ def named_module_tensors(
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """The names of the buffers that no state dict holds; dotted names with ``fqns``."""
     if not recurse:
-        return set(module._non_persistent_buffers_set)
+        return non_persistent_buffers(module)
     return {
         f"{prefix}.{name}" if fqns and prefix else name
         for prefix, submodule in module.named_modules()
-        for name in submodule._non_persistent_buffers_set
+        for name in non_persistent_buffers(submodule)
     }
 
 
@@ -47,7 +49,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     """What two tensors over the same memory have in common: device, identity of the storage, its size in bytes."""
     storage = tensor.untyped_storage()
     # Nothing on the meta device has an address, so there the storage object itself is the identity.
-    identity = storage._cdata if tensor.is_meta else storage.data_ptr()
+    identity = identity_of(storage) if tensor.is_meta else storage.data_ptr()
     return tensor.device, identity, storage.nbytes()
 
 

@@ -1,15 +1,21 @@
 """What the CPU's own kernels (oneDNN) take beside their results: blocks of images, workspaces of recurrent layers.
 
-Tensors without values don't show it. The sizes are those of oneDNN as torch calls it, found by measuring.
+Tensors without values don't show it. The sizes are those of oneDNN as torch calls it, found by measuring. Its kernels
+differ by the processor's instructions, and so do their copies.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final
 
 import torch
 
-_BLOCK_CHANNELS: Final = 16
+from ..settings import env
+from ..torch_private.tracing import vector_instructions
+
+#: By the widest vectors: how many channels of an image lie together.
+_BLOCK_CHANNELS: Final = {"AVX512": 16, "AVX2": 8, "": 8}
 _PAGE_BYTES: Final = 4096
 _ALIGNED: Final = 16  # numbers that a row of a workspace is rounded up to
 _CLASHING: Final = 256  # rows of a multiple of this would share cache lines, so they are made longer
@@ -31,7 +37,9 @@ def passing_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
         return max(copies - _bytes_of(result), _in_blocks(result))
     if name is torch.ops.aten.convolution_backward:
         gradient, image, weight = args[:3]
-        return _in_blocks(gradient) + _read_in_blocks(image) + _bytes_of(weight)
+        copies = (_in_blocks(gradient), _read_in_blocks(image))
+        # without AVX2, the gradients of image and weights are computed one after the other by plain products
+        return (sum(copies) if _instructions() else max(copies)) + _bytes_of(weight)
     if name is torch.ops.aten.mkldnn_rnn_layer:
         return _lstm_passing(args[0], args[1], None)
     if name is torch.ops.aten.mkldnn_rnn_layer_backward:
@@ -46,14 +54,24 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 # -- images ------------------------------------------------------------------------------------------------
 
 
+@cache
+def _instructions() -> str:
+    """What oneDNN computes with: the processor's widest vectors, unless a variable of its own limits it."""
+    limit = (env.read("ONEDNN_MAX_CPU_ISA") or env.read("DNNL_MAX_CPU_ISA") or "").upper()
+    if limit in ("SSE41", "AVX"):
+        return ""
+    found = vector_instructions()
+    return "AVX2" if limit.startswith("AVX2") and found else found
+
+
 def _in_blocks(image: torch.Tensor) -> int:
-    channels = image.shape[1]
-    return _bytes_of(image) // channels * -(-channels // _BLOCK_CHANNELS) * _BLOCK_CHANNELS
+    channels, block = image.shape[1], _BLOCK_CHANNELS[_instructions()]
+    return _bytes_of(image) // channels * -(-channels // block) * block
 
 
 def _read_in_blocks(image: torch.Tensor) -> int:
     """An image of few channels is read as it is."""
-    return _in_blocks(image) if image.shape[1] >= _BLOCK_CHANNELS else 0
+    return _in_blocks(image) if image.shape[1] >= _BLOCK_CHANNELS[_instructions()] else 0
 
 
 # -- sequences ---------------------------------------------------------------------------------------------

@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..devices import CPU
+from ..torch_private.tracing import TorchDispatchMode, grouped_product, identity_of, tree_leaves
 from .host_kernels import passing_bytes, with_workspace
 
 Kind = Literal["weights", "buffers", "gradients", "optimizer", "other"]
 
 #: Accelerators hand out memory in pieces of this size, the host any number of bytes.
 _PIECE_BYTES = 512
-_GROUPED: Any = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", object())
+_GROUPED: Any = grouped_product()
 
 
 @final
@@ -55,7 +54,7 @@ class AllocationMeter(TorchDispatchMode):
             if not isinstance(tensor, torch.Tensor) or tensor.device.type != self._device_type:
                 continue
             storage = tensor.untyped_storage()
-            key = storage._cdata
+            key = identity_of(storage)
             found = self._known.get(key)
             if found is None:
                 self._add(key, storage, kind or "other")

@@ -9,17 +9,12 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 
 from ..devices import available_kind
 from ..errors import PreparationError, SettingError
 from ..nested import honor_type
 from ..strategies.recompute import recompute_activations
+from ..torch_private.tracing import fake_tensor_mode, without_values
 from .meter import AllocationMeter
 
 #: Layers whose weights tensor parallelism divides.
@@ -155,7 +150,7 @@ def _traced(
     # Autograd starts now: where it starts among fake tensors, torch's builds for GPUs count pretended ones, have
     # threads for them, and nothing that is forked from this process can go backward any more.
     torch.zeros((), requires_grad=True).backward()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensor_mode():
         _take_place(model, target, dtype)
         inputs = subject.inputs(model, batch, sequence) if activations else None
         if activations and inputs is None:
@@ -172,7 +167,7 @@ def _traced(
                 run.step()
                 run.moments.clear()
                 run.step()
-        except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        except without_values() as error:
             raise PreparationError(
                 f"{subject.name}: the forward pass of {type(model).__name__} depends on values ({error}), so it can't "
                 "be traced without any."

@@ -21,21 +21,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
+from ..callers import is_own
+
 LOGS_HINT = "Its whole output is above; for one file a rank: accelerate launch --log_dir DIRECTORY ..."
 TRACEBACK_START = "Traceback (most recent call last):"
 
 _FRAME = re.compile(r'^\s*(?:\|\s*)?File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
 #: torch marks every line of a traceback with the rank: ``[rank1]: ``
-_PREFIX = re.compile(r"\[[^\]\s]+\]: ?$")
+_PREFIX = re.compile(r"(\[[^\]\s]+\]: ?)(?:Original )?$")  # "Original": what a worker of a DataLoader raised
 #: An exception group prints its frames and its members behind bars: ``  | ``, ``  +-+---- 1 ----``, ``    | ``.
 _GROUP_START = re.compile(
     r"^(?P<prefix>(?:\[[^\]\s]+\]: )?) +\+ Exception Group Traceback \(most recent call last\):", re.MULTILINE
 )
 _IN_GROUP = re.compile(r"^\s+(?:\| ?|\+[-+]?)")
 _MARKERS = re.compile(r"^\s*[~^\s]+$")
-#: Files that are nobody's own code: installed packages and the interpreter's library.
-_FOREIGN = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen|\\lib\\", re.IGNORECASE)
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
 #: How a process words it that another one went away: a consequence, never a first cause.
 _LOST_PEER = re.compile(
     r"connection (?:was )?(?:closed|reset|aborted|refused)|broken pipe|remote process exited|"
@@ -60,7 +59,7 @@ class Frame:
     @property
     def is_own(self) -> bool:
         """Whether this is the user's code, not a library's."""
-        return _FOREIGN.search(self.file) is None and not self.file.startswith(_PACKAGE)
+        return is_own(self.file)
 
 
 @final
@@ -95,7 +94,7 @@ def parse_traceback(text: str) -> Traceback | None:
     message: list[str] = []
     prefix = _PREFIX.search(text[text.rfind("\n", 0, start) + 1 : start])
     for printed in text[start + len(TRACEBACK_START) :].splitlines()[1:]:
-        line = printed if prefix is None else printed.removeprefix(prefix[0]).removeprefix(prefix[0].rstrip())
+        line = printed if prefix is None else printed.removeprefix(prefix[1]).removeprefix(prefix[1].rstrip())
         if prefix is not None and line is printed:  # what torch's excepthook doesn't mark is no part of it
             break
         match = _FRAME.match(line)

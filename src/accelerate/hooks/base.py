@@ -142,8 +142,9 @@ def add_hook_to_module(module: M, hook: Any, append: bool = False) -> M:
 
 def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     if isinstance(module, torch.fx.GraphModule):
-        # A traced module has a class of its own, and takes its forward from there.
-        type(module).forward = forward
+        # A traced module has a class of its own, and takes its forward from there; it is bound already, and Python 3.14
+        # would bind a partial again.
+        type(module).forward = staticmethod(forward)
     else:
         module.forward = forward
 

@@ -12,6 +12,7 @@ from torch import nn
 from ..device_map.place import set_module_tensor_to_device
 from ..device_map.tensors import Device, named_module_tensors
 from ..errors import CheckpointError
+from ..torch_private.modules import save_own
 from .align import AlignDevicesHook
 from .base import SequentialHook
 
@@ -92,7 +93,7 @@ def _collect(module: nn.Module, prefix: str, found: dict[str, Any], *, brought: 
             stack.enter_context(_borrowed(module, hook, "cpu"))
         brought = brought or (hook is not None and hook.place_submodules)
         own: dict[str, Any] = {}
-        module._save_to_state_dict(own, prefix, keep_vars=False)
+        save_own(module, own, prefix)
         for name, value in own.items():
             if isinstance(value, torch.Tensor) and not value.is_meta:
                 # What a hook brought may be a view of a file, so it gets memory of its own.

@@ -6,27 +6,67 @@ import argparse
 import shlex
 import shutil
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from ..errors import SettingError
 from ..settings import env, file
+from ..settings.document import read_whole_layer
 from ..settings.run import check_launchable, collect
-from ..settings.tree import Settings
+from ..settings.tree import Settings, launch_options_of
 from . import preflight
 from .plan import Program
 from .slurm import in_batch_script
 
 _NO_COMMAND: Final = "there is no such command on the PATH"
-_OWN_NAMES: Final = ("config_file", "explain", "dry_run", "training_script", "training_script_args", "func")
 
 
 def given_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line gave, by option destination; an option that was left out is not in it."""
-    given = {name: value for name, value in vars(args).items() if value is not None and name not in _OWN_NAMES}
+    """Return what was given, by option destination: not what was left out and has the documented default.
+
+    Takes the Namespace of the launcher's parser (which names what was given in ``nondefault``), one that
+    :func:`complete` has filled in, one that was changed since, and one made by hand.
+    """
+    named: Collection[str] = getattr(args, "nondefault", ())
+    filled: Mapping[str, Any] = getattr(args, "filled_in", {})
+    given: dict[str, Any] = {}
+    for option in launch_options_of():
+        name = option.dest
+        value = getattr(args, name, None) if name else None
+        if name is None or value is None:
+            continue
+        untouched = name in filled and value == filled[name]
+        if name in named or not (untouched or value == option.flag_default):
+            given[name] = value
+    if getattr(args, "use_cpu", None) and not filled.get(
+        "use_cpu"
+    ):  # the name in configuration files, which documented code also sets
+        given.setdefault("cpu", True)
     if getattr(args, "fp16", None):
+        given["fp16"] = True
         print("accelerate launch: --fp16 is an old spelling of --mixed_precision fp16.", file=sys.stderr)
     return given
+
+
+def complete(args: argparse.Namespace, settings: Settings) -> None:
+    """Fill in what the command line left out, in place, from the settings in use.
+
+    The values filled in stay known as such, so that the Namespace can be read again as if it had just been parsed.
+    """
+    given = given_flags(args)
+    filled: dict[str, Any] = {}
+    values = settings.values_of_flags()
+    for option in launch_options_of():
+        if option.dest is not None and option.dest not in given:
+            value = values.get(str(option.flag))
+            filled[option.dest] = option.flag_default if value is None else value
+    filled["use_cpu"] = settings.run.use_cpu
+    filled["gpu_ids"] = settings.launch.gpu_ids or "all"
+    filled.pop("cpu", None)  # says only what the command line said
+    for name, value in filled.items():
+        setattr(args, name, value)
+    args.filled_in = filled
 
 
 def config_path(args: argparse.Namespace) -> Path | None:
@@ -47,7 +87,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """All that this launch was told: flag before file before environment before default, checked."""
     path = config_path(args)
     environ = env.snapshot()
-    settings = collect({}, environ, flags=given_flags(args), file=path)
+    layer = None if path is None else read_whole_layer(path)
+    settings = collect({}, environ, flags=given_flags(args), file=layer, warn=getattr(args, "filled_in", None) is None)
     check_launchable(settings, has_allocation=in_batch_script(environ))
     return settings
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..cores import threads_per_rank
 from ..errors import SettingError
 from ..ports import DEFAULT_PORT
 from ..settings.tree import encode_settings
@@ -70,7 +71,7 @@ def count_processes(settings: Settings, host: Host) -> int:
             f"num_machines={launch.num_machines}. "
             "num_processes is the total over all machines: give a multiple of num_machines."
         )
-    if launch.multi_gpu and asked < 2:
+    if launch.multi_gpu and asked < 2 and launch.num_processes is None:
         raise SettingError(
             f"{settings.quote('launch.multi_gpu')} needs at least 2 processes, but {host.name} has {host.num_devices} "
             "accelerator(s), and no other number was asked for. Give --num_processes, or don't ask for several devices."
@@ -111,7 +112,7 @@ def base_environment(settings: Settings, host: Host, per_host: int) -> dict[str,
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     elif "OMP_NUM_THREADS" not in host.environment:
-        environment["OMP_NUM_THREADS"] = str(max(1, host.num_cores // per_host) if cpu else 1)
+        environment["OMP_NUM_THREADS"] = str(threads_per_rank(per_host, host.num_cores) if cpu else 1)
     if cpu:
         # Read by Intel's OpenMP only. Pinning threads is right for one process; several would share their
         # cores.

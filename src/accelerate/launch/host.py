@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import final
 
+from ..cores import num_cores
 from ..ports import DEFAULT_PORT, get_free_port, is_port_in_use
 
 
@@ -26,6 +25,7 @@ class Host:
     visible_devices: str | None = None
     #: The devices can't talk to each other directly, and the communication library has to be told.
     lacks_links: bool = False
+    #: That a process started here may use.
     num_cores: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     #: Ports below the plan's wish that something listens on already.
@@ -36,23 +36,6 @@ class Host:
     def is_busy(self, port: int) -> bool:
         """Whether something listens on the port."""
         return port in self.busy_ports
-
-
-def num_physical_cores() -> int:
-    """The cores that this process may run on; two hyper-threads of one core count once."""
-    try:
-        allowed = os.sched_getaffinity(0)
-    except AttributeError:  # not on this system
-        return os.cpu_count() or 1
-    cores: set[tuple[str, str]] = set()
-    for cpu in allowed:
-        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-        try:
-            package = (topology / "physical_package_id").read_text().strip()
-            cores.add((package, (topology / "core_id").read_text().strip()))
-        except OSError:  # not told here: every CPU counts as a core
-            cores.add(("", str(cpu)))
-    return max(1, len(cores))
 
 
 @functools.cache
@@ -77,7 +60,7 @@ def this_host(environment: Mapping[str, str], *, cpu: bool, port: int | None) ->
         num_devices=num_devices,
         visible_devices=visible_devices,
         lacks_links=lacks_links,
-        num_cores=num_physical_cores(),
+        num_cores=num_cores(),
         environment=environment,
         busy_ports=busy,
         free_port=get_free_port(),

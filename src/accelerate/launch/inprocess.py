@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import LaunchError, SettingError, WorldError
+from ..cores import num_cores, threads_per_rank
+from ..errors import LaunchError, SettingError
 from ..health.failure import report
 from ..optional import is_installed, require
 from ..ports import DEFAULT_PORT, claim_port, get_free_port, is_port_in_use, release_ports
@@ -69,7 +70,7 @@ def run_ranks(function: Callable[..., Any], args: Sequence[Any], plan: LaunchPla
             start = start_command(_with_arguments(plan, home))
         base = {**env.snapshot(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         if "OMP_NUM_THREADS" not in base:
-            base["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(plan.ranks)))
+            base["OMP_NUM_THREADS"] = str(threads_per_rank(len(plan.ranks), num_cores()))
         supervisor = Supervisor(plan, start, base, _shown_on("stdout"), _shown_on("stderr"), report_failures=False)
         code = supervisor.run()
         if supervisor.received == signal.SIGINT:
@@ -111,16 +112,17 @@ def is_notebook() -> bool:
 
 
 def refuse_existing_state() -> None:
-    """Returns when no world has been joined here yet.
+    """Return when no world has been joined here yet.
 
     Raises:
-        ValueError: an Accelerator (or PartialState) was made in this process before the launch.
+        SettingError: an Accelerator (or PartialState) was made in this process before the launch.
     """
     world = sys.modules.get("accelerate.world")
     if world is not None and world.current_world() is not None:
-        raise WorldError(
-            "An Accelerator was already created in this process, so it can't start ranks. Create it inside the "
-            "function that is launched, and restart the notebook's kernel if it was created in a cell."
+        raise SettingError(
+            "An Accelerator was already created in this process, so it can't start ranks. The `Accelerator` should "
+            "only be initialized inside your training function: create it inside the function that is launched, and "
+            "restart the notebook's kernel if it was created in a cell."
         )
 
 
@@ -155,9 +157,9 @@ def notebook_launcher(
         raise SettingError("notebook_launcher needs num_processes: the number of processes to start, such as 2.")
     if num_processes < 1:
         raise SettingError(f"notebook_launcher(num_processes={num_processes}): give at least 1.")
-    refuse_existing_state()
     if num_processes == 1 and num_nodes == 1:
         return _call_here(function, args, mixed_precision)
+    refuse_existing_state()
     if num_nodes > 1 or max_restarts > 0 or rdzv_backend != "static":
         from .torchrun import elastic_call
 

@@ -6,7 +6,6 @@ no value is seen in the process list or read by a shell.
 
 from __future__ import annotations
 
-import functools
 import subprocess
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, final
@@ -34,14 +33,13 @@ _SIGNS: Final = (
 )
 
 
-@functools.cache
 def installed_flavor() -> str:
     """The flavor of the mpirun on the PATH; Open MPI's, the commonest, where there is none to ask."""
     try:
-        answer = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
+        answer = subprocess.check_output(["mpirun", "--version"], stderr=subprocess.STDOUT, timeout=20)
+    except (OSError, subprocess.SubprocessError):
         return "openmpi"
-    return flavor_of(answer.stdout + answer.stderr)
+    return flavor_of(answer.decode(errors="replace"))
 
 
 def flavor_of(version: str) -> str:
@@ -91,7 +89,7 @@ class Mpirun(LaunchEngine):
             engine=f"{self.name} ({flavor}): {per_host} processes on each of {num_machines} machine(s)",
             argv=(
                 "mpirun",
-                *_words(flavor, settings.mpi.mpirun_hostfile, total, per_host),
+                *mpirun_words(flavor, settings.mpi.mpirun_hostfile, total, per_host),
                 *_carrying(flavor, names),
                 *program.argv(),
             ),
@@ -142,12 +140,13 @@ def _meeting(settings: Settings, host: Host, hosts: list[str]) -> tuple[str, int
     return address, launch.main_process_port or DEFAULT_PORT, ()
 
 
-def _words(flavor: str, hostfile: str | None, total: int, per_host: int) -> tuple[str, ...]:
+def mpirun_words(flavor: str, hostfile: str | None, total: int, per_host: int) -> tuple[str, ...]:
+    """Return the documented options of mpirun: where, and how many ranks in all and on each host."""
     if flavor == "openmpi":
         where = ("--hostfile", hostfile) if hostfile else ()
-        return (*where, "-n", str(total), "--npernode", str(per_host), "--bind-to", "socket")
+        return (*where, "--npernode", str(per_host), "-n", str(total), "--bind-to", "socket")
     where = ("-f", hostfile) if hostfile else ()
-    return (*where, "-n", str(total), "-ppn", str(per_host))
+    return (*where, "-ppn", str(per_host), "-n", str(total))
 
 
 def _carrying(flavor: str, names: list[str]) -> tuple[str, ...]:

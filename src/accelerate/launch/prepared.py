@@ -12,14 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ..errors import SettingError
+from ..ports import DEFAULT_PORT
 from ..settings import env
 from ..settings.fp8 import Fp8Options
 from ..settings.sagemaker import SageMakerOptions
 from ..settings.tree import Settings
 from .arguments import program_of, settings_of
 from .deepspeed import DeepSpeedLauncher
-from .engine import base_environment, count_processes, is_cpu_run
+from .engine import LOOPBACK, base_environment, count_processes, is_cpu_run, rendezvous_port
 from .host import Host, this_host
+from .mpi import installed_flavor, mpirun_words
 from .sagemaker import SageMaker, estimator_arguments
 
 #: The options of torchrun.
@@ -55,32 +57,65 @@ def _told(args: argparse.Namespace) -> tuple[Settings, Host]:
     return settings, this_host(env.snapshot(), cpu=is_cpu_run(settings), port=settings.launch.main_process_port)
 
 
+def _fill_in_torchrun(args: argparse.Namespace, settings: Settings, host: Host) -> None:
+    """Set the documented options of torchrun on the Namespace, from which :func:`_filter_args` takes them."""
+    launch = settings.launch
+    per_host = count_processes(settings, host) // launch.num_machines
+    args.nproc_per_node = str(per_host)
+    if launch.num_machines > 1:
+        port = DEFAULT_PORT if launch.main_process_port is None else launch.main_process_port
+        args.nnodes, args.node_rank = str(launch.num_machines), int(launch.machine_rank)
+        if launch.same_network:
+            args.master_addr, args.master_port = str(launch.main_process_ip), str(port)
+        else:
+            args.rdzv_endpoint = f"{launch.main_process_ip}:{port}"
+        return
+    port, _ = rendezvous_port(settings, host)
+    args.main_process_port, args.master_port = port, str(port)
+    if getattr(args, "filled_in", None) is not None:
+        args.filled_in["main_process_port"] = port
+
+
 def _environment(settings: Settings, host: Host, num_processes: int) -> dict[str, str]:
     return {**env.snapshot(), **base_environment(settings, host, num_processes)}
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """(command, environment) of a launch of one process."""
+    """Return (command, environment) of a launch of one process, or of one mpirun for all machines.
+
+    The names of variables that mpirun hands to other machines are not part of the documented command line; each MPI
+    but Open MPI hands on its whole environment.
+    """
     settings, host = _told(args)
-    environment = _environment(settings, host, 1)
-    launch = settings.launch
-    if launch.num_machines > 1:
-        if launch.main_process_ip is None or launch.main_process_port is None:
-            raise SettingError("Several machines need main_process_ip and main_process_port.")
-        environment["MASTER_ADDR"] = launch.main_process_ip
-        environment["MASTER_PORT"] = str(launch.main_process_port)
-    return list(program_of(args, settings).argv()), environment
+    program, launch = program_of(args, settings), settings.launch
+    if launch.num_machines > 1 and (launch.main_process_ip is None or launch.main_process_port is None):
+        raise SettingError("Several machines need main_process_ip and main_process_port.")
+    per_host = max(1, (launch.num_processes or 1) // launch.num_machines)
+    command: tuple[str, ...] = ()
+    if settings.mpi.mpirun_hostfile is not None:
+        flavor = settings.cluster.mpi_flavor or installed_flavor()
+        total = per_host * launch.num_machines
+        command = ("mpirun", *mpirun_words(flavor, settings.mpi.mpirun_hostfile, total, per_host))
+    environment = _environment(settings, host, per_host)
+    if launch.num_machines > 1 or (launch.num_processes or 1) > 1:
+        environment["MASTER_ADDR"] = launch.main_process_ip or LOOPBACK
+        environment["MASTER_PORT"] = str(launch.main_process_port or DEFAULT_PORT)
+    return [*command, *program.argv()], environment
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
-    """The environment that the ranks of a launch share."""
+    """Return the environment that the ranks of a launch share; set torchrun's options on ``args``."""
     settings, host = _told(args)
+    _fill_in_torchrun(args, settings, host)
     per_host = count_processes(settings, host) // settings.launch.num_machines
     return _environment(settings, host, per_host)
 
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
-    """(command or None where torchrun starts the ranks, environment) of a DeepSpeed launch."""
+    """Return (command, or None where torchrun starts the ranks, and environment) of a DeepSpeed launch.
+
+    Where torchrun starts them, its options are set on ``args``.
+    """
     settings, host = _told(args)
     launcher = DeepSpeedLauncher()
     if not launcher.suits(settings, host):
@@ -139,15 +174,20 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
 
 def prepare_sagemager_args_inputs(sagemaker_config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """(arguments of the estimator, its inputs) of the SageMaker job that ``sagemaker_config`` describes."""
+    settings, host = prepared_for_sagemaker(sagemaker_config, args)
+    plan = SageMaker().plan(settings, program_of(args, settings), host)
+    return estimator_arguments(plan), plan.engine_options.get("inputs")
+
+
+def prepared_for_sagemaker(sagemaker_config: Any, args: argparse.Namespace) -> tuple[Settings, Host]:
+    """Return (settings, host) of the SageMaker job that ``sagemaker_config`` describes."""
     settings, host = _told(args)
     described = {each.name: getattr(sagemaker_config, each.name, None) for each in dataclasses.fields(SageMakerOptions)}
     keys = {name: getattr(args, name, None) for name in ("aws_access_key_id", "aws_secret_access_key")}
     given = {name: value for name, value in {**described, **keys}.items() if value is not None}
     if "distributed_type" in given:
         given["distributed_type"] = str(getattr(given["distributed_type"], "value", given["distributed_type"]))
-    settings = dataclasses.replace(settings, sagemaker=SageMakerOptions(**given))
-    plan = SageMaker().plan(settings, program_of(args, settings), host)
-    return estimator_arguments(plan), plan.engine_options.get("inputs")
+    return dataclasses.replace(settings, sagemaker=SageMakerOptions(**given)), host
 
 
 def convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:

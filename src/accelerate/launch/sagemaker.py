@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _NUMBER: Final = r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
 #: Amazon's own data-parallel library, and torch's launcher in the job for several machines without it.
+#: The folder of this package, which goes with the script: the name alone would install another one.
+_PACKAGE: Final = Path(__file__).resolve().parent.parent
 _DATA_PARALLEL: Final = {"smdistributed": {"dataparallel": {"enabled": True}}}
 _TORCHRUN: Final = {"torch_distributed": {"enabled": True}}
 
@@ -66,6 +68,7 @@ class SageMaker(LaunchEngine):
             "inputs": inputs(settings, options),
             "metric_definitions": metrics(settings, options),
             "additional_args": dict(options.additional_args or {}),
+            "dependencies": [str(_PACKAGE)],
             "profile": options.profile,
             "region": options.region,
         }
@@ -171,7 +174,9 @@ def metrics(settings: Settings, options: SageMakerOptions) -> list[dict[str, str
 
 def _distribution(options: SageMakerOptions) -> Mapping[str, object] | None:
     if options.distributed_type == "DATA_PARALLEL":
-        return _DATA_PARALLEL
+        # Amazon's own library is in images up to torch 2.0; newer ones have torch's launcher.
+        version = tuple(int(part) for part in options.pytorch_version.split(".")[:2])
+        return _DATA_PARALLEL if options.image_uri or version <= (2, 0) else _TORCHRUN
     return _TORCHRUN if options.num_machines > 1 else None
 
 
@@ -214,7 +219,9 @@ def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
         given.update(transformers_version=None, pytorch_version=None)
     additional = options.get("additional_args") or {}
     assert isinstance(additional, Mapping)
-    return {**given, "environment": dict(plan.environment), **additional}
+    more = {**given, "environment": dict(plan.environment), **additional}
+    # Copied beside the script, where Python looks first: what runs there is this package.
+    return {**more, "dependencies": [*(additional.get("dependencies") or ()), str(_PACKAGE)]}
 
 
 def _start_v2(plan: LaunchPlan) -> None:
@@ -249,7 +256,8 @@ def _start_v3(plan: LaunchPlan) -> None:
         "compute": configs.Compute(instance_type=options["instance_type"], instance_count=options["instance_count"]),
         # The job decodes each once; version 2 encodes them itself.
         "hyperparameters": {name: json.dumps(value) for name, value in parameters.items()},
-        "environment": dict(plan.environment),
+        # The package is a channel of its own, in the folder that all channels lie in.
+        "environment": {"PYTHONPATH": "/opt/ml/input/data", **plan.environment},
         "sagemaker_session": session,
         # Version 3 has no other launcher for data parallelism than torch's.
         "distributed": distributed.Torchrun() if "distribution" in options else None,
@@ -261,7 +269,8 @@ def _start_v3(plan: LaunchPlan) -> None:
         rows = [configs.MetricDefinition(name=row["Name"], regex=row["Regex"]) for row in definitions]
         trainer = trainer.with_metric_definitions(rows)
     data = [configs.InputData(channel_name=name, data_source=place) for name, place in channels.items()]
-    trainer.train(input_data_config=data or None)
+    data.append(configs.InputData(channel_name=_PACKAGE.name, data_source=str(_PACKAGE)))
+    trainer.train(input_data_config=data)
 
 
 def _image(plan: LaunchPlan) -> str:

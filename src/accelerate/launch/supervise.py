@@ -204,7 +204,16 @@ class Supervisor:
     # the run
 
     def run(self) -> int:
-        """The exit code of the whole run, when no process of it is left."""
+        """The exit code of the whole run, when no process of it is left.
+
+        Raises:
+            LaunchError: this system lacks what processes are supervised with.
+        """
+        if not hasattr(os, "wait4"):
+            raise LaunchError(
+                f"Several processes are supervised on POSIX systems only, and this one ({sys.platform}) isn't one. "
+                "Launch one process, or start the ranks with torchrun, which `Accelerator()` joins as well."
+            )
         memory = MemoryWatch()
         guardian = Guardian()
         try:

@@ -18,11 +18,11 @@ from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from ..clusters import ClusterSeat
 from ..errors import WorldError
 from ..settings.env import read
+from ..torch_private.distributed import FileStore, PrefixStore, Store, TCPStore, default_store
 from . import roll_call
 
 #: How long to wait for the other processes to appear, unless a timeout was asked for.
@@ -75,7 +75,20 @@ def form_group(
 
 def store_of_group(generation: int) -> Store:
     """A store that belongs to this world alone, on top of the one that the process group was made with."""
-    return PrefixStore(f"accelerate/world_{generation}", dist.distributed_c10d._get_default_store())
+    return PrefixStore(f"accelerate/world_{generation}", default_store())
+
+
+def serves(store: Store, rank: int) -> bool:
+    """Whether this process, rank ``rank``, serves ``store`` to the others, so that it ends with this process."""
+    if rank != 0 or _is_served_by_agent():
+        return False
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore)
+
+
+def _is_served_by_agent() -> bool:
+    return read("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _meeting_place(seat: ClusterSeat, init_method: str | None, patience: timedelta) -> Store:
@@ -94,8 +107,7 @@ def _meeting_place(seat: ClusterSeat, init_method: str | None, patience: timedel
 
 
 def _tcp_store(seat: ClusterSeat, patience: timedelta, source: str) -> Store:
-    is_kept_by_agent = read("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    keeps_store = seat.rank == 0 and not is_kept_by_agent
+    keeps_store = seat.rank == 0 and not _is_served_by_agent()
     if not keeps_store:
         _look_up(seat, patience, source)
     word = threading.Timer(roll_call.WORD_SECONDS, _say_that_it_waits, (seat, source, patience))

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Final, final
 from ..errors import WorldError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from ..clusters import ClusterSeat
+    from ..torch_private.distributed import Store
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS: Final = 0.01

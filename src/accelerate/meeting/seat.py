@@ -8,17 +8,18 @@ that are in the same number with different operations will never meet, and are t
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
+from ..callers import call_site
 from ..errors import CollectiveError
 from .courier import Courier, Silence
+from .rendezvous import CallRendezvous
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from ..torch_private.distributed import Store
 
 Answer = TypeVar("Answer")
 
@@ -27,13 +28,18 @@ PATIENCE_SECONDS: Final = 2.0
 #: How long the keeper of the store may take to answer before it counts as unreachable.
 _SILENCE_SECONDS: Final = 10.0
 _FAREWELL_SECONDS: Final = 2.0
+#: How long a rank that serves the store to all others stays for them when its own program has ended.
+_READERS_SECONDS: Final = 10.0
 #: Up to this many ranks, each tells where it is at every operation; beyond, only when it has to wait.
 _NUM_TALKATIVE: Final = 128
 _SHORTEST_SLEEP_SECONDS: Final = 5e-5
 _LONGEST_SLEEP_SECONDS: Final = 0.02
 _SEPARATOR: Final = "|"
 #: Operations that no rank gets out of before all are in.
-_NEEDS_ALL: Final = ("wait_for_everyone", "gather", "gather_object", "reduce")
+_NEEDS_ALL: Final = (
+    *("wait_for_everyone", "gather", "gather_object", "reduce"),
+    *("save_state", "save_model", "get_state_dict", "export_model"),  # where the state lies over the ranks
+)
 
 
 @final
@@ -43,10 +49,12 @@ class Meeting:
     Args:
         store: shared by the ranks of this world and nobody else.
         timeout: how long to wait for the others in one operation.
+        keeps_store: the store is served by this process, and ends with it.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, *, keeps_store: bool = False) -> None:
         self.store = store
+        self.keeps_store = keeps_store
         self.rank = rank
         self.size = size
         self.timeout = timeout
@@ -54,6 +62,9 @@ class Meeting:
         self.operation = ""
         self.site = ""
         self.watch: Any = None  # the thread that looks after hangs in this world
+        #: By process group: how long its next message is; `messages.Lengths`, kept here because it ends with the world.
+        self.lengths: dict[Any, Any] = {}
+        self.calls = CallRendezvous(self)
         self._told = 0  # the number of the operation that the others were last told of
         self._courier = Courier("accelerate_meeting")
 
@@ -66,13 +77,16 @@ class Meeting:
         """
         self.number += 1
         self.operation = operation
-        self.site = _call_site() if with_site else ""
+        self.site = call_site() if with_site else ""
         if aloud and self.size <= _NUM_TALKATIVE:
             self._tell()
         return self.number
 
-    def wait_for_everyone(self, operation: str = "wait_for_everyone") -> None:
-        """Every rank has come here. Raises CollectiveError when one never will, or doesn't within the timeout."""
+    def wait_for_everyone(self, operation: str = "wait_for_everyone", *, looks_into_torch: bool = False) -> None:
+        """Every rank has come here. Raises CollectiveError when one never will, or doesn't within the timeout.
+
+        With ``looks_into_torch``, also when all that are missing wait in collectives of torch's; they are ended then.
+        """
         number = self.begin(operation)
 
         def arrive() -> bool:
@@ -82,12 +96,26 @@ class Meeting:
                 self._forget(number - 1, operation)
             return is_last
 
-        if not self._ask(arrive):
-            self.wait_for_key(f"{number}/{operation}/open")
+        key = f"{number}/{operation}/open"
+        if not self.ask(arrive):
+            self._wait_until(lambda: self.store.check([key]), looks_into_torch=looks_into_torch)
+
+    def require_all(self, operation: str) -> None:
+        """Every rank makes this call. Raises CollectiveError on every rank when one doesn't."""
+        if self.size > 1:
+            self.wait_for_everyone(operation, looks_into_torch=True)
+
+    def note(self, key: str, text: str) -> None:
+        """Any rank can read ``text`` from now on."""
+        self.ask(lambda: self.store.set(key, text))
+
+    def noted(self, key: str) -> str | None:
+        """What a rank has noted, if it has."""
+        return self.ask(lambda: self.store.get(key).decode() if self.store.check([key]) else None)
 
     def announce(self, key: str) -> None:
         """Whoever waits for `key` may go on."""
-        self._ask(lambda: self.store.set(key, "1"))
+        self.ask(lambda: self.store.set(key, "1"))
 
     def wait_for_key(self, key: str, setter: int | None = None) -> None:
         """Rank `setter` has set `key`. Raises CollectiveError when it never will, or doesn't within the timeout."""
@@ -123,10 +151,10 @@ class Meeting:
         `mismatch` is given the descriptions and the call sites of all ranks and returns what is wrong, if anything.
         """
         number = self.number
-        self._ask(lambda: self.store.set(f"{number}/call/{self.rank}", f"{self.site}{_SEPARATOR}{description}"))
+        self.ask(lambda: self.store.set(f"{number}/call/{self.rank}", f"{self.site}{_SEPARATOR}{description}"))
         keys = [f"{number}/call/{rank}" for rank in range(self.size)]
         self._wait_until(lambda: self.store.check(keys))
-        calls = self._ask(lambda: [self.store.get(key).decode() for key in keys])
+        calls = self.ask(lambda: [self.store.get(key).decode() for key in keys])
         sites, descriptions = zip(*(call.split(_SEPARATOR, 1) for call in calls), strict=True)
         wrong = mismatch(list(descriptions), list(sites))
         if wrong is not None:
@@ -141,15 +169,33 @@ class Meeting:
         def say_goodbye() -> None:
             self.store.set(f"left/{self.rank}", str(self.number))
             self.store.set("left", "1")
-            self.store.check(["left"])  # an answer: what was sent before has arrived
+            self.store.add("num_left", 1)  # it is answered: what was sent before has arrived
 
         # Whoever keeps the store may be gone already: then nobody is left to be told.
         with contextlib.suppress(RuntimeError):
             self._courier.ask(say_goodbye, _FAREWELL_SECONDS)
         self._courier.keep(self.store, *groups)
+        if not self.keeps_store:
+            self._courier.dismiss()
+
+    def wait_for_readers(self) -> None:
+        """Keep the store until all others have left too, or for 10 s: they may still read what it says.
+
+        A process that serves the store would otherwise take from slower ranks the answer they are waiting for. Called
+        after `leave`, when the process group is gone: a rank that waits in it has been woken by that.
+        """
+        if not self.keeps_store:
+            return
+        until = time.monotonic() + _READERS_SECONDS
+        with contextlib.suppress(RuntimeError):
+            while self._courier.ask(self._num_left, _FAREWELL_SECONDS) < self.size and time.monotonic() < until:
+                time.sleep(_LONGEST_SLEEP_SECONDS / 4)
         self._courier.dismiss()
 
-    def _ask(self, call: Callable[[], Answer]) -> Answer:
+    def _num_left(self) -> int:
+        return self.store.add("num_left", 0)
+
+    def ask(self, call: Callable[[], Answer]) -> Answer:
         """What the store answers. Raises CollectiveError when its keeper has ended, or doesn't answer."""
         try:
             return self._courier.ask(call, self._silence_seconds())
@@ -163,16 +209,20 @@ class Meeting:
 
     # ---------------------------------------------------------------------------------------- waiting
 
-    def _wait_until(self, ready: Callable[[], bool], setter: int | None = None) -> None:
+    def _wait_until(
+        self, ready: Callable[[], bool], setter: int | None = None, *, looks_into_torch: bool = False
+    ) -> None:
         start = time.monotonic()
         next_look = start + PATIENCE_SECONDS
-        while not self._ask(lambda: self._poll(ready)):
+        while not self.ask(lambda: self._poll(ready)):
             now = time.monotonic()
             if now - start > self.timeout.total_seconds():
                 raise CollectiveError(self._too_late())
             if now >= next_look:
                 verdict = self._verdict(setter)
-                if verdict is not None and not self._ask(ready):
+                if verdict is None and looks_into_torch:
+                    verdict = self._stuck_in_torch()
+                if verdict is not None and not self.ask(ready):
                     raise CollectiveError(verdict)
                 next_look = now + min(30.0, max(PATIENCE_SECONDS, (now - start) / 4))
 
@@ -205,22 +255,72 @@ class Meeting:
             except (RuntimeError, NotImplementedError):
                 return  # a store that can't forget, such as a file
 
+    def wait_for(self, ready: Callable[[], bool], hopeless: Callable[[], str | None] = lambda: None) -> None:
+        """Wait until ``ready()``, beside the numbered operations; from any thread.
+
+        Raises:
+            CollectiveError: ``hopeless()`` said why it never will be, or it wasn't within the timeout.
+        """
+        start = time.monotonic()
+        next_look, sleep_seconds = start, _SHORTEST_SLEEP_SECONDS
+        while not self.ask(ready):
+            now = time.monotonic()
+            if now >= next_look:
+                reason = hopeless()
+                if reason is not None and not self.ask(ready):
+                    raise CollectiveError(reason)
+                next_look = now + PATIENCE_SECONDS / 4
+            if now - start > self.timeout.total_seconds():
+                raise CollectiveError(self._too_late())
+            time.sleep(sleep_seconds)
+            sleep_seconds = min(_LONGEST_SLEEP_SECONDS, sleep_seconds * 1.5)
+
+    def whereabouts(self, rank: int) -> str | None:
+        """Where ``rank`` is, if it can't come here: in a later operation that needs this rank too, or gone."""
+        where = self.ask(lambda: self._where(rank))
+        if where is not None and where[0] > self.number and where[1] in _NEEDS_ALL:
+            return f"is in `{where[1]}`{_at(where[2])}, which needs all ranks"
+        if self.ask(lambda: self._left_after(rank)) is not None:
+            return "has ended (or left the world)"
+        return None
+
+    def stuck_in_torch(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Those of ``ranks`` that are known to wait in collectives of torch's, and where."""
+        return self.watch.ask_for_stuck(ranks) if self.watch is not None and ranks else {}
+
     # --------------------------------------------------------------------------------------- verdicts
 
     def _verdict(self, setter: int | None = None) -> str | None:
         """Why this operation can't end, or None when it still may."""
         try:
             if self._told != self.number:
-                self._ask(self._tell)
-            return self._ask(lambda: self._look_around(setter))
+                self.ask(self._tell)
+            return self.ask(lambda: self._look_around(setter))
         except CollectiveError as error:
             return str(error)
+
+    def _stuck_in_torch(self) -> str | None:
+        """Why this operation can't end, where all ranks that are missing wait in collectives of torch's."""
+        absent = self._absent()
+        stuck = self.stuck_in_torch(absent)
+        if not absent or len(stuck) < len(absent):
+            return None
+        where = "; ".join(f"rank {rank} waits in a collective of torch's at {at}" for rank, at in stuck.items())
+        verdict = (
+            f"{self._me()}, which every rank has to call, because the state lies over all ranks; but {where}, and "
+            f"won't come. Call `{self.operation}` on every rank, outside of `if accelerator.is_main_process:`."
+        )
+        self.watch.end_stuck(absent, verdict)
+        return verdict
+
+    def _absent(self) -> list[int]:
+        return self.ask(lambda: [rank for rank in range(self.size) if rank != self.rank and not self._is_here(rank)])
 
     def _verdict_of_all(self) -> str | None:
         """As `_verdict`, once every rank that still lives has had the time to say where it is."""
         until = time.monotonic() + min(PATIENCE_SECONDS, self.timeout.total_seconds()) * 1.5
         while (verdict := self._verdict()) is None and time.monotonic() < until:
-            if self._ask(lambda: all(rank == self.rank or self._is_here(rank) for rank in range(self.size))):
+            if self.ask(lambda: all(rank == self.rank or self._is_here(rank) for rank in range(self.size))):
                 break
             time.sleep(_LONGEST_SLEEP_SECONDS)
         return verdict
@@ -281,7 +381,7 @@ class Meeting:
         )
 
     def _too_late(self) -> str:
-        absent = self._ask(lambda: [rank for rank in range(self.size) if rank != self.rank and not self._is_here(rank)])
+        absent = self._absent()
         who = f"Not there: rank {', '.join(map(str, absent))}. " if absent else ""
         return (
             f"{self._me()} and has waited {self.timeout.total_seconds():.0f} s for the others. {who}Where a rank "
@@ -309,15 +409,3 @@ class Meeting:
 
 def _at(site: str) -> str:
     return f" at {site}" if site else ""
-
-
-def _call_site() -> str:
-    """`train.py:31` of the nearest caller outside of this package and torch."""
-    frame = sys._getframe(1)
-    own = __name__.partition(".")[0]
-    while frame.f_back is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module.partition(".")[0] not in (own, "torch", "contextlib"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

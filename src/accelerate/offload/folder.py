@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from ..checkpointing.inside import inside
 from ..checkpointing.tensor_files import raw_bytes
 from ..errors import CheckpointError
 
@@ -24,6 +25,11 @@ def weight_path(folder: str | PathLike[str], name: str) -> Path:
     return Path(folder) / f"{name}.dat"
 
 
+def index_path(folder: str | PathLike[str]) -> Path:
+    """Return the path of the index of an offload folder."""
+    return Path(folder) / INDEX_NAME
+
+
 def offload_weight(
     weight: torch.Tensor,
     weight_name: str,
@@ -33,12 +39,13 @@ def offload_weight(
     """The folder holds the values of ``weight``, and the index (a new one where none is given) knows it.
 
     Raises:
-        CheckpointError: the weight has no values.
+        CheckpointError: the weight has no values, or its name, which may come from a file, leads out of the folder.
     """
     if weight.is_meta:
         raise CheckpointError(f"{weight_name} is on the meta device: there are no values to write to {offload_folder}.")
     index = {} if index is None else index
-    path = weight_path(offload_folder, weight_name)
+    file_name = weight_path("", weight_name).as_posix()
+    path = inside(offload_folder, file_name, "a state dict", is_replaced=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(raw_bytes(weight))
     index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
@@ -82,7 +89,7 @@ def read_index(folder: str | PathLike[str]) -> dict[str, Entry]:
     Raises:
         CheckpointError: it can't be read.
     """
-    path = Path(folder) / INDEX_NAME
+    path = index_path(folder)
     if not path.is_file():
         return {}
     try:

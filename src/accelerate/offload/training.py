@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..devices import CPU, kind_of
 from ..errors import SettingError
+from ..torch_private.optim import set_step_hooks, step_hooks
 
 #: State that is on the device at once while the optimizer steps, beside what follows next.
 CHUNK_BYTES: Final = 256 << 20
@@ -185,7 +186,7 @@ class _WaitingState:
         chunks = list(self._chunks())
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
-        hooks = self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks
+        before, after = step_hooks(self._optimizer)
         coming = self._bring(chunks[0]) if chunks else []
         try:
             for index, chunk in enumerate(chunks):
@@ -195,12 +196,15 @@ class _WaitingState:
                 for group, parameters in zip(groups, whole, strict=True):
                     group["params"] = [parameter for parameter in parameters if id(parameter) in inside]
                 # What others hooked to a step happens once: before the first chunk, and after the last.
-                self._optimizer._optimizer_step_pre_hooks = hooks[0] if index == 0 else OrderedDict()
-                self._optimizer._optimizer_step_post_hooks = hooks[1] if index + 1 == len(chunks) else OrderedDict()
+                set_step_hooks(
+                    self._optimizer,
+                    before if index == 0 else OrderedDict(),
+                    after if index + 1 == len(chunks) else OrderedDict(),
+                )
                 self._inner_step()
                 self._send_away(chunk)
         finally:
-            self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks = hooks
+            set_step_hooks(self._optimizer, before, after)
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
         return loss

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checkpointing.inside import inside
 from ..devices import CPU
 from ..errors import CheckpointError, SettingError
 from .ahead import SMALLEST_UNIT_BYTES, Lookahead
-from .folder import Entry, dtype_of, load_offloaded_weight, read_index, weight_path
+from .folder import Entry, dtype_of, index_path, load_offloaded_weight, read_index, weight_path
 from .mapped import MappedFile, OpenFiles
 
 
@@ -66,6 +68,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.save_folder = save_folder
         self.device = device
         self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
+        self._paths: dict[str, Path] = {}
         self._files = OpenFiles()
         self._ahead: Lookahead | None = None
 
@@ -77,7 +80,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return self._from_safetensors(key, entry)
         if self.save_folder is None:
             raise CheckpointError(f"{key} waits in a folder, and no `save_folder` was given.")
-        weight = load_offloaded_weight(weight_path(self.save_folder, key), entry)
+        if key not in self._paths:
+            self._paths[key] = inside(self.save_folder, weight_path("", key).as_posix(), index_path(self.save_folder))
+        weight = load_offloaded_weight(self._paths[key], entry)
         return weight if self.device is None else weight.to(self.device)
 
     def _from_safetensors(self, key: str, entry: Entry) -> torch.Tensor:

@@ -6,7 +6,8 @@ import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..settings.env import clear_environment
+from ..deprecation import muted
+from ..settings import env
 from ..settings.option import OptionGroup, Source, option_of
 
 
@@ -23,7 +24,7 @@ class KwargsHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments that differ from those of a handler made with nothing given and nothing set."""
-        with clear_environment():
+        with env.hidden(), muted():
             plain = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if plain.get(name) != value}
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket  # torch documents it as torch.distributed.GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+from ..torch_private.distributed import GradBucket
+
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 #: A DDP communication hook: (state, bucket) -> a future of the averaged gradients.
 Hook = Callable[[Any, GradBucket], "torch.futures.Future[torch.Tensor]"]

@@ -7,21 +7,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
-from torch._C._distributed_c10d import GradBucket  # torch documents it as torch.distributed.GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..settings.ddp import DdpOptions
 from ..settings.labels import DDPCommunicationHookType
+from ..torch_private.distributed import GradBucket
 from .base import KwargsHandler, settle
 from .comm_hooks import Hook, average_hook, batched_power_sgd_hook, sent_as
 
 _NO = DDPCommunicationHookType.NO
 _HALF = {DDPCommunicationHookType.FP16: torch.float16, DDPCommunicationHookType.BF16: torch.bfloat16}
-_LOW_RANK: dict[DDPCommunicationHookType, Hook] = {
-    DDPCommunicationHookType.POWER_SGD: powerSGD_hook,
-    DDPCommunicationHookType.BATCHED_POWER_SGD: batched_power_sgd_hook,
-}
+_LOW_RANK = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
 
 
 @dataclass
@@ -57,7 +53,9 @@ class DistributedDataParallelKwargs(DdpOptions, KwargsHandler):
             return
         state: Any = model.process_group
         if kind in _LOW_RANK:
-            hook = _LOW_RANK[kind]
+            from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+            hook = powerSGD_hook if kind is DDPCommunicationHookType.POWER_SGD else batched_power_sgd_hook
             state = PowerSGDState(process_group=model.process_group, **(self.comm_state_option or {}))
         else:
             hook = sent_as(_HALF[kind], average_hook)

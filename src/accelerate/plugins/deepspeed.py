@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -19,6 +19,8 @@ from ..settings import env
 from ..settings.deepspeed import DeepSpeedOptions
 from .base import settle
 from .deepspeed_config import HfDeepSpeedConfig as HfDeepSpeedConfig
+from .deepspeed_data import DummyOptim as DummyOptim  # an old address: pickles name it
+from .deepspeed_data import DummyScheduler as DummyScheduler
 from .fsdp import get_module_class_from_name
 
 #: The oldest DeepSpeed whose engine this package drives.
@@ -294,34 +296,6 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         raise NotImplementedError(
             "'selected' can only be set through 'AcceleratorState().select_deepspeed_plugin(name)'."
         )
-
-
-class DummyOptim:
-    """Stands for the optimizer that DeepSpeed makes from its own configuration."""
-
-    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
-        self.params = params
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.kwargs = kwargs
-
-
-class DummyScheduler:
-    """Stands for the scheduler that DeepSpeed makes from its own configuration."""
-
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int | None = None,
-        warmup_num_steps: int = 0,
-        lr_scheduler_callable: Callable[..., Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.optimizer = optimizer
-        self.total_num_steps = total_num_steps
-        self.warmup_num_steps = warmup_num_steps
-        self.lr_scheduler_callable = lr_scheduler_callable
-        self.kwargs = kwargs
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
+from ..deprecation import warn_of_old_spelling
 from ..optional import is_installed, require
 from ..settings.env import fill_unset
 from ..settings.fp8 import AoOptions, MsampOptions, TeOptions
@@ -63,10 +63,8 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     )
 
     def __post_init__(self) -> None:
-        warnings.warn(
-            "FP8RecipeKwargs is deprecated and will be removed in 2.0: use TERecipeKwargs or MSAMPRecipeKwargs.",
-            FutureWarning,
-            stacklevel=3,
+        warn_of_old_spelling(
+            "FP8RecipeKwargs is deprecated and will be removed in 2.0: use TERecipeKwargs or MSAMPRecipeKwargs."
         )
         TERecipeKwargs.__post_init__(self)
         settle(self, "opt_level", "backend")

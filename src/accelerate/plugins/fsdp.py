@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
+from ..deprecation import warn_of_old_spelling
 from ..errors import MissingDependency, SettingError
 from ..settings import env
 from ..settings.fsdp import FsdpOptions
 from ..settings.option import option_of
+from ..torch_private.fsdp import hybrid_without_resharding
 from ..versions import is_torch_version
 from .base import argument, settle
+
+if TYPE_CHECKING:
+    from torch.distributed import fsdp as torch_fsdp
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, StateDictType
 
 _DTYPES: Final = {
     "fp8": torch.bfloat16,  # what is not computed in fp8 is kept in bf16
@@ -54,10 +45,10 @@ _SWITCHES: Final = (
 )
 #: What version 1 called the same choice.
 _RESHARDS: Final = {
-    ShardingStrategy.FULL_SHARD: True,
-    ShardingStrategy.HYBRID_SHARD: True,
-    ShardingStrategy.SHARD_GRAD_OP: False,
-    ShardingStrategy._HYBRID_SHARD_ZERO2: False,
+    "FULL_SHARD": True,
+    "HYBRID_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "_HYBRID_SHARD_ZERO2": False,
 }
 
 
@@ -88,7 +79,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             )
         if "cpu_ram_efficient_loading" in given:
             # Libraries that load the weights ask the environment whether they should do so on every rank.
-            env.publish({"FSDP_CPU_RAM_EFFICIENT_LOADING": self.cpu_ram_efficient_loading})
+            env.publish_for(self, {"FSDP_CPU_RAM_EFFICIENT_LOADING": self.cpu_ram_efficient_loading})
 
     @property
     def _is_version_2(self) -> bool:
@@ -97,12 +88,10 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
     def _settle_sharding(self, given: Mapping[str, Any]) -> None:
         """``reshard_after_forward`` (version 2) or ``sharding_strategy`` (version 1) has its final form."""
         if "sharding_strategy" in given:
-            warnings.warn(
-                "FullyShardedDataParallelPlugin(sharding_strategy=...) is deprecated: use reshard_after_forward.",
-                FutureWarning,
-                stacklevel=4,
+            warn_of_old_spelling(
+                "FullyShardedDataParallelPlugin(sharding_strategy=...) is deprecated: use reshard_after_forward."
             )
-        self.sharding_strategy = _member(self, "sharding_strategy", _STRATEGIES)
+        self.sharding_strategy = _member(self, "sharding_strategy", _strategies())
         if self._is_version_2:
             self.reshard_after_forward = self._reshard_of_version_2("sharding_strategy" in given)
             self.sharding_strategy = None
@@ -110,14 +99,14 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         if isinstance(given.get("reshard_after_forward"), bool):
             raise SettingError(
                 f"reshard_after_forward={self.reshard_after_forward} is for FSDP2. With FSDP1 give a sharding "
-                f"strategy ({', '.join(_STRATEGIES)}), or set fsdp_version=2."
+                f"strategy ({', '.join(_strategies())}), or set fsdp_version=2."
             )
         if isinstance(self.reshard_after_forward, bool):  # the launcher exports it for both versions
             self.reshard_after_forward = "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
             if self.sharding_strategy is not None:
                 self.reshard_after_forward = None
-        self.reshard_after_forward = _member(self, "reshard_after_forward", _STRATEGIES)
-        self.sharding_strategy = self.sharding_strategy or self.reshard_after_forward or ShardingStrategy.FULL_SHARD
+        self.reshard_after_forward = _member(self, "reshard_after_forward", _strategies())
+        self.sharding_strategy = self.sharding_strategy or self.reshard_after_forward or _strategies()["FULL_SHARD"]
 
     def _reshard_of_version_2(self, strategy_given: bool) -> bool:
         reshard = self.reshard_after_forward
@@ -134,8 +123,8 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             )
         if not strategy_given:
             return True
-        if self.sharding_strategy in _RESHARDS:
-            return _RESHARDS[self.sharding_strategy]
+        if self.sharding_strategy.name in _RESHARDS:
+            return _RESHARDS[self.sharding_strategy.name]
         raise SettingError(
             f"sharding_strategy={self.sharding_strategy.name} has no equal in FSDP2: use DDP, or set "
             "reshard_after_forward to True (saves memory) or False (saves traffic)."
@@ -143,7 +132,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
 
     def _settle_version_1_options(self, given: Mapping[str, Any]) -> None:
         """The options that only version 1 has are torch's values there, and None in version 2."""
-        self.backward_prefetch = _member(self, "backward_prefetch", _PREFETCHES)
+        self.backward_prefetch = _member(self, "backward_prefetch", _prefetches())
         if self._is_version_2:
             if given.get("forward_prefetch"):
                 raise SettingError(
@@ -175,8 +164,8 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             self.transformer_cls_names_to_wrap = [name.strip() for name in names.split(",") if name.strip()]
         if not callable(self.auto_wrap_policy):
             settle(self, "auto_wrap_policy", "min_num_params")
-            self.auto_wrap_policy = _WRAP_POLICIES[self.auto_wrap_policy or "NO_WRAP"]
-        if self.auto_wrap_policy is size_based_auto_wrap_policy and self.min_num_params is None:
+            self.auto_wrap_policy = _wrap_policies()[self.auto_wrap_policy or "NO_WRAP"]
+        if self.auto_wrap_policy is _wrap_policies()["SIZE_BASED_WRAP"] and self.min_num_params is None:
             self.min_num_params = 0
 
     def _check_activation_checkpointing(self) -> None:
@@ -189,26 +178,28 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
 
     def set_state_dict_type(self, state_dict_type: str | int | StateDictType | None = None) -> None:
         """State is saved whole or sharded, as ``state_dict_type`` says; by default sharded in version 2 only."""
+        torch_fsdp = _torch_fsdp()
+        types = torch_fsdp.StateDictType
         if state_dict_type is not None:
             self.state_dict_type = state_dict_type
         if self.state_dict_type is None:
             self.state_dict_type = "SHARDED_STATE_DICT" if self._is_version_2 else "FULL_STATE_DICT"
-        self.state_dict_type = _member(self, "state_dict_type", _STATE_DICT_TYPES)
-        if self.state_dict_type is StateDictType.LOCAL_STATE_DICT and self._is_version_2:
+        self.state_dict_type = _member(self, "state_dict_type", types.__members__)
+        if self.state_dict_type is types.LOCAL_STATE_DICT and self._is_version_2:
             raise SettingError(
                 "FSDP2 has no LOCAL_STATE_DICT: set state_dict_type to SHARDED_STATE_DICT or FULL_STATE_DICT."
             )
         # A configuration of another type than the new one has done its service.
-        if self.state_dict_type is StateDictType.FULL_STATE_DICT:
-            if not isinstance(self.state_dict_config, FullStateDictConfig):
-                self.state_dict_config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-            if not isinstance(self.optim_state_dict_config, FullOptimStateDictConfig):
-                self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        elif self.state_dict_type is StateDictType.SHARDED_STATE_DICT:
-            if not isinstance(self.state_dict_config, ShardedStateDictConfig):
-                self.state_dict_config = ShardedStateDictConfig(offload_to_cpu=True)
-            if not isinstance(self.optim_state_dict_config, ShardedOptimStateDictConfig):
-                self.optim_state_dict_config = ShardedOptimStateDictConfig(offload_to_cpu=True)
+        if self.state_dict_type is types.FULL_STATE_DICT:
+            if not isinstance(self.state_dict_config, torch_fsdp.FullStateDictConfig):
+                self.state_dict_config = torch_fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+            if not isinstance(self.optim_state_dict_config, torch_fsdp.FullOptimStateDictConfig):
+                self.optim_state_dict_config = torch_fsdp.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        elif self.state_dict_type is types.SHARDED_STATE_DICT:
+            if not isinstance(self.state_dict_config, torch_fsdp.ShardedStateDictConfig):
+                self.state_dict_config = torch_fsdp.ShardedStateDictConfig(offload_to_cpu=True)
+            if not isinstance(self.optim_state_dict_config, torch_fsdp.ShardedOptimStateDictConfig):
+                self.optim_state_dict_config = torch_fsdp.ShardedOptimStateDictConfig(offload_to_cpu=True)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """``auto_wrap_policy`` knows the layer classes of ``model``, or how large a unit is.
@@ -216,7 +207,8 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         Raises:
             SettingError: ``model`` has no layer of a class that is to be wrapped.
         """
-        if self.auto_wrap_policy is transformer_auto_wrap_policy:
+        policies = _wrap_policies()
+        if self.auto_wrap_policy is policies["TRANSFORMER_BASED_WRAP"]:
             names = self.transformer_cls_names_to_wrap
             if names is None:
                 names = list(getattr(model, "_no_split_modules", None) or [])
@@ -228,12 +220,12 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
                     "Set transformer_cls_names_to_wrap to classes of its layers."
                 )
             self.auto_wrap_policy = functools.partial(
-                transformer_auto_wrap_policy,
+                policies["TRANSFORMER_BASED_WRAP"],
                 transformer_layer_cls={found for found in classes.values() if found is not None},
             )
-        elif self.auto_wrap_policy is size_based_auto_wrap_policy:
+        elif self.auto_wrap_policy is policies["SIZE_BASED_WRAP"]:
             self.auto_wrap_policy = (
-                functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params)
+                functools.partial(policies["SIZE_BASED_WRAP"], min_num_params=self.min_num_params)
                 if self.min_num_params
                 else None
             )
@@ -263,14 +255,19 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
                     "keys "
                     f"{', '.join(keys)}."
                 )
-            wanted: Any = MixedPrecisionPolicy if self._is_version_2 else MixedPrecision
+            wanted: Any = self._policy_class
             policy = wanted(**{key: dtype and _dtype(dtype) for key, dtype in entries.items()})
         self.mixed_precision_policy = policy
         self.validate_mixed_precision_policy()
 
+    @property
+    def _policy_class(self) -> type[Any]:
+        """The class of ``mixed_precision_policy`` that the chosen version takes."""
+        return _torch_fsdp().MixedPrecisionPolicy if self._is_version_2 else _torch_fsdp().MixedPrecision
+
     def validate_mixed_precision_policy(self) -> None:
         """``mixed_precision_policy`` is of the class that the chosen version takes."""
-        wanted = MixedPrecisionPolicy if self._is_version_2 else MixedPrecision
+        wanted = self._policy_class
         if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, wanted):
             raise SettingError(
                 f"`mixed_precision_policy` must be an instance of `{_path(wanted)}` in "
@@ -286,16 +283,16 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         if not isinstance(offload, bool):
             return
         if not self._is_version_2:
-            self.cpu_offload = CPUOffload(offload_params=offload)
+            self.cpu_offload = _torch_fsdp().CPUOffload(offload_params=offload)
         elif offload:
             # Pinned memory speeds up copies to a device; without one torch refuses to pin.
-            self.cpu_offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+            self.cpu_offload = _torch_fsdp().CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
         else:
-            self.cpu_offload = OffloadPolicy()
+            self.cpu_offload = _torch_fsdp().OffloadPolicy()
 
     def validate_cpu_offload(self) -> None:
         """``cpu_offload`` is of the class that the chosen version takes."""
-        wanted = OffloadPolicy if self._is_version_2 else CPUOffload
+        wanted = _torch_fsdp().OffloadPolicy if self._is_version_2 else _torch_fsdp().CPUOffload
         if not isinstance(self.cpu_offload, wanted):
             raise SettingError(
                 f"`cpu_offload` must be an instance of `{_path(wanted)}` in FSDP{self.fsdp_version}, "
@@ -313,24 +310,44 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
-_STRATEGIES: Final[dict[str, Any]] = {
-    "FULL_SHARD": ShardingStrategy.FULL_SHARD,
-    "SHARD_GRAD_OP": ShardingStrategy.SHARD_GRAD_OP,
-    "NO_SHARD": ShardingStrategy.NO_SHARD,
-    "HYBRID_SHARD": ShardingStrategy.HYBRID_SHARD,
-    "HYBRID_SHARD_ZERO2": ShardingStrategy._HYBRID_SHARD_ZERO2,
-}
-_PREFETCHES: Final[dict[str, Any]] = {
-    "BACKWARD_PRE": BackwardPrefetch.BACKWARD_PRE,
-    "BACKWARD_POST": BackwardPrefetch.BACKWARD_POST,
-    "NO_PREFETCH": None,
-}
-_STATE_DICT_TYPES: Final[dict[str, Any]] = {member.name: member for member in StateDictType}
-_WRAP_POLICIES: Final[dict[str, Callable[..., Any] | None]] = {
-    "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,
-    "SIZE_BASED_WRAP": size_based_auto_wrap_policy,
-    "NO_WRAP": None,
-}
+def _torch_fsdp() -> Any:
+    """``torch.distributed.fsdp``, imported when a plugin is made: it takes half a second, and brings sympy."""
+    from torch.distributed import fsdp
+
+    return fsdp
+
+
+@functools.cache
+def _strategies() -> dict[str, torch_fsdp.ShardingStrategy]:
+    members = _torch_fsdp().ShardingStrategy
+    return {
+        "FULL_SHARD": members.FULL_SHARD,
+        "SHARD_GRAD_OP": members.SHARD_GRAD_OP,
+        "NO_SHARD": members.NO_SHARD,
+        "HYBRID_SHARD": members.HYBRID_SHARD,
+        "HYBRID_SHARD_ZERO2": hybrid_without_resharding(),
+    }
+
+
+@functools.cache
+def _prefetches() -> dict[str, torch_fsdp.BackwardPrefetch | None]:
+    members = _torch_fsdp().BackwardPrefetch
+    return {
+        "BACKWARD_PRE": members.BACKWARD_PRE,
+        "BACKWARD_POST": members.BACKWARD_POST,
+        "NO_PREFETCH": None,
+    }
+
+
+@functools.cache
+def _wrap_policies() -> dict[str, Any]:
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    return {
+        "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,
+        "SIZE_BASED_WRAP": size_based_auto_wrap_policy,
+        "NO_WRAP": None,
+    }
 
 
 def _member(plugin: FullyShardedDataParallelPlugin, name: str, members: Mapping[str, Any]) -> Any:

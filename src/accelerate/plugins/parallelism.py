@@ -18,6 +18,7 @@ from ..settings.parallelism import (
     SequenceParallelOptions,
     TensorParallelOptions,
 )
+from ..torch_private.distributed import flattened
 from .base import settle
 from .pipeline import PipelineParallelConfig
 
@@ -304,12 +305,12 @@ class ParallelismConfig(ParallelismOptions):
         mesh = None if self._leaves_mesh_to_deepspeed else build(device_type, names, sizes)
         if mesh is None:
             return None
-        flattened = {
+        joined_axes = {
             "dp": self.dp_dim_names,
             "dp_shard_cp": self.dp_shard_cp_dim_names,
             "dp_cp": self.dp_cp_dim_names,
         }
-        self.flattened_meshes = {name: mesh[tuple(axes)]._flatten(name) for name, axes in flattened.items() if axes}
+        self.flattened_meshes = {name: flattened(mesh[tuple(axes)], name) for name, axes in joined_axes.items() if axes}
         self.device_mesh = mesh
         return mesh
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from ..errors import SettingError
+from ..names import PROFILE_PATTERN_NAME
 from ..settings.ddp import ProfileOptions
 from .base import KwargsHandler
 
@@ -45,3 +49,13 @@ class ProfileKwargs(ProfileOptions, KwargsHandler):
             with_flops=self.with_flops,
             with_modules=self.with_modules,
         )
+
+    @contextmanager
+    def record(self, rank: int) -> Iterator[torch.profiler.profile]:
+        """Profile the block, and write the trace of this ``rank`` into ``output_trace_dir`` if there is one."""
+        with self.build() as profiler:
+            yield profiler
+        if self.output_trace_dir is not None:
+            os.makedirs(self.output_trace_dir, exist_ok=True)
+            name = PROFILE_PATTERN_NAME.format(suffix=rank)
+            profiler.export_chrome_trace(os.path.join(self.output_trace_dir, name))

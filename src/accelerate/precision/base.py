@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
-from torch.amp.grad_scaler import OptState
 
+from ..torch_private.optim import has_scaled_gradients
 from .conversion import ConversionReport
 
 
@@ -65,7 +65,7 @@ class Precision(ABC):
         if scaler is None or not scaler.is_enabled():
             return
         # GradScaler raises on a second unscale_; a loop that clips twice, or clips two models, is no mistake.
-        if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+        if has_scaled_gradients(scaler, optimizer):
             scaler.unscale_(optimizer)
 
 

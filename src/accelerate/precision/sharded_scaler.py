@@ -9,6 +9,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ..torch_private.optim import unscale_each
 from ..world import World
 
 
@@ -39,9 +40,7 @@ class ShardedScaler(torch.amp.GradScaler):
         with torch.no_grad():
             for (device, _), gradients in by_kind.items():
                 here = found_inf.to(device, copy=True)
-                torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
-                    gradients, here, inv_scale.to(device)
-                )
+                unscale_each(gradients, here, inv_scale.to(device))
                 found = torch.maximum(found, here.to(found.device))
             if self._world.backend is not None:
                 dist.all_reduce(found, dist.ReduceOp.MAX)

@@ -43,7 +43,8 @@ def check_launchable(settings: Settings, *, has_allocation: bool = False) -> Non
                     "address and "
                     f"port of machine 0. Give `--{name}`, or set `{name}` in the configuration file."
                 )
-    if settings.tpu.tpu_use_cluster and (settings.tpu.tpu_name is None or settings.tpu.tpu_zone is None):
+    is_tpu = launch.use_tpu or launch.distributed_type in ("TPU", "XLA")
+    if is_tpu and settings.tpu.tpu_use_cluster and (settings.tpu.tpu_name is None or settings.tpu.tpu_zone is None):
         raise SettingError(
             f"{settings.quote('tpu.tpu_use_cluster')} needs `tpu_name` and `tpu_zone`: set them in the "
             "configuration file."
@@ -119,14 +120,8 @@ def _check_processes(settings: Settings) -> None:
             "evenly over "
             f"{settings.quote('launch.num_machines')}. Give a multiple of {machines}."
         )
-    is_alone = launch.distributed_type == "NO" and settings.source_of("launch.distributed_type").kind == "file"
-    if is_alone and processes > 1 and settings.source_of("launch.num_processes").kind == "file":
-        raise SettingError(
-            f"{settings.quote('launch.num_processes')} and {settings.quote('launch.distributed_type')} "
-            "contradict each other. Set `distributed_type` to MULTI_CPU, MULTI_GPU or the like, "
-            "or `num_processes` to 1."
-        )
-    if launch.multi_gpu and processes < 2:
+    both = [settings.source_of(address).kind for address in ("launch.multi_gpu", "launch.num_processes")]
+    if launch.multi_gpu and processes < 2 and both == ["flag", "flag"]:  # files with MULTI_GPU may say 1 process
         raise SettingError(
             f"{settings.quote('launch.multi_gpu')} needs at least 2 processes, but there is "
             f"{settings.quote('launch.num_processes')}. Give `--num_processes 2` or more, or leave "
@@ -146,7 +141,7 @@ def _check_devices(settings: Settings) -> None:
         raise SettingError(f"{quoted} names a device twice. Name each device once.")
     if launch.num_machines != 1 or settings.run.use_cpu:
         return
-    if launch.multi_gpu and len(ids) < 2:
+    if launch.multi_gpu and len(ids) < 2 and launch.num_processes != 1:
         raise SettingError(
             f"{quoted} is fewer than the 2 devices that {settings.quote('launch.multi_gpu')} needs. "
             "Name more devices, or leave `--multi_gpu` out."
@@ -218,21 +213,9 @@ def _check_fsdp(settings: Settings) -> None:
             "`fsdp_activation_checkpointing`: it says "
             "where checkpointed inputs are kept. Turn both on."
         )
-    classes = fsdp.transformer_cls_names_to_wrap
-    by_class = fsdp.auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
-    if classes and settings.was_given("fsdp.auto_wrap_policy") and not by_class:
-        raise SettingError(
-            f"{settings.quote('fsdp.transformer_cls_names_to_wrap')} has no effect with "
-            f"{settings.quote('fsdp.auto_wrap_policy')}. Set the policy to TRANSFORMER_BASED_WRAP, or leave "
-            "the classes out."
-        )
 
 
 def _check_fsdp2(settings: Settings, fsdp: FsdpOptions, version: str) -> None:
-    if fsdp.forward_prefetch:
-        raise SettingError(
-            f"{settings.quote('fsdp.forward_prefetch')} does not exist in {version}. Leave it out, or use version 1."
-        )
     if fsdp.state_dict_type == "LOCAL_STATE_DICT":
         raise SettingError(
             f"{settings.quote('fsdp.state_dict_type')} does not exist in {version}. "

@@ -33,6 +33,7 @@ class DynamoOptions(
         "What the compiler optimizes for.",
         choices=TORCH_DYNAMO_MODES,
         question="Which mode do you want to use?",
+        flag_default="default",
     )
     fullgraph: bool = option(
         False,

@@ -34,3 +34,7 @@ class DataLoaderOptions(OptionGroup, title="Data loaders"):
         False,
         "Draw the augmentation of a sample from its seed, epoch and place alone: the same on any number of ranks.",
     )
+    already_sharded: bool | None = option(
+        None,
+        "Each process's loader reads its own part of the data already, so nothing is divided; None: find out.",
+    )

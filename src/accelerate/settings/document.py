@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,21 @@ from accelerate.errors import SettingError
 from accelerate.settings.option import OptionInfo, Source, nearest, options_of, truth
 from accelerate.settings.tree import GROUPS, Layer
 
-#: Keys of older versions that have no meaning any more.
-FORGOTTEN_KEYS: Final = ("use_mps_device", "use_xpu", "ipex_config", "use_ipex")
-#: Sections whose unknown keys are kept and passed over, because another program knows them.
-TOLERANT_SECTIONS: Final = ("deepspeed_config",)
+#: Keys that older releases wrote and that have no effect any more: key -> what takes its place.
+OLD_KEYS: Final[dict[str, str]] = {
+    "use_mps_device": "an Apple device is found by itself",
+    "use_xpu": "an Intel device is found by itself",
+    "use_ipex": "torch does without it",
+    "ipex_config": "torch does without it",
+    "mpirun_config.mpirun_ccl": "the backend is gloo or MPI",
+    "tp_config": "tensor parallelism is `parallelism_config_tp_size` in `parallelism_config`",
+}
+#: The section whose unknown keys are kept, because another program knows them.
+FOREIGN_SECTION: Final = "deepspeed_config"
 #: Where a layer keeps those keys.
 FOREIGN: Final = "foreign"
+#: Where a layer keeps what to say about keys without effect.
+REMARKS: Final = "remarks"
 
 
 class ConfigFileNotFound(SettingError, FileNotFoundError):
@@ -37,6 +45,22 @@ class Entry:
 def read_layer(path: str | Path) -> Layer:
     """What a configuration file gives, each value with its line. Raises SettingError with file and line."""
     return layer_of(read_entries(path), str(path))
+
+
+def read_whole_layer(path: str | Path) -> Layer:
+    """Read a configuration file that `accelerate config` or a user has finished.
+
+    Raises:
+        SettingError: as `read_layer`; also where `distributed_type` is missing, which every release writes.
+    """
+    entries = read_entries(path)
+    layer = layer_of(entries, str(path))
+    if not any(address.endswith(".distributed_type") for address in layer):
+        raise SettingError(
+            f"{entries[-1].place}: the configuration ends here without `distributed_type`, which each has to have: was "
+            "it cut off? Add it, such as `distributed_type: 'NO'`, or write the file anew with `accelerate config`."
+        )
+    return layer
 
 
 def layer_of_mapping(document: Mapping[str, Any], where: str) -> Layer:
@@ -62,7 +86,13 @@ def read_entries(path: str | Path) -> list[Entry]:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"The configuration file {path} can't be read: {error}") from error
-    return _entries(path, text)
+    entries = _entries(path, text)
+    if not entries:
+        raise SettingError(
+            f"{path}:{max(1, len(text.splitlines()))}: the configuration file is empty. Write it anew with "
+            f"`accelerate config --config_file {path}`, or leave it out."
+        )
+    return entries
 
 
 def options_with_groups() -> Iterator[tuple[str, OptionInfo]]:
@@ -106,17 +136,24 @@ class _Reader:
         values: dict[str, tuple[Any, Source]] = {}
         foreign: dict[str, Any] = {}
         deepspeed: list[str] = []
+        idle: list[str] = []
         for entry in entries:
             if entry.key == "fp16":
                 self._read_fp16(entry, values)
+            elif entry.key in OLD_KEYS:
+                idle.append(f"`{entry.key}` ({entry.place}): {OLD_KEYS[entry.key]}")
             elif entry.key in self.known:
                 for inner in _section(entry):
-                    if not self._take(inner, entry.key, values):
+                    if self._take(inner, entry.key, values):
+                        deepspeed += [inner.key] if entry.key == FOREIGN_SECTION else []
+                        continue
+                    idle += self._remark(inner, entry.key)
+                    if entry.key == FOREIGN_SECTION:
                         foreign[inner.key] = bare(inner.value)
-                    elif entry.key == "deepspeed_config":
-                        deepspeed.append(inner.key)
-            elif entry.key not in FORGOTTEN_KEYS:
+            else:
                 self._take(entry, None, values)
+        if idle:
+            values[REMARKS] = (idle, Source("file", self.where))
         if foreign:
             values[FOREIGN] = (foreign, Source("file", self.where))
         if deepspeed:
@@ -124,13 +161,12 @@ class _Reader:
         return values
 
     def _take(self, entry: Entry, section: str | None, values: dict[str, tuple[Any, Source]]) -> bool:
-        """The entry's value stands in `values`; False when the key is another program's."""
+        """Put the entry's value into `values`; return False when no option of its section has the key."""
         found = self.known[section].get(entry.key)
         if found is None:
-            if section in TOLERANT_SECTIONS:
-                self._warn_of_near_miss(entry, section)
+            if section is not None:
                 return False
-            raise self._unknown(entry, section)
+            raise self._unknown(entry)
         group, option = found
         source = Source("file", entry.place)
         value = option.read(bare(entry.value), source)
@@ -146,33 +182,37 @@ class _Reader:
             raise SettingError(f"{entry.place}: `fp16` has to be true or false, not {bare(entry.value)!r}.") from None
         values.setdefault("run.mixed_precision", ("fp16" if wanted else "no", Source("file", entry.place)))
 
-    def _warn_of_near_miss(self, entry: Entry, section: str) -> None:
-        near = nearest(entry.key, self.known[section], cutoff=0.85)
-        if near is not None:
-            warnings.warn(
-                f"{entry.place}: `{section}.{entry.key}` is passed over, because this program does not know it. "
-                f"If `{near}` is meant, correct it; otherwise remove it to silence this warning."
-            )
+    def _remark(self, entry: Entry, section: str) -> list[str]:
+        """What to say about a section's key that no option has; [] where another program may know it.
 
-    def _unknown(self, entry: Entry, section: str | None) -> SettingError:
-        names = list(self.known[section])
-        if section is None:
-            names += [name for name in self.known if name is not None]
+        Sections of all releases hold such keys, and the launches went on.
+        """
+        name = f"{section}.{entry.key}"
+        if name in OLD_KEYS:
+            return [f"`{name}` ({entry.place}): {OLD_KEYS[name]}"]
+        near = nearest(entry.key, self.known[section], cutoff=0.85 if section == FOREIGN_SECTION else 0.6)
+        if section == FOREIGN_SECTION and near is None:
+            return []
+        hint = self._elsewhere(entry.key, section) or (f"did you mean `{near}`?" if near else "no option has this name")
+        return [f"`{name}` ({entry.place}): {hint}"]
+
+    def _elsewhere(self, key: str, section: str | None) -> str:
+        owners = (name for name, keys in self.known.items() if name and name != section and key in keys)
+        owner = next(owners, None)
+        return f"it belongs into the section `{owner}`" if owner else ""
+
+    def _unknown(self, entry: Entry) -> SettingError:
+        """The refusal of a top-level key: no release wrote it."""
+        sections = [name for name in self.known if name is not None]
         # All sections end alike: that alone makes them no likely meaning.
-        near = nearest(entry.key, names, cutoff=0.8 if entry.key.endswith("_config") else 0.6)
-        place = f" in `{section}`" if section else ""
-        message = f"{entry.place}: unknown key `{entry.key}`{place}."
-        owners = (name for name, keys in self.known.items() if name and name != section and entry.key in keys)
-        elsewhere = next(owners, None)
-        if elsewhere is not None:
-            message += f" It belongs into the section `{elsewhere}`."
-        elif near is not None:
-            message += f" Did you mean `{near}`?"
-        keys = {option.key for _, option in self.known[section].values() if option.key}
-        legal = ", ".join(sorted(keys if section is not None else keys.union(filter(None, self.known))))
+        cutoff = 0.8 if entry.key.endswith("_config") else 0.6
+        near = nearest(entry.key, [*self.known[None], *sections], cutoff=cutoff)
+        hint = self._elsewhere(entry.key, None) or (f"did you mean `{near}`?" if near else "")
+        hint = f" {hint[0].upper()}{hint[1:].removesuffix('?')}{'?' if hint.endswith('?') else '.'}" if hint else ""
+        keys = {option.key for _, option in self.known[None].values() if option.key}
         return SettingError(
-            f"{message} Correct or remove it; a newer version of accelerate may know it. "
-            f"Known keys{place or ' at the top level'}: {legal}."
+            f"{entry.place}: unknown key `{entry.key}`.{hint} Correct or remove it; a newer version of accelerate may "
+            f"know it. Known keys at the top level: {', '.join(sorted(keys.union(sections)))}."
         )
 
 
@@ -240,11 +280,22 @@ def _yaml_entries(path: Path, text: str) -> list[Entry]:
             return []
         if not isinstance(root, yaml.MappingNode):
             raise SettingError(f"{path}:1: a configuration file holds keys and values, not {root.value!r}.")
-        return _node_entries(path, loader, root)
+        entries = _node_entries(path, loader, root)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
         raise SettingError(f"{path}{line}: this is not YAML: {getattr(error, 'problem', error)}.") from error
+    last = _last_of(entries)
+    if last is not None and last.value is None and not text.endswith("\n"):
+        raise SettingError(f"{last.place}: the configuration file was cut off after `{last.key}:`.")
+    return entries
+
+
+def _last_of(entries: Any) -> Entry | None:
+    """The entry that the text ends with, in whichever section."""
+    if not isinstance(entries, list) or not entries or not isinstance(entries[-1], Entry):
+        return None
+    return _last_of(entries[-1].value) or entries[-1]
 
 
 def _node_entries(path: Path, loader: Any, node: Any) -> list[Entry]:

@@ -11,9 +11,11 @@ import inspect
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from contextvars import ContextVar
+from typing import Any, Final, TypeVar, cast
 
 from accelerate.errors import SettingError
 from accelerate.settings.option import OptionGroup, OptionInfo, Source, options_of, truth
@@ -21,6 +23,8 @@ from accelerate.settings.option import OptionGroup, OptionInfo, Source, options_
 Decorated = TypeVar("Decorated")
 
 PREFIX = "ACCELERATE_"
+_IS_HIDDEN: Final[ContextVar[bool]] = ContextVar("_IS_HIDDEN", default=False)
+_NOTHING_SET: Final[Mapping[str, str]] = {}
 
 
 # Reading and writing single variables
@@ -28,18 +32,32 @@ PREFIX = "ACCELERATE_"
 
 def read(name: str, default: str | None = None) -> str | None:
     """The variable's text, or `default` when it is not set."""
-    return os.environ.get(name, default)
+    return _environment().get(name, default)
 
 
 def flag(name: str, default: bool = False) -> bool:
     """The variable as a boolean; `default` when it is unset or empty. Raises SettingError on other text."""
-    text = os.environ.get(name, "")
+    text = _environment().get(name, "")
     return default if text.strip() == "" else _truth_of(name, text)
 
 
 def snapshot() -> dict[str, str]:
     """A copy of the environment as it is now."""
-    return dict(os.environ)
+    return dict(_environment())
+
+
+def _environment() -> Mapping[str, str]:
+    return _NOTHING_SET if _IS_HIDDEN.get() else os.environ
+
+
+@contextmanager
+def hidden() -> Generator[None]:
+    """A block in which this module finds no variable set, in this thread; the environment itself isn't touched."""
+    token = _IS_HIDDEN.set(True)
+    try:
+        yield
+    finally:
+        _IS_HIDDEN.reset(token)
 
 
 def publish(values: Mapping[str, object]) -> None:
@@ -49,6 +67,44 @@ def publish(values: Mapping[str, object]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = _show(value)
+
+
+def publish_for(owner: object, values: Mapping[str, object]) -> None:
+    """The variables have these values while `owner` lives, or until `withdraw_all`; afterwards their former ones.
+
+    A variable that somebody else has changed meanwhile keeps what it has.
+    """
+    publication = {name: _show(value) for name, value in values.items()}
+    for name, text in publication.items():
+        _published.setdefault(name, (os.environ.get(name), []))[1].append((id(publication), text))
+        os.environ[name] = text
+    weakref.finalize(owner, _withdraw, publication).atexit = False
+
+
+def withdraw_all() -> None:
+    """What `publish_for` published has its former values."""
+    for name, (before, given) in _published.items():
+        if given and os.environ.get(name) == given[-1][1]:
+            publish({name: before})
+    _published.clear()
+
+
+def _withdraw(publication: Mapping[str, str]) -> None:
+    for name in publication:
+        before, given = _published.get(name, (None, []))
+        mine = next((entry for entry in given if entry[0] == id(publication)), None)
+        if mine is None:
+            continue  # withdrawn with all others
+        is_untouched = os.environ.get(name) == given[-1][1]
+        given.remove(mine)
+        if is_untouched:
+            publish({name: given[-1][1] if given else before})
+        if not given:
+            del _published[name]
+
+
+#: By variable: what it was before the first publisher, and what those that still live gave, in their order.
+_published: Final[dict[str, tuple[str | None, list[tuple[int, str]]]]] = {}
 
 
 @contextmanager
@@ -109,7 +165,7 @@ def encode(options: OptionGroup) -> dict[str, str]:
 
 def fill_unset(options: OptionGroup, environ: Mapping[str, str] | None = None) -> None:
     """Every option that is None has the environment's value, or else its default."""
-    given = decode(type(options), os.environ if environ is None else environ)
+    given = decode(type(options), _environment() if environ is None else environ)
     for option in options_of(type(options)):
         if option.env and getattr(options, option.name, None) is None:
             setattr(options, option.name, given.get(option.name, option.default))
@@ -132,7 +188,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
     """The first of the variables that holds a number >= 0, or else `default`."""
     for name in env_keys:
-        text = os.environ.get(name, "").strip()
+        text = _environment().get(name, "").strip()
         if text == "":
             continue
         try:
@@ -151,7 +207,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
     """The variable's text, or `default` when it is unset."""
-    return os.environ.get(key, str(default))
+    return _environment().get(key, str(default))
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:

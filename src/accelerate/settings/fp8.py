@@ -20,11 +20,13 @@ class AoOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
         True,
         "Pad the inner dimension of linear layers to a multiple of 16.",
         question="Do you want to pad the inner dimension of weight matrices before float8 matmuls?",
+        flag_default=True,
     )
     enable_fsdp_float8_all_gather: bool = option(
         True,
         "Gather sharded parameters in fp8.",
         question="Do you want to enable FSDP2 float8 all gather?",
+        flag_default=True,
     )
 
 
@@ -39,13 +41,17 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
         question="Do you want to use FP8 autocast during eval mode?",
     )
     margin: int = option(
-        0, "The margin of the gradient scaling.", question="What margin should be used for gradient scaling?"
+        0,
+        "The margin of the gradient scaling.",
+        question="What margin should be used for gradient scaling?",
+        flag_default=0,
     )
     interval: int = option(
         1,
         "The steps between two computations of the scaling factors.",
         minimum=1,
         question="What interval should be used for for how often the scaling factor is recomputed?",
+        flag_default=1,
     )
     fp8_format: str = option(
         "HYBRID",
@@ -56,6 +62,7 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
         key_aliases=("format",),
         choices=("HYBRID", "E4M3", "E5M2"),
         question="Which weight format should be used?",
+        flag_default="HYBRID",
     )
     amax_history_len: int = option(
         1024,
@@ -63,6 +70,7 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
         key_aliases=("amax_history_length",),
         minimum=1,
         question="What length of history should be used for the amax scaling factor computation?",
+        flag_default=1024,
     )
     amax_compute_algo: str = option(
         "most_recent",
@@ -70,6 +78,7 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
         key_aliases=("amax_compute_algorithm",),
         choices=("most_recent", "max"),
         question="Which algorithm should be used for the amax scaling factor computation?",
+        flag_default="most_recent",
     )
     override_linear_precision: tuple[bool, bool, bool] = option(
         (False, False, False),
@@ -80,6 +89,7 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
             "ACCELERATE_FP8_OVERRIDE_WGRAD",
         ),
         question="Should fprop, dgrad and wgrad GEMMs be executed in higher precision?",
+        flag_default=(False, False, False),
     )
     use_mxfp8_block_scaling: bool = option(False, "Scale in blocks (MXFP8).", flag=None)
 
@@ -94,6 +104,7 @@ class MsampOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8
         key_aliases=("optimization_level",),
         choices=("O1", "O2"),
         question="What level of 8-bit collective communication would you like to use?",
+        flag_default="O2",
     )
 
 

@@ -38,6 +38,7 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         stem="version",
         choices=(1, 2),
         question="What should be your FSDP version?",
+        flag_default="1",
     )
     sharding_strategy: Any = option(
         None,
@@ -47,6 +48,7 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         aliases=_numbered(FSDP_SHARDING_STRATEGY),
         launch_default="FULL_SHARD",
         question="What should be your sharding strategy?",
+        flag_default="FULL_SHARD",
     )
     reshard_after_forward: Any = option(
         None,
@@ -57,6 +59,7 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         aliases={**dict.fromkeys(TRUE_WORDS, True), **dict.fromkeys(FALSE_WORDS, False)},
         launch_default=True,
         question="Do you want to enable resharding after forward?",
+        flag_default="true",
     )
     backward_prefetch: Any = option(
         None,
@@ -81,12 +84,12 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         kind="bool",
         stem="offload_params",
         question="Do you want to offload parameters and gradients to CPU?",
+        flag_default="false",
     )
     ignored_modules: Any = option(
         None,
         "A regular expression for the names of modules that are not sharded.",
         kind="str",
-        key=None,
         flag=None,
     )
     state_dict_type: Any = option(
@@ -111,6 +114,7 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         "Version 1: keep the original parameters visible, frozen and trainable mixed.",
         launch_default=True,
         question="Do you want to enable FSDP's `use_orig_params` feature?",
+        flag_default="true",
     )
     param_init_fn: Any = option(None, "Called on each module on the meta device.", kind="object")
     sync_module_states: bool | None = option(
@@ -118,25 +122,31 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         "Version 1: start from rank 0's parameters and buffers.",
         launch_default=True,
         question="Should each FSDP unit start from the parameters of rank 0?",
+        flag_default="true",
     )
     forward_prefetch: bool | None = option(
         False,
         "Version 1: gather the next parameters early in the forward pass.",
         question="Do you want to enable FSDP's forward prefetch policy?",
+        flag_default="false",
     )
     activation_checkpointing: bool = option(
         False,
         "Compute activations again in the backward pass instead of keeping them.",
         question="Do you want to enable FSDP activation checkpointing?",
+        flag_default="false",
     )
     activation_checkpointing_offload: bool = option(
-        False, "Version 2, with activation checkpointing: keep the inputs of each layer in CPU memory."
+        False,
+        "Version 2, with activation checkpointing: keep the inputs of each layer in CPU memory.",
+        flag_default="false",
     )
     cpu_ram_efficient_loading: bool = option(
         False,
         "Only rank 0 loads the weights; the others receive their part.",
         launch_default=True,
         question="Do you want to enable CPU RAM efficient model loading?",
+        flag_default="true",
     )
     transformer_cls_names_to_wrap: Any = option(
         None,
@@ -152,4 +162,5 @@ class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config",
         minimum=0,
         launch_default=100_000_000,
         question="What should be your FSDP's minimum number of parameters for default auto wrapping?",
+        flag_default=100_000_000,
     )

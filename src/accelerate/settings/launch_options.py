@@ -73,21 +73,27 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
         "static",
         "How the machines find each other: static, c10d, etcd, ...",
         question="What rendezvous backend will you use? ('static', 'c10d', ...)",
+        flag_default="static",
     )
-    rdzv_conf: str = option("", "More rendezvous settings, as key1=value1,key2=value2.", key=None)
+    rdzv_conf: str = option("", "More rendezvous settings, as key1=value1,key2=value2.", key=None, flag_default="")
     main_training_function: str = option(
         "main",
         "The function of the script that trains (TPU and notebooks).",
         question="What is the name of the function in your script that every process should run?",
     )
-    max_restarts: int = option(0, "How many times a failed group of processes is started again.", key=None, minimum=0)
-    monitor_interval: float = option(0.1, "Seconds between two looks at the processes.", key=None, minimum=0)
-    role: str = option("default", "The name of the group of processes in logs.", key=None)
+    max_restarts: int = option(
+        0, "How many times a failed group of processes is started again.", key=None, minimum=0, flag_default=0
+    )
+    monitor_interval: float = option(
+        0.1, "Seconds between two looks at the processes.", key=None, minimum=0, flag_default=0.1
+    )
+    role: str = option("default", "The name of the group of processes in logs.", key=None, flag_default="default")
     tee: str = option(
         "0",
         "Also write to files: 0 nothing, 1 stdout, 2 stderr, 3 both; or per local rank, such as 0:3,1:1.",
         key=None,
         flag_aliases=("-t",),
+        flag_default="0",
     )
     log_dir: str | None = option(None, "The folder for the files of --tee.", key=None)
     num_cpu_threads_per_process: int | None = option(
@@ -99,14 +105,18 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
         key=None,
         flag_aliases=("-m",),
         switch=True,
+        flag_default=None,
     )
-    no_python: bool = option(False, "Run the script as it is, without `python` in front.", key=None, switch=True)
+    no_python: bool = option(
+        False, "Run the script as it is, without `python` in front.", key=None, switch=True, flag_default=None
+    )
     quiet: bool = option(
         False,
         "Show nothing of the launcher's own traceback on failure.",
         key=None,
         flag_aliases=("-q",),
         switch=True,
+        flag_default=None,
     )
 
 
@@ -119,4 +129,3 @@ class MpiOptions(OptionGroup, title="MPI", section="mpirun_config", key="", flag
         "The file that lists the hosts; given, CPU processes are started through mpirun.",
         question="What is the location of the hostfile for mpirun?",
     )
-    mpirun_ccl: str | None = option(None, "Worker threads of oneCCL (old files; accepted, not used).", flag=None)

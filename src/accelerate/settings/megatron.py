@@ -25,20 +25,26 @@ class MegatronOptions(
     """Degrees of parallelism and training arguments that Megatron-LM takes."""
 
     tp_degree: int = option(
-        1, "Tensor parallel degree.", minimum=1, question="What is the Tensor Parallelism degree/size?"
+        1, "Tensor parallel degree.", minimum=1, question="What is the Tensor Parallelism degree/size?", flag_default=1
     )
     pp_degree: int = option(
-        1, "Pipeline parallel degree.", minimum=1, question="What is the Pipeline Parallelism degree/size?"
+        1,
+        "Pipeline parallel degree.",
+        minimum=1,
+        question="What is the Pipeline Parallelism degree/size?",
+        flag_default=1,
     )
-    use_custom_fsdp: bool = option(False, "Use Megatron's own fully sharded data parallel.")
+    use_custom_fsdp: bool = option(False, "Use Megatron's own fully sharded data parallel.", flag_default=False)
     overlap_cpu_optimizer_d2h_h2d: bool = option(
-        False, "Overlap the CPU optimizer's step with its copies to and from the device."
+        False, "Overlap the CPU optimizer's step with its copies to and from the device.", flag_default=False
     )
-    no_load_optim: bool = option(False, "Leave optimizer state out when loading.")
-    eod_mask_loss: bool = option(False, "Leave end-of-document tokens out of the loss.")
-    no_save_optim: bool = option(False, "Leave optimizer state out when saving.")
-    optimizer_cpu_offload: bool = option(False, "Keep optimizer state in CPU memory.")
-    use_precision_aware_optimizer: bool = option(False, "Let the optimizer keep its state in other precisions.")
+    no_load_optim: bool = option(False, "Leave optimizer state out when loading.", flag_default=False)
+    eod_mask_loss: bool = option(False, "Leave end-of-document tokens out of the loss.", flag_default=False)
+    no_save_optim: bool = option(False, "Leave optimizer state out when saving.", flag_default=False)
+    optimizer_cpu_offload: bool = option(False, "Keep optimizer state in CPU memory.", flag_default=False)
+    use_precision_aware_optimizer: bool = option(
+        False, "Let the optimizer keep its state in other precisions.", flag_default=False
+    )
     decoder_last_pipeline_num_layers: int | None = option(
         None, "The number of layers in the last pipeline stage.", unset=("none",), minimum=0
     )
@@ -66,6 +72,7 @@ class MegatronOptions(
         "The largest allowed norm of the gradients (0: none).",
         minimum=0,
         question="What is the gradient clipping value based on global L2 Norm (0 to disable)?",
+        flag_default=1.0,
     )
     sequence_parallelism: bool = option(
         False,

@@ -71,6 +71,7 @@ class OptionInfo:
     kind: Kind
     default: Any
     launch_default: Any  # what `accelerate launch` passes on when nobody said anything
+    flag_default: Any  # what the parsed command line holds when the flag was left out
     env: tuple[str, ...]  # () when it has no variable; one name, or one per element
     section: str | None  # the file's sub-dictionary; None: top level
     key: str | None  # None: not in the file
@@ -103,7 +104,15 @@ class OptionInfo:
     @property
     def dest(self) -> str | None:
         """The name under which argparse stores the flag."""
-        return self.flag.lstrip("-").replace("-", "_") if self.flag else None
+        if self.flag is None:
+            return None
+        return self.name if self.off_flag else self.flag.lstrip("-").replace("-", "_")
+
+    @property
+    def parses_to_text(self) -> bool:
+        """Whether the parsed command line holds the flag's text, as is documented for all but numbers and switches."""
+        is_text = self.kind in ("str", "list", "document") or (self.kind == "bool" and self.flag_default is None)
+        return not self.switch and (is_text or isinstance(self.flag_default, str))
 
     @property
     def launched(self) -> Any:
@@ -256,6 +265,7 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     launch_default: Any = ...,
+    flag_default: Any = ...,
     question: str | None = None,
     switch: bool = False,
     repeat: bool = False,
@@ -286,6 +296,7 @@ def option(
         "minimum": minimum,
         "maximum": maximum,
         "launch_default": launch_default,
+        "flag_default": (False if switch else None) if flag_default is ... else flag_default,
         "question": question,
         "switch": switch,
         "repeat": repeat,
@@ -394,7 +405,7 @@ def _resolve(name: str, annotation: str, spec: Mapping[str, Any], group: GroupIn
         key = group.key + stem if group.key is not None and outside else None
     if flag is ...:
         flag = f"--{group.flag}{stem}" if group.flag is not None and outside else None
-    names = ("help", "choices", "aliases", "unset", "minimum", "maximum", "launch_default", "question")
+    names = ("help", "choices", "aliases", "unset", "minimum", "maximum", "launch_default", "flag_default", "question")
     more = ("switch", "repeat", "secret", "quiet", "key_aliases", "flag_aliases", "off_flag")
     return OptionInfo(
         name=name,

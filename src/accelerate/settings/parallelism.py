@@ -26,36 +26,42 @@ class ParallelismOptions(
         "How many copies of the model there are.",
         minimum=1,
         question="What is the data parallelism replicate size?",
+        flag_default=1,
     )
     dp_shard_size: int = option(
         1,
         "Over how many processes each copy is sharded.",
         minimum=1,
         question="What is the FSDP/HSDP data parallelism shard size?",
+        flag_default=1,
     )
     tp_size: int = option(
         1,
         "Over how many processes each layer is split.",
         minimum=1,
         question="What is the tensor parallelism size?",
+        flag_default=1,
     )
     cp_size: int = option(
         1,
         "Over how many processes each sequence is split (ring attention).",
         minimum=1,
         question="What is the context parallelism size?",
+        flag_default=1,
     )
-    cp_backend: str = option("torch", "What implements context parallelism.", choices=("torch",))
+    cp_backend: str = option("torch", "What implements context parallelism.", choices=("torch",), flag_default="torch")
     sp_size: int = option(
         1,
         "Over how many processes each sequence is split (Ulysses).",
         minimum=1,
         question="What is the sequence parallelism size?",
+        flag_default=1,
     )
     sp_backend: str = option(
         "deepspeed",
         "What implements sequence parallelism: DeepSpeed, or this package over torch.",
         choices=("deepspeed", "torch"),
+        flag_default="deepspeed",
     )
     tp_handler: Any = option(None, "More about tensor parallelism.", kind="object")
     cp_handler: Any = option(None, "More about context parallelism.", kind="object")
@@ -91,6 +97,7 @@ class ContextParallelOptions(
         "How keys and values travel.",
         choices=("allgather", "alltoall"),
         question="What is the compute parallelism communication strategy?",
+        flag_default="allgather",
     )
 
 
@@ -106,9 +113,10 @@ class SequenceParallelOptions(
     """More about sequence parallelism."""
 
     sp_seq_length: int | None = option(None, "The sequence length, when it is always the same.", minimum=1)
-    sp_seq_length_is_variable: bool = option(True, "Sequence lengths differ between batches.")
+    sp_seq_length_is_variable: bool = option(True, "Sequence lengths differ between batches.", flag_default=True)
     sp_attn_implementation: str | None = option(
         None,
         "The model's attention: sdpa, flash_attention_2, flash_attention_3, or a flash kernel of the hub.",
         launch_default="sdpa",
+        flag_default="sdpa",
     )

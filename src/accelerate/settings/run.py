@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 from accelerate.errors import SettingError
 from accelerate.settings import env
 from accelerate.settings.checks import check, check_launchable, check_world
-from accelerate.settings.document import FOREIGN, read_layer
+from accelerate.settings.document import FOREIGN, REMARKS, read_layer
 from accelerate.settings.fp8 import AoOptions, MsampOptions, TeOptions
 from accelerate.settings.fsdp import ONLY_VERSION_1
 from accelerate.settings.option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
@@ -89,12 +89,14 @@ def collect(
     *,
     flags: Mapping[str, object] | None = None,
     file: Layer | str | Path | None = None,
+    warn: bool = True,
 ) -> Settings:
     """The settings of a run: of each option the strongest value, checked against all others.
 
     `arguments` are those of the Accelerator, `flags` those of `accelerate launch` by argparse name, `file` is a
     configuration file; `environment` is the process's own unless given. With flags or a file the settings are
-    those of a launch, which has some defaults of its own. Raises SettingError.
+    those of a launch, which has some defaults of its own. What was given and has no effect is named in one warning,
+    unless ``warn`` is False. Raises SettingError.
     """
     environ = env.snapshot() if environment is None else environment
     if isinstance(file, (str, Path)):
@@ -118,7 +120,9 @@ def collect(
         _set_group(settings, name, given.get(name), layers, launching)
     settings.foreign = dict((file or {}).get(FOREIGN, ({}, DEFAULT))[0])
     _settle(settings, given, launching)
-    _refuse_idle_flags(settings, layers)
+    idle = [*cast("list[str]", (file or {}).get(REMARKS, ((), DEFAULT))[0]), *_idle_options(settings, layers)]
+    if idle and warn:
+        warnings.warn(f"Given without effect in this run: {'; '.join(idle)}. Remove what isn't meant.", stacklevel=2)
     _check_arguments(arguments, settings)
     check(settings)
     return settings
@@ -138,8 +142,8 @@ def _objects(arguments: Mapping[str, object]) -> dict[str, tuple[OptionGroup, st
             continue
         if not isinstance(value, GROUPS[group]):
             raise TypeError(
-                f"`{argument}` has to be an object of the plugin class for {GROUPS[group].option_group.title}, not "
-                f"{type(value).__name__}: {value!r}. Give {_CLASSES[argument]}(...)."
+                f"`{argument}` must be a {_CLASSES[argument]} object, not {type(value).__name__}: {value!r}. "
+                f"Give {_CLASSES[argument]}(...)."
             )
         found[group] = (value, argument)
     return found
@@ -172,7 +176,7 @@ def _flag_layer(flags: Mapping[str, object]) -> Layer:
         for option in options_of(cls):
             if option.dest is None:
                 continue
-            raw = flags.get(option.dest, flags.get(option.name) if option.off_flag else None)
+            raw = flags.get(option.dest)
             if raw is None or (option.switch and raw is False and option.off_flag is None):
                 continue
             source = Source("flag", option.flag or "")
@@ -185,10 +189,16 @@ def _flag_layer(flags: Mapping[str, object]) -> Layer:
 
 
 def _file_layer(file: Layer, flags: Mapping[str, object]) -> Layer:
-    """The file's values, with what its distributed_type stands for, unless flags choose other hardware."""
+    """The file's values, with what its distributed_type stands for, unless flags choose other hardware.
+
+    `--cpu` takes FSDP to the CPU; the engines that choose their devices themselves are left out.
+    """
     layer = dict(file)
     kind, source = layer.get("launch.distributed_type", (None, DEFAULT))
-    if kind is None or flags.get("multi_gpu") or flags.get("tpu"):
+    if flags.get("multi_gpu") or flags.get("tpu"):
+        layer.pop("run.use_cpu", None)
+        return layer
+    if kind is None or (flags.get("cpu") and kind in ("DEEPSPEED", "MEGATRON_LM")):
         return layer
     address = _ENGINE_OF_TYPE.get(kind)
     if address is None and kind.startswith("MULTI_"):
@@ -279,6 +289,8 @@ def _settle(settings: Settings, given: Mapping[str, tuple[OptionGroup, str]], la
                 setattr(fsdp, name, option_of(GROUPS["fsdp"], name).default)
     if fsdp is not None and fsdp.fsdp_version == 1 and isinstance(fsdp.reshard_after_forward, bool):
         _say_in_version_1(settings)
+    if settings.deepspeed is None:
+        settings.deepspeed_launch.config_fields = None
     if "accumulation" not in given:
         settings.accumulation.num_steps = settings.run.gradient_accumulation_steps
     if settings.parallelism is not None:
@@ -331,33 +343,69 @@ def _fill_handlers(settings: Settings) -> None:
             setattr(settings, group, given)
 
 
-def _refuse_idle_flags(settings: Settings, layers: list[Layer]) -> None:
-    """A flag of an engine that is not used is a mistake; a leftover section of a file is worth a word."""
+def _idle_options(settings: Settings, layers: list[Layer]) -> list[str]:
+    """Say what was given to `accelerate launch` for an engine that isn't used."""
     _, flags, file, _ = layers
-    for address, (_, source) in flags.items():
-        group = address.partition(".")[0]
-        shared = any(
-            other != group and _is_used(other, settings) and _has_flag(other, source.where) for other in GROUPS
+    idle: dict[str, list[str]] = {}
+    for address, (_, source) in (*flags.items(), *file.items()):
+        group, _, name = address.partition(".")
+        if group not in GROUPS or _is_used(group, settings) or group == "sagemaker":
+            continue
+        option = option_of(GROUPS[group], name)
+        if option.key is None and option.flag is None:
+            continue  # derived from the file by us: nobody wrote it
+        shared = source.kind == "flag" and any(
+            _is_used(other, settings) and _has_flag(other, source.where) for other in GROUPS if other != group
         )
-        if not _is_used(group, settings) and not shared and group != "sagemaker":
-            raise SettingError(
-                f"`{source.where}` was given, but {GROUPS[group].option_group.title} is not used, so that it "
-                "would "
-                f"have no effect. {_how_to_turn_on(group)}, or leave `{source.where}` out."
-            )
-    idle = {address.partition(".")[0]: source for address, (_, source) in reversed(list(file.items()))}
-    for group, source in idle.items():
-        if group in GROUPS and not _is_used(group, settings):
-            warnings.warn(
-                f"{source.where}: the options of {GROUPS[group].option_group.title} are not used. "
-                f"{_how_to_turn_on(group)}, or remove them to silence this warning."
-            )
+        if not shared:
+            place = f" ({source.where})" if source.kind == "file" else ""
+            idle.setdefault(_engine_of(group), []).append(f"`{option.spelling(source)}`{place}")
+    remarks = [
+        f"{', '.join(names)}: {GROUPS[group].option_group.title} is not used ({_how_to_turn_on(group)})"
+        for group, names in idle.items()
+    ]
+    remarks += _idle_in_fsdp(settings)
+    launch = settings.launch
+    on_tpu = launch.use_tpu or launch.distributed_type in ("TPU", "XLA")
+    of_tpu = [f"`{source.where}`" for address, (value, source) in flags.items() if address.startswith("tpu.") and value]
+    if of_tpu and not on_tpu:
+        remarks.append(f"{', '.join(of_tpu)}: no TPU is used (it is turned on by `--tpu`)")
+    of_file = [settings.source_of(f"launch.{name}").kind == "file" for name in ("distributed_type", "num_processes")]
+    if launch.distributed_type == "NO" and all(of_file) and (launch.num_processes or 1) > 1:
+        remarks.append(
+            f"{settings.quote('launch.num_processes')}: {settings.quote('launch.distributed_type')} starts one process "
+            "(several are MULTI_CPU, MULTI_GPU or the like)"
+        )
+        launch.num_processes = 1
+    return remarks
+
+
+def _idle_in_fsdp(settings: Settings) -> list[str]:
+    """Say which options of FSDP the others leave without effect; an object that the caller built is its own affair."""
+    fsdp = settings.fsdp
+    if fsdp is None or settings.source_of("fsdp.fsdp_version").kind == "argument":
+        return []
+    found: list[str] = []
+    if fsdp.fsdp_version == 2 and fsdp.forward_prefetch and settings.was_given("fsdp.forward_prefetch"):
+        found.append(f"{settings.quote('fsdp.forward_prefetch')}: version 2 prefetches by itself")
+        fsdp.forward_prefetch = False
+    by_class = fsdp.auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+    given = fsdp.transformer_cls_names_to_wrap and settings.was_given("fsdp.auto_wrap_policy")
+    if given and not by_class:
+        classes, policy = (
+            settings.quote(f"fsdp.{name}") for name in ("transformer_cls_names_to_wrap", "auto_wrap_policy")
+        )
+        found.append(f"{classes}: there is {policy}, which doesn't look at classes")
+    return found
+
+
+def _engine_of(group: str) -> str:
+    """The first group with the same title: what turns it on turns on both."""
+    return next(name for name, cls in GROUPS.items() if cls.option_group.title == GROUPS[group].option_group.title)
 
 
 def _is_used(group: str, settings: Settings) -> bool:
-    if group == "deepspeed_launch":
-        group = "deepspeed"
-    return getattr(settings, group) is not None
+    return getattr(settings, _engine_of(group)) is not None
 
 
 def _has_flag(group: str, flag: str) -> bool:
@@ -366,23 +414,22 @@ def _has_flag(group: str, flag: str) -> bool:
 
 def _how_to_turn_on(group: str) -> str:
     if group == "fp8":
-        return "Give `--mixed_precision fp8`"
-    if group == "sagemaker":
-        return "Set `compute_environment: AMAZON_SAGEMAKER`"
-    return f"Give `--{CONDITIONS[group.removesuffix('_launch')].partition('.')[2]}`"
+        return "it is turned on by `--mixed_precision fp8`"
+    return f"it is turned on by `--{CONDITIONS[group].partition('.')[2]}`"
 
 
 def _check_arguments(arguments: Mapping[str, object], settings: Settings) -> None:
     """Arguments that exclude each other."""
     for one, other in (("dynamo_backend", "dynamo_plugin"), ("deepspeed_plugin", "deepspeed_plugins")):
         if arguments.get(one) is not None and arguments.get(other) is not None:
-            raise SettingError(f"`{one}` and `{other}` say the same thing twice. Give one of them.")
+            raise SettingError(
+                f"You cannot pass in both `{other}` and `{one}`, please only pass in one: they say the same thing."
+            )
     steps = arguments.get("gradient_accumulation_steps", 1)
     if arguments.get("gradient_accumulation_plugin") is not None and steps not in (None, 1):
         raise SettingError(
-            f"`gradient_accumulation_steps={steps!r}` and `gradient_accumulation_plugin` say the same thing "
-            "twice. "
-            "Give one of them; the plugin has `num_steps`."
+            "You can only pass one of `gradient_accumulation_steps` and `gradient_accumulation_plugin`, but "
+            f"gradient_accumulation_steps={steps!r} was given beside a plugin. The plugin has `num_steps`."
         )
     sharded = settings.fsdp is not None or settings.deepspeed is not None
     for handler in cast("Iterable[object]", arguments.get("kwargs_handlers") or ()):

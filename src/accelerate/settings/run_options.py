@@ -35,6 +35,7 @@ class RunOptions(OptionGroup, title="Resources", env="ACCELERATE_", key="", flag
         switch=True,
         quiet=True,
         question="Should collective operations be checked while running? It is slower, and helps against hangs.",
+        flag_default=None,
     )
     gradient_accumulation_steps: int = option(
         1,

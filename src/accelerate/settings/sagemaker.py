@@ -35,9 +35,9 @@ class SageMakerOptions(OptionGroup, title="AWS", key=""):
     )
     gpu_ids: str = option("all", "The devices to use on each machine.")
     base_job_name: str = option("accelerate-sagemaker-1", "The first part of the job's name.")
-    pytorch_version: str = option("1.10.2", "The PyTorch version of the job's image.")
-    transformers_version: str = option("4.17.0", "The Transformers version of the job's image.")
-    py_version: str = option("py38", "The Python version of the job's image.")
+    pytorch_version: str = option("2.8.0", "The PyTorch version of the job's image.")
+    transformers_version: str = option("4.56.2", "The Transformers version of the job's image.")
+    py_version: str = option("py312", "The Python version of the job's image.")
     sagemaker_inputs_file: str | None = option(
         None,
         "A TSV file of input channels: name, location.",

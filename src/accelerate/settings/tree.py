@@ -72,6 +72,8 @@ CONDITIONS: Final = {
     "sagemaker": "launch.compute_environment",
 }
 
+#: Groups whose values every launch decides.
+DECIDED: Final = ("run", "paradigm", "launch", "compile")
 #: Groups that only the launcher needs.
 _NOT_EXPORTED: Final = (
     "launch",
@@ -159,6 +161,24 @@ class Settings:
             if option in options_of(GROUPS[group]):
                 return getattr(options, option.name)
         return option.default
+
+    def values_of_flags(self) -> dict[str, Any]:
+        """Return what this run has for each launch flag that somebody gave a value, and for what every launch decides.
+
+        A flag of several groups has the value that was given to one in use.
+        """
+        given: dict[str, Any] = {}
+        decided: dict[str, Any] = {}
+        for group, options in self.groups():
+            for option in options_of(GROUPS[group]):
+                if option.flag is None:
+                    continue
+                value = getattr(options, option.name)
+                if f"{group}.{option.name}" in self.sources:
+                    given.setdefault(option.flag, value)
+                elif group in DECIDED and (option.key is not None or value is True):
+                    decided.setdefault(option.flag, value)
+        return {**decided, **given}
 
     def explain(self) -> Explanation:
         """Every value in use as (group, option, value, source); secrets are masked. Printed, it is a table."""

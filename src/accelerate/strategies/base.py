@@ -6,7 +6,7 @@ A strategy is one file. Adding one is that file plus one line in ``strategies/__
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -19,13 +19,14 @@ from ..gradients import GradientState
 from ..hooks.values import get_state_dict_offloaded_model, has_offloaded_params
 from ..mesh import Mesh
 from ..plugins.data import DataLoaderConfiguration
-from ..plugins.deepspeed import DummyOptim, DummyScheduler
+from ..plugins.deepspeed_data import DummyOptim, DummyScheduler
 from ..plugins.megatron_data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..world import World
 from .bundle import Bundle, Role
 from .compile import compile_model
+from .held_gradients import gradients_of, take_gradients
 from .rebind import canonical_name, parameters_by_name
 from .unwrap import unwrap
 
@@ -54,6 +55,10 @@ class Strategy(ABC):
     communicates_in_forward: bool = False
     #: Whether they can, then, give it up together: nothing of a pass is left after :meth:`abandon_forwards`.
     gives_up_together: bool = False
+    #: Whether every process has the whole state, so that the main process can save it without the others.
+    is_replicated: bool = False
+    #: Whether gradients between two updates lie where a checkpoint can find them, not inside an engine.
+    holds_gradients: bool = False
     #: What ``accelerator.deepspeed_engine_wrapped`` shows.
     engine: Any = None
 
@@ -63,11 +68,6 @@ class Strategy(ABC):
         self.mesh = options.mesh or Mesh.of(world)
 
     # -- choosing ------------------------------------------------------------------------------------------
-
-    @classmethod
-    @abstractmethod
-    def suits(cls, settings: Any, world: World) -> bool:
-        """Whether this is what the user asked for."""
 
     @property
     @abstractmethod
@@ -167,6 +167,18 @@ class Strategy(ABC):
         """What puts the gradients of ``model`` back as they are now, by copies of them."""
         return remember_gradients(model.parameters())
 
+    def gradients(self, model: torch.nn.Module) -> dict[str, Any] | None:
+        """What this rank holds of the gradients of ``model`` between two updates; None: an engine keeps them."""
+        return gradients_of(self.named_parameters(model)) if self.holds_gradients else None
+
+    def take_gradients(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Give ``model`` the gradients that :meth:`gradients` gave on this rank of as many; None: none at all.
+
+        Raises:
+            CheckpointError: they are those of another model, or of one that is laid out in another way.
+        """
+        take_gradients(self.named_parameters(model), gradients or {})
+
     def backward(self, loss: torch.Tensor, scaler: Any, **kwargs: Any) -> None:
         """Gradients of ``loss`` have been added to the parameters' (scaled, under a gradient scaler)."""
         if scaler is not None:
@@ -204,6 +216,20 @@ class Strategy(ABC):
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     # -- state ---------------------------------------------------------------------------------------------
+
+    def has_whole(self, model: torch.nn.Module) -> bool:
+        """Whether this process has all weights of ``model``, so that :meth:`full_state_dict` is no collective."""
+        return self.is_replicated
+
+    def whole_state_dict(self, model: torch.nn.Module, operation: str, unwrap: bool = True) -> dict[str, Any]:
+        """As :meth:`full_state_dict`, on behalf of the public method ``operation``.
+
+        Raises:
+            CollectiveError: on every rank, when all are needed and one doesn't call ``operation``.
+        """
+        if self.world.meeting is not None and not self.has_whole(model):
+            self.world.meeting.require_all(operation)
+        return self.full_state_dict(model, unwrap)
 
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict of ``model``, under the names of the user's own module."""

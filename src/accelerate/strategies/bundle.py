@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import PreparationError
 from ..optimizer import AcceleratedOptimizer
-from ..plugins.deepspeed import DummyOptim, DummyScheduler
+from ..plugins.deepspeed_data import DummyOptim, DummyScheduler
 from ..plugins.megatron_data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from ..scheduler import AcceleratedScheduler
 
@@ -75,8 +75,8 @@ class Bundle:
             device_placement = [default_placement] * len(objects)
         elif len(device_placement) != len(objects):
             raise PreparationError(
-                f"prepare() got {len(objects)} objects and device_placement={list(device_placement)}, "
-                f"which has {len(device_placement)} entries. Give one per object, in the same order."
+                f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed), but "
+                f"prepare() got {list(device_placement)}. Give one per object, in the same order."
             )
         pairs = zip(objects, device_placement, strict=True)
         slots = [Slot(role_of(obj), obj, bool(placed), obj) for obj, placed in pairs]

@@ -7,8 +7,9 @@ afterwards.
 
 from __future__ import annotations
 
-import sys
+import functools
 import types
+import warnings
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..plugins.dynamo import TorchDynamoPlugin
 from ..settings.labels import DynamoBackend
+from ..torch_private.modules import is_compiled, is_compiled_in_place
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin | None) -> nn.Module:
@@ -37,8 +39,8 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
     In a tree without repeated blocks the whole module is compiled. Beside repeated blocks, each other child is
     compiled as one region. ``module`` itself stays as it was and is kept as ``_orig_mod``. Methods that were
-    bound onto the instance are bound to the result; a plain function that was put in place of ``forward`` would
-    still run ``module``'s own layers.
+    bound onto the instance are bound to the result, and so are hooks of :mod:`accelerate.hooks`. A plain function that
+    was put in place of ``forward`` still runs ``module``'s own layers: that is warned of.
     """
     if has_compiled_regions(module):
         return module
@@ -62,14 +64,13 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 def is_compiled_module(module: object) -> bool:
     """Whether ``module`` is what torch.compile returned."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")  # costly to import, and not there: nothing is compiled
-    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+    return is_compiled(module)
 
 
 def has_compiled_regions(module: object) -> bool:
     """Whether ``module`` or a module inside it is compiled."""
     return isinstance(module, nn.Module) and any(
-        is_compiled_module(part) or part._compiled_call_impl is not None for part in module.modules()
+        is_compiled_module(part) or is_compiled_in_place(part) for part in module.modules()
     )
 
 
@@ -114,9 +115,30 @@ def _same_module_again(module: nn.Module) -> nn.Module:
     copy.__dict__.update(module.__dict__)
     copy.__dict__["_modules"] = dict(module._modules)
     for name, value in module.__dict__.items():
-        if isinstance(value, types.MethodType) and value.__self__ is module:
-            copy.__dict__[name] = types.MethodType(value.__func__, copy)
+        if name != "_modules":
+            copy.__dict__[name] = _bound_to(copy, module, value)
+    forward = module.__dict__.get("forward")
+    if forward is not None and copy.__dict__["forward"] is forward:
+        warnings.warn(
+            f"compile_regions: {type(module).__name__}.forward was replaced on the instance by {forward!r}, which "
+            "isn't bound to the module, so it still runs the layers that aren't compiled. Assign a method "
+            "(types.MethodType(function, model)), use accelerate.hooks.add_hook_to_module, or replace it after "
+            "compiling.",
+            stacklevel=2,
+        )
     return copy
+
+
+def _bound_to(copy: nn.Module, module: nn.Module, value: Any) -> Any:
+    """``value``, and where it is a method or partial call of ``module``, the same of ``copy``."""
+    if isinstance(value, types.MethodType) and value.__self__ is module:
+        return types.MethodType(value.__func__, copy)
+    if isinstance(value, functools.partial) and any(each is module for each in value.args):
+        arguments = [copy if each is module else each for each in value.args]
+        again = functools.partial(_bound_to(copy, module, value.func), *arguments, **value.keywords)
+        again.__dict__.update({name: _bound_to(copy, module, held) for name, held in vars(value).items()})
+        return again
+    return value
 
 
 def _compile_in_place(module: nn.Module, compile_kwargs: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from ..errors import PreparationError, SettingError
 from ..hooks.attention import attach_context_parallel_hooks, refuse_recurrent_layers, refuse_windows
 from ..mesh import Mesh
+from ..torch_private.distributed import set_ring_rotation
 from .compile import has_compiled_regions
 from .ring import WHOLE_ATTENTION, Attention, Ring, around_the_ring, over_gathered
 from .sequence import over_heads
@@ -69,9 +70,8 @@ def _torchs_own(
     mesh: Mesh, config: Any, tensors: list[torch.Tensor], dims: list[int], dropped: set[torch.Tensor]
 ) -> AbstractContextManager[None]:
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
 
-    set_rotate_method(config.cp_handler.cp_comm_strategy)
+    set_ring_rotation(config.cp_handler.cp_comm_strategy)
     return context_parallel(mesh.over("cp"), buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=dropped)
 
 

@@ -5,19 +5,19 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, final
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _find_tensors  # what torch's own forward looks for unused parameters with
 
 from ..errors import PreparationError
 from ..settings.env import flag
 from ..settings.labels import DistributedType
+from ..torch_private.distributed import find_tensors, synchronize_buffers
 from ..world import World
 from .base import Strategy, is_sharded, refuse_device_map
 from .compile import uncompiled
@@ -78,15 +78,12 @@ def _guarded(method: Callable[..., Any], name: str, owner: str) -> Callable[...,
 class DataParallel(Strategy):
     """Every process holds the whole model; gradients are averaged during backward."""
 
+    is_replicated = holds_gradients = True
+
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
         # Where ranks share a sequence, attention talks in the middle of the forward.
         self.communicates_in_forward = self.gives_up_together = bool(self.mesh.active("cp", "sp"))
-
-    @classmethod
-    def suits(cls, settings: Any, world: World) -> bool:
-        """True for a world of several."""
-        return world.size > 1
 
     @property
     def label(self) -> DistributedType:
@@ -144,7 +141,7 @@ class DataParallel(Strategy):
         """Buffers are those of the main process, once an update, before its first forward."""
         replica = replica_in(model)
         if replica is not None and replica.will_sync_module_buffers():
-            replica._sync_buffers()
+            synchronize_buffers(replica)
             replica.require_forward_param_sync = False
 
     def reduce_now(self, model: torch.nn.Module) -> None:
@@ -182,7 +179,7 @@ def _remember_outputs(replica: Replica, _: Any, output: Any) -> None:
     if replica.require_backward_grad_sync:
         awaiting.clear()
         return
-    forward, outputs = object(), [tensor for tensor in _find_tensors(output) if tensor.requires_grad]
+    forward, outputs = object(), [tensor for tensor in find_tensors(output) if tensor.requires_grad]
     # An empty slice leads into the graph, and keeps no activations alive.
     awaiting[forward] = [tensor.narrow(0, 0, 0).sum() if tensor.ndim else tensor for tensor in outputs]
 
@@ -193,16 +190,23 @@ def _remember_outputs(replica: Replica, _: Any, output: Any) -> None:
         tensor.register_hook(forget)
 
 
-def trigger_sync_in_backward(model: torch.nn.Module) -> None:
-    """The next backward of ``model`` reduces gradients, although its forwards ran under ``no_sync``.
+@contextmanager
+def trigger_sync_in_backward(model: torch.nn.Module) -> Generator[None]:
+    """A block whose backward reduces the gradients of ``model``, although its forwards ran under ``no_sync``.
 
-    Where torch looks for unused parameters, call it when that backward is the only one still to come.
+    Where torch looks for unused parameters, that backward has to be the only one still to come.
     """
     replica = replica_in(model)
     if replica is None:
+        yield
         return
+    reduced_before = replica.require_backward_grad_sync
     replica.require_backward_grad_sync = True
     replica.require_forward_param_sync = True
     # What DDP.forward would have done for a synchronising forward.
     outputs = [tensor for tensors in getattr(replica, "awaiting_backward", {}).values() for tensor in tensors]
     replica.reducer.prepare_for_backward(outputs)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        replica.require_backward_grad_sync = reduced_before

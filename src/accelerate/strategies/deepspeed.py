@@ -59,14 +59,9 @@ class DeepSpeed(Strategy):
         self._follows_calls = False  # whether the clipping norm is that of clip_grad_norm_()
         self._has_warned = False
         if env.read("DS_ACCELERATOR") is None:  # DeepSpeed would look for a device by itself
-            env.publish({"DS_ACCELERATOR": world.device.type})
+            env.publish_for(self, {"DS_ACCELERATOR": world.device.type})
         if not torch.distributed.is_initialized():
             _form_group_of_one(world)
-
-    @classmethod
-    def suits(cls, settings: Any, world: World) -> bool:
-        """True where DeepSpeed was asked for, in a world of one too."""
-        return settings.deepspeed is not None
 
     @property
     def label(self) -> DistributedType:
@@ -320,6 +315,13 @@ class DeepSpeed(Strategy):
         )
 
     # -- state ---------------------------------------------------------------------------------------------
+
+    def has_whole(self, model: torch.nn.Module) -> bool:
+        """Whether no engine keeps a part of ``model`` here."""
+        engine: Any = model if any(engine is model for engine in self._engines) else None
+        return engine is None or (
+            not engine.zero_optimization_partition_weights() and self.plugin.tensor_parallel_size <= 1
+        )
 
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict, in the dtype that the model computes in, on the CPU; in stage 3 on the main process.

@@ -12,7 +12,8 @@ import torch
 from ..errors import PreparationError
 from ..gradients import GradientState
 from ..logging import get_logger
-from ..plugins.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from ..plugins.deepspeed import DeepSpeedPlugin
+from ..plugins.deepspeed_data import DummyOptim, DummyScheduler
 from ..world import World
 
 logger = get_logger(__name__)

@@ -13,6 +13,7 @@ from ..errors import CheckpointError
 from ..logging import get_logger
 from ..names import engine_tag
 from ..optional import require
+from ..torch_private.modules import loaded
 from .deepspeed_engine import GatheredParameters, is_partitioned
 
 logger = get_logger(__name__)
@@ -151,7 +152,7 @@ class _Receiver:
             raise RuntimeError(f"missing {missing[:5]}, unexpected {unexpected[:5]}")
         # What was left out on purpose comes back as the shape that state_dict() gave.
         take_weights(self._engine, {name: v for name, v in state.items() if name in live and not v.is_meta})
-        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return loaded(missing, unexpected)
 
 
 def whole_weights(engine: Any, keeps: bool, *, half: bool = False) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 
 from ..checkpointing.sharded import StateAccess
 from ..errors import CheckpointError
+from ..torch_private.fsdp import handle_of, names_in
 from ..world import World
 from .compile import uncompiled
 from .rebind import canonical_name, inner_optimizer
@@ -43,13 +44,11 @@ def names_of(model: torch.nn.Module) -> dict[str, Any]:
 def flat_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """What an optimizer of ``model`` trains, under every name of the user's own model: flat parameters have many."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
-        if handle is None or handle._use_orig_params:
+        handle = handle_of(module) if isinstance(module, FullyShardedDataParallel) else None
+        if handle is None:
             continue
-        flat = handle.flat_param
-        shared = [f"{info.module_name}.{info.param_name}".lstrip(".") for info in flat._shared_param_infos]
-        for name in [*flat._fqns, *shared]:
-            yield canonical_name(f"{prefix}.{name}".lstrip(".")), flat
+        for name in names_in(handle):
+            yield canonical_name(f"{prefix}.{name}".lstrip(".")), handle.flat_param
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not name.endswith("_flat_param"):
             yield canonical_name(name), parameter

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, final
@@ -17,38 +17,45 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from ..checkpointing.sharded import StateAccess
+from ..errors import CheckpointError
 from ..precision import Precision
 from ..settings.labels import DistributedType
+from ..torch_private.fsdp import (
+    abandon_flat,
+    flat_gradients_of,
+    handle_of,
+    hybrid_without_resharding,
+    in_flat,
+    remember_flat,
+    take_flat_gradients,
+    trained_in,
+)
 from ..world import World
-from .base import Strategy
+from .base import Strategy, remember_gradients
 from .compile import compile_model, uncompiled
 from .flat_state import FlatAccess, flat_parameters, names_of
+from .held_gradients import gradients_of, take_gradients
 from .norms import Axes, scale_to, total_norm
+from .rebind import ensure_weights_retied
 from .recompute import recompute_activations
-from .shard_passes import abandon_flat, remember_flat
 from .shard_saving import saved_as
 from .shard_setup import average_ignored, replicate_rest, send_from_main, upcast_trainable
 from .units import find_ignored, find_units
 
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, hybrid_without_resharding())
 
 
 @final
 class FlatShard(Strategy):
     """Every rank keeps a piece of each flat parameter; units are gathered while they compute."""
 
-    communicates_in_forward = True
+    communicates_in_forward = holds_gradients = True
     gives_up_together = True
 
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
         self._unreduced: set[int] = set()  # the models inside no_sync
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-    @classmethod
-    def suits(cls, settings: Any, world: World) -> bool:
-        """True where FSDP 1 was asked for and there is a process group."""
-        return world.backend is not None and settings.fsdp is not None and settings.fsdp.fsdp_version == 1
 
     @property
     def label(self) -> DistributedType:
@@ -166,7 +173,24 @@ class FlatShard(Strategy):
         """What puts the gradients back as they are now, those of backward passes under :meth:`no_sync` included."""
         wrapped = uncompiled(model)
         is_wrapped = isinstance(wrapped, FullyShardedDataParallel)
-        return remember_flat(wrapped) if is_wrapped else super().remember_gradients(model)
+        return remember_flat(wrapped, remember_gradients) if is_wrapped else super().remember_gradients(model)
+
+    def gradients(self, model: torch.nn.Module) -> dict[str, Any] | None:
+        """The gradients of flat parameters, in pieces or whole, and those of parameters that are in no unit."""
+        wrapped = uncompiled(model)
+        if not isinstance(wrapped, FullyShardedDataParallel):
+            return {"units": [], "others": gradients_of(self.named_parameters(model))}
+        return {"units": flat_gradients_of(wrapped), "others": gradients_of(_others(wrapped))}
+
+    def take_gradients(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Give ``model`` both."""
+        wrapped, others = uncompiled(model), {} if gradients is None else gradients["others"]
+        if not isinstance(wrapped, FullyShardedDataParallel):
+            take_gradients(self.named_parameters(model), others)
+            return
+        take_gradients(_others(wrapped), others)
+        if not take_flat_gradients(wrapped, None if gradients is None else gradients["units"]):
+            raise CheckpointError("its gradients were saved in other FSDP units")
 
     def clip_grad_norm(
         self,
@@ -190,11 +214,10 @@ class FlatShard(Strategy):
         axes: dict[int, Axes] = {}
         for root in self._roots:
             for module in FullyShardedDataParallel.fsdp_modules(root):
-                handle = module._handle
+                handle = handle_of(module)
                 if handle is None or not handle.uses_sharded_strategy:
                     continue
-                held = handle.flat_param._params if handle._use_orig_params else [handle.flat_param]
-                axes.update((id(parameter), (handle.process_group,)) for parameter in held or ())
+                axes.update((id(parameter), (handle.process_group,)) for parameter in trained_in(handle))
         return axes
 
     # -- state ---------------------------------------------------------------------------------------------
@@ -204,15 +227,25 @@ class FlatShard(Strategy):
         """Through torch's own functions."""
         return FlatAccess(self.world)
 
+    def has_whole(self, model: torch.nn.Module) -> bool:
+        """Whether ``model`` isn't sharded."""
+        return not isinstance(uncompiled(model), FullyShardedDataParallel)
+
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict on the main process, in CPU memory; an empty one elsewhere. A collective."""
-        if not isinstance(uncompiled(model), FullyShardedDataParallel):
+        if self.has_whole(model):
             return super().full_state_dict(model, unwrap)
         return self.access.whole_model(model, self.world.is_main)
 
     def saved(self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False) -> dict[str, Any]:
         """Weights and optimizers in shards, or gathered, as the plugin says."""
         return saved_as(self.plugin, self.access, models, optimizers, self.world, model_only)
+
+
+def _others(wrapped: FullyShardedDataParallel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters that are in no unit: those of ignored modules."""
+    flat = in_flat(wrapped)
+    return ((name, parameter) for name, parameter in wrapped.named_parameters() if parameter not in flat)
 
 
 def _with_whole_root(wrapped: FullyShardedDataParallel, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,29 +257,3 @@ def _with_whole_root(wrapped: FullyShardedDataParallel, method: Callable[..., An
             return method(*args, **kwargs)
 
     return call
-
-
-def ensure_weights_retied(
-    param_init_fn: Callable[[torch.nn.Module], Any], model: torch.nn.Module, device: torch.device
-) -> Callable[[torch.nn.Module], Any]:
-    """``param_init_fn``, after which parameters of ``model`` that were tied are one parameter again."""
-    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-    tied = {place: group for group in places.values() if len(group) > 1 for place in group}
-    if not tied:
-        return param_init_fn
-    made: dict[tuple[torch.nn.Module, str], torch.nn.Parameter] = {}
-
-    @wraps(param_init_fn)
-    def initialise(module: torch.nn.Module) -> Any:
-        result = param_init_fn(module)
-        for name in list(module._parameters):
-            group = tied.get((module, name))
-            if group is not None:
-                module._parameters[name] = made.setdefault(group[0], module._parameters[name])  # pyright: ignore[reportArgumentType]
-        return result
-
-    return initialise

@@ -5,51 +5,58 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from ..errors import PreparationError
+from ..errors import MissingDependency, PreparationError
 from ..mesh import SHARD_AXES
 from ..precision import Precision
 from ..settings.labels import DistributedType
+from ..torch_private.distributed import joined
+from ..torch_private.fsdp import abandon_shards, remember_shards
+from ..versions import is_torch_version
 from ..world import World
-from .base import Strategy, is_sharded
+from .base import Strategy, is_sharded, remember_gradients
 from .bundle import Bundle, Role
 from .compile import compile_model, compile_regions_fsdp2, uncompiled
 from .context import prepare_attention
 from .expert import average_experts, deal_experts
+from .held_gradients import sharded_gradients, take_sharded_gradients
 from .norms import clamp_pieces, clip_pieces
 from .rebind import inner_optimizer
 from .recompute import recompute_activations
-from .shard_passes import abandon_shards, remember_shards
 from .shard_saving import saved_as
 from .shard_setup import average_ignored, replicate_rest, send_from_main, upcast_trainable
 from .tensor import parallelize
 from .units import find_ignored, find_units
+
+#: The first torch whose fully_shard runs on CPU ranks; on accelerators 2.6 will do.
+OLDEST_ON_CPU: Final = "2.9.0"
 
 
 @final
 class FullyShard(Strategy):
     """Every rank keeps a piece of each parameter; units are gathered while they compute."""
 
-    communicates_in_forward = True
+    communicates_in_forward = holds_gradients = True
     gives_up_together = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
 
     def __init__(self, world: World, options: Any) -> None:
+        if world.device.type == "cpu" and not is_torch_version(">=", OLDEST_ON_CPU):
+            raise MissingDependency(
+                f"FSDP version 2 on CPU needs torch {OLDEST_ON_CPU} or newer, installed is {torch.__version__}, whose "
+                "fully_shard fails there, or adds gradients up instead of averaging them. Install a newer torch, or "
+                "use FSDP version 1 (fsdp_version=1)."
+            )
         super().__init__(world, options)
         self._shards: DeviceMesh | None = None
         self._unreduced: set[int] = set()  # the models inside no_sync
-
-    @classmethod
-    def suits(cls, settings: Any, world: World) -> bool:
-        """True where FSDP 2 was asked for and there is a process group."""
-        return world.backend is not None and settings.fsdp is not None and settings.fsdp.fsdp_version == 2
 
     @property
     def label(self) -> DistributedType:
@@ -186,13 +193,7 @@ class FullyShard(Strategy):
 
     def _replicated(self, shards: DeviceMesh) -> DeviceMesh:
         """``shards``, and before them the axis over which they are replicated."""
-        replicas = self.mesh.over("dp_replicate")
-        join: Any = getattr(DeviceMesh, "_concatenate", None)
-        if join is not None:
-            return join([replicas, shards])
-        root = self.mesh.device_mesh  # before torch 2.10 a flattened axis is found under its name
-        assert root is not None
-        return root[(*(replicas.mesh_dim_names or ()), *(shards.mesh_dim_names or ()))]
+        return joined([self.mesh.over("dp_replicate"), shards], self.mesh.device_mesh)
 
     # -- training ------------------------------------------------------------------------------------------
 
@@ -220,7 +221,16 @@ class FullyShard(Strategy):
     def remember_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
         """What puts the gradients back as they are now, those of backward passes under :meth:`no_sync` included."""
         sharded = uncompiled(model)
-        return remember_shards(sharded) if isinstance(sharded, FSDPModule) else super().remember_gradients(model)
+        is_ours = isinstance(sharded, FSDPModule)
+        return remember_shards(sharded, remember_gradients) if is_ours else super().remember_gradients(model)
+
+    def gradients(self, model: torch.nn.Module) -> dict[str, Any] | None:
+        """The gradients in the parameters' pieces, and those that :meth:`no_sync` keeps whole."""
+        return sharded_gradients([uncompiled(model)], lambda: self.named_parameters(model))
+
+    def take_gradients(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Give ``model`` both kinds."""
+        take_sharded_gradients([uncompiled(model)], lambda: self.named_parameters(model), gradients)
 
     def clip_grad_norm(
         self,
@@ -237,6 +247,10 @@ class FullyShard(Strategy):
         clamp_pieces(parameters, clip_value)
 
     # -- state ---------------------------------------------------------------------------------------------
+
+    def has_whole(self, model: torch.nn.Module) -> bool:
+        """Whether none of its parameters is a piece."""
+        return not any(map(is_sharded, model.parameters()))
 
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict on the main process, in CPU memory; an empty one elsewhere. A collective."""

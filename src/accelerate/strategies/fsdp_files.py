@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch.distributed.fsdp import StateDictType
 
 from ..checkpointing.codec import read_pickle, write_pickle
 from ..checkpointing.layout import OPTIMIZER
@@ -25,12 +24,14 @@ from ..checkpointing.sharded import (
     write_optimizer_shards,
 )
 from ..errors import CheckpointNotFound, PreparationError
-from ..precision.sharded_scaler import ShardedScaler
 from ..settings import env
 from ..world import join_world
 from .rebind import canonical_name, inner_optimizer
 from .recompute import recompute_activations
 from .units import find_ignored, find_units
+
+if TYPE_CHECKING:
+    from ..precision.sharded_scaler import ShardedScaler
 
 _RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
@@ -61,6 +62,8 @@ def save_fsdp_model(
 
     A collective. ``adapter_only`` leaves out what is not the adapter's (PEFT).
     """
+    from torch.distributed.fsdp import StateDictType
+
     access = _access(accelerator, model)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     if fsdp_plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
@@ -113,6 +116,8 @@ def save_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """The state of ``optimizer`` is in ``output_dir``: `optimizer.bin`, or in shards `optimizer_0/`. A collective."""
+    from torch.distributed.fsdp import StateDictType
+
     access, inner = _access(accelerator, model), inner_optimizer(optimizer)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     if fsdp_plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
@@ -283,4 +288,6 @@ def _targets(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> ShardedScaler:
     """A gradient scaler for gradients in pieces."""
+    from ..precision.sharded_scaler import ShardedScaler
+
     return ShardedScaler(join_world(), **kwargs)

@@ -45,11 +45,6 @@ class Megatron(Strategy):
         super().__init__(world, options)
         self._engine: MegatronEngine | None = None
 
-    @classmethod
-    def suits(cls, settings: Any, world: World) -> bool:
-        """True where Megatron-LM was asked for."""
-        return settings.megatron is not None
-
     @property
     def label(self) -> DistributedType:
         """MEGATRON_LM."""

@@ -15,6 +15,8 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
+from ..torch_private.optim import norm_of_each, scale_each
+
 #: The process groups over which a gradient is cut; empty: every rank has the whole.
 Axes = tuple[Any, ...]
 
@@ -62,11 +64,7 @@ def _norm(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.devic
     for tensor in tensors:
         if tensor.numel():
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    norms = [
-        norm.to(device, torch.float32)
-        for same in by_kind.values()
-        for norm in torch._foreach_norm(same, norm_type)  # pyright: ignore[reportPrivateImportUsage]
-    ]
+    norms = [norm.to(device, torch.float32) for same in by_kind.values() for norm in norm_of_each(same, norm_type)]
     if not norms:
         return torch.zeros((), device=device)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -86,7 +84,7 @@ def scale_to(
     for tensor in tensors:
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (device, _), same in by_kind.items():
-        torch._foreach_mul_(same, factor.to(device))  # pyright: ignore[reportPrivateImportUsage]
+        scale_each(same, factor.to(device))
 
 
 def clip_pieces(

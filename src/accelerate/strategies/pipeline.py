@@ -26,6 +26,7 @@ from .base import Strategy
 from .bundle import Bundle, Role
 from .compile import compile_model, compile_regions_fsdp2
 from .following import Stage
+from .held_gradients import sharded_gradients, take_sharded_gradients
 from .norms import clamp_pieces, own_piece, pieces, scale_to, total_norm
 from .pipeline_state import OverStages
 from .rebind import inner_optimizer, parameters_by_name
@@ -130,7 +131,7 @@ class Pipelined(nn.Module):
 class Pipeline(Strategy):
     """Each rank has some of the layers; batches go through them in parts."""
 
-    communicates_in_forward = True
+    communicates_in_forward = holds_gradients = True
 
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
@@ -145,11 +146,6 @@ class Pipeline(Strategy):
         self.shards = options.plugins.get("fsdp_plugin") is not None
         # Parameters that an earlier rank of the pipeline has too: their gradients count once in a norm.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    @classmethod
-    def suits(cls, settings: Any, world: World) -> bool:
-        """True where layers are to be dealt to several ranks."""
-        return settings.parallelism is not None and settings.parallelism.pp_size > 1 and world.size > 1
 
     @property
     def label(self) -> DistributedType:
@@ -325,6 +321,14 @@ class Pipeline(Strategy):
             self._synchronise(model)
         return loss
 
+    def gradients(self, model: nn.Module) -> dict[str, Any] | None:
+        """The gradients of this rank's stages, before they are added up over stages and averaged over replicas."""
+        return sharded_gradients(_stages_of(model), lambda: self.named_parameters(model))
+
+    def take_gradients(self, model: nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Give this rank's stages their gradients."""
+        take_sharded_gradients(_stages_of(model), lambda: self.named_parameters(model), gradients)
+
     def _synchronise(self, model: Pipelined) -> None:
         """Gradients of parameters that several stages have are added up, and all are averaged over the replicas."""
         model.timetable.reduce()
@@ -400,6 +404,10 @@ class Pipeline(Strategy):
 def _tensors(stage: nn.Module) -> Iterator[torch.Tensor]:
     yield from stage.parameters()
     yield from stage.buffers()
+
+
+def _stages_of(model: nn.Module) -> list[nn.Module]:
+    return list(model.timetable.stages.values()) if isinstance(model, Pipelined) else []
 
 
 def _owners(model: nn.Module, stages: Sequence[nn.Module], num_ranks: int) -> dict[str, tuple[int, ...]]:

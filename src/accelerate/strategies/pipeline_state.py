@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 from ..checkpointing.sharded import InPlace, NamedParameters, StateAccess, laid_like, together
 from ..mesh import Mesh
+from ..torch_private.modules import loaded
 from .rebind import canonical_name
 
 
@@ -137,4 +138,4 @@ class _Stages:
                     )
                 if not tensor.is_meta:
                     tensor.copy_(laid_like(state[name].to(tensor.dtype), tensor.detach()))
-        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return loaded(missing, unexpected)

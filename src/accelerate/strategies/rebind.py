@@ -6,7 +6,8 @@ the old ones, and would go on training tensors that no model uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any, final
 
 import torch
@@ -140,3 +141,29 @@ def _following(value: Any, parameter: torch.Tensor) -> Any:
             "Load the optimizer's state after prepare(), with accelerator.load_state()."
         )
     return laid_like(value, parameter)
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[torch.nn.Module], Any], model: torch.nn.Module, device: torch.device
+) -> Callable[[torch.nn.Module], Any]:
+    """``param_init_fn``, after which parameters of ``model`` that were tied are one parameter again."""
+    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    tied = {place: group for group in places.values() if len(group) > 1 for place in group}
+    if not tied:
+        return param_init_fn
+    made: dict[tuple[torch.nn.Module, str], torch.nn.Parameter] = {}
+
+    @wraps(param_init_fn)
+    def initialise(module: torch.nn.Module) -> Any:
+        result = param_init_fn(module)
+        for name in list(module._parameters):
+            group = tied.get((module, name))
+            if group is not None:
+                module._parameters[name] = made.setdefault(group[0], module._parameters[name])  # pyright: ignore[reportArgumentType]
+        return result
+
+    return initialise

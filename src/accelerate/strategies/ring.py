@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from ..errors import PreparationError
+from ..torch_private.tracing import attention_on_cpu, attention_on_cpu_backward
 
 Attention = Callable[..., torch.Tensor]
 
@@ -153,7 +154,7 @@ class _RingAttention(Function):
         for step in range(ring.size):
             following, work = ring.passed_on(block) if step < ring.size - 1 else (block, None)
             rows, places, causal = _rows_of(ring, step, is_causal, length)
-            part, part_weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            part, part_weight = attention_on_cpu(
                 query[..., rows, :],
                 block[..., places, :width].contiguous(),
                 block[..., places, width:].contiguous(),
@@ -185,7 +186,7 @@ class _RingAttention(Function):
         for step in range(ring.size):
             following, work = ring.passed_on(block) if step < ring.size - 1 else (block, None)
             rows, places, causal = _rows_of(ring, step, is_causal, length)
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            found = attention_on_cpu_backward(
                 gradients[0][..., rows, :].contiguous(),
                 query[..., rows, :].contiguous(),
                 block[..., places, :width].contiguous(),

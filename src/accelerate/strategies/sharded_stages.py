@@ -6,7 +6,7 @@ backward; gradients are added up whole and reduced once per update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map
 
+from ..torch_private.fsdp import precision_of, reduce_shards, without_own_hooks
+from ..torch_private.tracing import tree_map
 from ..world import World
 from .shard_setup import replicate_rest
 
@@ -73,7 +74,7 @@ def reduce_gradients(stage: nn.Module) -> None:
     stage.set_is_last_backward(True)
     stage.set_reshard_after_backward(True)
     stage.set_requires_gradient_sync(True)
-    fully_shard.state(stage)._root_post_backward_final_callback()  # pyright: ignore[reportFunctionMemberAccess]
+    reduce_shards(stage)
 
 
 def free_gathered(stage: nn.Module) -> None:
@@ -87,7 +88,7 @@ def outputs_of(stage: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     """What ``stage`` hands on, inside a FakeTensorMode: nothing is gathered."""
     if not isinstance(stage, FSDPModule):
         return stage(*inputs)
-    dtype = _state_of(stage)._mp_policy.param_dtype
+    dtype = precision_of(stage).param_dtype
     places = list(_places(stage))
     made = {id(p): _gathered_shape(p, dtype or p.dtype, inputs[0].device) for _, _, p in places}
     try:
@@ -117,30 +118,20 @@ def _gathered_shape(parameter: Any, dtype: torch.dtype, device: torch.device) ->
 @contextmanager
 def _only_casting(stage: nn.Module) -> Iterator[None]:
     """Sharded modules in ``stage`` cast what goes in and out, and don't gather."""
-    kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    put_back: list[Callable[[], None]] = []
     handles: list[Any] = []
     for module in [module for module in stage.modules() if isinstance(module, FSDPModule)]:
-        state = _state_of(module)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            kept.append((hooks, dict(hooks)))
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]:
-                del hooks[key]
-        handles.append(
-            module.register_forward_pre_hook(_casting_inputs(state._mp_policy), prepend=True, with_kwargs=True)
-        )
-        handles.append(module.register_forward_hook(_casting_output(state._mp_policy)))
+        put_back.append(without_own_hooks(module))
+        policy = precision_of(module)
+        handles.append(module.register_forward_pre_hook(_casting_inputs(policy), prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(_casting_output(policy)))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for hooks, before in kept:
-            hooks.clear()
-            hooks.update(before)
-
-
-def _state_of(module: Any) -> Any:
-    return fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
+        for function in put_back:
+            function()
 
 
 def _casting_inputs(policy: Any) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 from ..settings.labels import DistributedType
-from ..world import World
 from .base import Strategy
 
 
@@ -13,10 +12,7 @@ from .base import Strategy
 class SingleDevice(Strategy):
     """The model lies on one device; nothing is wrapped."""
 
-    @classmethod
-    def suits(cls, settings: Any, world: World) -> bool:
-        """True for a world of one."""
-        return world.size == 1
+    is_replicated = holds_gradients = True
 
     @property
     def label(self) -> DistributedType:

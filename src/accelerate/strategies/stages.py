@@ -13,9 +13,9 @@ from typing import Any, final
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from ..errors import PreparationError, SettingError
+from ..torch_private.tracing import TreeSpec, is_check_of_tracing, tree_unflatten
 from .following import CannotFollow, Stage, attributes, follow, segments
 
 
@@ -192,7 +192,7 @@ def traced(
     graph: fx.Graph = module.graph  # pyright: ignore[reportAssignmentType]
     for node in list(graph.nodes):
         # The stages compute where their inputs lie, not where they were traced.
-        if node.target is torch.ops.aten._assert_tensor_metadata.default or node.target == "_guards_fn":
+        if is_check_of_tracing(node.target):
             graph.erase_node(node)
     starts = [_beginning(model, graph, point) for point in points]
     stages = segments(graph, starts, attributes(graph, model, module))

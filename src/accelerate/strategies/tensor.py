@@ -28,9 +28,11 @@ from torch.distributed.tensor.parallel import (
 from ..errors import PreparationError, SettingError
 from ..logging import get_logger
 from ..mesh import Mesh
+from ..modules import get_model_tp_size
 from ..seeding import synchronize_rng_state
 from ..settings.labels import DistributedType
 from ..settings.option import nearest
+from ..torch_private.distributed import overlap_tensor_parallel
 from ..world import World
 from .base import Strategy, is_sharded
 from .norms import clamp_pieces, clip_pieces
@@ -87,12 +89,6 @@ def parallelize(model: torch.nn.Module, mesh: Mesh, config: Any) -> None:
         _overlap(mesh)
 
 
-def get_model_tp_size(model: Any) -> int | None:
-    """Over how many ranks the loader of ``model`` has cut its layers; None where it hasn't."""
-    size = getattr(model, "tp_size", None)
-    return size if isinstance(size, int) else None
-
-
 def check_size(model: torch.nn.Module, size: int) -> None:
     """Raises if ``model`` was loaded in pieces for another number of tensor-parallel ranks than ``size``.
 
@@ -100,7 +96,7 @@ def check_size(model: torch.nn.Module, size: int) -> None:
         PreparationError: the numbers differ.
     """
     loaded = get_model_tp_size(model)
-    if loaded is not None and loaded != size:
+    if loaded is not None and loaded not in (1, size):  # 1: it was loaded whole
         raise PreparationError(
             f"{type(model).__name__} was loaded for tp_size={loaded}, but ParallelismConfig says tp_size={size}. Load "
             "it whole (without tp_plan): prepare() cuts it by the model's own plan."
@@ -266,13 +262,7 @@ def _overlap(mesh: Mesh) -> None:
             world.kind.name,
         )
         return
-    import torch._inductor.config as inductor
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    inductor._micro_pipeline_tp = True  # pyright: ignore[reportPrivateUsage]
-    group = mesh.group("tp")
-    assert group is not None
-    enable_symm_mem_for_group(group.group_name)
+    overlap_tensor_parallel(mesh.group("tp"))
 
 
 # -- the strategy ------------------------------------------------------------------------------------------
@@ -282,14 +272,8 @@ def _overlap(mesh: Mesh) -> None:
 class TensorParallel(Strategy):
     """All ranks work on the same samples; nothing is replicated or sharded beside."""
 
-    communicates_in_forward = True
+    communicates_in_forward = holds_gradients = True
     gives_up_together = True
-
-    @classmethod
-    def suits(cls, settings: Any, world: World) -> bool:
-        """True where layers are to be cut and no engine shards what is left."""
-        degrees = settings.parallelism
-        return world.size > 1 and degrees is not None and degrees.tp_size == world.size
 
     @property
     def label(self) -> DistributedType:
@@ -314,6 +298,10 @@ class TensorParallel(Strategy):
     def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """No gradient element is larger than ``clip_value`` in size."""
         clamp_pieces(parameters, clip_value)
+
+    def has_whole(self, model: torch.nn.Module) -> bool:
+        """Whether none of its parameters is a piece."""
+        return not any(map(is_sharded, model.parameters()))
 
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict on the main process, in CPU memory; an empty one elsewhere. A collective."""

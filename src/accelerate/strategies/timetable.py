@@ -11,12 +11,12 @@ from typing import Any, final
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import PreparationError, SettingError
 from ..mesh import Mesh
 from ..nested import split_batch
 from ..plugins.pipeline import PipelineParallelConfig
+from ..torch_private.tracing import TreeSpec, fake_tensor_mode, tree_flatten, tree_unflatten
 from ..world import World
 from .sharded_stages import free_gathered, outputs_of, reduce_gradients
 
@@ -82,7 +82,7 @@ class Timetable:
         stages: Mapping[int, nn.Module],
     ) -> None:
         self._world, self._config, self.num_stages = world, config, num_stages
-        self._stages = stages
+        self.stages = stages
         self._group, self._ranks = mesh.group("pp"), mesh.ranks("pp")
         self._known: dict[Any, tuple[Any, _Flow]] = {}
         # What the loss of the running step is made with.
@@ -105,7 +105,7 @@ class Timetable:
         self._losses = []
         # torch cuts the numbers of the parts in place of the targets, which may be any structure.
         numbers = torch.arange(num_parts)
-        given = inputs if 0 in self._stages else ()
+        given = inputs if 0 in self.stages else ()
         try:
             schedule.step(*given, target=numbers, return_outputs=False)
         finally:
@@ -128,7 +128,7 @@ class Timetable:
         size = _size_of(inputs)
         num_parts = self._num_parts(size)
         schedule, flow = self._schedule(inputs, size // num_parts, num_parts, has_backward=False, training=training)
-        given = inputs if 0 in self._stages else ()
+        given = inputs if 0 in self.stages else ()
         try:
             output = schedule.eval(*given)
         finally:
@@ -144,11 +144,11 @@ class Timetable:
 
     def reduce(self) -> None:
         """Gradients of stages in shards are averaged over the shards' ranks."""
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             reduce_gradients(stage)
 
     def _free(self) -> None:
-        for stage in self._stages.values():
+        for stage in self.stages.values():
             free_gathered(stage)
 
     def _rank_of(self, stage: int) -> int:
@@ -192,7 +192,7 @@ class Timetable:
                 output_args=examples(flow.shapes[number + 1]),
                 group=self._group,
             )
-            for number, module in self._stages.items()
+            for number, module in self.stages.items()
         ]
         num_ranks = len(self._ranks)
         # Losses are divided where they are made: dividing gradients would divide those of earlier micro-batches too.
@@ -216,7 +216,7 @@ class Timetable:
         found: list[Shapes] = [inputs]
         structure: Any = None
         for number in range(self.num_stages):
-            mine = self._stages.get(number)
+            mine = self.stages.get(number)
             answer = None if mine is None else self._try(mine, found[-1], has_backward)
             answer = told(answer, self._rank_of(number), self._group)
             if isinstance(answer, str):
@@ -229,10 +229,8 @@ class Timetable:
         return _Flow(tuple(found), structure)
 
     def _try(self, stage: nn.Module, inputs: Shapes, has_backward: bool) -> tuple[Shapes, TreeSpec] | str:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(has_backward):
+            with fake_tensor_mode(), torch.set_grad_enabled(has_backward):
                 output = outputs_of(stage, [shape.empty(self._world.device) for shape in inputs])
         except Exception as error:  # told to all ranks, which raise it together
             return f"{type(error).__name__}: {error}"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from ..errors import SettingError
+from ..torch_private.fsdp import modules_of_policy
 from .rebind import canonical_name
 
 
@@ -24,8 +24,8 @@ def find_units(model: torch.nn.Module, policy: Any, ignored: Iterable[torch.nn.M
     if policy is None:
         return []
     left_out = {part for module in ignored for part in module.modules()}
-    if callable(getattr(policy, "_run_policy", None)):
-        chosen = policy._run_policy(model, left_out, {})
+    chosen = modules_of_policy(policy, model, left_out)
+    if chosen is not None:
         return [module for module in _children_first(model) if module in chosen and module is not model]
     units: list[torch.nn.Module] = []
     _descend(model, policy, left_out, units, is_root=True)
@@ -61,6 +61,8 @@ def _descend(
 
 
 def _is_by_class(policy: Any) -> bool:
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
     return getattr(policy, "func", None) is transformer_auto_wrap_policy
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..precision.autocast import restore_forward
+from ..torch_private.modules import compiled_alike, original_of
 from .compile import is_compiled_module, uncompiled
 
 
@@ -33,20 +34,20 @@ def unwrap(model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool 
     """
     compiled = model if is_compiled_module(model) else None
     if compiled is not None:
-        model = compiled._orig_mod
+        model = original_of(compiled)
     classes = _wrapper_classes()
     while isinstance(model, classes):
         model = model.module
     if is_compiled_module(model):  # compiled first, wrapped after
-        compiled, model = model, model._orig_mod
+        compiled, model = model, original_of(model)
     if not keep_fp32_wrapper and isinstance(model, torch.nn.Module):
         restore_forward(model)
     if not keep_torch_compile:
         return uncompiled(model) if isinstance(model, torch.nn.Module) else model
-    if compiled is None or compiled._orig_mod is model:
+    if compiled is None or original_of(compiled) is model:
         return model if compiled is None else compiled
     # The user's compiled object goes on training through its wrapper, so the inner model gets one of its own.
-    return type(compiled)(model, compiled.dynamo_ctx)
+    return compiled_alike(compiled, model)
 
 
 def extract_model_from_parallel(

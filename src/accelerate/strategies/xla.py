@@ -42,20 +42,25 @@ def _cut() -> None:
     importlib.import_module("torch_xla").sync()
 
 
-def cast_everything(mixed_precision: str) -> bool:
+def cast_everything(mixed_precision: str, owner: object) -> bool:
     """On TPUs bf16 means that all floating-point tensors are bfloat16; returns whether that was arranged.
 
     With ACCELERATE_DOWNCAST_BF16 (`--downcast_bf16`), float32 is bfloat16 and float64 is float32.
+
+    Args:
+        owner: the Accelerator; the compiler finds the setting in the environment while it lives.
     """
     if mixed_precision != "bf16" or _runtime().device_type() != "TPU":
         return False
-    env.publish({"XLA_DOWNCAST_BF16" if env.flag("ACCELERATE_DOWNCAST_BF16") else "XLA_USE_BF16": 1})
+    env.publish_for(owner, {"XLA_DOWNCAST_BF16" if env.flag("ACCELERATE_DOWNCAST_BF16") else "XLA_USE_BF16": 1})
     return True
 
 
 @final
 class XlaDevices(Strategy):
     """One program per step; replicas in processes of their own, or one process whose tensors lie over all devices."""
+
+    is_replicated = True  # of several processes, each has the whole model: shards are one process's
 
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
@@ -66,11 +71,6 @@ class XlaDevices(Strategy):
                 "Start the script with `python`, or with `accelerate launch --num_processes 1`."
             )
         self._device_mesh = _mesh_of_all() if is_one_program else None
-
-    @classmethod
-    def suits(cls, settings: Any, world: World) -> bool:
-        """True on devices whose runtime starts and connects its processes itself."""
-        return bool(world.kind.runtime)
 
     @property
     def label(self) -> DistributedType:

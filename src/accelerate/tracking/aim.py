@@ -14,6 +14,7 @@ class AimTracker(GeneralTracker):
 
     name = "aim"
     requires_logging_directory = True
+    logs_in_background = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
         super().__init__()

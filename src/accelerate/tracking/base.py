@@ -78,10 +78,10 @@ class GeneralTracker:
     ``start``. Methods that must run on the main process only carry :func:`on_main_process`.
 
     Which thread calls: ``start`` and ``store_init_configuration`` are called by the thread that calls
-    ``init_trackers``. After that ``Accelerator.log`` only notes what is to be logged, and ``log`` is called by a thread
-    that belongs to this tracker: one call at a time, in order, ``finish`` last. A failure there is said once and costs
-    that record, not the run. A tracker whose objects are bound to the thread that made them sets
-    ``logs_in_background = False``: the training loop then calls ``log`` and ``finish``, and waits for them.
+    ``init_trackers``, and so are ``log`` and ``finish``: what was logged can be read back at once. A failure there is
+    said once and costs that record, not the run. With ``logs_in_background = True``, as in the trackers of services,
+    ``Accelerator.log`` only notes what is to be logged, and a thread that belongs to this tracker calls ``log``: one
+    call at a time, in order, ``finish`` last.
 
     Attributes:
         logs_in_background: whether ``log`` and ``finish`` run on a thread of their own.
@@ -92,7 +92,7 @@ class GeneralTracker:
     name: ClassVar[str]
     requires_logging_directory: ClassVar[bool]
     main_process_only: bool = True
-    logs_in_background: bool = True
+    logs_in_background: bool = False
     queue_limit_bytes: int = 256 * 2**20
     finish_timeout_seconds: float = 60.0
     _outbox: Outbox | None = None  # from `init_trackers` to the end

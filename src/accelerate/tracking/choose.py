@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, cast
 
@@ -41,30 +42,43 @@ LOGGER_TYPE_TO_CLASS: Final[dict[str, type[GeneralTracker]]] = {
         TrackioTracker,
     )
 }
+#: How long a service may take to be told what was logged before its own object is handed out.
+CATCH_UP_SECONDS: Final = 10.0
 _SERVICES: Final = frozenset(LOGGER_TYPE_TO_CLASS)
 # What `start` raises because the call is wrong, not because the service is down: better learnt before training begins.
 _MISTAKES: Final = (ImportError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
 
 
-def get_available_trackers() -> list[LoggerType | str]:
-    """The built-in trackers whose service is installed here, and the registered ones."""
-    return [_label(name) for name in LOGGER_TYPE_TO_CLASS if _is_available(name)]
+def get_available_trackers() -> list[LoggerType]:
+    """Return the built-in trackers whose service is installed here."""
+    return [LoggerType(name) for name in LOGGER_TYPE_TO_CLASS if name in _SERVICES and _is_available(name)]
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """``log_with`` takes ``tracker_class`` by its ``name`` from now on; replacing one warns.
+    """Let ``log_with`` take ``tracker_class`` by its ``name``; replacing one warns.
 
     Raises:
-        SettingError: the class isn't a `GeneralTracker`, or has no ``name``.
+        SettingError: the class isn't a `GeneralTracker`, or lacks ``name`` or ``requires_logging_directory``.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
-        raise SettingError(f"`register_tracker_class` takes a subclass of GeneralTracker, not {tracker_class!r}.")
+        raise SettingError(
+            f"`tracker_class` must be a subclass of `GeneralTracker`, but register_tracker_class got {tracker_class!r}."
+        )
     name = getattr(tracker_class, "name", None)
     if not (isinstance(name, str) and name):
-        raise SettingError(f"{tracker_class.__name__} has no `name` to register it by; give the class one.")
+        raise SettingError(f"{tracker_class.__name__} must define a non-empty `name` attribute to be registered by.")
+    if not isinstance(getattr(tracker_class, "requires_logging_directory", None), bool):
+        raise SettingError(
+            f"{tracker_class.__name__} must define a `requires_logging_directory` class attribute: True if it can't do "
+            "without a `logging_dir`, else False."
+        )
     before = LOGGER_TYPE_TO_CLASS.get(name)
-    if before is not None and before is not tracker_class:
-        logger.warning("The tracker name %r meant %s; it means %s now.", name, before.__name__, tracker_class.__name__)
+    if before is not None:
+        warnings.warn(
+            f"A tracker with the name {name!r} is already registered ({before.__name__}) and will be overwritten by "
+            f"{tracker_class.__name__}.",
+            stacklevel=2,
+        )
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
@@ -81,14 +95,20 @@ def filter_trackers(
     """
     if log_with is None:
         return []
-    asked = [log_with] if isinstance(log_with, (str, GeneralTracker)) else list(log_with)
-    everything = "all" in [str(each) for each in asked if isinstance(each, str)]
-    objects = [each for each in asked if isinstance(each, GeneralTracker)]
-    names = [_known(each) for each in asked if not isinstance(each, GeneralTracker) and each != "all"]
-    if everything:
-        names = [str(label) for label in get_available_trackers()]
-    chosen: list[LoggerType | str | GeneralTracker] = list(objects)
-    for name in dict.fromkeys(names):
+    one = isinstance(log_with, (str, GeneralTracker)) or not isinstance(log_with, Iterable)
+    asked: list[Any] = [log_with] if one else list(cast("Iterable[Any]", log_with))
+    everything = any(each == "all" for each in asked if isinstance(each, str))
+    wanted = [each if isinstance(each, GeneralTracker) or each == "all" else _known(each) for each in asked]
+    if everything:  # the names among them are those already
+        wanted = [each for each in wanted if isinstance(each, GeneralTracker)]
+        wanted += [str(label) for label in get_available_trackers()]
+    chosen: list[LoggerType | str | GeneralTracker] = []
+    for name in wanted:
+        if isinstance(name, GeneralTracker):
+            chosen.append(name)
+            continue
+        if name in chosen:
+            continue
         if not _is_available(name):
             logger.debug("The tracker %r was asked for, but its package isn't installed; it is left out.", name)
             continue
@@ -101,9 +121,10 @@ def filter_trackers(
             )
         chosen.append(_label(name))
     if asked and not chosen and writes_here():
-        logger.warning(
-            "log_with=%s was asked for, but no such tracker is installed here; nothing is sent to a service.",
-            ", ".join(str(each) for each in asked),
+        warnings.warn(
+            f"`log_with={', '.join(str(each) for each in asked)}` was passed but no supported trackers are currently "
+            "installed: nothing is sent to a service.",
+            stacklevel=3,
         )
     return chosen
 
@@ -115,14 +136,13 @@ def init_trackers(
     init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[GeneralTracker]:
-    """The trackers of a run, started, with ``config`` stored; the JSONL log of the run comes last.
+    """Start the trackers of a run, and store ``config`` in them.
 
     Off the main process there are none. A service that can't be had is replaced by a blank tracker of its name; a
     mistake in the call raises.
 
     ``trackers`` is what `filter_trackers` returned; ``init_kwargs`` holds the constructor's arguments by
-    tracker name. The JSONL log is there whenever ``logging_dir`` is; ``init_kwargs={"jsonl": {"enabled":
-    False}}`` leaves it out.
+    tracker name.
     """
     if not writes_here():
         return []
@@ -137,9 +157,23 @@ def init_trackers(
         if LOGGER_TYPE_TO_CLASS[str(each)].requires_logging_directory:
             arguments = (project_name, logging_dir)
         started.append(tracker_class(*arguments, **init_kwargs.get(str(each), {})))
-    if logging_dir is not None and init_kwargs.get(JSONLTracker.name, {}).get("enabled", True):
-        started.append(JSONLTracker(project_name, os.fspath(logging_dir)))
     return [_started(tracker, config) for tracker in started]
+
+
+def init_run_log(
+    project_name: str,
+    config: dict[str, Any] | None = None,
+    init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    logging_dir: str | os.PathLike[str] | None = None,
+) -> list[GeneralTracker]:
+    """Start the JSONL log of a run, which is there whenever ``logging_dir`` is, whatever was asked for.
+
+    The list is empty off the main process, without a folder, and with ``init_kwargs={"jsonl": {"enabled": False}}``.
+    """
+    is_wanted = (init_kwargs or {}).get(JSONLTracker.name, {}).get("enabled", True)
+    if logging_dir is None or not is_wanted or not writes_here():
+        return []
+    return [_started(JSONLTracker(project_name, os.fspath(logging_dir)), config)]
 
 
 def _started(tracker: GeneralTracker, config: dict[str, Any] | None) -> GeneralTracker:
@@ -198,31 +232,40 @@ def _leave_thread(tracker: GeneralTracker) -> None:
         logger.error("The tracker '%s' failed at its end (%s: %s).", tracker.name, type(error).__name__, error)
 
 
-def find_tracker(trackers: Iterable[GeneralTracker], name: str, unwrap: bool = False) -> Any:
-    """The tracker with that ``name``; with ``unwrap``, the service's own object.
+def find_tracker(
+    trackers: Iterable[GeneralTracker], name: str, unwrap: bool = False, *, run_log: Iterable[GeneralTracker] = ()
+) -> Any:
+    """Return the tracker with that ``name``; with ``unwrap``, the service's own object.
 
-    Off the main process it is a blank one, on which every call does nothing.
+    That one has been told what was logged before, unless it takes longer than :data:`CATCH_UP_SECONDS`. Off the main
+    process, and where no tracker runs at all, it is a blank one, on which every call does nothing.
 
     Raises:
-        SettingError: on the main process, none has that name.
+        SettingError: there are trackers, but none of that name.
     """
     by_name = {tracker.name: tracker for tracker in trackers}
-    found = by_name.get(str(name))
+    found = next((tracker for tracker in (*by_name.values(), *run_log) if tracker.name == str(name)), None)
+    if found is not None and unwrap:
+        outbox = found._outbox
+        if outbox is not None and not outbox.is_current_thread:
+            outbox.wait(CATCH_UP_SECONDS)
+        return cast(Any, found).tracker
     if found is not None:
-        return cast(Any, found).tracker if unwrap else found
-    if not writes_here():
+        return found
+    if not by_name or not writes_here():
         return BlankTracker(str(name))
     raise SettingError(
-        f"No tracker {name!r} is running. Running: {', '.join(by_name) or 'none'}. Ask for it with "
-        f"`Accelerator(log_with={name!r})` and call `init_trackers` first."
+        f"{name} is not an available tracker stored inside the `Accelerator`. Running: {', '.join(by_name)}. Ask for "
+        f"it with `Accelerator(log_with={str(name)!r})` and call `init_trackers` first."
     )
 
 
 def _known(name: object) -> str:
     if not isinstance(name, str) or str(name) not in LOGGER_TYPE_TO_CLASS:
         raise SettingError(
-            f"The tracker {name!r} in `log_with` is unknown. Use {', '.join(['all', *LOGGER_TYPE_TO_CLASS])}, "
-            "a GeneralTracker object, or register a class with `accelerate.tracking.register_tracker_class`."
+            f"Unsupported logging capability: {name} (`log_with`). Choose between "
+            f"{', '.join(['all', *LOGGER_TYPE_TO_CLASS])}, a GeneralTracker object, or register a class with "
+            "`accelerate.tracking.register_tracker_class`."
         )
     return str(name)
 

@@ -24,6 +24,7 @@ class ClearMLTracker(GeneralTracker):
 
     name = "clearml"
     requires_logging_directory = False
+    logs_in_background = True
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()

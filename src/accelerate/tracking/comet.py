@@ -16,6 +16,7 @@ class CometMLTracker(GeneralTracker):
 
     name = "comet_ml"
     requires_logging_directory = False
+    logs_in_background = True
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__()

@@ -22,6 +22,7 @@ class JSONLTracker(GeneralTracker):
 
     name = "jsonl"
     requires_logging_directory = True
+    logs_in_background = True
 
     def __init__(self, run_name: str, logging_dir: str | Path) -> None:
         super().__init__()

@@ -35,6 +35,7 @@ class MLflowTracker(GeneralTracker):
 
     name = "mlflow"
     requires_logging_directory = False
+    logs_in_background = True
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ class SwanLabTracker(GeneralTracker):
 
     name = "swanlab"
     requires_logging_directory = False
+    logs_in_background = True
     main_process_only = False
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:

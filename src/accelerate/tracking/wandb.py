@@ -13,6 +13,7 @@ class WandBTracker(GeneralTracker):
 
     name = "wandb"
     requires_logging_directory = False
+    logs_in_background = True
     main_process_only = False
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:

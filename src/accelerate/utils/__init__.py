@@ -107,8 +107,8 @@ if TYPE_CHECKING:
     from ..strategies.megatron_steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
     from ..strategies.megatron_steps import avg_losses_across_data_parallel_group, gather_across_data_parallel_groups
     from ..strategies.compile import has_compiled_regions, is_compiled_module
-    from ..strategies.fsdp1 import ensure_weights_retied
-    from ..strategies.tensor import get_model_tp_size
+    from ..strategies.rebind import ensure_weights_retied
+    from ..modules import get_model_tp_size
     from ..strategies.fsdp_files import disable_fsdp_ram_efficient_loading
     from ..strategies.fsdp_files import enable_fsdp_ram_efficient_loading, fsdp2_apply_ac
     from ..strategies.fsdp_files import fsdp2_canonicalize_names, fsdp2_load_full_state_dict
@@ -155,7 +155,7 @@ _HOMES = {
     "DummyScheduler": "plugins.deepspeed",
     "HfDeepSpeedConfig": "plugins.deepspeed",
     "get_active_deepspeed_plugin": "plugins.deepspeed",
-    "ensure_weights_retied": "strategies.fsdp1", "get_model_tp_size": "strategies.tensor",
+    "ensure_weights_retied": "strategies.rebind", "get_model_tp_size": "modules",
     "disable_fsdp_ram_efficient_loading": "strategies.fsdp_files",
     "enable_fsdp_ram_efficient_loading": "strategies.fsdp_files",
     "fsdp2_apply_ac": "strategies.fsdp_files",

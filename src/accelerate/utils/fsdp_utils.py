@@ -5,9 +5,6 @@ from __future__ import annotations
 from ..checkpointing import (
     merge_fsdp_weights,
 )
-from ..strategies.fsdp1 import (
-    ensure_weights_retied,
-)
 from ..strategies.fsdp_files import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
@@ -22,6 +19,9 @@ from ..strategies.fsdp_files import (
     load_fsdp_optimizer,
     save_fsdp_model,
     save_fsdp_optimizer,
+)
+from ..strategies.rebind import (
+    ensure_weights_retied,
 )
 from ..strategies.units import (
     get_parameters_from_modules,

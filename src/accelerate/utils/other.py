@@ -5,7 +5,14 @@ from __future__ import annotations
 from ..checkpointing import clean_state_dict_for_safetensors, load, save
 from ..launch.tpu import install_xla
 from ..memory import convert_bytes
-from ..modules import get_module_children_bottom_up, get_pretty_name, merge_dicts, model_has_dtensor, recursive_getattr
+from ..modules import (
+    get_model_tp_size,
+    get_module_children_bottom_up,
+    get_pretty_name,
+    merge_dicts,
+    model_has_dtensor,
+    recursive_getattr,
+)
 from ..ports import get_free_port, is_port_in_use
 from ..processes import wait_for_everyone
 from ..strategies.compile import (
@@ -17,7 +24,6 @@ from ..strategies.compile import (
     is_compiled_module,
     is_repeated_blocks,
 )
-from ..strategies.tensor import get_model_tp_size
 from ..strategies.unwrap import extract_model_from_parallel
 from ..versions import check_os_kernel
 

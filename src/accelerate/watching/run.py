@@ -337,9 +337,14 @@ def folder_of(logging_dir: Any) -> Path | None:
     return Path(logging_dir) / FOLDER
 
 
-def before_save(run: RunWatch | None) -> dict[str, Any]:
-    """What a checkpoint notes of the watch, if there is one, after its losses were looked at. A collective."""
-    return {} if run is None else {"watch": run.before_save()}
+def before_save(run: RunWatch | None, *, alone: bool = False) -> dict[str, Any]:
+    """What a checkpoint notes of the watch, if there is one.
+
+    A collective, in which losses that were not looked at yet are; unless this rank saves ``alone``.
+    """
+    if run is None:
+        return {}
+    return {"watch": {"updates": run.updates} if alone else run.before_save()}
 
 
 def after_load(run: RunWatch | None, loaded: Any) -> Mapping[str, Any] | None:

@@ -85,7 +85,20 @@ def test_a_large_model_is_cut_into_shards_with_an_index(tmp_path: Path) -> None:
 def test_a_tensor_larger_than_the_limit_gets_a_shard_of_its_own(tmp_path: Path) -> None:
     save_model({"a": torch.ones(10), "big": torch.ones(1000), "b": torch.ones(10)}, tmp_path, max_shard_size="1KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert len(set(index.values())) == 3
+    assert index == dict.fromkeys(["a", "b"], "model-00002-of-00002.safetensors") | {
+        "big": "model-00001-of-00002.safetensors"
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shards_have_the_names_and_parts_that_other_writers_give_them(seed: int, tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    sizes = torch.randint(1, 400, (20,), generator=torch.Generator().manual_seed(seed)).tolist()
+    state = {f"part.{number}": torch.ones(size) for number, size in enumerate(sizes)}
+    save_model(state, tmp_path, max_shard_size=1200)
+    expected = hub.split_torch_state_dict_into_shards(state, max_shard_size=1200)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == expected.tensor_to_filename
 
 
 @pytest.mark.parametrize("max_shard_size", ["1GB", "1KB"])

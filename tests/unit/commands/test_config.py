@@ -256,8 +256,10 @@ def test_config_default_writes_yaml_and_never_overwrites(tmp_path: Path, capsys:
     assert not text.startswith("{")
     assert yaml.safe_load(text)["mixed_precision"] == "bf16"
     assert write_basic_config("no", path) is False
-    assert path.read_text() == text
     capsys.readouterr()
+    assert config.main(["default", "--config_file", str(path)]) == 0  # a setup script can be run again
+    assert "already" in capsys.readouterr().out
+    assert path.read_text() == text
 
 
 def test_write_basic_config_refuses_an_unknown_precision(tmp_path: Path) -> None:

@@ -112,5 +112,6 @@ def test_numbers_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_documented_functions_stay() -> None:
     args = estimate.estimate_command_parser().parse_args(["models_to_estimate.py:bare", "--dtypes", "float32", "int4"])
     assert estimate.gather_data(args) == [["float32", MB, MB, 4 * MB], ["int4", MB // 8, MB // 8, None]]
-    assert estimate.add_timm_hub_prefix("timm/resnet18") == "hf_hub:timm/resnet18"
+    assert estimate.add_timm_hub_prefix("timm/resnet18") == "hf-hub:timm/resnet18"
+    assert estimate.add_timm_hub_prefix("resnet18.a1_in1k") == "resnet18.a1_in1k"
     assert estimate.add_timm_hub_prefix("hf_hub:timm/resnet18") == "hf_hub:timm/resnet18"

@@ -243,7 +243,6 @@ MISTAKES = {
     "not executable": (["--no_python", "s"], "chmod +x"),
     "a folder": (["--cpu", "."], "no `__main__.py`"),
     "bad tee": (["--cpu", "--tee", "x", "s"], "--tee x"),
-    "option without effect": (["--fsdp_version", "2", "s"], "no effect"),
     "missing file": (["--config_file", "nowhere.yaml", "s"], "nowhere.yaml"),
     "no torch_xla": (["--tpu", "s"], 'pip install "torch_xla"'),
     "no port": (["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "a", "s"], "main_process_port"),
@@ -337,7 +336,9 @@ def test_a_warning_of_the_command_is_one_line_without_our_source(script: Path) -
     words = ["--config_file", "c.yaml", "--dry-run", str(script)]
     command = [sys.executable, "-m", "accelerate.commands.launch", *words]
     (line,) = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
-    assert line.startswith("accelerate launch: UserWarning: c.yaml:3: the options of fp8 are not used.")
+    assert line.startswith(
+        "accelerate launch: UserWarning: Given without effect in this run: `fp8_config.backend` (c.yaml:3)"
+    )
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="claims are Linux's")

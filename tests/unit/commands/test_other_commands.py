@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
 
 import accelerate
+from accelerate import __version__
 from accelerate.commands import env, to_fsdp2, tpu
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
@@ -95,17 +101,65 @@ def test_tpu_commands_are_one_argument_of_a_list(capsys: pytest.CaptureFixture[s
             "--install_accelerate",
         ]
     )
-    words = tpu.command_line(args, {})
+    copy, words = tpu.command_lines(args, {}, Path("here"))
+    wheel = f"accelerate-{__version__}-py3-none-any.whl"
+    assert copy[3:7] == ["tpu-vm", "scp", f"here/{wheel}", "t; rm:/tmp/"]
     assert words[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "t; rm"]
-    assert words[words.index("--command") + 1] == "cd /usr/share; pip install -U accelerate; echo a b; ls"
+    install = f"python3 -m pip install --upgrade /tmp/{wheel}"
+    assert words[words.index("--command") + 1] == f"cd /usr/share; {install}; echo 'a b'; ls"
     assert words[-2:] == ["--worker", "all"]
-    assert tpu.main(["--tpu_name", "t", "--tpu_zone", "z", "--command", "ls", "--debug"]) == 0
-    assert "gcloud" in capsys.readouterr().out
+    assert tpu.main(["--tpu_name", "t", "--tpu_zone", "z", "--command", "ls -l | wc", "--debug"]) == 0
+    shown = capsys.readouterr().out.removeprefix("Running ")
+    assert shlex.split(shown)[5:] == ["t", "--zone", "z", "--command", "cd /usr/share; ls -l | wc", "--worker", "all"]
+
+
+@pytest.mark.parametrize("version", ["latest", "dev", "0.30.1"])
+def test_a_pod_gets_this_very_package_whatever_version_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: str
+) -> None:
+    gcloud = tmp_path / "gcloud"
+    gcloud.write_text(
+        f"#!/bin/sh\nif [ $4 = scp ]; then cp $5 {tmp_path}; fi\necho $4 >> {tmp_path}/order\n", encoding="utf-8"
+    )
+    gcloud.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    words = ["--tpu_name", "t", "--tpu_zone", "z", "--install_accelerate", "--accelerate_version", version]
+    assert tpu.main(words) == 0
+    assert ("no release of this package" in capsys.readouterr().err) == (version == "0.30.1")
+    assert (tmp_path / "order").read_text().split() == ["scp", "ssh"]
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        information = f"accelerate-{__version__}.dist-info"
+        assert "accelerate/accelerator.py" in names and "accelerate/commands/monitor/page.html" in names
+        assert f"Version: {__version__}" in archive.read(f"{information}/METADATA").decode()
+        rows = [row.split(",") for row in archive.read(f"{information}/RECORD").decode().split()]
+        assert sorted(row[0] for row in rows) == sorted(names)
+    installed = tmp_path / "installed"
+    quiet = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *quiet, "--target", str(installed), str(wheel)], check=True)
+    program = "import accelerate; print(accelerate.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout.startswith(str(installed)), found.stderr
+
+
+def test_to_fsdp2_onto_an_existing_file_raises_file_exists_error(tmp_path: Path) -> None:
+    source, target = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    source.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 1, fsdp_sharding_strategy: FULL_SHARD}\n")
+    target.write_text("mine")
+    words = ["--config_file", str(source), "--output_file", str(target)]
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        to_fsdp2.to_fsdp2_command(to_fsdp2.to_fsdp2_command_parser().parse_args(words))
+    assert to_fsdp2.main(words) == 2
+    assert target.read_text() == "mine"
 
 
 def test_tpu_config_without_a_tpu_or_a_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert tpu.main(["--command", "ls"]) == 2
     assert tpu.main(["--tpu_name", "t", "--tpu_zone", "z"]) == 2
-    version = ["--install_accelerate", "--accelerate_version", "dev"]
-    assert tpu.main(["--tpu_name", "t", "--tpu_zone", "z", *version]) == 2
     assert "Traceback" not in capsys.readouterr().err

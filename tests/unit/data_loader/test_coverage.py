@@ -2,73 +2,55 @@
 
 from __future__ import annotations
 
-import torch
-
-from accelerate.data_loader import BatchCoverage, keep_real
+from accelerate.data_loader import BatchCoverage
+from accelerate.data_loader.coverage import rows_to_keep
 
 TAIL = BatchCoverage(real=(4, 1, 0), size=(4, 4, 4))
 
 
+def kept(rows: list[int], coverage: BatchCoverage | None) -> list[int] | None:
+    """Which of the gathered rows stay, by number; None: all of them, as they are."""
+    spans = rows_to_keep(rows, coverage)
+    return None if spans is None else [row for span in spans for row in range(sum(rows))[span]]
+
+
 def test_added_rows_leave_and_real_rows_stay_in_order() -> None:
-    assert keep_real(torch.arange(12), TAIL).tolist() == [0, 1, 2, 3, 4]
+    assert kept([4, 4, 4], TAIL) == [0, 1, 2, 3, 4]
 
 
 def test_complete_batches_come_back_as_they_are() -> None:
-    rows = torch.arange(12)
-    assert keep_real(rows, BatchCoverage((4, 4, 4), (4, 4, 4))) is rows
-    assert keep_real(rows, None) is rows
-
-
-def test_nested_outputs_are_cut_leaf_by_leaf() -> None:
-    gathered = {"logits": torch.arange(24).reshape(12, 2), "labels": (torch.arange(12), [torch.arange(12)])}
-    kept = keep_real(gathered, TAIL)
-    assert kept["logits"].shape == (5, 2)
-    assert kept["labels"][1][0].tolist() == [0, 1, 2, 3, 4]
+    assert kept([4, 4, 4], BatchCoverage((4, 4, 4), (4, 4, 4))) is None
+    assert kept([4, 4, 4], None) is None
 
 
 def test_samples_may_have_several_rows_each() -> None:
-    assert keep_real(torch.arange(24), TAIL).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert kept([8, 8, 8], TAIL) == list(range(10))
 
 
 def test_values_per_rank_stay_where_the_rank_had_a_real_sample() -> None:
-    assert keep_real(torch.tensor([0.5, 0.25, 9.0]), TAIL).tolist() == [0.5, 0.25]
+    assert kept([1, 1, 1], TAIL) == [0, 1]
 
 
 def test_rows_that_arent_samples_stay_whole() -> None:
-    assert keep_real(torch.arange(7), TAIL).tolist() == list(range(7))
-    assert keep_real(torch.tensor(3.0), TAIL).item() == 3.0
-
-
-def test_objects_are_cut_like_rows() -> None:
-    assert keep_real([f"sample {i}" for i in range(12)], TAIL) == [f"sample {i}" for i in range(5)]
-    assert keep_real([torch.tensor(i) for i in range(12)], TAIL, as_objects=True) == [torch.tensor(i) for i in range(5)]
+    assert kept([7, 7, 7], TAIL) is None
+    assert kept([4, 4, 3], TAIL) is None
 
 
 def test_shares_of_different_sizes_are_told_apart() -> None:
     uneven = BatchCoverage(real=(3, 0), size=(3, 1))
-    assert keep_real(torch.arange(4), uneven).tolist() == [0, 1, 2]
-    # padded to the largest batch before the gather
-    assert keep_real(torch.arange(6), uneven).tolist() == [0, 1, 2]
+    assert kept([3, 1], uneven) == [0, 1, 2]
+    assert kept([3, 3], uneven) == [0, 1, 2], "padded to the largest batch before the gather"
+    assert kept([12, 12, 12], BatchCoverage((4, 1, 1), (4, 1, 1))) == [*range(12), 12, 13, 14, 24, 25, 26]
+    assert kept([8, 2, 2], BatchCoverage((4, 1, 1), (4, 1, 1))) == list(range(12)), "two rows per sample, not padded"
 
 
 def test_a_batch_without_a_real_sample_leaves_nothing() -> None:
-    assert keep_real(torch.arange(4), BatchCoverage((0, 0), (2, 2))).shape == (0,)
+    assert kept([2, 2], BatchCoverage((0, 0), (2, 2))) == []
+    assert kept([0, 0], BatchCoverage((0, 0), (0, 0))) is None
 
 
-def test_a_mean_that_was_repeated_for_each_usual_row_counts_once_per_sample() -> None:
-    """The Trainer of transformers gathers `loss.repeat(batch_size)`, in the short last batch too."""
-    short = BatchCoverage((2,), (2,))
-    assert keep_real(torch.full((8,), 0.5), short, nominal=8).tolist() == [0.5, 0.5]
-    two_ranks = BatchCoverage((3, 1), (3, 3))
-    losses = torch.tensor([0.5] * 8 + [0.25] * 8)
-    assert keep_real({"loss": losses}, two_ranks, nominal=8)["loss"].tolist() == [0.5, 0.5, 0.5, 0.25]
-    # Batches of 8 are split between two ranks, and both repeat their mean 8 times.
-    assert keep_real(losses, BatchCoverage((1, 1), (1, 1)), nominal=4).tolist() == [0.5, 0.5, 0.25, 0.25]
-
-
-def test_rows_that_differ_belong_to_the_samples_however_many_they_are() -> None:
-    short = BatchCoverage((2,), (2,))
-    assert keep_real(torch.arange(8), short, nominal=8).tolist() == list(range(8))  # four rows for each sample
-    assert keep_real(torch.zeros(8, 3), short, nominal=8).shape == (8, 3)
-    full = BatchCoverage((8,), (8,))
-    assert keep_real(torch.zeros(8), full, nominal=8).shape == (8,)
+def test_the_shares_that_have_a_batch_have_an_account_of_their_own() -> None:
+    account = BatchCoverage((3, 1, 0), (3, 1, 0), num_absent=1)
+    assert account.is_uneven and account.of_present() == BatchCoverage((3, 1), (3, 1))
+    assert kept([3, 1], account.of_present()) == [0, 1, 2, 3]
+    assert not TAIL.is_uneven and TAIL.of_present() is TAIL

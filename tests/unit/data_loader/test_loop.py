@@ -33,10 +33,10 @@ from accelerate.data_loader import (
     SkipBatchSampler,
     SkipDataLoader,
     get_sampler,
-    keep_real,
     prepare_data_loader,
     skip_first_batches,
 )
+from accelerate.data_loader.adapter import FixedAttributeWarning
 from accelerate.errors import PreparationError, SettingError
 from accelerate.gradients import GradientState
 
@@ -49,6 +49,11 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         return iter(range(self.size))
+
+
+class Measured(Stream):
+    def __len__(self) -> int:
+        return self.size
 
 
 class Counting(Dataset):
@@ -71,6 +76,27 @@ def numbers(loader) -> list[list[int]]:
 def prepared(dataset, share: int = 0, count: int = 1, *, prepare: dict | None = None, **arguments):
     loader = DataLoader(dataset, **arguments)
     return prepare_data_loader(loader, CPU, count, share, put_on_device=True, **(prepare or {}))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_length_is_the_number_of_batches_on_every_rank(
+    count: int, split: bool, even: bool, drop_last: bool
+) -> None:
+    settings = {"split_batches": split, "even_batches": even, "dispatch_batches": False}
+    sizes = {"batch_size": 2 * count if split else 2, "drop_last": drop_last}
+    for size in (0, 1, 3, 5, 6, 7, 8, 12):
+        for share in range(count):
+            for dataset in (range(size), Measured(size)):
+                loader = prepared(dataset, share, count, prepare=settings, **sizes)
+                assert len(loader) == len([*loader]), (size, share, dataset)
+                skipped = skip_first_batches(loader, 1)
+                assert len(skipped) == len([*skipped]), (size, share, dataset)
+            if not drop_last and not split:
+                loader = prepared(torch.arange(size), share, count, prepare=settings, batch_size=None)
+                assert len(loader) == len([*loader]), (size, share)
 
 
 # -- what the loop tells -----------------------------------------------------------------------------------
@@ -548,6 +574,60 @@ def test_loaders_that_arent_prepared_can_be_skipped() -> None:
     assert list(SkipBatchSampler([1, 2, 3], skip_batches=2)) == [3]
 
 
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_batches_to_skip_can_be_set_on_a_loader(kind: str, dispatch: bool) -> None:
+    dataset = range(9) if kind == "map" else Stream(9)
+    loader = prepared(dataset, batch_size=2, prepare={"dispatch_batches": dispatch})
+    loader.skip_batches = 3
+    assert (loader.skip_batches, numbers(loader), numbers(loader)) == (3, [[6, 7], [8]], [[6, 7], [8]])
+    assert loader.end_of_dataloader
+    assert numbers(skip_first_batches(loader, 1)) == [[8]]
+    loader.skip_batches = 1
+    assert numbers(loader) == [[2, 3], [4, 5], [6, 7], [8]]
+    if kind == "map":
+        assert len(loader) == 4
+    loader.skip_batches = 0
+    assert numbers(loader) == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
+@pytest.mark.parametrize("sampling", [{"batch_size": 2}, {"batch_sampler": [[0, 1], [2, 3], [4]]}])
+def test_batches_to_skip_are_an_argument_of_the_classes(kind: Any, sampling: dict[str, Any]) -> None:
+    loader = kind(range(5), skip_batches=1, **sampling)
+    assert (len(loader), loader.skip_batches, numbers(loader)) == (2, 1, [[2, 3], [4]])
+
+
+def test_a_skipped_loader_leaves_out_further_batches() -> None:
+    loader = skip_first_batches(prepared(range(9), batch_size=2), 1)
+    loader.skip_batches = 2
+    assert numbers(loader) == [[6, 7], [8]]
+    loader.skip_batches = 0
+    assert numbers(loader) == [[2, 3], [4, 5], [6, 7], [8]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dataset", range(100, 105)),
+        ("batch_size", 3),
+        ("drop_last", True),
+        ("sampler", SequentialSampler(range(2))),
+        ("batch_sampler", BatchSampler(SequentialSampler(range(2)), 1, False)),
+        ("persistent_workers", True),
+    ],
+)
+def test_what_a_loader_has_for_good_is_kept_with_a_remark(name: str, value: Any) -> None:
+    loader = prepared(range(5), batch_size=2)
+    before = getattr(loader, name)
+    with pytest.warns(FixedAttributeWarning, match=f"^{name} = "):
+        setattr(loader, name, value)
+    assert getattr(loader, name) is before
+    assert numbers(loader) == [[0, 1], [2, 3], [4]]
+    with pytest.raises(ValueError, match="multiprocessing_context"):  # torch's own
+        loader.multiprocessing_context = "fork"
+
+
 # -- dispatching in one process, refusals ------------------------------------------------------------------
 
 
@@ -618,7 +698,7 @@ def test_a_dataset_of_several_files_gives_each_rank_its_own() -> None:
     for rank in range(2):
         loader = prepared(Files(range(4)), rank, 2, batch_size=2, prepare={"dispatch_batches": False})
         for batch in loader:
-            assert keep_real(batch, loader.coverage) is batch
+            assert loader.coverage is None or loader.coverage.is_complete
             seen += batch.tolist()
     assert sorted(seen) == [0, 1, 10, 11, 20, 21, 30, 31]
 

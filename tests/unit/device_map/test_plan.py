@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import logging
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -123,6 +125,30 @@ def test_buffers_that_stay_on_a_full_accelerator_are_told() -> None:
     infer(model, {0: 300, "cpu": 10_000}, offload_buffers=True)
 
 
+def test_buffers_are_told_where_none_of_the_accelerators_has_room_for_them() -> None:
+    model = nn.Sequential(nn.Linear(10, 1, bias=False), nn.BatchNorm1d(50), nn.Linear(10, 1, bias=False))
+    with pytest.warns(UserWarning, match=r"requires 408 bytes of buffer for offloaded layers"):
+        infer(model, {0: 300, "cpu": 10_000}, no_split_module_classes=["BatchNorm1d"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        infer(model, {0: 300, "cpu": 10_000}, no_split_module_classes=["BatchNorm1d"], offload_buffers=True)
+        infer(model, {0: 300, 1: 10_000, "cpu": 0}, no_split_module_classes=["BatchNorm1d"])
+
+
+def test_a_device_that_gets_nothing_for_lack_of_memory_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def said(budget: dict[Any, Any]) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            infer(layers(10, 10), budget)
+        return [text for record in caplog.records if "insufficient memory" in (text := record.getMessage())]
+
+    (text,) = said({0: 30, "cpu": 1000})
+    assert "No modules could be assigned to device 0 due to insufficient memory: its limit is 30 bytes" in text
+    assert "80 bytes required" in text, "40 of the first layer, and as many for the layers that wait"
+    assert said({0: 80, "cpu": 1000}) == []
+    assert said({0: 1000, 1: 0, "cpu": 1000}) == [], "nothing waited for device 1"
+
+
 def test_a_plan_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     model = layers(10, 10, 10)
     model[2].weight = model[1].weight
@@ -189,7 +215,7 @@ def bytes_by_place(model: nn.Module, device_map: dict[str, Any]) -> dict[Any, in
     return {place: sum(sizes.values()) for place, sizes in seen.items()}
 
 
-@pytest.mark.filterwarnings("ignore:The offloaded parts:UserWarning")
+@pytest.mark.filterwarnings("ignore:Current model requires:UserWarning")
 @pytest.mark.parametrize("first_seed", range(0, 200, 25))
 def test_any_map_is_whole_within_the_limits_and_keeps_ties(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 25):

@@ -9,6 +9,7 @@ import pytest
 
 from accelerate.health.failure import (
     Failure,
+    Frame,
     MemoryWatch,
     first_cause,
     parse_traceback,
@@ -216,3 +217,31 @@ def test_without_a_launcher_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch)
     before = sys.excepthook
     record_uncaught({}.get)
     assert sys.excepthook is before
+
+
+IN_A_WORKER = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 12, in <module>
+    for batch in loader:
+  File "/usr/lib/python3/site-packages/torch/_utils.py", line 785, in reraise
+    raise exception
+LookupError: Caught LookupError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/usr/lib/python3/site-packages/torch/utils/data/_utils/fetch.py", line 54, in fetch
+    data = [self.dataset[idx] for idx in possibly_batched_index]
+  File "/home/me/data.py", line 8, in __getitem__
+    raise LookupError("row 5 is damaged")
+LookupError: row 5 is damaged
+
+"""
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank1]: ", "[default1]:"])
+def test_the_cause_inside_a_worker_of_a_loader_is_shown(prefix: str) -> None:
+    text = "".join(f"{prefix}{line}".rstrip() + "\n" for line in IN_A_WORKER.splitlines())
+    found = parse_traceback(text + "another line\n" * bool(prefix))
+    assert found is not None
+    assert found.exception == "LookupError: row 5 is damaged"
+    assert found.shown_frames[-1] == Frame(
+        "/home/me/data.py", 8, "__getitem__", 'raise LookupError("row 5 is damaged")'
+    )

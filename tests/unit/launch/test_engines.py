@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from accelerate.cores import num_cores
 from accelerate.errors import SettingError
 from accelerate.launch.choose import ORDER, choose
 from accelerate.launch.engine import PortInUse
-from accelerate.launch.host import Host, num_physical_cores, this_host
+from accelerate.launch.host import Host, this_host
 from accelerate.launch.plan import LaunchPlan, Program
 from accelerate.settings.run import Settings, collect
 
@@ -238,4 +239,4 @@ def test_some_accelerate_use_variable_is_always_set() -> None:
 def test_this_host_is_read_without_torch() -> None:
     host = this_host({}, cpu=True, port=None)
     assert host.kind == "cpu" and host.free_port > 0
-    assert host.num_cores == num_physical_cores() >= 1
+    assert host.num_cores == num_cores() >= 1

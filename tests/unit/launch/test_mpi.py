@@ -34,7 +34,7 @@ def plan(
 
 def test_open_mpi(tmp_path: Path) -> None:
     made = plan(tmp_path, num_processes=8)
-    where = ("--hostfile", str(tmp_path / "hosts file"), "-n", "8", "--npernode", "4", "--bind-to", "socket")
+    where = ("--hostfile", str(tmp_path / "hosts file"), "--npernode", "4", "-n", "8", "--bind-to", "socket")
     assert made.argv[: len(where) + 1] == ("mpirun", *where)
     assert made.argv[-4:] == (PROGRAM.argv()[0], "train.py", "--lr", "1")
     carried = {name for option, name in zip(made.argv, made.argv[1:], strict=False) if option == "-x"}
@@ -45,7 +45,7 @@ def test_open_mpi(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flavor", ["mpich", "intel", "mvapich"])
 def test_the_others_speak_hydra(tmp_path: Path, flavor: str) -> None:
     made = plan(tmp_path, flavor=flavor, num_processes=8)
-    where = ("mpirun", "-f", str(tmp_path / "hosts file"), "-n", "8", "-ppn", "4", "-genvlist")
+    where = ("mpirun", "-f", str(tmp_path / "hosts file"), "-ppn", "4", "-n", "8", "-genvlist")
     assert made.argv[: len(where)] == where
     assert {"MASTER_ADDR", "ACCELERATE_USE_CPU"} <= set(made.argv[len(where)].split(","))
 

@@ -67,7 +67,7 @@ def test_preflight_is_a_program_of_its_own() -> None:
     assert (program.kind, program.target) == ("module", "accelerate.launch.probe")
 
 
-ONE = Facts(0, 0, "a", "cuda:0", 2, "3.11.7", "2.13.0", "1.14.0", 2**40)
+ONE = Facts(0, 0, "a", "cuda:0", 2, "3.11.7", "2.13.0", "1.15.0", 2**40)
 TWO = replace(ONE, rank=1, local_rank=1, device="cuda:1")
 
 

@@ -52,6 +52,34 @@ def test_bf16_on_a_tpu_is_a_variable(script: str) -> None:
     assert prepare_tpu(args, {})[1]["XLA_USE_BF16"] == "1"
 
 
+@pytest.mark.parametrize("is_parsed", [True, False], ids=["parsed", "by hand"])
+@pytest.mark.parametrize(
+    ("flags", "values", "expected"),
+    [
+        (["--mixed_precision", "bf16"], {"mixed_precision": "bf16"}, {"XLA_USE_BF16": "1"}),
+        (
+            ["--mixed_precision", "bf16", "--downcast_bf16"],
+            {"mixed_precision": "bf16", "downcast_bf16": True},
+            {"XLA_DOWNCAST_BF16": "1"},
+        ),
+        (["--debug"], {"mixed_precision": None, "debug": True}, {"ACCELERATE_DEBUG_MODE": "true"}),
+        ([], {"mixed_precision": "no"}, {}),
+    ],
+)
+def test_tpu_workers_are_described_by_parsed_arguments_and_by_those_made_by_hand(
+    script: str, flags: list[str], values: dict[str, object], expected: dict[str, str], is_parsed: bool
+) -> None:
+    by_hand = {"downcast_bf16": False, "debug": False, "tpu_vm": ["a"], "tpu_name": "pod", "vm": None, "tpu": True}
+    args = argparse.Namespace(**{**by_hand, **values})
+    if is_parsed:
+        args = launch_command_parser().parse_args([*flags, "--tpu", "--vm", "a", script])
+        args.tpu_name = "pod"  # from the configuration file, never from the command line
+    given = {"KEPT": "1"}
+    told, environment = prepare_tpu(args, given, pod=True)
+    assert told is args and environment is given and environment == {"KEPT": "1", **expected}
+    assert (args.vm, args.tpu) == (["a"], "pod")
+
+
 def test_arguments_become_the_hyper_parameters_of_a_job() -> None:
     words = ["--lr", "1e-3", "--steps=5", "--offset", "-2", "--name", "a b", "--fast", "True"]
     assert convert_nargs_to_dict(words) == {"lr": 1e-3, "steps": 5, "offset": -2, "name": "a b", "fast": True}
@@ -117,9 +145,43 @@ def test_a_sagemaker_job_is_the_arguments_of_an_estimator(script: str, tmp_path:
     estimator, inputs = prepare_sagemager_args_inputs(described, args)
     assert inputs == {"train": "s3://bucket/train"}
     assert (estimator["entry_point"], estimator["role"], estimator["instance_count"]) == ("s.py", "trainer", 2)
-    assert estimator["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
+    assert estimator["distribution"] == {"torch_distributed": {"enabled": True}}
     assert estimator["hyperparameters"] == {"lr": "0.1"}
     assert estimator["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def test_a_sagemaker_job_is_described_by_parsed_arguments_and_by_those_made_by_hand(script: str) -> None:
+    described = SageMakerConfig(
+        compute_environment=ComputeEnvironment.AMAZON_SAGEMAKER,
+        distributed_type=SageMakerDistributedType.NO,
+        mixed_precision="fp16",
+        use_cpu=False,
+        debug=False,
+        ec2_instance_type="ml.p3.2xlarge",
+        iam_role_name="trainer",
+    )
+    parsed = launch_command_parser().parse_args(["--mixed_precision", "fp16", script, "--lr", "0.1"])
+    by_hand = argparse.Namespace(
+        mixed_precision="fp16",
+        training_script=script,
+        training_script_args=["--lr", "0.1"],
+        module=False,
+        no_python=False,
+        dynamo_backend="no",
+        dynamo_mode="default",
+        dynamo_use_fullgraph=False,
+        dynamo_use_dynamic=False,
+        dynamo_use_regional_compilation=False,
+        aws_access_key_id=None,
+        aws_secret_access_key=None,
+    )
+    (estimator, inputs), (other, others) = (
+        prepare_sagemager_args_inputs(described, args) for args in (parsed, by_hand)
+    )
+    assert estimator["entry_point"] == "s.py" and estimator["environment"]["ACCELERATE_MIXED_PRECISION"] == "fp16"
+    assert inputs is None and others is None
+    different = {name: (estimator[name], other[name]) for name in estimator if estimator[name] != other.get(name)}
+    assert not different and estimator.keys() == other.keys()
 
 
 def test_arguments_are_filtered_by_what_another_parser_knows() -> None:

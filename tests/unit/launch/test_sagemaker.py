@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import accelerate
 from accelerate.errors import MissingDependency, SettingError
 from accelerate.launch.choose import choose
 from accelerate.launch.plan import LaunchPlan, Program
-from accelerate.launch.sagemaker import SageMaker, hyperparameters
+from accelerate.launch.sagemaker import SageMaker, estimator_arguments, hyperparameters
 from tests.unit.launch.plans import CPU_HOST, GPU_HOST, NASTY, settings
 
 SCRIPT = Program("src/train.py", ("--lr", "1e-5"))
@@ -39,7 +40,7 @@ def test_the_job_runs_the_script_with_its_folder_and_arguments(tmp_path: Path) -
         "instance_count": 1,
         "hyperparameters": {"lr": "1e-5"},
         "region": "us-east-1",
-        "pytorch_version": "1.10.2",
+        "pytorch_version": "2.8.0",
     }
     assert expected.items() <= options.items()
     assert not {"distribution", "inputs", "metric_definitions", "image_uri", "profile"} & set(options)
@@ -52,11 +53,22 @@ def test_the_job_has_the_settings_but_not_this_machines_threads(tmp_path: Path) 
     assert not {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"} & set(environment)
 
 
-def test_data_parallel_is_amazons_library_and_several_machines_without_it_are_torchs(tmp_path: Path) -> None:
-    library = plan(tmp_path, "distributed_type: DATA_PARALLEL").engine_options["distribution"]
-    assert library == {"smdistributed": {"dataparallel": {"enabled": True}}}
+def test_data_parallel_is_amazons_library_where_the_image_has_it_and_torchs_launcher_elsewhere(tmp_path: Path) -> None:
+    old = plan(tmp_path, "distributed_type: DATA_PARALLEL", "pytorch_version: 1.10.2").engine_options["distribution"]
+    assert old == {"smdistributed": {"dataparallel": {"enabled": True}}}
+    new = plan(tmp_path, "distributed_type: DATA_PARALLEL").engine_options["distribution"]
+    assert new == {"torch_distributed": {"enabled": True}}
     several = plan(tmp_path, "distributed_type: 'NO'", "num_machines: 2").engine_options["distribution"]
     assert several == {"torch_distributed": {"enabled": True}}
+
+
+def test_the_defaults_are_an_image_that_this_package_runs_in_and_the_package_goes_along(tmp_path: Path) -> None:
+    options = plan(tmp_path).engine_options
+    torch_version = tuple(map(int, str(options["pytorch_version"]).split(".")))
+    assert torch_version >= (2, 6) and str(options["py_version"]) >= "py310"
+    given = estimator_arguments(plan(tmp_path, "additional_args: {dependencies: [lib], max_run: 60}"))
+    assert given["dependencies"] == ["lib", str(Path(accelerate.__file__).parent)]
+    assert given["max_run"] == 60
 
 
 def test_model_parallel_is_refused(tmp_path: Path) -> None:

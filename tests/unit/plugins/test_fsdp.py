@@ -25,6 +25,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from accelerate.errors import SettingError
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin, get_module_class_from_name
 from accelerate.settings import env
+from tests.torch_needed import needs_torch
 
 deprecated = pytest.mark.filterwarnings("ignore:.*sharding_strategy:FutureWarning")
 
@@ -286,6 +287,7 @@ class TestLoading:
 
 
 class TestEnvironment:
+    @needs_torch("2.7.0", "version 2 can't leave modules out")
     def test_fills_what_was_not_given(self) -> None:
         with env.patched(
             FSDP_VERSION="2",

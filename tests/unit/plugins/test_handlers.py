@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +56,30 @@ def test_to_kwargs_compares_with_the_defaults_and_not_with_the_environment() -> 
     with patched(ACCELERATE_DYNAMO_BACKEND="eager", ACCELERATE_DYNAMO_MODE="max-autotune"):
         plugin = TorchDynamoPlugin()
         assert plugin.to_kwargs() == {"backend": "eager", "mode": "max-autotune"}
+
+
+def test_to_kwargs_leaves_the_environment_alone_while_other_threads_read_it() -> None:
+    missing, stop = [], threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            if os.environ.get("ACCELERATE_DYNAMO_BACKEND") != "eager":
+                missing.append(True)
+
+    with patched(ACCELERATE_DYNAMO_BACKEND="eager"):
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for _ in range(300):
+            assert TorchDynamoPlugin().to_kwargs() == {"backend": "eager"}
+        stop.set()
+        watcher.join()
+    assert not missing
+
+
+def test_to_kwargs_of_a_deprecated_handler_does_not_warn_again() -> None:
+    with pytest.warns(FutureWarning, match="TERecipeKwargs"):
+        handler = FP8RecipeKwargs(backend="TE", margin=3)
+    assert handler.to_kwargs() == {"margin": 3}  # warnings are errors here
 
 
 def test_to_dict_hands_out_copies() -> None:

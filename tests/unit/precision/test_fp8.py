@@ -106,7 +106,7 @@ def test_hardware_without_8_bit_floats_falls_back_and_says_so(
     monkeypatch.setattr("accelerate.construction.expected_backend", lambda cpu: (None, old))
     with caplog.at_level(logging.WARNING):
         run = Accelerator(cpu=True, mixed_precision="fp8")
-    assert run.mixed_precision == "fp16" and run.scaler is not None and not run.fp8_enabled and run.fp8_backend is None
+    assert run.mixed_precision == "fp16" and run.scaler is not None and not run.fp8_enabled and run.fp8_backend == "NO"
     assert "mixed_precision=fp8" in caplog.text and "computes in fp16" in caplog.text
 
 
@@ -131,6 +131,12 @@ def torchao() -> Any:
 
 def emulated(torchao: Any, **changes: Any) -> AORecipeKwargs:
     return AORecipeKwargs(config=torchao.Float8LinearConfig(emulate=True), **changes)
+
+
+def test_a_second_accelerator_computes_in_the_fp8_of_the_first_and_may_bring_its_own_recipe(torchao: Any) -> None:
+    Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[emulated(torchao)])
+    second = Accelerator(cpu=True, kwargs_handlers=[emulated(torchao)])
+    assert second.mixed_precision == "fp8" and has_ao_layers(second.prepare(Net()))
 
 
 def test_every_module_is_reported_with_its_reason(torchao: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -187,14 +193,15 @@ def test_without_shards_weights_stay_plain_parameters(torchao: Any) -> None:
 
 def test_documented_contradictions_are_refused(torchao: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate import construction
+    from accelerate.settings.run import collect
 
     sharded = types.SimpleNamespace(backend="gloo")
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
-    settings = accelerate.accelerator.collect({"mixed_precision": "fp8", "fsdp_plugin": plugin})
+    settings = collect({"mixed_precision": "fp8", "fsdp_plugin": plugin})
     handlers = construction.Handlers(ao=emulated(torchao))
     with pytest.raises(ValueError, match=r"cpu_ram_efficient_loading.*to false"):
         construction._fp8_request(settings, sharded, handlers, lambda name: None)  # type: ignore[arg-type]
-    monkeypatch.setattr(construction, "choose_backend", lambda request: "MSAMP")
+    monkeypatch.setattr("accelerate.precision.fp8.choose_backend", lambda request: "MSAMP")
     with pytest.raises(NotBuilt, match="MS-AMP doesn't work with FSDP"):
         construction._fp8_request(settings, sharded, handlers, lambda name: None)  # type: ignore[arg-type]
 

@@ -113,7 +113,7 @@ def test_a_deepspeed_file_keeps_the_keys_of_deepspeed_itself(tmp_path: Path) -> 
 
 
 def test_a_misspelt_deepspeed_key_is_at_least_worth_a_warning(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"config.yaml:3: .*zero_stag.*`zero_stage`"):
+    with pytest.warns(UserWarning, match=r"zero_stag.*config.yaml:3.*`zero_stage`"):
         load(tmp_path, "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stag: 3\n")
 
 
@@ -131,7 +131,10 @@ def test_the_oldest_files(tmp_path: Path) -> None:
     text = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nfp16: true\nnum_processes: 2\n"
     assert load(tmp_path, text).run.mixed_precision == "fp16"
     assert load(tmp_path, text.replace("fp16: true", "fp16: false")).run.mixed_precision == "no"
-    found = load(tmp_path, "distributed_type: NO\ndynamo_backend: INDUCTOR\nuse_mps_device: false\nipex_config: {}\n")
+    with pytest.warns(UserWarning, match="`use_mps_device`.*`ipex_config`"):
+        found = load(
+            tmp_path, "distributed_type: NO\ndynamo_backend: INDUCTOR\nuse_mps_device: false\nipex_config: {}\n"
+        )
     assert found.compile.backend == "INDUCTOR"
 
 
@@ -168,10 +171,6 @@ def test_empty_values_and_sections_are_not_given(tmp_path: Path) -> None:
     found = load(tmp_path, text)
     assert found.launch.num_processes is None and found.run.use_cpu is True and found.fsdp is None
     assert not found.was_given("main_process_ip")
-
-
-def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
-    assert load(tmp_path, "# nothing\n") == collect({}, {}, file={})
 
 
 def test_a_sagemaker_file(tmp_path: Path) -> None:
@@ -214,6 +213,7 @@ SAVED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Given without effect:UserWarning")  # any values together
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])
 @pytest.mark.parametrize(("group", "kind"), SAVED.items(), ids=SAVED)
 def test_loading_what_was_saved_gives_the_same_settings(tmp_path: Path, suffix: str, group: str, kind: str) -> None:

@@ -37,12 +37,8 @@ MISTAKES = {
         ("config.yaml:2", "unknown key `quantum_config`. Correct or remove it; a newer version", "fsdp_config"),
         file="distributed_type: 'NO'\nquantum_config: {qubits: 3}\n",
     ),
-    "an unknown key in a section": Mistake(
-        ("config.yaml:3", "`fsdp_offload_parms` in `fsdp_config`", "Did you mean `fsdp_offload_params`?"),
-        file="distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_parms: true\n",
-    ),
     "a key in the wrong section": Mistake(
-        ("config.yaml:2", "unknown key `zero_stage`", "section `deepspeed_config`"),
+        ("config.yaml:2", "unknown key `zero_stage`", "It belongs into the section `deepspeed_config`"),
         file="distributed_type: DEEPSPEED\nzero_stage: 3\n",
     ),
     "a key given twice": Mistake(
@@ -54,6 +50,17 @@ MISTAKES = {
         file="distributed_type: FSDP\nfsdp_config: 'on'\n",
     ),
     "text that is not YAML": Mistake(("config.yaml:2", "not YAML"), file="num_processes: 2\n  broken: [\n"),
+    "an empty file": Mistake(("config.yaml:1", "empty", "accelerate config"), file=""),
+    "a file of comments": Mistake(("config.yaml:2", "empty"), file="# mine\n# all of it\n"),
+    "a file cut off after a key": Mistake(
+        ("config.yaml:2", "cut off", "num_processes"), file="distributed_type: MULTI_GPU\nnum_processes:"
+    ),
+    "a file cut off in a section": Mistake(
+        ("config.yaml:3", "cut off", "fsdp_version"), file="distributed_type: FSDP\nfsdp_config:\n  fsdp_version:"
+    ),
+    "a file cut off in a value": Mistake(
+        ("distributed_type", "'MULTI_'", "config.yaml:1"), file="distributed_type: MULTI_"
+    ),
     "a file that is a list": Mistake(("config.yaml:1", "keys and values"), file="- one\n- two\n"),
     "a misspelt precision in a file": Mistake(
         ("mixed_precision", "'bf-16'", "config.yaml:2", "no, fp16, bf16, fp8", "Did you mean 'bf16'"),
@@ -69,10 +76,6 @@ MISTAKES = {
     ),
     "an old fp16 key with a word": Mistake(
         ("config.yaml:1", "`fp16`", "'sometimes'", "true or false"), file="fp16: sometimes\n"
-    ),
-    "several processes without distribution": Mistake(
-        ("num_processes: 4", "config.yaml:2", "distributed_type: NO", "config.yaml:1", "MULTI_GPU"),
-        file="distributed_type: 'NO'\nnum_processes: 4\n",
     ),
     "a SageMaker type that is none": Mistake(
         ("distributed_type", "'DATA'", "NO, DATA_PARALLEL, MODEL_PARALLEL"),
@@ -126,19 +129,10 @@ MISTAKES = {
         ("--rdzv_conf", "'timeout'", "key1=value1"), flags={"rdzv_conf": "timeout,join_timeout=3"}
     ),
     "negative restarts": Mistake(("--max_restarts", "-1", "at least 0"), flags={"max_restarts": -1}),
-    "a flag of an engine that isn't used": Mistake(
-        ("`--fsdp_version` was given", "FSDP is not used", "--use_fsdp"), flags={"fsdp_version": "2"}
-    ),
-    "fp8 flags without fp8": Mistake(
-        ("--fp8_margin", "--mixed_precision fp8"), flags={"fp8_margin": 1, "mixed_precision": "bf16"}
-    ),
     "an FSDP version to come": Mistake(("--fsdp_version", "'3'", "1, 2"), flags={**FSDP, "fsdp_version": "3"}),
     "a word of version 1 in version 2": Mistake(
         ("--fsdp_reshard_after_forward FULL_SHARD", "--fsdp_version 2", "true or false"),
         flags={**FSDP2, "fsdp_reshard_after_forward": "FULL_SHARD"},
-    ),
-    "forward prefetch in version 2": Mistake(
-        ("--fsdp_forward_prefetch true", "--fsdp_version 2"), flags={**FSDP2, "fsdp_forward_prefetch": "true"}
     ),
     "local state in version 2": Mistake(
         ("LOCAL_STATE_DICT", "FULL_STATE_DICT or SHARDED_STATE_DICT"),
@@ -151,14 +145,6 @@ MISTAKES = {
     "offloaded activations without checkpointing": Mistake(
         ("--fsdp_activation_checkpointing_offload true", "`fsdp_activation_checkpointing`"),
         flags={**FSDP2, "fsdp_activation_checkpointing_offload": "true"},
-    ),
-    "layer classes for wrapping by size": Mistake(
-        ("--fsdp_transformer_layer_cls_to_wrap Block", "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP"),
-        flags={
-            **FSDP,
-            "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
-            "fsdp_transformer_layer_cls_to_wrap": "Block",
-        },
     ),
     "a ZeRO stage to come": Mistake(
         ("--zero_stage", "4", "0, 1, 2, 3"), flags={"use_deepspeed": True, "zero_stage": 4}
@@ -272,7 +258,7 @@ def test_a_refusal_is_short_enough_to_read(tmp_path: Path, name: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(mistake.file or "", encoding="utf-8")
     with pytest.raises(SettingError) as refusal:
-        collect(mistake.arguments, mistake.environ, flags=mistake.flags, file=path if mistake.file else None)
+        collect(mistake.arguments, mistake.environ, flags=mistake.flags, file=None if mistake.file is None else path)
     assert len(str(refusal.value).splitlines()) == 1 and len(str(refusal.value)) < 1200 + len(str(path))
 
 
@@ -296,3 +282,64 @@ def test_there_are_enough_of_them() -> None:
 )
 def test_what_is_right_is_not_refused(flags: dict[str, Any]) -> None:
     collect({}, {}, flags=flags)
+
+
+REMARKS = {
+    "a misspelt key in a section": Mistake(
+        ("`fsdp_config.fsdp_offload_parms`", "config.yaml:3", "did you mean `fsdp_offload_params`?"),
+        file="distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_parms: true\n",
+    ),
+    "a key of another section": Mistake(
+        ("`fsdp_config.zero_stage`", "config.yaml:3", "belongs into the section `deepspeed_config`"),
+        file="distributed_type: FSDP\nfsdp_config:\n  zero_stage: 3\n",
+    ),
+    "a key of other programs": Mistake(
+        ("`mpirun_config.cable`", "config.yaml:3", "no option has this name"),
+        file="distributed_type: MULTI_CPU\nmpirun_config:\n  cable: blue\n",
+    ),
+    "old keys": Mistake(
+        ("`use_mps_device`", "config.yaml:2", "`ipex_config`", "config.yaml:3", "`mpirun_config.mpirun_ccl`"),
+        file="distributed_type: MULTI_CPU\nuse_mps_device: false\nipex_config: {ipex: true}\n"
+        "mpirun_config: {mpirun_ccl: '1'}\n",
+    ),
+    "several processes without distribution": Mistake(
+        ("num_processes: 4", "config.yaml:2", "distributed_type: NO", "config.yaml:1", "MULTI_GPU"),
+        file="distributed_type: 'NO'\nnum_processes: 4\n",
+    ),
+    "flags of engines that aren't used": Mistake(
+        ("`--fsdp_version`", "FSDP is not used", "--use_fsdp", "`--zero_stage`, `--deepspeed_hostfile`"),
+        flags={"fsdp_version": "2", "zero_stage": 3, "deepspeed_hostfile": "hosts"},
+    ),
+    "flags of one engine under another": Mistake(
+        ("`--fsdp_version`", "FSDP is not used"), flags={"use_deepspeed": True, "fsdp_version": "2"}
+    ),
+    "forward prefetch in version 2": Mistake(
+        ("--fsdp_forward_prefetch true", "version 2"), flags={**FSDP2, "fsdp_forward_prefetch": "true"}
+    ),
+    "layer classes for wrapping by size": Mistake(
+        ("--fsdp_transformer_layer_cls_to_wrap Block", "SIZE_BASED_WRAP"),
+        flags={
+            **FSDP,
+            "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "Block",
+        },
+    ),
+    "fp8 flags without fp8": Mistake(
+        ("`--fp8_margin`", "--mixed_precision fp8"), flags={"fp8_margin": 1, "mixed_precision": "bf16"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REMARKS)
+def test_what_has_no_effect_gets_one_remark_and_the_launch_goes_on(tmp_path: Path, name: str) -> None:
+    given = REMARKS[name]
+    path = None
+    if given.file is not None:
+        path = tmp_path / "config.yaml"
+        path.write_text(given.file, encoding="utf-8")
+    with pytest.warns(UserWarning) as remarks:
+        collect(given.arguments, given.environ, flags=given.flags, file=path)
+    assert len(remarks) == 1
+    text = str(remarks[0].message)
+    missing = [word for word in given.says if word not in text]
+    assert not missing, f"{missing} not in: {text}"

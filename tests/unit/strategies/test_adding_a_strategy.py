@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 import textwrap
 from pathlib import Path
@@ -29,11 +28,6 @@ THE_FILE = '''
 
     class OneMessage(Strategy):
         """Gradients of all replicas are averaged in one message, when the update is complete."""
-
-        @classmethod
-        def suits(cls, settings, world):
-            """Whenever there are several processes."""
-            return world.size > 1
 
         @property
         def label(self):
@@ -71,8 +65,8 @@ THE_FILE = '''
 
 def _train_under_it(folder: str, **options: Any) -> dict[str, Any]:
     sys.path.insert(0, folder)
-    module = importlib.import_module("one_message")
-    strategies.ORDER = (module.OneMessage, *strategies.ORDER)  # the line
+    line = strategies.Candidate("one_message", "OneMessage", lambda settings, world: world.size > 1)
+    strategies.ORDER = (line, *strategies.ORDER)
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
     found = train(**options)
     assert type(Accelerator(cpu=True).strategy).__name__ == "OneMessage"
@@ -95,5 +89,5 @@ def test_a_strategy_of_one_file_trains_as_one_process(precision: str, folder: st
 
 def test_it_is_one_file_and_one_line() -> None:
     abstract = strategies.Strategy.__abstractmethods__
-    assert abstract == {"suits", "label"}  # all that a strategy has to say about itself
-    assert all(issubclass(each, strategies.Strategy) for each in strategies.ORDER)
+    assert abstract == {"label"}  # all that a strategy has to say about itself
+    assert all(issubclass(each.load(), strategies.Strategy) for each in strategies.ORDER)

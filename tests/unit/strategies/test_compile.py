@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate.big_modeling import dispatch_model
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 from accelerate.plugins.dynamo import TorchDynamoPlugin
 from accelerate.strategies.compile import (
     compile_model,
@@ -223,3 +226,60 @@ class TestPlugin:
     def test_a_disabled_plugin_runs_without_compiling(self) -> None:
         compiled = compile_model(Block(), TorchDynamoPlugin(backend="eager", disable=True))
         assert compiled(torch.ones(1, 4)).shape == (1, 4)
+
+
+class Shift(ModelHook):
+    """A hook that knows which module it ran on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: list[nn.Module] = []
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.modules.append(module)
+        return tuple(each + 1 for each in args), kwargs
+
+
+def _hooked(model: nn.Module) -> nn.Module:
+    return add_hook_to_module(model, Shift())
+
+
+def _hooked_twice(model: nn.Module) -> nn.Module:
+    return add_hook_to_module(add_hook_to_module(model, Shift()), AlignDevicesHook(), append=True)
+
+
+def _partially_bound(model: nn.Module) -> nn.Module:
+    model.forward = functools.partial(type(model).forward, model)
+    return model
+
+
+def _dispatched(model: nn.Module) -> nn.Module:
+    return dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+
+class TestRootsWithAForwardOfTheirOwn:
+    @pytest.mark.parametrize("change", [_hooked, _hooked_twice, _partially_bound, _dispatched])
+    def test_regions_of_a_model_whose_root_has_a_hook_are_compiled(
+        self, change: Callable[[nn.Module], nn.Module]
+    ) -> None:
+        model, x = change(Model()), torch.ones(2, 4)
+        expected, backend = model(x), Compiled()
+        compiled = compile_regions(model, backend=backend)
+        assert torch.equal(compiled(x), expected)
+        assert backend.count > 0
+        assert not any(is_compiled_module(part) for part in model.modules())
+        before = backend.count
+        assert torch.equal(model(x), expected) and backend.count == before  # what was given runs as it did
+
+    def test_a_hook_is_given_the_module_that_runs(self) -> None:
+        model, hook = Model(), Shift()
+        compiled = compile_regions(add_hook_to_module(model, hook), backend="eager")
+        compiled(torch.ones(2, 4))
+        assert hook.modules == [compiled]
+
+    def test_a_forward_that_hides_the_module_is_warned_of(self) -> None:
+        model = Model()
+        original = model.forward
+        model.forward = lambda x: original(x)
+        with pytest.warns(UserWarning, match=r"Model\.forward was replaced on the instance"):
+            compile_regions(model, backend="eager")

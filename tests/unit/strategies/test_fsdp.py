@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +11,10 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, strategies
-from accelerate.errors import SettingError
+from accelerate.errors import MissingDependency, SettingError
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.settings.labels import DistributedType
-from accelerate.strategies import Strategy
+from accelerate.strategies import Strategy, fsdp2
 from accelerate.strategies.norms import clip_pieces
 from accelerate.strategies.recompute import recompute_activations
 from accelerate.strategies.units import find_ignored, find_units
@@ -23,6 +25,7 @@ from accelerate.utils.fsdp_utils import (
     fsdp2_switch_optimizer_parameters,
     get_parameters_from_modules,
 )
+from accelerate.world import World
 from tests.sharded_runs import BLOCKS, Network
 
 
@@ -136,25 +139,33 @@ def _double(module: nn.Module, inputs: Any, outputs: Any) -> Any:
     return outputs * 2
 
 
+class Doubling(Strategy):
+    """Every model is followed by a doubling."""
+
+    @property
+    def label(self) -> DistributedType:
+        return DistributedType.NO
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        model.register_forward_hook(_double)
+        return model
+
+
+@pytest.mark.parametrize(("device", "refuses"), [("cpu", True), ("meta", False)])
+def test_on_cpu_a_torch_that_would_add_gradients_up_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, refuses: bool
+) -> None:
+    """torch 2.7 and 2.8 ask gloo for a mean and get a sum, and nothing tells."""
+    monkeypatch.setattr(fsdp2, "OLDEST_ON_CPU", "99.0")
+    expected = pytest.raises(MissingDependency, match=r"version 2 on CPU needs torch 99\.0.*installed is")
+    with expected if refuses else nullcontext():
+        fsdp2.FullyShard(World(device=torch.device(device)), SimpleNamespace(mesh=object()))
+
+
 def test_a_strategy_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new way of laying models out, without touching anything else."""
-
-    class Doubling(Strategy):
-        """Every model is followed by a doubling."""
-
-        @classmethod
-        def suits(cls, settings: Any, world: Any) -> bool:
-            return True
-
-        @property
-        def label(self) -> DistributedType:
-            return DistributedType.NO
-
-        def wrap(self, model: nn.Module) -> nn.Module:
-            model.register_forward_hook(_double)
-            return model
-
-    monkeypatch.setattr(strategies, "ORDER", (Doubling, *strategies.ORDER))
+    candidate = strategies.Candidate(__name__, "Doubling", lambda settings, world: True)
+    monkeypatch.setattr(strategies, "ORDER", (candidate, *strategies.ORDER))
     run = Accelerator(cpu=True)
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)

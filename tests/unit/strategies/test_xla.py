@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import devices
+from accelerate import devices, strategies
 from accelerate.errors import SettingError
 from accelerate.gradients import GradientState
 from accelerate.optimizer import AcceleratedOptimizer
@@ -56,8 +56,10 @@ def made(size: int = 2, **plugins: Any) -> tuple[XlaDevices, GradientState]:
 
 
 def test_it_suits_devices_with_a_runtime_of_their_own() -> None:
-    assert XlaDevices.suits(None, World.pretend(kind=XLA))
-    assert not XlaDevices.suits(None, World.pretend(kind=devices.CPU))
+    candidate = strategies.ORDER[0]
+    assert candidate.load() is XlaDevices
+    assert candidate.suits(None, World.pretend(kind=XLA))
+    assert not candidate.suits(None, World.pretend(kind=devices.CPU))
 
 
 def test_gradients_are_summed_once_before_clipping_or_the_step_and_the_step_ends_the_program(calls: list[str]) -> None:
@@ -126,11 +128,14 @@ def test_bf16_on_a_tpu_is_the_devices_own_float(calls: list[str], downcast: str,
     """As documented: --downcast_bf16 makes float64 float32, and without it everything is bfloat16."""
     del calls
     with patched(ACCELERATE_DOWNCAST_BF16=downcast, XLA_USE_BF16=None, XLA_DOWNCAST_BF16=None):
-        assert not cast_everything("no") and read(switch) is None
-        assert cast_everything("bf16") and read(switch) == "1"
+        owner = nn.Identity()
+        assert not cast_everything("no", owner) and read(switch) is None
+        assert cast_everything("bf16", owner) and read(switch) == "1"
+        del owner
+        assert read(switch) is None  # a later Accelerator in full precision computes in float32
 
 
 def test_bf16_elsewhere_is_autocast(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     del calls
     monkeypatch.setattr(sys.modules["torch_xla.runtime"], "device_type", lambda: "CPU", raising=False)
-    assert not cast_everything("bf16")
+    assert not cast_everything("bf16", monkeypatch)

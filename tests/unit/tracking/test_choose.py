@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from accelerate.tracking import (
     filter_trackers,
     find_tracker,
     get_available_trackers,
+    init_run_log,
     init_trackers,
     register_tracker_class,
 )
@@ -98,21 +99,32 @@ def test_all_leaves_out_what_needs_a_folder_when_there_is_none(installed: set[st
 
 
 def test_a_tracker_that_is_not_installed_is_dropped_with_a_warning_if_none_is_left(
-    installed: set[str], caplog: pytest.LogCaptureFixture
+    installed: set[str],
 ) -> None:
     installed.add("mlflow")
-    with caplog.at_level(logging.WARNING):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert filter_trackers(["wandb", "mlflow"]) == [LoggerType.MLFLOW]
-        assert not caplog.records
+    with pytest.warns(UserWarning, match="`log_with=wandb` was passed but no supported trackers"):
         assert filter_trackers("wandb") == []
-    assert "log_with=wandb" in caplog.text
+
+
+def test_all_is_about_services_and_names_keep_their_order(installed: set[str]) -> None:
+    installed.add("wandb")
+    mine = ListTracker()
+    register_tracker_class(FolderTracker)
+    assert get_available_trackers() == [LoggerType.WANDB]
+    assert filter_trackers("all", "logs") == [LoggerType.WANDB]
+    assert filter_trackers(["folder", mine, "wandb"], "logs") == ["folder", mine, LoggerType.WANDB]
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones(installed: set[str]) -> None:
-    with pytest.raises(ValueError, match=r"'wandbb'.*all.*wandb.*register_tracker_class"):
+    with pytest.raises(ValueError, match=r"logging capability: wandbb .*all.*wandb.*register_tracker_class"):
         filter_trackers("wandbb")
     with pytest.raises(ValueError, match="3"):
         filter_trackers([3])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="ListTracker"):
+        filter_trackers(ListTracker)  # type: ignore[arg-type]
 
 
 def test_a_tracker_that_needs_a_folder_is_refused_without_one(installed: set[str]) -> None:
@@ -128,27 +140,40 @@ def test_a_registered_class_is_taken_by_its_name() -> None:
     assert tracker.tracker == [("made", "my_run", {"color": "red"}), "start"]
 
 
-def test_registering_over_a_name_warns(caplog: pytest.LogCaptureFixture) -> None:
+def test_registering_over_a_name_warns() -> None:
     class OtherTracker(ListTracker):
         pass
 
-    register_tracker_class(ListTracker)
-    register_tracker_class(ListTracker)
-    assert not caplog.records
-    register_tracker_class(OtherTracker)
-    assert "'list' meant ListTracker; it means OtherTracker now" in caplog.text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        register_tracker_class(ListTracker)
+    with pytest.warns(UserWarning, match=r"name 'list' is already registered \(ListTracker\).*OtherTracker"):
+        register_tracker_class(OtherTracker)
+    assert LOGGER_TYPE_TO_CLASS["list"] is OtherTracker
 
 
-def test_only_tracker_classes_with_a_name_are_registered() -> None:
+def test_a_class_that_lacks_what_the_contract_asks_for_is_refused_when_it_is_registered() -> None:
     class Nameless(GeneralTracker):
-        pass
+        requires_logging_directory = False
 
     class Empty(GeneralTracker):
         name = ""
+        requires_logging_directory = False
 
-    for wrong in (ListTracker(), dict, Nameless, Empty):
-        with pytest.raises(ValueError):
+    class Undecided(GeneralTracker):
+        name = "undecided"
+
+    before = dict(LOGGER_TYPE_TO_CLASS)
+    for wrong, what in (
+        (ListTracker(), "subclass of `GeneralTracker`"),
+        (dict, "subclass of `GeneralTracker`"),
+        (Nameless, "non-empty `name`"),
+        (Empty, "non-empty `name`"),
+        (Undecided, "`requires_logging_directory` class attribute"),
+    ):
+        with pytest.raises(ValueError, match=what):
             register_tracker_class(wrong)  # type: ignore[arg-type]
+    assert before == LOGGER_TYPE_TO_CLASS
 
 
 def test_the_trackers_of_a_run_are_made_started_and_told_the_configuration(tmp_path: Path) -> None:
@@ -156,16 +181,16 @@ def test_the_trackers_of_a_run_are_made_started_and_told_the_configuration(tmp_p
     mine = ListTracker()
     config = {"lr": 0.1}
     trackers = init_trackers([mine, "folder"], "my_run", config, logging_dir=tmp_path)
-    assert [tracker.name for tracker in trackers] == ["list", "folder", "jsonl"]
+    assert [tracker.name for tracker in trackers] == ["list", "folder"]
     assert mine.calls[1:] == ["start", ("config", config)]
     assert trackers[1].tracker[0] == ("made", "my_run", {"logging_dir": tmp_path})
 
 
 def test_the_jsonl_log_is_there_exactly_when_there_is_a_folder(tmp_path: Path) -> None:
-    assert init_trackers([], "my_run") == []
-    [log] = init_trackers([], "my_run", logging_dir=tmp_path)
+    assert init_run_log("my_run") == []
+    [log] = init_run_log("my_run", logging_dir=tmp_path)
     assert isinstance(log, JSONLTracker)
-    assert init_trackers([], "my_run", init_kwargs={"jsonl": {"enabled": False}}, logging_dir=tmp_path) == []
+    assert init_run_log("my_run", init_kwargs={"jsonl": {"enabled": False}}, logging_dir=tmp_path) == []
 
 
 def test_off_the_main_process_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -173,6 +198,7 @@ def test_off_the_main_process_nothing_is_started(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("accelerate.tracking.choose.writes_here", base.writes_here)
     mine = ListTracker()
     assert init_trackers([mine], "my_run", logging_dir=tmp_path) == []
+    assert init_run_log("my_run", logging_dir=tmp_path) == []
     assert mine.calls == [("made", "", {})]
     assert list(tmp_path.iterdir()) == []
 
@@ -186,7 +212,7 @@ def test_a_tracker_is_found_by_name_wrapped_or_raw() -> None:
 def test_an_unknown_tracker_is_refused_on_the_main_process_and_blank_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(ValueError, match=r"No tracker 'wandb' is running. Running: list"):
+    with pytest.raises(ValueError, match=r"wandb is not an available tracker.*Running: list"):
         find_tracker([ListTracker()], "wandb")
     off_main(monkeypatch)
     blank = find_tracker([], "wandb")

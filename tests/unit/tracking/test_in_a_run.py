@@ -54,15 +54,37 @@ def test_with_a_project_folder_the_run_is_logged_there_without_any_service(tmp_p
     config, line = (json.loads(text) for text in (tmp_path / "my_run.jsonl").read_text().splitlines())
     assert config["config"] == {"lr": 0.1}
     assert (line["loss"], line["step"]) == (1.0, 2)
-    assert [type(tracker) for tracker in accelerator.trackers] == [JSONLTracker]
+    assert isinstance(accelerator.get_tracker("jsonl"), JSONLTracker)
 
 
-def test_a_tracker_that_was_not_asked_for_is_refused() -> None:
+def test_the_list_of_trackers_holds_what_was_asked_for_and_nothing_else(tmp_path: Path) -> None:
+    """Programs branch on the names of all trackers, and remark on one that they don't know."""
+    mine = MemoryTracker()
+    accelerator = Accelerator(cpu=True, log_with=mine, project_dir=tmp_path)
+    assert accelerator.trackers == []
+    accelerator.init_trackers("my_run")
+    assert accelerator.trackers == [mine]
+    accelerator.log({"loss": 1.0})
+    accelerator.end_training()
+    assert mine.values[0] == ({"loss": 1.0}, None, {})
+    assert len((tmp_path / "my_run.jsonl").read_text().splitlines()) == 1
+    nothing = Accelerator(cpu=True, project_dir=tmp_path)
+    nothing.init_trackers("other")
+    assert nothing.trackers == []
+    nothing.end_training()
+
+
+def test_a_tracker_that_was_not_asked_for_is_blank_without_any_and_refused_beside_others() -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ValueError, match="No tracker 'wandb' is running"):
+    accelerator.get_tracker("wandb").log({"loss": 1.0})
+    accelerator.get_tracker("wandb", unwrap=True).anything.at_all()
+    accelerator = Accelerator(cpu=True, log_with=MemoryTracker())
+    accelerator.init_trackers("my_run")
+    with pytest.raises(ValueError, match="wandb is not an available tracker stored inside the `Accelerator`"):
         accelerator.get_tracker("wandb")
+    accelerator.end_training()
 
 
 def test_an_unknown_tracker_is_refused_at_construction() -> None:
-    with pytest.raises(ValueError, match="'wandbb'"):
+    with pytest.raises(ValueError, match="Unsupported logging capability: wandbb"):
         Accelerator(cpu=True, log_with="wandbb")

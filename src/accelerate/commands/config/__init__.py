@@ -26,6 +26,7 @@ __all__ = [
     "default_command_parser",
     "default_config_file",
     "load_config_from_file",
+    "get_config_parser",
     "main",
     "update_command_parser",
 ]
@@ -59,6 +60,16 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(*spellings("--config_file"), default=None, dest="config_file", help="The file to write.")
     parser.add_argument("--advanced", action="store_true", help="Ask everything.")
     parser.set_defaults(func=config_command)
+    return parser
+
+
+def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """A parser of ``accelerate config`` that knows its subcommands."""
+    parser = config_command_parser(subparsers)
+    commands = parser.add_subparsers(dest="subcommand", title="subcommands", parser_class=argparse.ArgumentParser)
+    default_command_parser(commands)
+    update_command_parser(commands)
+    show_command_parser(commands)
     return parser
 
 

@@ -233,6 +233,20 @@ class Asker:
         self._output.flush()
 
 
+@final
+class BulletMenu:
+    """A menu of texts: with arrow keys in a terminal, by number or name everywhere else."""
+
+    def __init__(self, prompt: str | None = None, choices: Sequence[str] = ()) -> None:
+        self.prompt = prompt
+        self.choices = list(choices)
+
+    def run(self, default_choice: int = 0) -> int:
+        """Return the index of the choice that was made."""
+        entries = [Choice(index, str(text)) for index, text in enumerate(self.choices)]
+        return Asker().choose(self.prompt or "Which one?", entries, default_choice)
+
+
 def _moved(place: int, key: str, count: int) -> int:
     if key == _HOME:
         return 0

@@ -16,6 +16,11 @@ from ...settings.labels import ComputeEnvironment, DistributedType, SageMakerDis
 
 Config = TypeVar("Config", bound="BaseConfig")
 
+#: The newest image of Amazon's that this package runs in (Python >= 3.10, torch >= 2.6).
+SAGEMAKER_PYTORCH_VERSION = "2.8.0"
+SAGEMAKER_TRANSFORMERS_VERSION = "4.56.2"
+SAGEMAKER_PYTHON_VERSION = "py312"
+
 default_config_file: str = str(file.default_config_file())
 cache_dir: str = str(Path(default_config_file).parent)
 default_yaml_config_file: str = str(Path(cache_dir) / "default_config.yaml")
@@ -184,9 +189,9 @@ class SageMakerConfig(BaseConfig):
     num_machines: int = 1
     gpu_ids: str = "all"
     base_job_name: str = "accelerate-sagemaker-1"
-    pytorch_version: str = "1.10.2"
-    transformers_version: str = "4.17.0"
-    py_version: str = "py38"
+    pytorch_version: str = SAGEMAKER_PYTORCH_VERSION
+    transformers_version: str = SAGEMAKER_TRANSFORMERS_VERSION
+    py_version: str = SAGEMAKER_PYTHON_VERSION
     sagemaker_inputs_file: str | None = None
     sagemaker_metrics_file: str | None = None
     additional_args: dict[str, Any] | None = None

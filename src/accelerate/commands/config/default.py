@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,8 +71,7 @@ def default_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def default_config_command(args: argparse.Namespace) -> None:
-    """The file is there, and its path has been printed."""
+    """Write the file and print its path; one that is there stays as it is, which is said."""
     path = write_basic_config(args.mixed_precision, args.config_file)
-    if path is False:
-        sys.exit(1)
-    print(f"The configuration is at {path}")
+    if path is not False:
+        print(f"The configuration is at {path}")

@@ -62,14 +62,15 @@ class Questionnaire:
     answers: Answers = field(default_factory=dict)
     num_machines: int = 1
 
-    def run(self) -> Settings:
-        """What the answers say, checked."""
-        place = self.asker.choose(
-            "In which compute environment are you running?",
-            PLACES,
-            "LOCAL_MACHINE",
-            why="where the training will run",
-        )
+    def run(self, place: str | None = None) -> Settings:
+        """Return what the answers say, checked; ``place`` is asked for where it isn't given."""
+        if place is None:
+            place = self.asker.choose(
+                "In which compute environment are you running?",
+                PLACES,
+                "LOCAL_MACHINE",
+                why="where the training will run",
+            )
         self._put(LaunchOptions, "compute_environment", place)
         if place == "AMAZON_SAGEMAKER":
             self._sagemaker()

@@ -1,0 +1,7 @@
+"""Old address: a menu in the terminal."""
+
+from __future__ import annotations
+
+from .config.ask import BulletMenu
+
+__all__ = ["BulletMenu"]

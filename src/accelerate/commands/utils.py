@@ -1,0 +1,7 @@
+"""Old address: parsers whose options can be spelled with ``_`` and with ``-``."""
+
+from __future__ import annotations
+
+from .parser import CustomArgumentParser
+
+__all__ = ["CustomArgumentParser"]

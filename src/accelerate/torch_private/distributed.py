@@ -1,0 +1,101 @@
+"""Of torch.distributed: stores and process groups, meshes, what DistributedDataParallel keeps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+# torch documents these as torch.distributed's own, where type checkers don't see them.
+from torch._C._distributed_c10d import FileStore, GradBucket, PrefixStore, Store, TCPStore
+
+from .names import declare, uses
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+__all__ = [
+    "FileStore", "GradBucket", "PrefixStore", "Store", "TCPStore",
+    "cut_locally", "default_store", "flattened", "find_tensors", "forget_comm_hooks", "joined",
+    "overlap_tensor_parallel", "set_ring_rotation", "synchronize_buffers",
+]  # fmt: skip
+
+_C10D = "torch._C._distributed_c10d"
+declare(__name__, *(f"{_C10D}:{name}" for name in ("FileStore", "GradBucket", "PrefixStore", "Store", "TCPStore")))
+
+
+@uses(("torch.distributed.distributed_c10d:_get_default_store", ""))
+def default_store() -> Store:
+    """The store that the default process group was made with."""
+    return dist.distributed_c10d._get_default_store()
+
+
+@uses(("torch.distributed.device_mesh:DeviceMesh._flatten", "self, mesh_dim_name"))
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """All axes of ``mesh`` as one, called ``name``."""
+    return mesh._flatten(name)
+
+
+@uses(("torch.distributed.device_mesh:DeviceMesh._concatenate", "device_mesh_list", None, "2.10"))
+def joined(meshes: Sequence[DeviceMesh], root: DeviceMesh | None) -> DeviceMesh:
+    """One mesh with the axes of all ``meshes``, which are parts of ``root``."""
+    join: Any = getattr(type(meshes[0]), "_concatenate", None)
+    if join is not None:
+        return join(list(meshes))
+    assert root is not None  # before torch 2.10 a flattened axis is found under its name
+    return root[tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())]
+
+
+def cut_locally(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """This rank's piece of a tensor that every rank has whole, without communication."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    if "src_data_rank" in inspect.signature(distribute_tensor).parameters:
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    # torch 2.6 always sends from the first rank; what is the same everywhere is cut by each rank for itself
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(mesh, placements)
+
+
+@uses(("torch.nn.parallel.distributed:_find_tensors", "obj"))
+def find_tensors(value: Any) -> Any:
+    """What DistributedDataParallel itself looks for unused parameters with: the tensors in any structure."""
+    from torch.nn.parallel.distributed import _find_tensors
+
+    return _find_tensors(value)
+
+
+@uses(("torch.nn.parallel.distributed:DistributedDataParallel._sync_buffers", "self"))
+def synchronize_buffers(replica: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Send the main process's buffers to all ranks."""
+    replica._sync_buffers()
+
+
+@uses("torch.nn.parallel.distributed:._comm_hooks")
+def forget_comm_hooks(replica: torch.nn.parallel.DistributedDataParallel) -> None:
+    """``replica`` no longer holds the states of its communication hooks."""
+    replica._comm_hooks.clear()
+
+
+@uses(("torch.distributed.tensor.experimental._attention:set_rotate_method", "rotate_method"))
+def set_ring_rotation(method: str) -> None:
+    """Choose how torch's context parallelism passes keys and values on."""
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    set_rotate_method(method)
+
+
+@uses(
+    "torch._inductor.config:_micro_pipeline_tp",
+    ("torch.distributed._symmetric_memory:enable_symm_mem_for_group", "group_name"),
+)
+def overlap_tensor_parallel(group: Any) -> None:
+    """Let compiled layers overlap their communication over ``group`` with their products."""
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True  # pyright: ignore[reportPrivateUsage]
+    enable_symm_mem_for_group(group.group_name)

@@ -1,0 +1,414 @@
+"""Of FSDP 1 and 2: what is gathered, what is left of a pass between passes and after one that was given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .names import uses
+
+if TYPE_CHECKING:  # half a second to import, and it brings sympy
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+
+#: Puts gradients back as they were.
+PutBack = Callable[[], None]
+#: Notes the gradients of parameters, and returns what puts them back.
+Remember = Callable[[Iterable[torch.Tensor]], PutBack]
+
+_FLAT = "torch.distributed.fsdp._flat_param"
+_WRAPPER = "torch.distributed.fsdp._common_utils"
+_SETUP = "torch.distributed.fsdp._init_utils"
+_RUNTIME = "torch.distributed.fsdp._runtime_utils"
+_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"
+_SAVED = "_saved_grad_shard"  # sharded gradients from before passes without reduction; or the attribute isn't there
+_HOOK = "_post_backward_hook_state"
+_ACCUMULATED = "unsharded_accumulated_grad"
+_QUEUED = "_post_backward_callback_queued"
+# From torch 2.15 on it is the gradient of the whole parameter itself, and can't be set.
+_WHOLE_GRADIENT = (f"{_PARAMETER}:.{_ACCUMULATED}", None, f"{_PARAMETER}:._unsharded_param")
+
+
+@uses("torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2")
+def hybrid_without_resharding() -> ShardingStrategy:
+    """Shard within a node, replicate between nodes, and keep what a forward gathered."""
+    from torch.distributed.fsdp import ShardingStrategy
+
+    return ShardingStrategy._HYBRID_SHARD_ZERO2
+
+
+@uses("torch.distributed.fsdp.wrap:_Policy._run_policy")
+def modules_of_policy(policy: Any, model: torch.nn.Module, ignored: set[torch.nn.Module]) -> Any:
+    """The modules that a policy object of torch's wraps; None where ``policy`` is no such object."""
+    run = getattr(policy, "_run_policy", None)
+    return run(model, ignored, {}) if callable(run) else None
+
+
+# -- flat parameters ---------------------------------------------------------------------------------------
+
+
+@uses(f"{_WRAPPER}:._handle")
+def handle_of(module: FullyShardedDataParallel) -> Any:
+    """torch's record of the unit's flat parameter; None for a unit without parameters of its own."""
+    return module._handle
+
+
+@uses(f"{_FLAT}:FlatParamHandle", f"{_FLAT}:._use_orig_params", f"{_FLAT}:._params")
+def trained_in(handle: Any) -> list[torch.Tensor]:
+    """What an optimizer trains of the unit: the user's own parameters, or the flat one."""
+    return list(handle.flat_param._params or ()) if handle._use_orig_params else [handle.flat_param]
+
+
+@uses(f"{_FLAT}:._use_orig_params", f"{_FLAT}:._shared_param_infos", f"{_FLAT}:._fqns")
+def names_in(handle: Any) -> list[str]:
+    """The dotted names, tied ones too, in the flat parameter that is trained; none where the user's own are."""
+    if handle._use_orig_params:
+        return []
+    shared = [f"{info.module_name}.{info.param_name}".lstrip(".") for info in handle.flat_param._shared_param_infos]
+    return [*handle.flat_param._fqns, *shared]
+
+
+@uses(
+    (f"{_RUNTIME}:_reshard", "state, handle, free_unsharded_flat_param"),
+    f"{_FLAT}:._local_shard",
+)
+def free_gathered_flat(module: FullyShardedDataParallel) -> None:
+    """Of the unit's flat parameter only this rank's piece is left, also after a forward that keeps it."""
+    from torch.distributed.fsdp._runtime_utils import _reshard
+
+    handle = module._handle
+    if handle is not None and getattr(handle.flat_param, "_local_shard", None) is not None:  # else not begun
+        _reshard(module, handle, True)
+
+
+@uses(f"{_FLAT}:._params", f"{_FLAT}:._shared_params")
+def in_flat(root: FullyShardedDataParallel) -> dict[torch.Tensor, None]:
+    """The flat parameters, and the user's own ones that are pieces of them."""
+    flats = [handle.flat_param for _, handle in _handles(root)]
+    return dict.fromkeys(p for flat in flats for p in (flat, *(flat._params or ()), *(flat._shared_params or ())))
+
+
+@uses(f"{_FLAT}:._is_grad_none_mask", f"{_FLAT}:.{_SAVED}")
+def remember_flat(root: FullyShardedDataParallel, remember: Remember) -> PutBack:
+    """What puts the gradients of flat parameters back as they are now, those left whole on this rank included."""
+    flats, own = [handle.flat_param for _, handle in _handles(root)], in_flat(root)
+    put_back_others = remember(parameter for parameter in root.parameters() if parameter not in own)
+    # The gradients of the user's own parameters are views into those of the flat ones, whose values are copied.
+    views = [(parameter, None if parameter.grad is None else parameter.grad.data) for parameter in own]
+    saved = [(flat, getattr(flat, _SAVED, None)) for flat in flats]
+    masks = [(flat, flat._is_grad_none_mask and list(flat._is_grad_none_mask)) for flat in flats]
+    values = [(t, t.clone()) for t in (*(flat.grad for flat in flats), *(t for _, t in saved)) if t is not None]
+    values = [(tensor.data, copy) for tensor, copy in values]
+
+    def put_back() -> None:
+        put_back_others()
+        for tensor, copy in values:
+            tensor.copy_(copy)
+        for parameter, gradient in views:
+            _give(parameter, gradient)
+        for flat, gradient in saved:
+            flat.__dict__.pop(_SAVED, None)
+            if gradient is not None:
+                setattr(flat, _SAVED, gradient)
+        for flat, mask in masks:
+            flat._is_grad_none_mask = mask
+
+    return put_back
+
+
+@uses(
+    f"{_FLAT}:FlatParamHandle",
+    f"{_FLAT}:._use_orig_params",
+    f"{_FLAT}:._fqns",
+    f"{_FLAT}:._is_grad_none_mask",
+    f"{_FLAT}:.{_SAVED}",
+)
+def flat_gradients_of(root: FullyShardedDataParallel) -> list[dict[str, Any]]:
+    """What each unit has of gradients between two updates: its piece, or all of them where passes didn't reduce.
+
+    ``before`` is the piece that was reduced before passes without reduction began.
+    """
+    return [
+        {
+            "names": list(handle.flat_param._fqns),
+            "gradient": _data(handle.flat_param.grad),
+            "before": _data(getattr(handle.flat_param, _SAVED, None)),
+            "is_none": handle.flat_param._is_grad_none_mask,
+        }
+        for _, handle in _handles(root)
+    ]
+
+
+@uses(
+    (f"{_FLAT}:FlatParamHandle._use_unsharded_grad_views", "self"),
+    (f"{_FLAT}:FlatParamHandle._use_sharded_grad_views", "self"),
+    f"{_FLAT}:._use_orig_params",
+    f"{_FLAT}:._unpadded_unsharded_size",
+    f"{_FLAT}:._fqns",
+    f"{_FLAT}:._is_grad_none_mask",
+    f"{_FLAT}:.{_SAVED}",
+)
+def take_flat_gradients(root: FullyShardedDataParallel, units: Sequence[Mapping[str, Any]] | None) -> bool:
+    """Give each unit what :func:`flat_gradients_of` gave; None: nothing at all. Returns whether they fit the units."""
+    handles = [handle for _, handle in _handles(root)]
+    if units is None:
+        units = [{"names": list(handle.flat_param._fqns)} for handle in handles]
+    if [unit["names"] for unit in units] != [list(handle.flat_param._fqns) for handle in handles]:
+        return False
+    pairs = list(zip(handles, units, strict=True))
+    if not all(_fits(handle, unit.get("gradient")) for handle, unit in pairs):
+        return False
+    for handle, unit in pairs:
+        flat, gradient, before = handle.flat_param, unit.get("gradient"), unit.get("before")
+        is_whole = gradient is not None and gradient.shape == flat._unpadded_unsharded_size
+        _give(flat, None if gradient is None else gradient.to(handle.device if is_whole else flat.device))
+        flat.__dict__.pop(_SAVED, None)
+        if before is not None:
+            setattr(flat, _SAVED, before.to(handle.device))
+        if not handle._use_orig_params:
+            continue
+        if unit.get("is_none") is not None:
+            flat._is_grad_none_mask = list(unit["is_none"])
+        for parameter in (*flat._params, *flat._shared_params):
+            parameter.grad = None
+        if is_whole or not handle.uses_sharded_strategy:
+            handle._use_unsharded_grad_views()
+        elif gradient is not None:
+            handle._use_sharded_grad_views()
+    return True
+
+
+def _fits(handle: Any, gradient: torch.Tensor | None) -> bool:
+    flat = handle.flat_param
+    return gradient is None or gradient.shape in (flat._unpadded_unsharded_size, flat.shape)
+
+
+def _data(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.data
+
+
+def _give(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """``parameter.grad`` is ``gradient``, which may be whole where the parameter is a piece, as torch has it too."""
+    if gradient is not None and (gradient.shape, gradient.dtype) != (parameter.shape, parameter.dtype):
+        parameter.grad = torch.empty_like(parameter)
+        parameter.grad.data = gradient
+    else:
+        parameter.grad = gradient
+
+
+@uses(
+    f"{_WRAPPER}:TrainingState.IDLE",
+    f"{_WRAPPER}:HandleTrainingState.IDLE",
+    f"{_RUNTIME}:._is_root",
+    f"{_RUNTIME}:._device_handle",
+    f"{_RUNTIME}:._unshard_stream",
+    f"{_RUNTIME}:._post_backward_stream",
+    f"{_RUNTIME}:._all_reduce_stream",
+    f"{_RUNTIME}:._all_fsdp_states",
+    f"{_RUNTIME}:._exec_order_data",
+    f"{_RUNTIME}:._unshard_event",
+    f"{_RUNTIME}:.{_HOOK}",
+    f"{_RUNTIME}:.{_QUEUED}",
+    f"{_RUNTIME}:._ran_pre_backward_hook",
+    f"{_RUNTIME}:._needs_pre_backward_unshard",
+    f"{_RUNTIME}:._prefetched",
+    f"{_RUNTIME}:._training_state",
+    f"{_RUNTIME}:._post_backward_called",
+    f"{_FLAT}:._post_forward_index",
+)
+def abandon_flat(root: FullyShardedDataParallel) -> None:
+    """Every unit is sharded, and waits for a forward."""
+    from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+
+    if root._is_root is None:  # no forward has come as far as that
+        return
+    stream = root._device_handle.current_stream()
+    for other in (root._unshard_stream, root._post_backward_stream, root._all_reduce_stream):
+        stream.wait_stream(other)
+    for state, handle in _handles(root):
+        hook = handle.flat_param.__dict__.pop(_HOOK, None)
+        if hook is not None:
+            hook[-1].remove()
+        handle._training_state = HandleTrainingState.IDLE
+        handle.reshard(handle.uses_sharded_strategy)  # freed on every rank, so that all of them gather it again
+        handle.post_reshard()
+        handle.flat_param._post_backward_called = False
+        handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = False
+        handle._post_forward_index = None
+        state._unshard_event = None
+    for state in root._all_fsdp_states:
+        state.training_state = TrainingState.IDLE
+    setattr(root, _QUEUED, False)
+    root._exec_order_data.handles_post_forward_order.clear()
+
+
+def _handles(root: FullyShardedDataParallel) -> Iterator[tuple[Any, Any]]:
+    """torch's records of the units that hold parameters, and of their flat parameters."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for state in FullyShardedDataParallel.fsdp_modules(root):
+        handle = handle_of(state)
+        if handle is not None:
+            yield state, handle
+
+
+# -- fully_shard -------------------------------------------------------------------------------------------
+
+
+@uses(("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "self"))
+def _state_of(module: Any) -> Any:
+    return module._get_fsdp_state()
+
+
+# One group a unit before torch 2.12.
+@uses((f"{_STATE}:._fsdp_param_groups", None, f"{_STATE}:._fsdp_param_group"))
+def managed_parameters(model: torch.nn.Module) -> list[Any]:
+    """torch's records of the parameters that are sharded."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = _state_of(module)
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                found += group.fsdp_params if group is not None else ()
+    return found
+
+
+@uses(
+    f"{_PARAMETER}:._unsharded_param",
+    f"{_PARAMETER}:.sharded_param",
+    _WHOLE_GRADIENT,
+)
+def remember_shards(model: FSDPModule, remember: Remember) -> PutBack:
+    """What puts the gradients under ``fully_shard`` back as they are now, those left whole on this rank included."""
+    assert isinstance(model, torch.nn.Module)
+    managed = managed_parameters(model)
+    accumulated = [(p, _copy(p.unsharded_accumulated_grad)) for p in managed if _ACCUMULATED in vars(p)]
+    held = [kept for p in managed for kept in (p.sharded_param, getattr(p, "_unsharded_param", None))]
+    # Before the first forward there are no whole parameters, and afterwards either kind is what the model shows.
+    parameters = dict.fromkeys([*(parameter for parameter in held if parameter is not None), *model.parameters()])
+    put_back_others = remember(parameters)
+
+    def put_back() -> None:
+        for parameter in managed_parameters(model):
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None:
+                whole.grad = None
+        put_back_others()
+        for parameter, gradient in accumulated:
+            parameter.unsharded_accumulated_grad = gradient
+
+    return put_back
+
+
+def gather_once(modules: Iterable[torch.nn.Module]) -> None:
+    """Leave every unit under ``fully_shard`` sharded, with the whole parameters that torch makes; a collective.
+
+    torch makes them when they are gathered for the first time.
+    """
+    for unit in _units(modules):
+        unit.unshard()
+        unit.reshard()
+
+
+# Until torch 2.14 a gradient that was left whole moves to a record beside the parameter where it has another dtype;
+# from torch 2.15 on it stays on the whole parameter, and the record only shows it.
+@uses(
+    f"{_PARAMETER}:._unsharded_param",
+    f"{_PARAMETER}:.sharded_param",
+    _WHOLE_GRADIENT,
+)
+def whole_gradients_of(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The gradients that passes without reduction have left whole on this rank, each after its parameter's piece.
+
+    Every unit is sharded afterwards, as it is between the passes of training.
+    """
+    modules = list(modules)
+    for unit in _units(modules):
+        unit.reshard()
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for record in _records(modules):
+        unsharded = getattr(record, "_unsharded_param", None)
+        gradient = vars(record).get(_ACCUMULATED)
+        if gradient is None and unsharded is not None:
+            gradient = unsharded.grad
+        if gradient is not None:
+            found.append((record.sharded_param, gradient))
+    return found
+
+
+@uses(
+    f"{_PARAMETER}:._unsharded_param",
+    f"{_PARAMETER}:.sharded_param",
+    _WHOLE_GRADIENT,
+)
+def take_whole_gradients(
+    modules: Iterable[torch.nn.Module], gradient_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
+) -> None:
+    """Leave every parameter with the whole gradient that ``gradient_of(piece, whole)`` gives, or with none.
+
+    The next backward pass adds to it. Parameters that were never gathered have none, and are not asked for.
+    """
+    for record in _records(modules):
+        unsharded = getattr(record, "_unsharded_param", None)
+        gradient = None if unsharded is None else gradient_of(record.sharded_param, unsharded)
+        if _ACCUMULATED in vars(record):
+            record.unsharded_accumulated_grad = gradient
+            gradient = None
+        if unsharded is not None:
+            unsharded.grad = gradient
+
+
+def _units(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [unit for module in modules for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
+def _records(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    return list({id(record): record for module in modules for record in managed_parameters(module)}.values())
+
+
+@uses(f"{_STATE}:._is_root")
+def abandon_shards(model: FSDPModule) -> None:
+    """Every unit is sharded, and waits for a forward."""
+    if _state_of(model)._is_root is not None:  # else no forward has come as far as that
+        model.reset_iter_state()
+
+
+@uses(f"{_STATE}:FSDPState._root_post_backward_final_callback")
+def reduce_shards(model: FSDPModule) -> None:
+    """Do what torch does after the backward of a batch: gradients are averaged, and lie in pieces."""
+    _state_of(model)._root_post_backward_final_callback()
+
+
+@uses(f"{_STATE}:._mp_policy")
+def precision_of(module: FSDPModule) -> Any:
+    """The mixed-precision policy of the unit."""
+    return _state_of(module)._mp_policy
+
+
+@uses("torch.nn.modules.module:._forward_hooks", "torch.nn.modules.module:._forward_pre_hooks")
+def without_own_hooks(module: Any) -> PutBack:
+    """The unit neither gathers nor frees until the function that this returns is called; hooks of others run."""
+    state = _state_of(module)
+    kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        kept.append((hooks, dict(hooks)))
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]:
+            del hooks[key]
+
+    def put_back() -> None:
+        for hooks, before in kept:
+            hooks.clear()
+            hooks.update(before)
+
+    return put_back
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()

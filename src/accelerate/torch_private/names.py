@@ -1,0 +1,117 @@
+"""What a function relies on behind torch's interface, and the error when a torch doesn't have it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, final
+
+from ..errors import MissingDependency
+
+#: The versions of torch that every name was compared with, or run on: docs/versions.md says which way.
+CHECKED: Final = ("2.6.0", "2.13.0", "2.14.1", "2.15.0")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@final
+@dataclass(frozen=True)
+class PrivateName:
+    """A name of torch's without a promise.
+
+    ``place`` is ``module:name``, with a dot before the name where it is an attribute of objects that the module makes.
+    ``parameters`` are those of a function, in order; more that have defaults may follow in another version. ``instead``
+    is the place where versions have it that don't have it at ``place``; ``since`` the first version with it.
+
+    """
+
+    place: str
+    parameters: str | None = None
+    instead: str | None = None
+    since: str = CHECKED[0]
+
+    @property
+    def module(self) -> str:
+        """Where it is defined, as it is imported."""
+        return self.place.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        """What it is called there."""
+        return self.place.partition(":")[2].removeprefix(".")
+
+    @property
+    def is_attribute(self) -> bool:
+        """Whether objects have it, so that no import can tell."""
+        return ":." in self.place
+
+    def is_there(self) -> bool:
+        """Whether the installed torch has it; True for attributes."""
+        if self.is_attribute:
+            return True
+        try:
+            found: Any = importlib.import_module(self.module)
+            for part in self.name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            return False
+        return True
+
+
+#: Every name that is used, by who uses it.
+REGISTERED: Final[dict[str, tuple[PrivateName, ...]]] = {}
+
+
+def _named(places: tuple[str | tuple[str | None, ...], ...]) -> tuple[PrivateName, ...]:
+    return tuple(PrivateName(place) if isinstance(place, str) else PrivateName(*place) for place in places)  # pyright: ignore[reportArgumentType]
+
+
+def declare(user: str, *places: str | tuple[str | None, ...]) -> None:
+    """Register names that the module called ``user`` hands on as they are."""
+    REGISTERED[user] = _named(places)
+
+
+def uses(*places: str | tuple[str | None, ...]) -> Callable[[Function], Function]:
+    """Decorate a function that needs these names of torch; without them it raises what to install.
+
+    Each is the place of a :class:`PrivateName`, or all its fields.
+
+    Raises:
+        MissingDependency: when the function is called, and the installed torch has no such name.
+    """
+    names = _named(places)
+
+    def decorate(function: Function) -> Function:
+        REGISTERED[f"{function.__module__}.{function.__qualname__}"] = names
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except (AttributeError, ImportError) as error:
+                missing = [name for name in names if not name.is_there() or _is_named(error, name)]
+                if missing:
+                    raise refusal(missing) from error
+                raise
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+def _is_named(error: BaseException, name: PrivateName) -> bool:
+    return isinstance(error, AttributeError) and error.name == name.name.rpartition(".")[2]
+
+
+def refusal(missing: list[PrivateName]) -> MissingDependency:
+    """The error for a torch that lacks these names."""
+    import torch
+
+    listed = ", ".join(f"{name.module}.{name.name}" for name in missing)
+    return MissingDependency(
+        f"accelerate relies on {listed}, which torch makes no promise about, and the installed torch "
+        f"{torch.__version__} doesn't have it as torch {CHECKED[0]} to {CHECKED[-1]} have. Install one of those "
+        f"(pip install 'torch>={CHECKED[0]},<={CHECKED[-1]}'), or a newer accelerate."
+    )

@@ -1,0 +1,99 @@
+"""Of torch's ways to look at operations: structures of tensors, dispatch modes, tensors without values, operators."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from .names import declare, uses
+
+__all__ = [
+    "TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
+    "attention_on_cpu", "attention_on_cpu_backward", "fake_tensor_mode", "grouped_product",
+    "identity_of", "is_check_of_tracing", "vector_instructions", "without_values",
+]  # fmt: skip
+
+_TREES = "torch.utils._pytree"
+declare(
+    __name__,
+    "torch.utils._python_dispatch:TorchDispatchMode",
+    f"{_TREES}:TreeSpec",
+    (f"{_TREES}:tree_flatten", "tree, is_leaf"),
+    (f"{_TREES}:tree_leaves", "tree, is_leaf"),
+    (f"{_TREES}:tree_unflatten", "leaves, treespec"),
+    f"{_TREES}:tree_map",
+)
+
+
+@uses("torch.storage:._cdata")
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """A number that tensors over the same storage have in common, also where it has no address."""
+    return storage._cdata
+
+
+@uses(("torch._subclasses.fake_tensor:FakeTensorMode.__init__", "self, allow_fallback_kernels, allow_non_fake_inputs"))
+def fake_tensor_mode() -> AbstractContextManager[Any]:
+    """Within the block, operations give tensors without values, from tensors with them too."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@uses("torch.cpu:_is_avx2_supported", "torch.cpu:_is_avx512_supported")
+def vector_instructions() -> str:
+    """The widest vectors of this processor, of those that choose between kernels: AVX512, AVX2, or neither ("")."""
+    return "AVX512" if torch.cpu._is_avx512_supported() else "AVX2" if torch.cpu._is_avx2_supported() else ""
+
+
+@uses(
+    "torch._subclasses.fake_tensor:DataDependentOutputException",
+    "torch._subclasses.fake_tensor:DynamicOutputShapeException",
+    "torch._subclasses.fake_tensor:UnsupportedOperatorException",
+)
+def without_values() -> tuple[type[Exception], ...]:
+    """What an operation raises that can't be computed without values."""
+    from torch._subclasses import fake_tensor as fake
+
+    return (
+        fake.DataDependentOutputException,
+        fake.DynamicOutputShapeException,
+        fake.UnsupportedOperatorException,
+    )
+
+
+@uses("torch.ops.aten:_assert_tensor_metadata")
+def is_check_of_tracing(target: Any) -> bool:
+    """Whether a node of a traced graph only compares what it meets with what was traced."""
+    return target is torch.ops.aten._assert_tensor_metadata.default or target == "_guards_fn"
+
+
+@uses(("torch.ops.aten:_grouped_mm", None, None, "2.8"))
+def grouped_product() -> Any:
+    """The operator that multiplies groups of rows by a matrix each; None before torch 2.8."""
+    return getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
+
+
+@uses(
+    (
+        "torch.ops.aten:_scaled_dot_product_flash_attention_for_cpu",
+        "query, key, value, dropout_p, is_causal, attn_mask, scale",
+    )
+)
+def attention_on_cpu(*arguments: Any, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention without dropout over one block of keys and values, and the logarithm of its weights' sum."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments, scale=scale)
+
+
+@uses(
+    (
+        "torch.ops.aten:_scaled_dot_product_flash_attention_for_cpu_backward",
+        "grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask, scale",
+    )
+)
+def attention_on_cpu_backward(*arguments: Any, scale: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, keys and values."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*arguments, scale=scale)

@@ -1,0 +1,7 @@
+"""Old address: torch_xla in a notebook."""
+
+from __future__ import annotations
+
+from ..launch.tpu import install_xla
+
+__all__ = ["install_xla"]

@@ -1,0 +1,124 @@
+"""Run the unit and contract suites on other Pythons and torches, and read the newest torch: `make versions`.
+
+Each row has an environment under .versions/ with its torch and none of the CUDA libraries, which tests/xla/stub_cuda.py
+stands in for. A Python that isn't installed is named as not run; nothing is installed for the whole system.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+HOME = ROOT / ".versions"
+#: (Python, torch): the oldest of both, then each Python with a torch that is newer than ours.
+ROWS = (("3.10", "2.6.0"), ("3.11", "2.14.1"), ("3.12", "2.15.0"), ("3.13", "2.15.0"), ("3.14", "2.15.0"))
+#: The torch whose files are compared with what is used, on any system: the wheel for macOS is the smallest (139 MB).
+NEWEST = "2.15.0"
+SUITES = ("tests/unit", "tests/contract")
+#: What torch itself needs beside CUDA, and what the tests need; each Python takes the newest that supports it.
+BESIDE = (
+    "filelock", "typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "numpy", "packaging", "pyyaml",
+    "safetensors", "setuptools", "psutil", "tqdm", "cloudpickle", "requests", "huggingface-hub",
+    "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scikit-learn", "matplotlib", "pexpect", "nbclient",
+    "nbformat", "ipykernel",
+)  # fmt: skip
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version that is installed here."""
+    kept = sorted(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python"))
+    return str(kept[-1]) if kept else shutil.which(f"python{version}")
+
+
+def pip(python: str | Path, *arguments: str) -> None:
+    """Run pip of that interpreter. Raises CalledProcessError."""
+    subprocess.run([str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+
+
+def environment(python: str, version: str, torch: str) -> Path:
+    """The interpreter of an environment that has this torch; made where it isn't there yet."""
+    home = HOME / f"python{version}-torch{torch}"
+    inside = home / "bin" / "python"
+    if not (home / ".installed").exists():
+        subprocess.run([python, "-m", "venv", str(home)], check=True)
+        pip(inside, "install", "--no-deps", f"torch=={torch}")
+        pip(inside, "install", "--no-deps", "torchdata")
+        pip(inside, "install", *BESIDE)
+        found = subprocess.run(
+            [str(inside), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        stub = ROOT / "tests" / "xla" / "stub_cuda.py"
+        subprocess.run([str(inside), str(stub), found.stdout.strip()], check=True, stdout=subprocess.DEVNULL)
+        (home / ".installed").touch()
+    pip(inside, "install", "--no-deps", "--editable", str(ROOT))  # its metadata are looked at too
+    return inside
+
+
+def run(version: str, torch: str, suites: list[str], num_workers: int) -> tuple[str, bool]:
+    """(what came of the suites, whether that is a failure)."""
+    python = interpreter(version)
+    if python is None:
+        return f"not run: no Python {version} is installed here", False
+    try:
+        inside = environment(python, version, torch)
+    except subprocess.CalledProcessError as error:
+        return f"not run: the environment can't be made ({error})", False
+    begin = time.monotonic()
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    report = HOME / f"python{version}-torch{torch}.xml"
+    report.unlink(missing_ok=True)
+    pytest = [str(inside), "-m", "pytest", "-q", "-n", str(num_workers), f"--junit-xml={report}", *suites]
+    done = subprocess.run(pytest, cwd=ROOT, env=variables, check=False)
+    counted = counts(report) if report.exists() else f"exit status {done.returncode}"
+    return f"{counted}, in {time.monotonic() - begin:.0f} s", done.returncode != 0
+
+
+def counts(report: Path) -> str:
+    """How many tests of a JUnit report passed, failed and were skipped."""
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    num_tests, failed, broken, skipped = (
+        sum(int(suite.get(name, "0")) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
+    )
+    return f"{num_tests - failed - broken - skipped} passed, {failed + broken} failed, {skipped} skipped"
+
+
+def read_newest() -> tuple[str, bool]:
+    """(what came of comparing the newest torch's files, whether a name is gone or has another signature)."""
+    HOME.mkdir(exist_ok=True)
+    if not list(HOME.glob(f"torch-{NEWEST}-*.whl")):
+        system = ("--only-binary=:all:", "--platform=macosx_14_0_arm64", "--python-version=3.13", "--implementation=cp")
+        try:
+            pip(sys.executable, "download", "--no-deps", *system, "--dest", str(HOME), f"torch=={NEWEST}")
+        except subprocess.CalledProcessError as error:
+            return f"not read: {error}", False
+    wheel = next(HOME.glob(f"torch-{NEWEST}-*.whl"))
+    done = subprocess.run([sys.executable, str(ROOT / "tests" / "private_names.py"), str(wheel)], check=False)
+    return ("read: no private name is gone", False) if done.returncode == 0 else ("a private name is gone", True)
+
+
+def main() -> int:
+    """The exit status: 0 when nothing that was run or read failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("suites", nargs="*", default=list(SUITES), help="instead of the unit and contract suites")
+    parser.add_argument("--only", nargs=2, metavar=("PYTHON", "TORCH"), help="one row, of any two versions")
+    parser.add_argument("--num_workers", type=int, default=2, help="tests at a time")
+    options = parser.parse_args()
+    rows = [tuple(options.only)] if options.only else ROWS
+    table = [("any", NEWEST, *read_newest())]
+    table += [(version, torch, *run(version, torch, options.suites, options.num_workers)) for version, torch in rows]
+    print("\n== versions")
+    for version, torch, outcome, _ in table:
+        print(f"Python {version:5s} torch {torch:7s} {outcome}")
+    return int(any(failed for *_, failed in table))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
