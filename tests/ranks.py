@@ -5,6 +5,7 @@ The processes are forked, so ``import torch`` is paid once by the test session a
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -12,14 +13,17 @@ import os
 import pickle
 import pkgutil
 import random
+import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 import torch._dynamo  # torch imports it with the first DDP or optimizer step: more than a second for each rank
@@ -76,8 +80,11 @@ def _environment(rank: int, num_processes: int, port: int, extra: Mapping[str, s
     }
 
 
-def _child(function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], pipe: Connection) -> None:
+def _child(
+    function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], pipe: Connection, stacks: int
+) -> None:
     os.environ.update(environment)
+    faulthandler.register(signal.SIGUSR2, file=stacks)
     torch.set_num_threads(1)
     gc.freeze()  # a rank's own collections then leave the session's objects, and the memory shared with it, alone
     _forget_the_parents_world()
@@ -108,6 +115,21 @@ def _forget_the_parents_world() -> None:
     GradientState._reset_state()
 
 
+def _where_it_stands(pid: int, stacks: IO[bytes]) -> str:
+    """The Python stacks of a rank that doesn't answer, and the commands of the processes that it has started."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR2)
+        time.sleep(1)
+    stacks.seek(0)
+    commands, parents = {}, {pid}
+    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
+        with suppress(OSError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) in parents:
+                parents.add(int(folder.name))
+                commands[folder.name] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+    return f"{stacks.read().decode()}\nits processes: {commands}"
+
+
 def run_on_ranks(
     function: Callable[..., Any],
     num_processes: int = 2,
@@ -124,11 +146,11 @@ def run_on_ranks(
     port = free_port()
     pipes: list[Connection] = []
     processes: list[Any] = []
+    stacks = [tempfile.TemporaryFile() for _rank in range(num_processes)]  # noqa: SIM115 (closed below)
     for rank in range(num_processes):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_child, args=(function, args, _environment(rank, num_processes, port, environment), sender)
-        )
+        own = _environment(rank, num_processes, port, environment)
+        process = context.Process(target=_child, args=(function, args, own, sender, stacks[rank].fileno()))
         process.start()
         sender.close()
         pipes.append(receiver)
@@ -140,7 +162,8 @@ def run_on_ranks(
         for rank, pipe in enumerate(pipes):
             try:
                 if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    failures.append(f"rank {rank}: no answer within {timeout_seconds} s")
+                    where = _where_it_stands(processes[rank].pid, stacks[rank])
+                    failures.append(f"rank {rank}: no answer within {timeout_seconds} s\n{where}")
                     continue
                 succeeded, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
@@ -158,6 +181,8 @@ def run_on_ranks(
             if process.is_alive():
                 process.kill()
                 process.join()
+        for file in stacks:
+            file.close()
     if failures:
         raise RankFailed("\n".join(failures))
     return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import sys
 from contextlib import closing
@@ -10,6 +11,8 @@ from typing import Final
 
 #: The port at which processes meet unless another one is named.
 DEFAULT_PORT: Final = 29500
+_LISTENING_PORTS: Final = (15_000, 32_000)
+_NUM_ATTEMPTS: Final = 64
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
@@ -19,13 +22,22 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def get_free_port() -> int:
-    """A port that nothing on this host listens on now.
+    """Return a port that nothing on this host listens on now, outside of the range of outgoing connections.
 
-    Nothing keeps it free until the caller binds it; use it at once.
+    Nothing keeps it free until the caller binds it, which for a launcher is seconds later, in its rank 0. In the range
+    out of which systems number outgoing connections (from 32768 on Linux, 49152 elsewhere) any connection of any
+    program could have taken it by then, even one that looks for this very port.
     """
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    # A generator of its own: the user's streams stay where they are, and two launchers don't make the same choice.
+    choose = random.SystemRandom().randrange
+    for port in (*(choose(*_LISTENING_PORTS) for _attempt in range(_NUM_ATTEMPTS)), 0):
+        with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return probe.getsockname()[1]
+    raise OSError("No TCP port of this host is free.")
 
 
 #: What this process has claimed, by port: a claim ends with the process.

@@ -120,7 +120,7 @@ def _shell(block: Block) -> None:
         ["bash", "-e", "-u", "-o", "pipefail", "-c", block.code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=80,
         env=environment,
         stdin=subprocess.DEVNULL,
     )

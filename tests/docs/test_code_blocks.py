@@ -25,7 +25,7 @@ def run_here_or_on_ranks(page: Path, folder: Path) -> list[int]:
                 os.environ.pop(name, None)
         return run_page(page, str(folder))
 
-    return run_on_ranks(run, ranks, timeout_seconds=150)
+    return run_on_ranks(run, ranks, timeout_seconds=100)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

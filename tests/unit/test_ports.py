@@ -20,8 +20,9 @@ def test_a_listening_port_is_in_use_until_it_is_closed() -> None:
     assert not is_port_in_use(port)
 
 
-def test_a_free_port_can_be_bound() -> None:
+def test_a_free_port_can_be_bound_and_is_none_of_an_outgoing_connection() -> None:
     port = get_free_port()
+    assert 15_000 <= port < 32_000
     assert not is_port_in_use(port)
     with closing(socket.socket()) as server:
         server.bind(("", port))
