@@ -779,6 +779,7 @@ class Accelerator:
                 weight,
                 key=self._window,
                 completes_window=self.gradient_state.sync_gradients,
+                accumulates=self.gradient_state.num_steps != 1 and not self.strategy.steps_in_backward,
                 backward=lambda scaled: self.strategy.backward(scaled, self.precision.scaler, **kwargs),
                 parameters=self._window_parameters,
             )

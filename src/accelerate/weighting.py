@@ -32,6 +32,7 @@ class WindowWeights:
         #: The weight so far of every window that has weighted micro-batches behind it.
         self.pending: dict[Hashable, Any] = {}
         self._has_said = False  # that the device has no float64
+        self._has_windows = False  # of several micro-batches, so far
 
     def refuse_unweighted(self, key: Hashable) -> None:
         """Raises if the window of ``key`` already has weighted micro-batches.
@@ -65,18 +66,26 @@ class WindowWeights:
         *,
         key: Hashable,
         completes_window: bool,
+        accumulates: bool,
         backward: Backward,
         parameters: Callable[[], Iterable[torch.nn.Parameter]],
     ) -> None:
-        """``backward(loss)`` has run; if it completes the window, gradients are those of the weighted mean."""
+        """Run ``backward(loss)``; if it completes the window, leave the gradients of the weighted mean.
+
+        Args:
+            accumulates: whether windows have several micro-batches, on some rank: this one's can be a single one all
+                the same, at the end of unequal data. What is scaled before ranks reduce gradients has to be scaled
+                on all of them.
+        """
         earlier = self.pending.pop(key, None)
         total = weight if earlier is None else wide(earlier) + wide(weight)
         if not completes_window:
             self.pending[key] = total
+            self._has_windows = True
             backward(loss)
             return
         factor = self._factor(total, loss)
-        if earlier is None:  # a window of one: scale the loss, and touch no gradient twice
+        if not (accumulates or self._has_windows):  # windows of one: scale the loss, and touch no gradient twice
             backward(loss * factor)
             return
         backward(loss)

@@ -203,3 +203,17 @@ def turns(alternate: bool) -> list[torch.Tensor]:
 def test_models_that_take_turns_under_one_accelerator_train_as_if_alone() -> None:
     for mine, theirs in zip(turns(True), turns(False), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("num_micro_batches", [(2, 1), (1, 2), (3, 1)])
+def test_a_rank_whose_last_window_is_a_single_micro_batch_gets_the_gradients_of_all(
+    num_micro_batches: tuple[int, int],
+) -> None:
+    samples = ragged(2, max(num_micro_batches), 7)
+    data = [
+        [torch.cat([one, torch.ones(1, FEATURES)]) for one in row[:n]]
+        for row, n in zip(samples, num_micro_batches, strict=True)
+    ]
+    expected = oracle([torch.cat([one for row in data for one in row])])
+    for ours in run_on_ranks(trained, 2, data, max(num_micro_batches), "no", torch.float64):
+        compare(ours, expected, 1e-12)

@@ -14,14 +14,15 @@ _DEEPEST: Final = 4  # a transform in a list of transforms in a dataset in a sub
 _MOST_ITEMS: Final = 64  # larger containers hold data
 
 
-def hidden_generators(dataset: Any) -> list[str]:
-    """Where ``dataset``, or what it is made of, holds random generators: ``dataset.transform.rng``."""
-    return list(_search(dataset, "dataset", _DEEPEST, set()))
+def hidden_generators(dataset: Any, known: object = None) -> list[str]:
+    """Return where ``dataset``, or a part of it, holds generators other than ``known``: ``dataset.transform.rng``."""
+    return list(_search(dataset, "dataset", _DEEPEST, {id(known)}))
 
 
 def _search(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[str]:
     if isinstance(value, _GENERATORS):
-        yield path
+        if id(value) not in seen:
+            yield path
         return
     if depth == 0 or id(value) in seen or _keeps_state(value):
         return

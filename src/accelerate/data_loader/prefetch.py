@@ -381,10 +381,11 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             self.stream_end.bring(source.base, ready["dataset"])
 
     def _say_what_is_hidden(self) -> None:
-        is_stream = isinstance(self.dataset, IterableDataset)
-        found = hidden_generators(self._stream_source().base if is_stream else self.dataset)
-        if is_stream and "dataset.generator" in found:
-            found.remove("dataset.generator")  # the one of a stream that is a part of its position
+        if isinstance(self.dataset, IterableDataset):
+            source = self._stream_source()
+            found = hidden_generators(source.base, known=source.generator)  # that one is a part of the position
+        else:
+            found = hidden_generators(self.dataset)
         if found:
             warnings.warn(
                 f"The dataset has a random generator of its own ({', '.join(found)}), which no checkpoint holds: what "

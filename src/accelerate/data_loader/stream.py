@@ -165,6 +165,8 @@ class StreamReader:
         self._loader_state: Any = None
         self._ahead: Mapping[str, Any] = {}  # the streams that the next batch is to be drawn from
         self._in_process = feeder.num_workers == 0
+        # One worker reads in the order of the stream too; one that persists would begin later epochs there as well.
+        self._reads_in_order = self._in_process or (feeder.num_workers == 1 and not feeder.persistent_workers)
         self._is_over = False
         self._keeps_state = source.is_stateful and self._in_process and not feeder.use_stateful_dataloader
         if skip_batches:
@@ -186,14 +188,14 @@ class StreamReader:
             self._is_over = restored.is_finished
         elif restored.shares == source.shares:
             self._num_discarded = self.place.rounds
-        elif self._in_process and source.num_readers == 1:
+        elif self._reads_in_order and source.num_readers == 1:
             self._num_skipped = self.place.samples
         else:
             self._num_discarded = self.place.rounds
             warnings.warn(
                 f"This stream was read by {restored.shares} ranks and is now read by {source.shares}: each rank "
                 "skips as many batches as make the same number of samples, but the samples needn't be the same. "
-                "num_workers=0, or dispatch_batches=True, continues exactly.",
+                "num_workers=0 or 1, or dispatch_batches=True, continues exactly.",
                 ResumeWarning,
                 stacklevel=2,
             )
@@ -286,12 +288,12 @@ class StreamReader:
 
     def _begun(self, batches: Iterator[Any]) -> tuple[Any, list[str]]:
         """The first batch, and the streams of this process that reading draws from."""
-        if not self._in_process:
-            return next(batches, _END), []
-        before = capture_host_streams()
+        before = capture_host_streams() if self._in_process else {}
         batch = next(batches, _END)
         if self.source.shard is not None:
-            self.source.shard.num_skipped = 0  # it was for this pass
+            self.source.shard.num_skipped = 0  # it was for this pass; a worker has its own copy
+        if not self._in_process:
+            return batch, []
         return batch, ["torch", *(name for name in before if name != "torch" and host_stream(name) != before[name])]
 
     def _accounted(self, batch: Any) -> tuple[Any, BatchCoverage | None]:
