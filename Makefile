@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test multi oracle engines storage clients trackers xla kills monitor processors versions check fix bench docs build
+.PHONY: help setup demo test multi slow oracle engines storage clients trackers xla kills monitor processors versions check fix bench docs build
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
@@ -22,10 +22,14 @@ demo: setup      ## train on 1 and on 2 processes, compare, plot (demo_output/)
 	$(BIN)/python examples/demo.py --output_dir demo_output
 
 test: setup      ## run every test
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 multi: setup     ## run the tests that need several processes
 	$(BIN)/python -m pytest tests/multi
+
+slow: setup      ## what `make test` leaves out for its time: examples at full length, every launcher, failure and fault (minutes)
+	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/seeds tests/multi/test_launch.py tests/multi/test_compiled.py \
+		tests/multi/test_hangs.py tests/multi/test_elastic.py tests/contract/test_fsdp_folders.py
 
 oracle: setup    ## exactness: every sample once, exact resume, 50 random kills, gradients; ends with a table
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/oracle

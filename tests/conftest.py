@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,12 @@ def world_left() -> Iterator[None]:
     world = sys.modules.get("accelerate.world")
     if world is not None:
         world.leave_world()
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported by now stays: the collections that tests ask for needn't look at it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

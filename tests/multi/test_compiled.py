@@ -30,7 +30,7 @@ def compiled(options: dict[str, Any] | None, by_region: bool) -> dict[str, Any]:
     return train(options, accelerator={"dynamo_plugin": plugin})
 
 
-SLOW = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="compiles for seconds: RUN_SLOW=1")
+SLOW = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="compiles for seconds: RUN_SLOW=1 (make slow)")
 CASES = [
     pytest.param(name, by_region, id=f"{name}-regions" if by_region else name, marks=[SLOW] if slow else [])
     for name in STRATEGIES

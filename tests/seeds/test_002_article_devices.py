@@ -15,7 +15,7 @@ import yaml
 
 from accelerate import Accelerator, notebook_launcher
 from tests.seeds.test_001_commands import ARTICLE_ANSWERS, STATE, told, with_own_port
-from tests.seeds.tools import ACCELERATE, ROOT, environment, launcher, run
+from tests.seeds.tools import ACCELERATE, ROOT, environment, launcher, run, slow
 
 row = pytest.mark.row
 EXAMPLES = ROOT / "examples"
@@ -208,6 +208,7 @@ def test_the_text_example_learns_and_reports_the_same_on_two_processes(pairs_fil
 
 
 @row("002-12")
+@slow
 @pytest.mark.timeout(300)  # 40 seconds of computing, on however busy a machine
 def test_the_text_example_reaches_its_mark_on_real_text_without_arguments() -> None:
     said = run([sys.executable, EXAMPLES / "nlp_example.py"], PYTHONPATH=str(ROOT / "src"), timeout_seconds=280).stdout

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.seeds.tools import HERE, LISTINGS, launcher, run
+from tests.seeds.tools import HERE, LISTINGS, launcher, run, slow
 
 row = pytest.mark.row
 
@@ -61,8 +61,22 @@ def test_listings_run_with_python(precision: str, tmp_path: Path) -> None:
 
 
 @row("000-01", "001-15", "001-17", "001-19", "001-49", "001-60", "002-01", "002-18", "003-01", "004-02", "004-15")
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("name", ["torchrun", "torch.distributed.launch", "accelerate"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("accelerate", "bf16"),
+        ("torchrun", "no"),
+        *(
+            pytest.param(name, precision, marks=slow)
+            for name, precision in (
+                ("accelerate", "no"),
+                ("torchrun", "bf16"),
+                ("torch.distributed.launch", "no"),
+                ("torch.distributed.launch", "bf16"),
+            )
+        ),
+    ],
+)
 def test_listings_run_on_two_processes(name: str, precision: str, tmp_path: Path) -> None:
     first, second = _run(name, [*CONVERTED, *HAND_WRITTEN], tmp_path, precision)
     for listing in CONVERTED:
