@@ -182,13 +182,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def environment(folder: Path, package: Path = SOURCE) -> dict[str, str]:
+def environment(folder: Path, package: Path = SOURCE, ranks: int = 1) -> dict[str, str]:
     """Everything offline, one thread, on the CPU, with the accelerate that lies in ``package``."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(package), str(HERE / "programs")]),
         "CLIENT_ASSETS": str(folder / "assets"),
-        "CLIENT_OUTPUT": str(folder / ("ours" if package == SOURCE else "peer")),
+        # Of this number of ranks: a run goes on from the checkpoints that as many have written.
+        "CLIENT_OUTPUT": str(folder / f"{'ours' if package == SOURCE else 'peer'}-{ranks}"),
         "HF_HOME": str(folder / "home"),
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
@@ -206,7 +207,8 @@ def results_of(client: Client, folder: Path, package: Path = SOURCE) -> dict[str
     torchrun = ["-m", "torch.distributed.run", *ranks] if client.ranks > 1 else []
     done = subprocess.run(
         [sys.executable, *torchrun, *program],
-        env=environment(folder, package), cwd=folder, capture_output=True, text=True, timeout=900, check=False,
+        env=environment(folder, package, client.ranks), cwd=folder,
+        capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
