@@ -171,6 +171,8 @@ def imagen() -> dict[str, Any]:
 
 def imagen_resumed() -> dict[str, Any]:
     """Goes on from what was saved."""
+    if not (FOLDER / "imagen.pt").exists():
+        imagen()
     trainer = imagen_trainer()
     trainer.load(str(FOLDER / "imagen.pt"))
     losses = [trainer.train_step(unet_number=1) for _ in range(3)]
