@@ -92,7 +92,7 @@ deepspeed: setup  ## install DeepSpeed and transformers beside .venv, and run Ze
 		"tests/examples/test_by_feature.py::test_an_example_learns_on_two_ranks[deepspeed_with_config_support]"
 
 meshes: setup    ## every mesh of 2 and 4 ranks against one process, and every checkpoint under every other (minutes)
-	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_meshes.py tests/multi/test_pipeline.py tests/multi/test_joint_passes.py
+	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_meshes.py tests/multi/test_pipeline.py tests/multi/test_coordinated_retry.py
 
 xla:             ## install torch_xla and its torch 2.9 into .xla (1 GB to download), train on 4 virtual devices (minutes)
 	tests/xla/setup.sh

@@ -39,21 +39,21 @@ MB = 1 << 20
 
 
 class Stack(nn.Module):
-    """Linear layers, one after the other."""
+    """A sequence of linear layers."""
 
     def __init__(self, depth: int, width: int = WIDTH) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states after all layers."""
+        """Return the hidden states after all layers."""
         for layer in self.layers:
             hidden = torch.relu(layer(hidden))
         return hidden
 
 
 def write_checkpoint(folder: Path, depth: int) -> None:
-    """Random weights of a stack, in shards with an index."""
+    """Write random weights of a stack, in shards with an index."""
     from safetensors.torch import save_file
 
     weight_map: dict[str, str] = {}
@@ -69,7 +69,7 @@ def write_checkpoint(folder: Path, depth: int) -> None:
 
 
 def resident(field: str = "VmRSS") -> int:
-    """Bytes of this process in memory: now, or (VmHWM) at most since the last reset."""
+    """Return this process's resident memory in bytes: now, or (VmHWM) its peak since the last reset."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -77,13 +77,13 @@ def resident(field: str = "VmRSS") -> int:
 
 
 def touch(tensors: Iterable[torch.Tensor]) -> None:
-    """Every page of the tensors has been read."""
+    """Read every page of the tensors."""
     for tensor in tensors:
         tensor.view(-1)[::1024].sum()
 
 
 def empty_stack(depth: int) -> Stack:
-    """A stack without values."""
+    """Return a stack without values."""
     from accelerate import init_empty_weights
 
     with init_empty_weights():
@@ -94,7 +94,7 @@ def empty_stack(depth: int) -> Stack:
 
 
 def raw(folder: Path, depth: int) -> dict[str, float]:
-    """Reading the files with safetensors, into memory of their own: `load_file` by itself only maps them."""
+    """Measure reading the files with safetensors into new memory: `load_file` by itself only maps them."""
     from safetensors.torch import load_file
 
     start = time.perf_counter()
@@ -106,7 +106,7 @@ def raw(folder: Path, depth: int) -> dict[str, float]:
 
 
 def load(folder: Path, depth: int) -> dict[str, float]:
-    """Loading into a model without values, in host memory."""
+    """Measure loading into a model without values, in host memory."""
     from accelerate import load_checkpoint_and_dispatch
 
     model = empty_stack(depth)
@@ -117,7 +117,7 @@ def load(folder: Path, depth: int) -> dict[str, float]:
 
 
 def load_bf16(folder: Path, depth: int) -> dict[str, float]:
-    """The same into another dtype."""
+    """Measure loading into another dtype."""
     from accelerate import load_checkpoint_and_dispatch
 
     model = empty_stack(depth)
@@ -128,7 +128,7 @@ def load_bf16(folder: Path, depth: int) -> dict[str, float]:
 
 
 def disk(folder: Path, depth: int) -> dict[str, float]:
-    """Forward passes with all layers but the first on disk."""
+    """Measure forward passes with all layers but the first on disk."""
     from accelerate import load_checkpoint_and_dispatch
 
     model = empty_stack(depth)
@@ -153,19 +153,19 @@ def disk(folder: Path, depth: int) -> dict[str, float]:
 
 
 class Returns(nn.Module):
-    """A module that does nothing, with two weights."""
+    """A module with two weights whose forward returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
 
     def forward(self, inputs: torch.Tensor, **_: Any) -> torch.Tensor:
-        """The inputs."""
+        """Return the inputs."""
         return inputs
 
 
 def hooks(folder: Path, depth: int) -> dict[str, float]:
-    """What a hook adds to a call, in microseconds."""
+    """Measure the time that a hook adds to a call, in microseconds."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     inputs = torch.ones(1, 8)
@@ -195,7 +195,7 @@ def hooks(folder: Path, depth: int) -> dict[str, float]:
 
 
 def generation(folder: Path, depth: int) -> dict[str, float]:
-    """Tokens a second of a decoder whose weights wait in host memory, and what the device held at most."""
+    """Measure the tokens per second of a decoder offloaded to host memory, and the device's peak memory."""
     from accelerate import cpu_offload
 
     torch.manual_seed(0)
@@ -233,7 +233,7 @@ MEASUREMENTS: dict[str, Callable[[Path, int], dict[str, float]]] = {
 
 
 def measure(python: str, name: str, folder: Path, depth: int) -> dict[str, float]:
-    """One measurement in a new process."""
+    """Run one measurement in a new process."""
     environment = dict(os.environ)
     if python == sys.executable:
         environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[1] / "src")
@@ -247,7 +247,7 @@ def measure(python: str, name: str, folder: Path, depth: int) -> dict[str, float
 
 
 def best(results: list[dict[str, float]]) -> dict[str, float]:
-    """The smallest of each figure; of rates the largest."""
+    """Return the minimum of each figure; of rates the maximum."""
     return {key: (max if key == "rate" else min)(each[key] for each in results) for key in results[0]}
 
 
@@ -289,7 +289,7 @@ def main() -> None:
 
 
 def show(figures: dict[tuple[str, str], dict[str, float]], depth: int, who: list[str]) -> None:
-    """The table, a row a figure."""
+    """Print the table, with a row for each figure."""
     total = depth * BLOCK_BYTES / 1e9
     print(f"{depth} blocks of {BLOCK_BYTES / MB:.0f} MB, {total:.2f} GB in {NUM_SHARDS} shards\n")
     print(f"| what | {' | '.join(who)} | safetensors alone |\n|---|{'---|' * (len(who) + 1)}")

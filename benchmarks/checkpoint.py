@@ -1,4 +1,4 @@
-"""What a whole checkpoint costs over writing and reading the same bytes with plain safetensors.
+"""The cost of a whole checkpoint over writing and reading the same bytes with plain safetensors.
 
     python benchmarks/checkpoint.py [--gigabytes 1] [--rounds 5] [--folder DIR]
     PEER_PYTHON=/path/to/python python benchmarks/checkpoint.py       and another installation of `accelerate`
@@ -32,7 +32,7 @@ NUM_LAYERS = 16
 
 
 def build(num_bytes: int, *, has_stepped: bool = True) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model and its AdamW, whose weights and state take about ``num_bytes`` together once it has stepped."""
+    """Return a model and its AdamW, whose weights and state take about ``num_bytes`` once it has stepped."""
     width = int((num_bytes / 3 / 4 / NUM_LAYERS) ** 0.5)
     model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(NUM_LAYERS)])
     optimizer = torch.optim.AdamW(model.parameters())
@@ -46,7 +46,7 @@ def build(num_bytes: int, *, has_stepped: bool = True) -> tuple[torch.nn.Module,
 
 
 def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Everything that both ways save, in one flat dict."""
+    """Return everything that both ways save, in one flat dict."""
     state = dict(model.state_dict())
     for number, entry in optimizer.state_dict()["state"].items():
         state |= {f"optimizer.{number}.{name}": value for name, value in entry.items()}
@@ -54,7 +54,7 @@ def tensors_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 
 def checksum(path: Path) -> int:
-    """The CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     total, buffer = 0, bytearray(8 << 20)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -63,7 +63,7 @@ def checksum(path: Path) -> int:
 
 
 def plain_save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """The yardstick's save."""
+    """Save with plain safetensors, as the baseline."""
     folder.mkdir()
     save_file(tensors, folder / "all.safetensors")
     checksum(folder / "all.safetensors")
@@ -72,21 +72,21 @@ def plain_save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def plain_load(folder: Path) -> None:
-    """The yardstick's load: every byte summed, and in memory of its own."""
+    """Load with plain safetensors, as the baseline: every byte checksummed, and in new memory."""
     checksum(folder / "all.safetensors")
     for tensor in load_file(folder / "all.safetensors").values():
         tensor.clone()
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """How long a call took."""
+    """Return the duration of a call in seconds."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
+    """Return the memory of this process that no file backs, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -94,7 +94,7 @@ def anonymous_bytes() -> int:
 
 
 def memory_of_a_load(folder: Path, num_bytes: int) -> int:
-    """The most memory that a fresh process needs to resume, beyond what the resumed run then holds."""
+    """Return the peak memory of a fresh process that resumes, beyond what the resumed run then holds."""
     reader, writer = os.pipe()
     if os.fork() == 0:
         from accelerate.checkpointing import read_checkpoint
@@ -119,7 +119,7 @@ def memory_of_a_load(folder: Path, num_bytes: int) -> int:
 
 
 def measure(num_bytes: int, rounds: int, root: Path) -> dict[str, float]:
-    """The best of each variant, in seconds; and the memory of a load, in bytes."""
+    """Return the best time of each variant, in seconds, and the memory of a load, in bytes."""
     from accelerate.checkpointing import Background, read_checkpoint, write_checkpoint
 
     background = Background()
@@ -183,7 +183,7 @@ print(json.dumps(best))
 
 
 def measure_peer(python: str, num_bytes: int, rounds: int, root: Path) -> dict[str, float]:
-    """The same save and load by another installation (it neither flushes nor sums)."""
+    """Measure the same save and load by another installation (it neither flushes nor checksums)."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     here = str(Path(__file__).resolve().parent)
     command = [python, "-c", PEER, here, str(num_bytes), str(rounds), str(root / "peer")]
@@ -192,7 +192,7 @@ def measure_peer(python: str, num_bytes: int, rounds: int, root: Path) -> dict[s
 
 
 def main() -> None:
-    """Prints one line per measure, and the two ratios that matter."""
+    """Print one line per measurement, and the two main ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)

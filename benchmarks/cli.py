@@ -1,5 +1,4 @@
-"""What the command line costs: CPU seconds and memory of `accelerate --help`, `launch --help` and of
-launching.
+"""The cost of the command line: CPU seconds and memory of `accelerate --help`, `launch --help`, and launching.
 
     python benchmarks/cli.py                                # this package
     PEER_PYTHON=/path/to/python python benchmarks/cli.py    # and another environment's accelerate, in the same run
@@ -58,7 +57,7 @@ class Cost:
 
 
 def measure(command: Sequence[str], folder: Path, environment: dict[str, str]) -> Cost:
-    """What the command costs, once."""
+    """Measure the cost of one run of the command."""
     meter = [sys.executable, "-I", "-S", "-c", METER, *command]
     done = subprocess.run(meter, capture_output=True, text=True, cwd=folder, env=environment, check=True)
     cpu, peak, wall, code = json.loads(done.stdout)
@@ -68,7 +67,7 @@ def measure(command: Sequence[str], folder: Path, environment: dict[str, str]) -
 
 
 def median(costs: Sequence[Cost]) -> Cost:
-    """The median of each column."""
+    """Return the median of each column."""
     return Cost(
         statistics.median(cost.cpu_seconds for cost in costs),
         statistics.median(cost.peak_mib for cost in costs),
@@ -77,7 +76,7 @@ def median(costs: Sequence[Cost]) -> Cost:
 
 
 def contenders() -> dict[str, tuple[str, dict[str, str]]]:
-    """Name -> (interpreter, environment) of each accelerate that is measured."""
+    """Return the interpreter and environment of each measured accelerate, by name."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     source = str(Path(__file__).resolve().parents[1] / "src")
     found = {"ours": (sys.executable, {**common, "PYTHONPATH": source})}
@@ -89,14 +88,14 @@ def contenders() -> dict[str, tuple[str, dict[str, str]]]:
 
 
 def entry(name: str) -> list[str]:
-    """How that accelerate is started as a command."""
+    """Return the command line that starts that accelerate."""
     if name == "ours":
         return ["-m", "accelerate.commands.main"]
     return ["-c", "import sys; from accelerate.commands.accelerate_cli import main; sys.exit(main())"]
 
 
 def main() -> int:
-    """1 when a bound is broken, else 0."""
+    """Run the benchmark; return 1 when a bound is broken, else 0."""
     broken: list[str] = []
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home)

@@ -1,4 +1,4 @@
-"""What a prepared loader costs over the bare one, what continuing far inside an epoch costs, and gathering metrics.
+"""The cost of a prepared loader over the bare one, of resuming far inside an epoch, and of gathering metrics.
 
     python benchmarks/data.py                                   ours against bare torch
     PEER_PYTHON=/path/to/python python benchmarks/data.py       and another installation of `accelerate`, same run
@@ -32,7 +32,7 @@ FAR = 100_000
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Rows that are already in memory."""
+    """A dataset of rows that are already in memory."""
 
     def __init__(self) -> None:
         self.rows = torch.randn(NUM_BATCHES * BATCH, 128)
@@ -45,7 +45,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def loaders() -> dict[str, Any]:
-    """The same loader bare, prepared for one process, as one of two (each reads half of the batches), and by sample."""
+    """Return the same loader bare, prepared for one process, as one of two (each reads half), and by sample."""
     from accelerate import Accelerator
     from accelerate.data_loader import prepare_data_loader
 
@@ -64,7 +64,7 @@ def loaders() -> dict[str, Any]:
 
 
 def _by_sample(loader: Any, device: torch.device) -> dict[str, Any]:
-    """The loader that begins the random streams anew for every sample, where this installation has it."""
+    """Return the loader that seeds the random streams for every sample, where this installation has it."""
     from accelerate.data_loader import prepare_data_loader
 
     if "augment_by_sample" not in inspect.signature(prepare_data_loader).parameters:
@@ -73,7 +73,7 @@ def _by_sample(loader: Any, device: torch.device) -> dict[str, Any]:
 
 
 def microseconds_per_batch(loader: Any) -> float:
-    """CPU time of one pass."""
+    """Return the CPU time of one pass per batch, in microseconds."""
     start, count = time.process_time(), 0
     for _ in loader:
         count += 1
@@ -81,7 +81,7 @@ def microseconds_per_batch(loader: Any) -> float:
 
 
 def measure(rounds: int) -> dict[str, float]:
-    """Median CPU microseconds per batch, by variant; the variants take turns."""
+    """Return the median CPU microseconds per batch, by variant; the variants take turns."""
     variants = loaders()
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds + 1):
@@ -91,7 +91,7 @@ def measure(rounds: int) -> dict[str, float]:
 
 
 def first_batch_milliseconds(position: int) -> float:
-    """CPU time until the first batch of a shuffled epoch of 3.3 million rows, begun at batch ``position``."""
+    """Return the CPU time until the first batch of a shuffled epoch of 3.3 million rows, resumed at ``position``."""
     from accelerate.data_loader import prepare_data_loader
 
     def loader() -> Any:
@@ -159,7 +159,7 @@ def _rank(rank: int, port: int, rounds: int, answer: Any) -> None:
 
 
 def gathering(rounds: int) -> dict[str, float]:
-    """Median CPU microseconds of a gather, both ranks together, without the forward pass."""
+    """Return the median CPU microseconds of a gather, both ranks together, without the forward pass."""
     context = multiprocessing.get_context("fork")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -175,7 +175,7 @@ def gathering(rounds: int) -> dict[str, float]:
 
 
 def show_gathering(label: str, figures: dict[str, float]) -> None:
-    """One line: the gather, and its ratio to one all_gather."""
+    """Print one line: the gather, and its ratio to one all_gather."""
     ours, hand = figures["gather_for_metrics"], figures["all_gather"]
     print(f"{label:<6} metrics      {ours:8.1f} us/gather  {ours / hand:.3f}x one all_gather ({hand:.1f} us)")
 
@@ -184,7 +184,7 @@ def show_gathering(label: str, figures: dict[str, float]) -> None:
 
 
 class Billion(Dataset[int]):
-    """10^9 samples, none of which is kept."""
+    """A dataset of 10^9 samples, none of which is stored."""
 
     def __len__(self) -> int:
         return 10**9
@@ -194,7 +194,7 @@ class Billion(Dataset[int]):
 
 
 def index_megabytes() -> tuple[float, float]:
-    """What 2000 batches of a shuffled billion, for one rank of 8, add to the memory; and milliseconds to the first."""
+    """Return the memory that 2000 batches of a shuffled billion add on one of 8 ranks; and ms to the first."""
     from accelerate.data_loader import prepare_data_loader
 
     def loader(size: int) -> Any:
@@ -216,7 +216,7 @@ def _peak_megabytes() -> float:
 
 
 def show(label: str, figures: dict[str, float]) -> None:
-    """One line per variant, with its ratio to the bare loader."""
+    """Print one line per variant, with its ratio to the bare loader."""
     for name, microseconds in figures.items():
         print(f"{label:<6} {name:<12} {microseconds:8.1f} us/batch   {microseconds / figures['bare']:.3f}x bare")
 

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from accelerate.estimate.inputs import inputs_of_transformers
+from accelerate.estimate.subject import inputs_of_transformers
 from accelerate.estimate.trace import loss_of, optimizer_of, recompute_blocks, trace_training
 
 LIMIT = 0.10
@@ -37,7 +37,7 @@ VOCABULARY = 1000
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and what it is called with."""
+    """A model with its inputs."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -46,12 +46,12 @@ class Subject:
     sequence: int = 1
 
     def build(self) -> nn.Module:
-        """The model without values."""
+        """Return the model without values."""
         with torch.device("meta"):
             return self.make()
 
     def inputs(self, model: nn.Module, batch: int, sequence: int) -> Any:
-        """What it is called with."""
+        """Return the inputs of the model."""
         return self.arguments(model, batch, sequence)
 
 
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Each position, told about those before it."""
+        """Return the attention output of every position over the earlier ones."""
         batch, length, width = hidden.shape
         query, key, value = self.into(hidden).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -82,7 +82,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states after attention and after the two linear layers."""
+        """Return the hidden states after attention and after the two linear layers."""
         hidden = hidden + self.attention(self.first(hidden))
         return hidden + self.down(nn.functional.gelu(self.up(self.second(hidden))))
 
@@ -99,7 +99,7 @@ class LanguageModel(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Scores and the loss of the next token."""
+        """Return the logits and the loss of the next token."""
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = block(hidden)
@@ -109,7 +109,7 @@ class LanguageModel(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a residual connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -122,12 +122,12 @@ class Residual(nn.Module):
         )
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """The image, changed a little."""
+        """Return the image with the output of the convolutions added."""
         return torch.relu(image + self.inner(image))
 
 
 class VisionTransformer(nn.Module):
-    """Patches of an image through transformer blocks."""
+    """A transformer over the patches of an image."""
 
     def __init__(self, width: int = 128, depth: int = 3) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Scores of ten classes."""
+        """Return the logits of ten classes."""
         hidden = self.patches(image).flatten(2).transpose(1, 2)
         for block in self.blocks:
             hidden = block(hidden)
@@ -144,7 +144,7 @@ class VisionTransformer(nn.Module):
 
 
 class UNet(nn.Module):
-    """Down, up again, and across."""
+    """A U-Net: downsampling, upsampling, and a skip connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,14 +153,14 @@ class UNet(nn.Module):
         self.leave = nn.Conv2d(32, 3, 3, padding=1)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """An image of the same size."""
+        """Return an image of the same size."""
         wide = torch.relu(self.enter(image))
         deep = self.middle(torch.relu(self.down(wide)))
         return self.leave(torch.cat([wide, self.up(deep)], 1))
 
 
 class Experts(nn.Module):
-    """Every expert on every token, weighed by a gate."""
+    """A dense mixture of experts: every expert on every token, weighted by a gate."""
 
     def __init__(self, width: int = 64, count: int = 4) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the experts say together."""
+        """Return the weighted sum of the experts' outputs."""
         hidden = self.embedding(tokens)
         weights = self.gate(hidden).softmax(-1)
         return torch.stack([expert(hidden) for expert in self.experts], -1).mul(weights.unsqueeze(-2)).sum(-1)
@@ -184,7 +184,7 @@ class Recurrent(nn.Module):
         self.inner, self.head = kind(96, 128, num_layers=2, batch_first=True, dropout=0.1), nn.Linear(128, 10)
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Ten numbers for every step."""
+        """Return ten numbers for every step."""
         return self.head(self.inner(vectors)[0])
 
 
@@ -196,7 +196,7 @@ class Translator(nn.Module):
         self.inner = nn.Transformer(96, 4, 2, 2, 192, batch_first=True)
 
     def forward(self, source: torch.Tensor) -> torch.Tensor:
-        """What the decoder makes of it."""
+        """Return the decoder's output."""
         return self.inner(source, source[:, : source.shape[1] // 2])
 
 
@@ -259,7 +259,7 @@ MODELS = (
 
 
 def of_transformers() -> Iterator[Subject]:
-    """Ten architectures of transformers, a few layers each."""
+    """Yield ten architectures of transformers, a few layers each."""
     import transformers as library
 
     text: dict[str, Any] = {
@@ -302,7 +302,7 @@ def of_transformers() -> Iterator[Subject]:
 
 
 def measured(subject: Subject, device: str, autocast: torch.dtype | None, recompute: bool) -> int:
-    """The most bytes that lived at one moment of three training steps."""
+    """Return the peak bytes of three training steps."""
     gc.collect()  # what is freed while it is measured has to be from there
     if device == "cpu":
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
@@ -345,7 +345,7 @@ def _train(subject: Subject, device: str, autocast: torch.dtype | None, recomput
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison."""
+    """The comparison of one estimate with its measurement."""
 
     name: str
     estimated: int
@@ -353,14 +353,14 @@ class Row:
 
     @property
     def error(self) -> float:
-        """How far the estimate is off."""
+        """The relative error of the estimate."""
         return self.estimated / self.measured - 1
 
 
 def compare(
     subjects: Iterable[Subject], device: str = "cpu", autocast: torch.dtype | None = None, recompute: bool = False
 ) -> list[Row]:
-    """Estimate and measurement of each."""
+    """Return the estimate and measurement of each subject."""
     rows = []
     for subject in subjects:
         trace = trace_training(
@@ -376,7 +376,7 @@ def compare(
 
 
 def main() -> None:
-    """The tables are printed."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     device = parser.parse_args().device

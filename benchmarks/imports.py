@@ -1,5 +1,4 @@
-"""What the first line of a script costs: CPU seconds of importing names after `import torch`, and of the first
-Accelerator.
+"""The cost of a script's first line: CPU seconds of imports after `import torch`, and of the first Accelerator.
 
     python benchmarks/imports.py                                # this package
     PEER_PYTHON=/path/to/python python benchmarks/imports.py    # and another environment's accelerate, in the same run
@@ -39,14 +38,14 @@ print(time.process_time() - started)
 
 
 def seconds(python: str, statement: str, environment: dict[str, str]) -> float:
-    """CPU seconds of ``statement`` in an interpreter that has imported torch."""
+    """Return the CPU seconds of ``statement`` in an interpreter that has imported torch."""
     command = [python, "-c", PROGRAM, statement]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     return float(done.stdout.splitlines()[-1])
 
 
 def contenders(bytecode: str) -> dict[str, tuple[str, dict[str, str]]]:
-    """Name -> (interpreter, environment) of each accelerate that is measured."""
+    """Return the interpreter and environment of each measured accelerate, by name."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPYCACHEPREFIX": bytecode}
     common.pop("PYTHONDONTWRITEBYTECODE", None)
     source = str(Path(__file__).resolve().parents[1] / "src")
@@ -58,7 +57,7 @@ def contenders(bytecode: str) -> dict[str, tuple[str, dict[str, str]]]:
 
 
 def main() -> int:
-    """1 when a bound is broken, else 0."""
+    """Run the benchmark; return 1 when a bound is broken, else 0."""
     broken: list[str] = []
     with tempfile.TemporaryDirectory() as bytecode:
         named = contenders(bytecode)

@@ -1,4 +1,4 @@
-"""What parallel training costs over the same model written by hand in raw torch.
+"""The cost of parallel training over the same model written by hand in raw torch.
 
     python benchmarks/parallel.py                               2 gloo ranks: DDP, FSDP2, TP; and, where there is a GPU,
                                                                 a Llama-shaped model on one of them
@@ -40,7 +40,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """More of it."""
+        """Return the input with the block's output added."""
         return x + self.down(torch.relu(self.up(x)))
 
 
@@ -48,14 +48,14 @@ PLAN = {f"{number}.{name}": kind for number in range(3) for name, kind in (("up"
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-    """A model, AdamW, and a batch that is already there."""
+    """Return a model, AdamW, and a batch that is already in memory."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(3)))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4), torch.randn(BATCH, WIDTH)
 
 
 def by_hand(strategy: str, clips: bool) -> Step:
-    """The step as raw torch has it."""
+    """Return the step written in raw torch."""
     from torch.distributed.device_mesh import init_device_mesh
 
     model, optimizer, batch = build()
@@ -88,7 +88,7 @@ def by_hand(strategy: str, clips: bool) -> Step:
 
 
 def prepared(strategy: str, clips: bool) -> Step:
-    """The same step after `prepare`."""
+    """Return the same step after `prepare`."""
     from accelerate import Accelerator
     from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
     from accelerate.plugins.parallelism import ParallelismConfig, TorchTensorParallelConfig
@@ -151,7 +151,7 @@ def _rank(rank: int, port: int, strategy: str, clips: bool, rounds: int, pipe: A
 
 
 def on_ranks(strategy: str, clips: bool, rounds: int) -> dict[str, float]:
-    """Milliseconds of CPU time of one step on rank 0, and the median of the ratios of neighbouring rounds."""
+    """Return the CPU milliseconds of one step on rank 0, and the median ratio of neighbouring rounds."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -174,7 +174,7 @@ HIDDEN, LAYERS, HEADS, INNER, VOCABULARY, SEQUENCE, SAMPLES = 2048, 16, 16, 5632
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions."""
+    """Causal attention with rotary position embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """What each position learns from those before."""
+        """Return the attention output of every position over the earlier ones."""
         batch, length, _ = x.shape
         q, k, v = (part.view(batch, length, HEADS, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         q, k = (
@@ -193,7 +193,7 @@ class Attention(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention and a gated layer, each behind a norm."""
+    """Attention and a gated MLP, each after a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,14 +203,14 @@ class LlamaBlock(nn.Module):
         self.down = nn.Linear(INNER, HIDDEN, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """The next hidden state."""
+        """Return the next hidden states."""
         x = x + self.attention(self.first(x), cos, sin)
         hidden = self.second(x)
         return x + self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
 
 
 class LlamaShaped(nn.Module):
-    """About 0.9 billion parameters."""
+    """A Llama-like model of about 0.9 billion parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class LlamaShaped(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Scores of the next tokens."""
+        """Return the logits of the next tokens."""
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
@@ -231,7 +231,7 @@ class LlamaShaped(nn.Module):
 
 
 def gpu_worker(variant: str, precision: str, steps: int) -> None:
-    """Prints the tokens per second of one variant."""
+    """Print the tokens per second of one variant."""
     torch.manual_seed(0)
     device = torch.device("cuda")
     model: nn.Module = LlamaShaped()
@@ -287,7 +287,7 @@ def _ask(python: str, variant: str, precision: str, steps: int) -> dict[str, Any
 
 
 def on_gpu(rounds: int, steps: int) -> dict[str, Any]:
-    """Tokens per second of every variant; a plain word for what can't be measured here."""
+    """Return the tokens per second of every variant; a sentence for those that can't be measured here."""
     if not torch.cuda.is_available():
         return {"skipped": "no GPU here"}
     variants: dict[str, tuple[str, str, str]] = {
@@ -323,7 +323,7 @@ def _on_meta() -> nn.Module:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40, help="Rounds of 20 steps on the ranks.")
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp2", "tp"], choices=["ddp", "fsdp2", "tp"])

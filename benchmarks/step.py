@@ -1,4 +1,4 @@
-"""What a prepared training step costs over the bare one, on a model so small that only the overhead shows.
+"""The cost of a prepared training step over the bare one, on a model so small that only the overhead shows.
 
     python benchmarks/step.py                                   ours against bare torch
     python benchmarks/step.py --calls                           our Python calls per step, by name
@@ -29,7 +29,7 @@ Round = Callable[[], None]
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer, Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A linear model of five parameters, SGD, a constant schedule, and batches of one sample that are already there."""
+    """Return a linear model of five parameters, SGD, a constant schedule, and batches of one sample in memory."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     batches = [(torch.randn(1, 4), torch.randn(1, 1)) for _ in range(STEPS)]
@@ -38,7 +38,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, Any, list[tuple[torch.Ten
 
 
 def bare(loop: str) -> Round:
-    """The loop as torch has it."""
+    """Return the loop in plain torch."""
     model, optimizer, scheduler, batches = build()
     is_scheduled = loop == "scheduled"
 
@@ -64,7 +64,7 @@ def bare(loop: str) -> Round:
 
 
 def prepared(loop: str) -> Round:
-    """The same loop after `prepare`."""
+    """Return the same loop after `prepare`."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -95,14 +95,14 @@ def prepared(loop: str) -> Round:
 
 
 def seconds(run: Round) -> float:
-    """CPU seconds of one round."""
+    """Return the CPU seconds of one round."""
     start = time.process_time()
     run()
     return time.process_time() - start
 
 
 def measure(rounds: int) -> dict[str, tuple[float, float]]:
-    """By loop, the least CPU microseconds of a step: bare, and prepared; the two take turns."""
+    """Return by loop the least CPU microseconds of a step, bare and prepared; the two take turns."""
     figures: dict[str, tuple[float, float]] = {}
     for loop in LOOPS:
         pair = (bare(loop), prepared(loop))
@@ -115,7 +115,7 @@ def measure(rounds: int) -> dict[str, tuple[float, float]]:
 
 
 def calls(loop: str) -> dict[str, float]:
-    """The Python functions of `accelerate` that one step calls, with how often."""
+    """Return the Python functions of `accelerate` that one step calls, with the number of calls."""
     import accelerate
 
     home = os.path.dirname(accelerate.__file__) + os.sep
@@ -138,7 +138,7 @@ def calls(loop: str) -> dict[str, float]:
 
 
 def show(label: str, figures: dict[str, tuple[float, float]]) -> None:
-    """One line per loop, with its ratio to its bare loop."""
+    """Print one line per loop, with its ratio to its bare loop."""
     for loop, (least, prepared_least) in figures.items():
         ratio = prepared_least / least
         print(f"{label:<6} {loop:<13} {prepared_least:8.1f} us/step   bare {least:8.1f}   {ratio:.3f}x bare")

@@ -1,4 +1,4 @@
-"""How large the code is, and how far a reader has to walk: files, lines, words, and calls on the ways people read.
+"""The size of the code and the length of its journeys: files, lines, words, and calls.
 
     python benchmarks/structure.py                              this package
     PEER_PYTHON=/path/to/python python benchmarks/structure.py  and another environment's accelerate beside it
@@ -35,14 +35,14 @@ Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def package_folder() -> Path:
-    """Where the `accelerate` of this interpreter lies."""
+    """Return the folder of this interpreter's `accelerate`."""
     spec = importlib.util.find_spec("accelerate")
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).parent
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
-    """The lines on which docstrings lie."""
+    """Return the numbers of the lines with docstrings."""
     found: set[int] = set()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -54,7 +54,7 @@ def docstring_lines(tree: ast.Module) -> set[int]:
 
 
 def code_lines(text: str, tree: ast.Module) -> list[int]:
-    """The numbers of the lines with code on them."""
+    """Return the numbers of the lines with code."""
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -64,7 +64,7 @@ def code_lines(text: str, tree: ast.Module) -> list[int]:
 
 
 def first_words(tree: ast.Module) -> Iterator[str]:
-    """The first word of every docstring."""
+    """Yield the first word of every docstring."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, *Function)):
             text = ast.get_docstring(node)
@@ -73,7 +73,7 @@ def first_words(tree: ast.Module) -> Iterator[str]:
 
 
 def annotations(tree: ast.Module) -> Iterator[ast.expr | None]:
-    """The annotation of every parameter and result of a function, None where there is none."""
+    """Yield the annotation of every parameter and result of a function, None where there is none."""
     for node in ast.walk(tree):
         if isinstance(node, Function):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -83,12 +83,12 @@ def annotations(tree: ast.Module) -> Iterator[ast.expr | None]:
 
 
 def is_any(annotation: ast.expr) -> bool:
-    """Whether `Any` itself stands anywhere in the annotation."""
+    """Return whether `Any` itself is anywhere in the annotation."""
     return any(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(annotation))
 
 
 def duplicated_blocks(codes: dict[str, list[str]]) -> int:
-    """How many runs of lines stand, but for their indentation, in a second place too."""
+    """Return the number of runs of lines that occur twice, apart from their indentation."""
     seen: dict[tuple[str, ...], tuple[str, int]] = {}
     found, last = 0, ("", -BLOCK_LINES)
     for name, lines in codes.items():
@@ -103,7 +103,7 @@ def duplicated_blocks(codes: dict[str, list[str]]) -> int:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Everything that can be counted without running it."""
+    """Return all statistics that need no execution."""
     sizes: dict[str, int] = {}
     by_package: dict[str, int] = collections.defaultdict(int)
     functions: list[tuple[int, str]] = []
@@ -149,7 +149,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def walk(folder: Path, action: Callable[[], Any]) -> tuple[Any, int, list[str]]:
-    """What `action()` returns, how many calls of the package's functions it made, and in which files they lie."""
+    """Return the result of `action()`, the number of calls of the package's functions, and their files."""
     own, calls, files = str(folder), 0, set[str]()
 
     def count(frame: Any, event: str, _: Any) -> None:
@@ -168,7 +168,7 @@ def walk(folder: Path, action: Callable[[], Any]) -> tuple[Any, int, list[str]]:
 
 
 def ways(folder: Path) -> dict[str, tuple[int, list[str]]]:
-    """The ways that people read, each run after another one like it, so that imports and first times don't count."""
+    """Measure the journeys through the code, each after a first run, so that imports don't count."""
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -224,7 +224,7 @@ def ways(folder: Path) -> dict[str, tuple[int, list[str]]]:
 
 
 def launch_way(folder: Path) -> tuple[int, list[str]]:
-    """From the command line to the started process (the process itself is another one's)."""
+    """Measure the journey from the command line to the start of the process, without the process itself."""
     from accelerate.commands import accelerate_cli
 
     def command() -> None:

@@ -1,4 +1,4 @@
-"""What the watch for hangs costs a step: two gloo ranks, a step of about 5 ms, CPU time.
+"""The cost of hang detection per step: two gloo ranks, a step of about 5 ms, CPU time.
 
     python benchmarks/watch.py
 
@@ -31,14 +31,14 @@ def _rank(rank: int, port: int, rounds: int, answer: Any) -> None:
     os.environ["ACCELERATE_HANG_SECONDS"] = "0"  # the watch is made by hand
     torch.set_num_threads(1)
     from accelerate import Accelerator
-    from accelerate.health.watch import HangWatch
+    from accelerate.distributed.watchdog import HangWatch
 
     accelerator = Accelerator(cpu=True)
     inner = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
     model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.01))
     rows = torch.randn(96, 512)
-    meeting = accelerator.world.meeting
-    assert meeting is not None
+    coordinator = accelerator.world.coordinator
+    assert coordinator is not None
 
     def seconds() -> float:
         accelerator.wait_for_everyone()
@@ -51,9 +51,9 @@ def _rank(rank: int, port: int, rounds: int, answer: Any) -> None:
         return time.process_time() - start
 
     def watched() -> float:
-        watch = HangWatch(meeting.store, rank, 2, 300.0, threading.get_ident())
+        watch = HangWatch(coordinator.store, rank, 2, 300.0, threading.get_ident())
         watch._tick_seconds = 1 / OFTEN
-        watch.clocks.add(accelerator.gradient_state)
+        watch.counters.add(accelerator.gradient_state)
         watch.start()
         try:
             return seconds()
@@ -67,7 +67,7 @@ def _rank(rank: int, port: int, rounds: int, answer: Any) -> None:
 
 
 def measure(rounds: int) -> tuple[float, float]:
-    """Milliseconds of CPU of a step, and the part of it that the watch adds."""
+    """Return the CPU milliseconds of a step, and the part of it that the watch adds."""
     context = multiprocessing.get_context("fork")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -84,7 +84,7 @@ def world_left() -> Iterator[None]:
     if state is not None:
         state.AcceleratorState._reset_state(True)
         state.GradientState._reset_state()
-    world = sys.modules.get("accelerate.world")
+    world = sys.modules.get("accelerate.distributed.world")
     if world is not None:
         world.leave_world()
 

@@ -14,10 +14,10 @@ from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.parallelism import (
     ExpertParallelConfig,
     ParallelismConfig,
+    PipelineParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accelerate.plugins.pipeline import PipelineParallelConfig
 
 NUM_UPDATES = 20
 LENGTH, WORDS, WIDTH = 16, 32, 16

@@ -33,14 +33,14 @@ COMPUTES = (".backward(", "assert_close(", "torch.equal(", "allclose(", "compare
 
 
 def computing_files() -> list[str]:
-    """The files of ``FOLDERS`` that compute, relative to the repository."""
+    """Return the files of ``FOLDERS`` that compute, relative to the repository."""
     found = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py"))
     texts = {path: path.read_text(encoding="utf-8") for path in found}
     return [str(path.relative_to(ROOT)) for path, text in texts.items() if any(word in text for word in COMPUTES)]
 
 
 def processor_flags() -> frozenset[str]:
-    """The instructions of this processor, as Linux names them; empty where it can't be asked."""
+    """Return the instructions of this processor, as Linux names them; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -49,14 +49,14 @@ def processor_flags() -> frozenset[str]:
 
 
 def run(variables: dict[str, str], num_threads: int, more: list[str]) -> int:
-    """The exit status of the tests under these variables. A processor without an instruction ends it by SIGILL."""
+    """Return the exit status of the tests under these variables; without an instruction they end by SIGILL."""
     threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
     command = [sys.executable, "-m", "pytest", "-q", *(more or computing_files())]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **variables, **threads}, check=False).returncode
 
 
 def main() -> int:
-    """The exit status: 0 when every setting that this processor has passed."""
+    """Run the tests; return 0 when every setting that this processor has passed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tests", nargs="*", help="tests to run instead of all that compute")
     tests = parser.parse_args().tests

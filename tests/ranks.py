@@ -49,11 +49,11 @@ _import_what_ranks_use()
 
 
 class RankFailed(AssertionError):
-    """A rank raised or died; the text holds its traceback."""
+    """The error of a rank that raised or died; the text holds its traceback."""
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago, outside of the range from which systems number outgoing connections.
+    """Return a TCP port that is free now, outside of the range from which systems number outgoing connections.
 
     One inside it may be the near end of another test's connection by the time a rank listens at it.
     """
@@ -96,7 +96,7 @@ def _child(
     pipe.send_bytes(payload)
     pipe.close()
     try:
-        from accelerate.world import leave_world
+        from accelerate.distributed.world import leave_world
 
         leave_world()
     finally:
@@ -106,9 +106,9 @@ def _child(
 
 
 def _forget_the_parents_world() -> None:
-    """A child forked by a process that has a world of its own would take it for its own."""
+    """Reset the world of the parent, which a forked child would take for its own."""
+    from accelerate.distributed.world import leave_world
     from accelerate.state import AcceleratorState, GradientState
-    from accelerate.world import leave_world
 
     leave_world()
     AcceleratorState._reset_state(True)
@@ -116,7 +116,7 @@ def _forget_the_parents_world() -> None:
 
 
 def _where_it_stands(pid: int, stacks: IO[bytes]) -> str:
-    """The Python stacks of a rank that doesn't answer, and the commands of the processes that it has started."""
+    """Return the Python stacks of a rank that doesn't answer, and the commands of its child processes."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR2)
         time.sleep(1)
@@ -137,7 +137,7 @@ def run_on_ranks(
     timeout_seconds: float = 60.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """What ``function(*args)`` returned on each of ``num_processes`` forked ranks, in rank order.
+    """Return what ``function(*args)`` returned on each of ``num_processes`` forked ranks, in rank order.
 
     Raises:
         RankFailed: a rank raised, died, or took longer than ``timeout_seconds``.

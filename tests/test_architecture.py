@@ -38,89 +38,46 @@ TOWER: Final = ("launch", "commands")
 
 # Rooms that may look at a neighbour on their own floor. Inside one room every file may (without a circle).
 NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
-    # cellar
+    # foundation
     "nested": ("errors", "versions", "optional"),
     "optional": ("errors", "versions"),
     "versions": ("errors",),
-    "deprecation": ("callers",),
     "torch_private": ("errors",),
-    # ground: a device, then who I am, then how ranks talk, then what is built on talking
-    "clusters": ("devices",),
-    "meeting": ("clusters",),
-    "world": ("devices", "clusters", "meeting", "hardware"),
-    "plugins": ("devices", "world", "mesh"),
-    "mesh": ("world", "devices"),
-    "collectives": ("world", "devices", "meeting", "messages"),
-    "processes": ("world", "collectives", "devices", "meeting"),
-    "seeding": ("world", "collectives", "devices"),
-    "logging": ("world", "processes"),
-    "memory": ("devices",),
-    "modules": (),
-    "progress": ("world",),
-    "hardware": ("devices",),
-    "probes": ("devices", "hardware"),
-    # trades
-    "optimizer": ("gradients",),
-    "scheduler": ("gradients", "optimizer"),
-    "data_loader": ("gradients",),
-    "joining": ("data_loader",),
-    "metrics": ("gradients", "joining", "data_loader"),
-    "watching": ("gradients", "health"),
-    "offload": ("checkpointing",),
-    "device_map": ("checkpointing", "offload"),
-    "hooks": ("device_map", "offload"),
-    # house
-    "accelerator": ("averaging", "state", "construction", "uneven", "open_window", "pace", "micro_batches"),
-    "pace": ("open_window",),
-    "micro_batches": ("joint_pass",),
+    # a device, then the processes, then what is built on talking
+    "distributed": ("devices",),
+    "plugins": ("distributed", "devices"),
+    "logging": ("distributed",),
+    "progress": ("distributed",),
+    # parts of training
+    "training": ("checkpointing",),
+    "data_loader": ("training",),
+    "monitoring": ("training",),
+    "big_models": ("checkpointing",),
+    "hooks": ("big_models",),
+    # the Accelerator
+    "accelerator": ("state", "construction"),
     "local_sgd": ("accelerator", "state"),
     "quantize": ("big_modeling",),
     "estimate": ("big_modeling", "accelerator"),
     "test_utils": ("accelerator", "state", "local_sgd", "big_modeling", "inference"),
-    # doors: importing is what they are for
+    # public addresses: importing is what they are for
     "accelerate": ("utils", "launchers", "parallelism_config"),
     "utils": ("launchers", "parallelism_config"),
     "memory_utils": ("utils",),
 }
 
-# What one strategy may take from another file of strategies/.
+# Modules of parallel/ that other kinds of parallelism may import; a folder's own files see each other.
 SHARED_STRATEGY_FILES: Final = frozenset(
-    [
-        "base",
-        "bundle",
-        "rebind",
-        "compile",
-        "tensor",
-        "context",
-        "ring",
-        "sequence",
-        "expert",
-        "unwrap",
-        "norms",
-        "units",
-        "recompute",
-        "shard_setup",
-        "shard_saving",
-        "flat_state",
-        "stages",
-        "timetable",
-        "pipeline_state",
-        "following",
-        "held_gradients",
-        "sharded_stages",
-        "deepspeed_document",
-        "deepspeed_engine",
-        "deepspeed_sequence",
-        "deepspeed_state",
-        "megatron_engine",
-        "megatron_steps",
-        "stepped",
-    ]
-)
+    {
+        "base", "ddp", "rebind", "compile", "tensor_parallel", "context_parallel", "expert_parallel", "gradient_norm",
+        "fsdp.setup", "fsdp.wrapping", "fsdp.state", "fsdp.held_gradients", "pipeline.sharded_stages",
+    }
+)  # fmt: skip
 
 # Without torch at import, also through what they import.
 TORCH_FREE: Final = (
-    "errors", "optional", "versions", "names", "cores", "settings", "devices", "clusters", "health.failure", *TOWER,
+    "errors", "optional", "versions", "names", "cores", "settings", "devices.table", "distributed.environment",
+    "distributed.failures", *TOWER,
 )  # fmt: skip
 
 #: Modules that take a tenth of a second or more (torch's sharding brings sympy).
@@ -133,22 +90,21 @@ HEAVY_IMPORTS: Final = (
 #: Everything else is imported by `from accelerate import Accelerator` or a name of `accelerate.utils`, and has to wait.
 HEAVY_FILES: Final = frozenset(
     [
-        "averaging.py",
         "estimate/",
         "inference.py",
+        "parallel/expert_parallel.py",
+        "parallel/fsdp/fsdp1.py",
+        "parallel/fsdp/fsdp2.py",
+        "parallel/fsdp/setup.py",
+        "parallel/fsdp/state.py",
+        "parallel/gradient_norm.py",
+        "parallel/pipeline/schedule.py",
+        "parallel/pipeline/sharded_stages.py",
+        "parallel/pipeline/strategy.py",
+        "parallel/tensor_parallel.py",
+        "parallel/uneven_inputs.py",
         "precision/sharded_scaler.py",
-        "strategies/expert.py",
-        "strategies/flat_state.py",
-        "strategies/fsdp1.py",
-        "strategies/fsdp2.py",
-        "strategies/norms.py",
-        "strategies/pipeline.py",
-        "strategies/shard_saving.py",
-        "strategies/shard_setup.py",
-        "strategies/sharded_stages.py",
-        "strategies/tensor.py",
-        "strategies/timetable.py",
-        "uneven.py",
+        "training/averaging.py",
     ]
 )
 
@@ -158,9 +114,9 @@ VENDOR_WORDS: Final = frozenset(
     {"cuda", "mps", "xpu", "npu", "mlu", "sdaa", "musa", "hpu", "neuron", "xla", "tpu"}
 )  # fmt: skip
 VENDOR_FILES: Final = (
-    "devices.py",
-    "hardware.py", "probes.py",  # the questions that devices.py answers, under their old names
-    "strategies/xla.py",
+    "devices/table.py",
+    "devices/hardware.py",  # the questions that the table answers, under their old names
+    "parallel/xla.py",
     # names that are data here:
     "settings/", "launch/", "commands/config", "commands/migrate/", "utils/", "optional.py", "test_utils/",
 )  # fmt: skip
@@ -169,6 +125,7 @@ STATE_FILES: Final = ("state.py", "test_utils/")
 
 OLD_ADDRESSES: Final = (
     "__init__.py", "utils/", "launchers.py", "parallelism_config.py", "memory_utils.py",
+    "optimizer.py", "scheduler.py", "watching.py", "offload.py", "mesh.py", "world.py", "estimate/layout.py",
     "commands/config_args.py", "commands/utils.py", "commands/menu.py", "commands/config/config.py",
     "commands/config/cluster.py", "commands/config/sagemaker.py", "commands/config/config_utils.py",
 )  # fmt: skip
@@ -176,7 +133,7 @@ OLD_ADDRESSES: Final = (
 PICKLE_FILE: Final = "checkpointing/codec.py"
 
 CORES_FILE: Final = "cores.py"
-THREAD_FILES: Final = ("world.py", "launch/fork.py")
+THREAD_FILES: Final = ("distributed/world.py", "launch/fork.py")
 
 # The room that speaks of what torch doesn't promise, and the three tables of a module, which are exchanged in place.
 TORCH_PRIVATE: Final = "torch_private/"
@@ -207,6 +164,30 @@ FOREIGN_PRIVATE: Final[dict[str, str]] = {
     "_fields": "named tuples, documented",
     "_replace": "named tuples, documented",
 }
+
+# Words that once stood in names -> those to write. What they meant, only their authors knew.
+NO_NAMES: Final = {
+    "knock": "join request",
+    "knocks": "join request",
+    "courier": "request thread, store client",
+    "errand": "request",
+    "errands": "request",
+    "seat": "process identity",
+    "dealt": "sharded, assigned",
+    "timetable": "schedule",
+    "feeder": "prepared loader",
+    "parcel": "encoded command",
+    "guardian": "reaper",
+    "outbox": "background queue",
+    "letter": "item",
+    "desk": "token dispatch",
+    "tower": "launch, commands",
+    "cellar": "foundation",
+    "whereabouts": "location",
+    "witness": "fingerprint",
+    "timetables": "schedules",
+}
+RIDDLES: Final = ("What ", "Nothing ", "Every ", "As ", "None ")
 
 FILE_LIMIT: Final = 500
 FILE_LIMITS: Final = {"accelerator.py": 700}
@@ -476,25 +457,26 @@ def test_tower_imports_only_torch_free_floors_at_module_level() -> None:
         if floor == DOOR:
             findings.append(edge.file.at(edge.node, f"imports the door '{target}'"))
         elif not edge.lazy and not edge.typing_only and floor > 1 and edge.target not in (
-            "devices", "clusters", "health.failure",
+            "devices.table", "distributed.environment", "distributed.failures",
         ):  # fmt: skip
             findings.append(edge.file.at(edge.node, f"imports {edge.target} at module level"))
     holds(
         findings,
-        "launch/ and commands/ import floors 0-1, devices, clusters and health.failure; the rest lazily.",
+        "launch/ and commands/ import layers 0-1, devices.table, distributed.environment and distributed.failures; the "
+        "rest lazily.",
     )
 
 
 def test_strategies_share_only_the_shared_files() -> None:
     findings = []
     for edge in imports():
-        if not edge.ours or room(edge.file.module) != "strategies" or room(edge.target) != "strategies":
+        if not edge.ours or room(edge.file.module) != "parallel" or room(edge.target) != "parallel":
             continue
-        if edge.file.module == "strategies" or edge.target == "strategies":  # the package: the ordered tuple
-            if edge.target == "strategies":
-                findings.append(edge.file.at(edge.node, "imports the tuple of all strategies"))
-            continue
-        if edge.target.split(".")[1] not in SHARED_STRATEGY_FILES:
+        source, _, target = edge.file.module.partition(".")[2], *edge.target.partition(".")[1:]
+        if not target:
+            findings.append(edge.file.at(edge.node, "imports the tuple of all strategies"))
+        is_own = "." in source and target.partition(".")[0] == source.partition(".")[0]
+        if source and target and not is_own and target not in SHARED_STRATEGY_FILES:
             findings.append(edge.file.at(edge.node, f"imports {edge.target}"))
     holds(findings, f"Between two strategies only {sorted(SHARED_STRATEGY_FILES)} are shared.")
 
@@ -636,7 +618,7 @@ def test_environment_is_read_in_one_file() -> None:
                 findings += [file.at(node, f"from os import {a.name}") for a in node.names if f"os.{a.name}" in names]
     holds(
         findings,
-        "The environment belongs to settings/env.py (read, publish, patched), and launch/ for children.",
+        "The environment belongs to settings/env.py (read, set_variables, patched), and launch/ for children.",
     )
 
 
@@ -675,7 +657,7 @@ def _vendor_findings(file: SourceFile) -> Iterator[str]:
 
 def test_behaviour_does_not_branch_on_a_vendor() -> None:
     findings = [line for file in files() if not is_in(file, VENDOR_FILES) for line in _vendor_findings(file)]
-    holds(findings, "A vendor is a row of devices.py; DistributedType is a label for callers.")
+    holds(findings, "A vendor is a row of devices/table.py; DistributedType is a label for callers.")
 
 
 def test_old_states_are_built_only_in_their_file() -> None:
@@ -1025,6 +1007,43 @@ def test_public_functions_are_annotated() -> None:
     holds(findings, "Public functions say what they take and give.")
 
 
+# ----------------------------------------------------------------------------------------------- words
+
+
+def _given_names(file: SourceFile) -> Iterator[tuple[ast.AST, str]]:
+    """Names that this package itself gives: to modules, functions, classes, arguments, variables, attributes."""
+    yield file.tree, file.module.rpartition(".")[2]
+    for node in ast.walk(file.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node, node.name
+        elif isinstance(node, ast.arg):
+            yield node, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node, node.attr
+
+
+def test_names_are_words_of_the_field() -> None:
+    findings = []
+    for file in files():
+        for node, name in _given_names(file):
+            words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+            findings += [file.at(node, f"{name}: '{word}'") for word in words & NO_NAMES.keys()]
+    holds(findings, "Names are torch's and the field's words (docs/architecture.md, Glossary); instead: NO_NAMES.")
+
+
+def test_docstrings_are_no_riddles() -> None:
+    findings = []
+    for file in files():
+        for node in ast.walk(file.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                summary = (ast.get_docstring(node) or "").partition("\n")[0]
+                if summary.startswith(RIDDLES):
+                    findings.append(file.at(node, f"{node.name}: {summary[:60]}"))
+    holds(findings, "A docstring says in the imperative what a function does, and with a noun what an object is.")
+
+
 # ------------------------------------------------------------------------------------------------ size
 
 _NO_CODE: Final = {
@@ -1120,37 +1139,39 @@ def house(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
 
 BROKEN: Final[list[tuple[Callable[[], None], dict[str, str]]]] = [
     (test_every_room_has_a_floor, {"attic": "x = 1\n"}),
-    (test_imports_go_down, {"world": "def f():\n    from accelerate.state import PartialState\n", "state": "x = 1\n"}),
-    (test_imports_go_down, {"world": "from . import utils\n", "utils": "x = 1\n"}),
-    (test_tower_imports_only_torch_free_floors_at_module_level, {"launch": "from .world import x\n", "world": "x = 1\n"}),
-    (test_strategies_share_only_the_shared_files, {"strategies__ddp": "from .fsdp2 import x\n", "strategies__fsdp2": "x = 1\n"}),
-    (test_no_import_circle, {"world": "def f():\n    from .mesh import x\n", "mesh": "from .world import f\n"}),
+    (test_imports_go_down, {"modules": "def f():\n    from accelerate.state import PartialState\n", "state": "x = 1\n"}),
+    (test_imports_go_down, {"modules": "from . import utils\n", "utils": "x = 1\n"}),
+    (test_tower_imports_only_torch_free_floors_at_module_level, {"launch": "from .modules import x\n", "modules": "x = 1\n"}),
+    (test_strategies_share_only_the_shared_files, {"parallel__ddp": "from .xla import x\n", "parallel__xla": "x = 1\n"}),
+    (test_no_import_circle, {"modules": "def f():\n    from .logging import x\n", "logging": "from .modules import f\n"}),
     (test_torch_free_files_do_not_reach_torch_at_import, {"commands": "from .nested import x\n", "nested": "import torch\n"}),
-    (test_heavy_imports_wait_until_they_are_needed, {"world": "from torch.distributed.fsdp import x\n"}),
-    (test_heavy_imports_wait_until_they_are_needed, {"world": "from .uneven import x\n", "uneven": "import sympy\n"}),
-    (test_environment_is_read_in_one_file, {"world": "import os\nx = os.environ['RANK']\n"}),
-    (test_behaviour_does_not_branch_on_a_vendor, {"world": "def f(d):\n    return d.type == 'cuda'\n"}),
+    (test_heavy_imports_wait_until_they_are_needed, {"modules": "from torch.distributed.fsdp import x\n"}),
+    (test_heavy_imports_wait_until_they_are_needed, {"modules": "from .inference import x\n", "inference": "import sympy\n"}),
+    (test_environment_is_read_in_one_file, {"modules": "import os\nx = os.environ['RANK']\n"}),
+    (test_behaviour_does_not_branch_on_a_vendor, {"modules": "def f(d):\n    return d.type == 'cuda'\n"}),
     (test_behaviour_does_not_branch_on_a_vendor, {"accelerator": "def f(t):\n    return t in (DistributedType.FSDP,)\n"}),
     (test_old_states_are_built_only_in_their_file, {"logging": "x = PartialState()\n"}),
-    (test_pickle_has_one_home, {"collectives": "import torch\nx = torch.load('f')\n"}),
-    (test_what_torch_does_not_promise_has_one_room, {"world": "from torch._C import x\n"}),
-    (test_what_torch_does_not_promise_has_one_room, {"world": "from torch.nn import _reduction\n"}),
-    (test_what_torch_does_not_promise_has_one_room, {"world": "def f(model):\n    return model._ddp_params\n"}),
-    (test_what_torch_does_not_promise_has_one_room, {"world": "x = getattr(1, '_orig_mod', None)\n"}),
+    (test_pickle_has_one_home, {"nested": "import torch\nx = torch.load('f')\n"}),
+    (test_what_torch_does_not_promise_has_one_room, {"modules": "from torch._C import x\n"}),
+    (test_what_torch_does_not_promise_has_one_room, {"modules": "from torch.nn import _reduction\n"}),
+    (test_what_torch_does_not_promise_has_one_room, {"modules": "def f(model):\n    return model._ddp_params\n"}),
+    (test_what_torch_does_not_promise_has_one_room, {"modules": "x = getattr(1, '_orig_mod', None)\n"}),
     (test_what_torch_does_not_promise_is_declared_where_it_is_used, {"torch_private__optim": "def f(o):\n    return o._hooks\n"}),
-    (test_cores_are_counted_in_one_file, {"world": "from os import cpu_count\n"}),
-    (test_cores_are_counted_in_one_file, {"world": "import os\nx = getattr(os, 'sched_getaffinity', None)\n"}),
+    (test_cores_are_counted_in_one_file, {"modules": "from os import cpu_count\n"}),
+    (test_cores_are_counted_in_one_file, {"modules": "import os\nx = getattr(os, 'sched_getaffinity', None)\n"}),
     (test_cores_are_counted_in_one_file, {"plugins": "import torch\ntorch.set_num_threads(2)\n"}),
     (test_no_shell, {"launch": "import subprocess\nsubprocess.run('ls', shell=True)\n"}),
     (test_old_addresses_only_import, {"launchers": "def f():\n    pass\n"}),
     (test_old_addresses_do_not_star, {"launchers": "from os import *\n"}),
-    (test_broad_except_states_its_reason, {"world": "try:\n    pass\nexcept Exception:\n    pass\n"}),
-    (test_hasattr_asks_only_foreign_objects, {"world": "x = hasattr(1, 'y')\n"}),
-    (test_internal_classes_are_abstract_or_final, {"world": "class Helper:\n    pass\n"}),
-    (test_public_functions_are_annotated, {"world": "def f(x) -> None:\n    pass\n"}),
-    (test_files_are_small, {"world": "x = 1\n" * 501}),
-    (test_functions_are_small, {"world": "def f():\n" + "    x = 1\n" * 61}),
-    (test_no_room_waits_empty, {"world": '"""Some day."""\n'}),
+    (test_broad_except_states_its_reason, {"modules": "try:\n    pass\nexcept Exception:\n    pass\n"}),
+    (test_hasattr_asks_only_foreign_objects, {"modules": "x = hasattr(1, 'y')\n"}),
+    (test_internal_classes_are_abstract_or_final, {"modules": "class Helper:\n    pass\n"}),
+    (test_public_functions_are_annotated, {"modules": "def f(x) -> None:\n    pass\n"}),
+    (test_names_are_words_of_the_field, {"modules": "def knock() -> None:\n    pass\n"}),
+    (test_docstrings_are_no_riddles, {"modules": 'def f() -> None:\n    """What it does."""\n'}),
+    (test_files_are_small, {"modules": "x = 1\n" * 501}),
+    (test_functions_are_small, {"modules": "def f():\n" + "    x = 1\n" * 61}),
+    (test_no_room_waits_empty, {"modules": '"""Some day."""\n'}),
 ]  # fmt: skip
 
 

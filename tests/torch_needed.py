@@ -6,7 +6,7 @@ from typing import Final
 
 import pytest
 
-from accelerate.strategies.fsdp2 import OLDEST_ON_CPU
+from accelerate.parallel.fsdp.fsdp2 import OLDEST_ON_CPU
 from accelerate.versions import is_torch_version
 
 

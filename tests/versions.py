@@ -32,18 +32,18 @@ BESIDE = (
 
 
 def interpreter(version: str) -> str | None:
-    """A Python of this version that is installed here."""
+    """Return a Python of this version that is installed here; None without one."""
     kept = sorted(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python"))
     return str(kept[-1]) if kept else shutil.which(f"python{version}")
 
 
 def pip(python: str | Path, *arguments: str) -> None:
-    """Run pip of that interpreter. Raises CalledProcessError."""
+    """Run pip of that interpreter; raise CalledProcessError if it fails."""
     subprocess.run([str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
 
 
 def environment(python: str, version: str, torch: str) -> Path:
-    """The interpreter of an environment that has this torch; made where it isn't there yet."""
+    """Return the interpreter of an environment that has this torch, which is made if missing."""
     home = HOME / f"python{version}-torch{torch}"
     inside = home / "bin" / "python"
     if not (home / ".installed").exists():
@@ -63,7 +63,7 @@ def environment(python: str, version: str, torch: str) -> Path:
 
 
 def run(version: str, torch: str, suites: list[str], num_workers: int) -> tuple[str, bool]:
-    """(what came of the suites, whether that is a failure)."""
+    """Run the suites; return a summary, and whether that is a failure."""
     python = interpreter(version)
     if python is None:
         return f"not run: no Python {version} is installed here", False
@@ -82,7 +82,7 @@ def run(version: str, torch: str, suites: list[str], num_workers: int) -> tuple[
 
 
 def counts(report: Path) -> str:
-    """How many tests of a JUnit report passed, failed and were skipped."""
+    """Return how many tests of a JUnit report passed, failed and were skipped."""
     suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
     num_tests, failed, broken, skipped = (
         sum(int(suite.get(name, "0")) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
@@ -91,7 +91,7 @@ def counts(report: Path) -> str:
 
 
 def read_newest() -> tuple[str, bool]:
-    """(what came of comparing the newest torch's files, whether a name is gone or has another signature)."""
+    """Compare the newest torch's files; return a summary, and whether a name is gone or has another signature."""
     HOME.mkdir(exist_ok=True)
     if not list(HOME.glob(f"torch-{NEWEST}-*.whl")):
         system = ("--only-binary=:all:", "--platform=macosx_14_0_arm64", "--python-version=3.13", "--implementation=cp")
@@ -105,7 +105,7 @@ def read_newest() -> tuple[str, bool]:
 
 
 def main() -> int:
-    """The exit status: 0 when nothing that was run or read failed."""
+    """Run and compare everything; return 0 when nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suites", nargs="*", default=list(SUITES), help="instead of the unit and contract suites")
     parser.add_argument("--only", nargs=2, metavar=("PYTHON", "TORCH"), help="one row, of any two versions")

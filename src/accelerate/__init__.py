@@ -22,58 +22,55 @@ if TYPE_CHECKING:
         init_on_device,
         load_checkpoint_and_dispatch,
     )
+    from .big_models.device_map import infer_auto_device_map
+    from .big_models.load import load_checkpoint_in_model
     from .data_loader import skip_first_batches
-    from .device_map.load import load_checkpoint_in_model
-    from .device_map.plan import infer_auto_device_map
+    from .devices.memory import find_executable_batch_size
+    from .distributed.random import synchronize_rng_states
     from .inference import prepare_pippy
     from .launchers import debug_launcher, notebook_launcher
-    from .memory import find_executable_batch_size
     from .optional import is_rich_available
     from .plugins.data import DataLoaderConfiguration
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.deepspeed import DeepSpeedPlugin
     from .plugins.fsdp import FullyShardedDataParallelPlugin
-    from .plugins.parallelism import ParallelismConfig
-    from .plugins.pipeline import PipelineParallelConfig
-    from .plugins.precision import AutocastKwargs, GradScalerKwargs
-    from .plugins.process_group import InitProcessGroupKwargs
-    from .plugins.profile import ProfileKwargs
-    from .seeding import synchronize_rng_states
+    from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
+    from .plugins.parallelism import ParallelismConfig, PipelineParallelConfig
     from .settings.labels import DDPCommunicationHookType, DistributedType
     from .state import PartialState
 
-# Name -> the room where the one real object lives.
-_HOMES = {
+# Name -> the module that defines it.
+_DEFINED_IN = {
     "Accelerator": "accelerator",
-    "AutocastKwargs": "plugins.precision",
+    "AutocastKwargs": "plugins.handlers",
     "DDPCommunicationHookType": "settings.labels",
     "DataLoaderConfiguration": "plugins.data",
     "DeepSpeedPlugin": "plugins.deepspeed",
     "DistributedDataParallelKwargs": "plugins.ddp",
     "DistributedType": "settings.labels",
     "FullyShardedDataParallelPlugin": "plugins.fsdp",
-    "GradScalerKwargs": "plugins.precision",
-    "InitProcessGroupKwargs": "plugins.process_group",
+    "GradScalerKwargs": "plugins.handlers",
+    "InitProcessGroupKwargs": "plugins.handlers",
     "ParallelismConfig": "plugins.parallelism",
     "PartialState": "state",
-    "PipelineParallelConfig": "plugins.pipeline",
-    "ProfileKwargs": "plugins.profile",
+    "PipelineParallelConfig": "plugins.parallelism",
+    "ProfileKwargs": "plugins.handlers",
     "cpu_offload": "big_modeling",
     "cpu_offload_with_hook": "big_modeling",
     "debug_launcher": "launchers",
     "disk_offload": "big_modeling",
     "dispatch_model": "big_modeling",
-    "find_executable_batch_size": "memory",
-    "infer_auto_device_map": "device_map.plan",
+    "find_executable_batch_size": "devices.memory",
+    "infer_auto_device_map": "big_models.device_map",
     "init_empty_weights": "big_modeling",
     "init_on_device": "big_modeling",
     "is_rich_available": "optional",
     "load_checkpoint_and_dispatch": "big_modeling",
-    "load_checkpoint_in_model": "device_map.load",
+    "load_checkpoint_in_model": "big_models.load",
     "notebook_launcher": "launchers",
     "prepare_pippy": "inference",
     "skip_first_batches": "data_loader",
-    "synchronize_rng_states": "seeding",
+    "synchronize_rng_states": "distributed.random",
 }
 
 # Modules that libraries reach as attributes after a bare `import accelerate`.
@@ -133,8 +130,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    if name in _DEFINED_IN:
+        value = getattr(importlib.import_module(f".{_DEFINED_IN[name]}", __name__), name)
         globals()[name] = value
         return value
     if name in _MODULES:
@@ -148,4 +145,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES})
+    return sorted({*globals(), *_DEFINED_IN, *_MODULES})

@@ -1,7 +1,7 @@
 """The Accelerator: a raw training loop on any device and any number of processes.
 
-It owns finished values (``settings``, ``world``, ``precision``, ``strategy``, ``gradient_state``) and passes
-them down; its methods forward to the rooms that do the work.
+It owns the run's objects (``settings``, ``world``, ``precision``, ``strategy``, ``gradient_state``) and passes them
+down; its methods forward to the packages that implement them.
 """
 
 from __future__ import annotations
@@ -16,48 +16,45 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from . import checkpointing, collectives, construction, pace, processes, strategies, tracking, watching
+from . import checkpointing, construction, monitoring, parallel, tracking
+from .data_loader.gathering import MetricGather, StreamingMean
+from .devices.memory import release_memory
+from .distributed import collectives, process_control
+from .distributed.world import join_world, leave_world
 from .errors import PreparationError
 from .flag import Flag
-from .gradients import GradientState
 from .lazy import names_from
 from .logging import get_logger
-from .memory import release_memory
-from .metrics import MetricGather, StreamingMean
-from .micro_batches import ComputeLoss, MicroBatches, Work
-from .open_window import OpenWindow
-from .optimizer import AcceleratedOptimizer
-from .plugins.accumulation import GradientAccumulationPlugin
-from .scheduler import AcceleratedScheduler, check_mode
+from .parallel.base import PreparedArgument, PreparedArguments, Role
+from .plugins.handlers import GradientAccumulationPlugin
 from .settings.labels import DistributedType, FP8BackendType
 from .state import AcceleratorState
-from .strategies.bundle import Bundle, Role, Slot
-from .weighting import WindowWeights
-from .world import join_world, leave_world
+from .training import elastic_batch
+from .training.accumulation import GradientState, WindowWeights
+from .training.oom_retry import ComputeLoss, MicroBatches, Work
+from .training.open_window import OpenWindow
+from .training.optimizer import AcceleratedOptimizer
+from .training.scheduler import AcceleratedScheduler, check_mode
 
 if TYPE_CHECKING:
-    from .averaging import WeightAverage
-    from .plugins.base import KwargsHandler
     from .plugins.data import DataLoaderConfiguration
     from .plugins.deepspeed import DeepSpeedPlugin
-    from .plugins.dynamo import TorchDynamoPlugin
     from .plugins.fsdp import FullyShardedDataParallelPlugin
+    from .plugins.handlers import AutocastKwargs, KwargsHandler, ProfileKwargs, ProjectConfiguration, TorchDynamoPlugin
     from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
-    from .plugins.precision import AutocastKwargs
-    from .plugins.profile import ProfileKwargs
-    from .plugins.project import ProjectConfiguration
-    from .precision.conversion import ConversionReport
+    from .precision.base import ConversionReport
+    from .training.averaging import WeightAverage
 
 logger = get_logger(__name__)
 
 _NOT_GIVEN: Any = object()
-#: What ``accumulate`` and ``no_sync`` hand out when there is nothing to hold back; it has no state, so one is enough.
-_OPEN: AbstractContextManager[None] = nullcontext()
+#: The context of ``accumulate`` and ``no_sync`` where all gradients are reduced; it has no state, so one is enough.
+_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 class Accelerator:
-    """Places, synchronises and checkpoints the objects of a training loop that stays the user's own.
+    """The owner of a run's world, precision and strategy, which prepares and checkpoints a loop's objects.
 
     After construction the process has joined its world (one process, or all those that the launcher started).
     Every argument may also come from ``accelerate launch`` through the environment; an argument wins.
@@ -107,13 +104,13 @@ class Accelerator:
     ) -> None:
         from .settings.run import collect
 
-        construction.explain_failures()
+        construction.install_exception_hooks()
         if split_batches is not _NOT_GIVEN:
             old["split_batches"] = split_batches
-        loader_options, project_options, mixed_precision = construction.old_spellings(old, mixed_precision)
+        loader_options, project_options, mixed_precision = construction.deprecated_arguments(old, mixed_precision)
         self.dataloader_config = construction.loader_configuration(dataloader_config, loader_options)
         self.project_configuration = construction.project_configuration(project_config, project_dir, project_options)
-        self._handlers = construction.sort_handlers(kwargs_handlers, _looked_up)
+        self._handlers = construction.sort_handlers(kwargs_handlers, _module_attribute)
         plugins: dict[str, Any] = {
             "deepspeed_plugin": deepspeed_plugin,
             "deepspeed_plugins": deepspeed_plugins,
@@ -135,22 +132,22 @@ class Accelerator:
                 **plugins,
             }
         )
-        construction.follow_first(self.settings, plugins, known)
-        construction.reach_precision(self.settings, parameter_dtype)
+        construction.inherit_from_first(self.settings, plugins, known)
+        construction.resolve_precision(self.settings, parameter_dtype)
         construction.complete_plugins(self, plugins, self.settings, known)
         self.dynamo_plugin = construction.dynamo_plugin(dynamo_plugin, dynamo_backend, known)
         run = self.settings.run
         self.world = join_world(
-            cpu=run.use_cpu, debug=run.debug, **construction.joining_options(self._handlers.init, self.settings)
+            cpu=run.use_cpu, debug=run.debug, **construction.join_options(self._handlers.init, self.settings)
         )
         self.state = AcceleratorState._fill(self.settings, self.world, dynamo_plugin=self.dynamo_plugin, **plugins)
         self.mesh = construction.mesh(self, plugins)
         self.state.device_mesh = self.mesh.device_mesh if plugins["parallelism_config"] is not None else None
-        self.precision = construction.precision(self, self._handlers, plugins, _looked_up, parameter_dtype)
+        self.precision = construction.precision(self, self._handlers, plugins, _module_attribute, parameter_dtype)
         self.gradient_state = GradientState.create(
             gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=run.gradient_accumulation_steps)
         )
-        self.strategy = strategies.choose(self.settings, self.world, self._strategy_options(plugins))
+        self.strategy = parallel.choose(self.settings, self.world, self._strategy_options(plugins))
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         check_mode(scheduler_mode)
@@ -162,18 +159,18 @@ class Accelerator:
         self.flag_tensor: torch.Tensor | None = None
         self._window: tuple[int, ...] = ()
         self._is_distributed = self.world.size > 1
-        from .health.watch import watch_for_hangs
+        from .distributed.watchdog import watch_for_hangs
 
         watch_for_hangs(self.world, self.gradient_state)
-        self._hold_nothing()
+        self._reset_registries()
 
-    def _strategy_options(self, plugins: dict[str, Any]) -> strategies.StrategyOptions:
-        return strategies.StrategyOptions(
+    def _strategy_options(self, plugins: dict[str, Any]) -> parallel.StrategyOptions:
+        return parallel.StrategyOptions(
             self.dynamo_plugin, self._handlers.ddp, plugins, self.mesh, self.gradient_state, self.dataloader_config
         )
 
-    def _hold_nothing(self) -> None:
-        """Nothing is prepared, registered or hooked."""
+    def _reset_registries(self) -> None:
+        """Reset the registries of prepared objects, custom objects and hooks to empty ones."""
         self._weights = WindowWeights(self.mesh)
         self._metric_gather = MetricGather(self.mesh, self.gradient_state)
         self._micro_batches = MicroBatches(self.strategy)
@@ -184,7 +181,7 @@ class Accelerator:
         self._custom_objects: list[Any] = []
         self._may_pickle: list[Any] = []
         self._prepared_models: dict[int, Any] = {}
-        self._run: watching.RunWatch | None = None
+        self._run: monitoring.RunWatch | None = None
         self._noted_watch: Mapping[str, Any] | None = None
         self._save_hooks = checkpointing.Hooks()
         self._load_hooks = checkpointing.Hooks()
@@ -194,12 +191,12 @@ class Accelerator:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the run is distributed, in the words of the interface."""
+        """The kind of parallelism of this run."""
         return self.state.distributed_type
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self.world.size
 
     @property
@@ -214,7 +211,7 @@ class Accelerator:
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         return self.world.device
 
     @property
@@ -225,7 +222,7 @@ class Accelerator:
     @property
     def multi_device(self) -> bool:
         """Whether several processes compute on accelerators of one kind (not CPUs)."""
-        return self.use_distributed and self.distributed_type in processes.MULTI_DEVICE_LABELS
+        return self.use_distributed and self.distributed_type in process_control.MULTI_DEVICE_LABELS
 
     @property
     def is_main_process(self) -> Flag:
@@ -246,7 +243,7 @@ class Accelerator:
 
     @property
     def mixed_precision(self) -> str:
-        """no, fp16, bf16 or fp8."""
+        """The precision: no, fp16, bf16 or fp8."""
         return self.state.mixed_precision
 
     @property
@@ -338,7 +335,7 @@ class Accelerator:
 
     @property
     def conversions(self) -> Sequence[ConversionReport]:
-        """What fp8 made of every module of each prepared model; ``print(accelerator.conversions[-1])`` is a table."""
+        """The reports of fp8 conversion, one per prepared model; ``print(accelerator.conversions[-1])`` is a table."""
         return self.precision.reports
 
     @property
@@ -358,7 +355,7 @@ class Accelerator:
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads for all."""
+        """Whether the main process reads the data for all."""
         return self.dataloader_config.dispatch_batches
 
     @property
@@ -392,7 +389,7 @@ class Accelerator:
 
     @property
     def logging_dir(self) -> Any:
-        """Where trackers write."""
+        """The folder that trackers write to."""
         return self.project_configuration.logging_dir
 
     @property
@@ -407,7 +404,7 @@ class Accelerator:
 
     @property
     def deepspeed_engine_wrapped(self) -> Any:
-        """What ``backward`` goes through under DeepSpeed (``.engine``: the engine itself); None elsewhere."""
+        """The object whose ``backward`` DeepSpeed uses (``.engine``: the engine itself); None elsewhere."""
         return self.strategy.engine
 
     @property
@@ -437,27 +434,27 @@ class Accelerator:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This process's place along the tensor-parallel axis."""
+        """The rank of this process along the tensor-parallel axis."""
         return self._axis_rank("tp")
 
     @property
     def data_parallel_rank(self) -> int:
-        """This process's place along the replicating data-parallel axis."""
+        """The rank of this process along the replicating data-parallel axis."""
         return self._axis_rank("dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """This process's place along the sharding data-parallel axis."""
+        """The rank of this process along the sharding data-parallel axis."""
         return self._axis_rank("dp_shard")
 
     @property
     def context_parallel_rank(self) -> int:
-        """This process's place along the context-parallel axis."""
+        """The rank of this process along the context-parallel axis."""
         return self._axis_rank("cp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """This process's place along the pipeline axis."""
+        """The rank of this process along the pipeline axis."""
         return self._axis_rank("pp")
 
     def _axis_rank(self, axis: str) -> int:
@@ -468,54 +465,54 @@ class Accelerator:
     # == one process, or all in turn =======================================================================
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """A context whose value is this process's part of ``inputs``."""
-        return processes.split_between_processes(inputs, apply_padding, world=self.world)
+        """Enter a context whose value is this process's part of ``inputs``."""
+        return process_control.split_between_processes(inputs, apply_padding, world=self.world)
 
     def on_main_process(self, function: Any = None) -> Any:
-        """A function that runs on rank 0 only, and returns None elsewhere."""
-        return processes.only_when(lambda: self.world.is_main, function)
+        """Wrap ``function`` so that it runs on rank 0 only, and returns None elsewhere."""
+        return process_control.only_when(lambda: self.world.is_main, function)
 
     def on_local_main_process(self, function: Any = None) -> Any:
-        """A function that runs once per host, and returns None elsewhere."""
-        return processes.only_when(lambda: self.world.is_local_main, function)
+        """Wrap ``function`` so that it runs once per host, and returns None elsewhere."""
+        return process_control.only_when(lambda: self.world.is_local_main, function)
 
     def on_last_process(self, function: Any = None) -> Any:
-        """A function that runs on the last rank only, and returns None elsewhere."""
-        return processes.only_when(lambda: self.world.is_last, function)
+        """Wrap ``function`` so that it runs on the last rank only, and returns None elsewhere."""
+        return process_control.only_when(lambda: self.world.is_last, function)
 
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """A function that runs on rank ``process_index`` only (always, in a world of one)."""
-        return processes.only_when(lambda: self.world.size == 1 or self.world.rank == process_index, function)
+        """Wrap ``function`` so that it runs on rank ``process_index`` only (always, in a world of one)."""
+        return process_control.only_when(lambda: self.world.size == 1 or self.world.rank == process_index, function)
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """A function that runs on the given process of every host (always, in a world of one)."""
-        return processes.only_when(
+        """Wrap ``function`` so that it runs on the given process of every host only (always, in a world of one)."""
+        return process_control.only_when(
             lambda: self.world.size == 1 or self.world.local_rank == local_process_index, function
         )
 
     def main_process_first(self) -> AbstractContextManager[Any]:
-        """A block that rank 0 runs before the others; if it raises there, the others are released."""
-        return processes.main_process_first(world=self.world)
+        """Enter a context whose block rank 0 runs before the others; if it raises there, the others are released."""
+        return process_control.main_process_first(world=self.world)
 
     def local_main_process_first(self) -> AbstractContextManager[Any]:
-        """A block that the first process of each host runs before the others."""
-        return processes.local_main_process_first(world=self.world)
+        """Enter a context whose block the first process of each host runs before the others."""
+        return process_control.local_main_process_first(world=self.world)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Printed once per host."""
+        """Print once per host."""
         if self.world.is_local_main:
             print(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
-        """Every process has arrived here."""
-        processes.wait_for_everyone(world=self.world)
+        """Wait until every process has called this."""
+        process_control.wait_for_everyone(world=self.world)
 
     def set_trigger(self) -> None:
-        """The next :meth:`check_trigger` is True on every process."""
+        """Make the next :meth:`check_trigger` return True on every process."""
         self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
-        """Whether any process called :meth:`set_trigger` since the last check."""
+        """Return True if any process called :meth:`set_trigger` since the last check."""
         flag_tensor = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
         self.flag_tensor = None
         return bool(collectives.reduce(flag_tensor, "sum", world=self.world).item() >= 1)
@@ -523,82 +520,105 @@ class Accelerator:
     # == prepare ===========================================================================================
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """The given objects, ready for this world: as many, in the same order; a single one bare.
+        """Prepare the given objects for this world and return as many, in the same order; a single one bare.
 
         Models, optimizers, loaders and schedulers are prepared; everything else comes back untouched. An object
         that was prepared before comes back as it is.
+
+        Args:
+            device_placement: for each object, whether it is moved to ``device``; by default the Accelerator's own.
 
         Raises:
             PreparationError: the objects can't be prepared together, or ``device_placement`` doesn't match them.
         """
         _ = self.distributed_type  # raises after AcceleratorState._reset_state(): the Accelerator has to be made anew
-        bundle = Bundle.sort(args, device_placement, self.device_placement)
-        self.strategy.check(bundle)
-        fresh = self._converted_together(bundle)
-        if self.strategy.takes_bundle:
-            self._place_together(bundle)
-        with self._optimizers_following(bundle):
-            for slot in bundle.of(Role.MODEL):
-                slot.current = self.prepare_model(slot.current, device_placement=slot.device_placement)
-        for slot in bundle.of(Role.LOADER):
-            slot.current = self.prepare_data_loader(slot.current, device_placement=slot.device_placement)
+        arguments = PreparedArguments.classify(args, device_placement, self.device_placement)
+        self.strategy.check(arguments)
+        fresh = self._converted_together(arguments)
+        if self.strategy.prepares_together:
+            self._place_together(arguments)
+        with self._rebinding_optimizers(arguments):
+            for argument in arguments.of(Role.MODEL):
+                argument.current = self.prepare_model(argument.current, device_placement=argument.device_placement)
+        for argument in arguments.of(Role.LOADER):
+            argument.current = self.prepare_data_loader(argument.current, device_placement=argument.device_placement)
             if fresh[0]:
-                slot.current = self.strategy.cut_sequences(slot.current)
-        for slot in bundle.of(Role.OPTIMIZER):
-            slot.current = self.prepare_optimizer(slot.current, device_placement=slot.device_placement)
-        for slot in bundle.of(Role.SCHEDULER):  # last: a scheduler looks for its prepared optimizer
-            slot.current = self.prepare_scheduler(slot.current)
-        models, optimizers = ([slot.current for slot in slots] for slots in fresh)
+                argument.current = self.strategy.shard_sequences(argument.current)
+        for argument in arguments.of(Role.OPTIMIZER):
+            argument.current = self.prepare_optimizer(argument.current, device_placement=argument.device_placement)
+        for argument in arguments.of(Role.SCHEDULER):  # last: a scheduler looks for its prepared optimizer
+            argument.current = self.prepare_scheduler(argument.current)
+        models, optimizers = ([argument.current for argument in new] for new in fresh)
         self.precision.follow(models, [getattr(one, "optimizer", one) for one in optimizers])
-        return bundle.unsort()
+        return arguments.results()
 
-    def _converted_together(self, bundle: Bundle) -> tuple[list[Slot], list[Slot]]:
-        """The models and the optimizers that are new, as the precision wants them before they are placed."""
-        models = [slot for slot in bundle.of(Role.MODEL) if id(slot.current) not in self._prepared_models]
-        made = [slot for slot in bundle.of(Role.OPTIMIZER) if not isinstance(slot.current, AcceleratedOptimizer)]
-        converted = self.precision.convert_together([slot.current for slot in models], [slot.current for slot in made])
-        for slot, current in zip([*models, *made], [*converted[0], *converted[1]], strict=True):
-            slot.current = current
+    def _converted_together(
+        self, arguments: PreparedArguments
+    ) -> tuple[list[PreparedArgument], list[PreparedArgument]]:
+        """Return the new models and optimizers, converted as the precision needs them before they are placed."""
+        models = [
+            argument for argument in arguments.of(Role.MODEL) if id(argument.current) not in self._prepared_models
+        ]
+        made = [
+            argument
+            for argument in arguments.of(Role.OPTIMIZER)
+            if not isinstance(argument.current, AcceleratedOptimizer)
+        ]
+        converted = self.precision.convert_together(
+            [argument.current for argument in models], [argument.current for argument in made]
+        )
+        for argument, current in zip([*models, *made], [*converted[0], *converted[1]], strict=True):
+            argument.current = current
         return models, made
 
-    def _place_together(self, bundle: Bundle) -> None:
-        """An engine has made what it needs of the bundle; the rest is prepared one by one, as ever."""
-        self.strategy.place(bundle, self.precision)
-        for slot in bundle.of(Role.MODEL):
-            if slot.current is not slot.original:
-                slot.current.__dict__["_is_accelerate_prepared"] = True
-                self._hold_model(slot.original, slot.current)
+    def _place_together(self, arguments: PreparedArguments) -> None:
+        """Let an engine prepare the arguments that it needs; the rest is prepared one by one."""
+        self.strategy.place(arguments, self.precision)
+        for argument in arguments.of(Role.MODEL):
+            if argument.current is not argument.original:
+                argument.current.__dict__["_is_accelerate_prepared"] = True
+                self._register_model(argument.original, argument.current)
 
     @contextmanager
-    def _optimizers_following(self, bundle: Bundle) -> Iterator[None]:
-        """After the block the optimizers train the parameters that the models have then."""
-        models = [slot for slot in bundle.of(Role.MODEL) if id(slot.current) not in self._prepared_models]
-        optimizers = [slot.current for slot in bundle.of(Role.OPTIMIZER)]
+    def _rebinding_optimizers(self, arguments: PreparedArguments) -> Iterator[None]:
+        """Enter a context after which the optimizers train the parameters that the models have then."""
+        models = [
+            argument for argument in arguments.of(Role.MODEL) if id(argument.current) not in self._prepared_models
+        ]
+        optimizers = [argument.current for argument in arguments.of(Role.OPTIMIZER)]
         if not models or not optimizers:
             yield
             return
-        from .strategies.rebind import Names
+        from .parallel.rebind import OptimizerRebinding
 
-        held = Names(optimizers, self._named_parameters(models))
+        rebinding = OptimizerRebinding(optimizers, self._named_parameters(models))
         try:
             yield
         finally:
-            held.resolve(dict(self._named_parameters(models)))
+            rebinding.resolve(dict(self._named_parameters(models)))
 
-    def _named_parameters(self, slots: Sequence[Slot]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for number, slot in enumerate(slots):
-            for name, parameter in self.strategy.named_parameters(slot.current):
+    def _named_parameters(self, models: Sequence[PreparedArgument]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for number, argument in enumerate(models):
+            for name, parameter in self.strategy.named_parameters(argument.current):
                 yield f"{number}.{name}", parameter
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """``model`` in its precision, on its device, and, unless ``evaluation_mode``, wrapped for training."""
+        """Prepare ``model``: convert it to its precision, move it to its device and wrap it for training.
+
+        Args:
+            device_placement: whether it is moved to ``device``; by default the Accelerator's own.
+            evaluation_mode: leave out what only training needs.
+
+        Raises:
+            PreparationError: the model can't be prepared under this strategy.
+        """
         if id(model) in self._prepared_models:
             return self._prepared_models[id(model)]
         if model.__dict__.get("_is_accelerate_prepared", False):  # by another Accelerator, or before free_memory()
             inner = self.strategy.unwrap(model, keep_torch_compile=False)
             self.precision.patch_forward(inner)
             self.precision.patch_wrapped(model)
-            return self._hold_model(inner, model)
+            return self._register_model(inner, model)
         self.strategy.check_model(model)
         placed = self.device_placement if device_placement is None else device_placement
         prepared = self.strategy.place_model(model, self.precision, placed, evaluation_mode)
@@ -606,15 +626,15 @@ class Accelerator:
             _register(self._models, model)
             return prepared
         prepared.__dict__["_is_accelerate_prepared"] = True
-        return self._hold_model(model, prepared)
+        return self._register_model(model, prepared)
 
-    def _hold_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
-        _register(self._models, self.strategy.held(model, prepared))
+    def _register_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
+        _register(self._models, self.strategy.saved_model(model, prepared))
         self._prepared_models[id(model)] = self._prepared_models[id(prepared)] = prepared
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """``optimizer``, acting only when gradients are synchronised."""
+        """Wrap ``optimizer`` so that it steps only when gradients are synchronised."""
         if isinstance(optimizer, AcceleratedOptimizer):
             _register(self._optimizers, optimizer)
             return optimizer
@@ -625,12 +645,12 @@ class Accelerator:
         prepared = AcceleratedOptimizer(
             optimizer, placed, self.scaler, device=self.device, gradient_state=self.gradient_state
         )
-        self.strategy.adopt_optimizer(optimizer)
+        self.strategy.register_step_hooks(optimizer)
         _register(self._optimizers, prepared)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """``scheduler``, following the updates of its prepared optimizer."""
+        """Wrap ``scheduler`` so that it follows the updates of its prepared optimizer."""
         if isinstance(scheduler, AcceleratedScheduler):
             _register(self._schedulers, scheduler)
             return scheduler
@@ -644,7 +664,7 @@ class Accelerator:
             own[:1] or self._optimizers,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
-            num_processes=self.strategy.num_shares,
+            num_processes=self.strategy.data_parallel_size,
             mode=self.scheduler_mode,
             gradient_state=self.gradient_state,
         )
@@ -657,11 +677,11 @@ class Accelerator:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """``data_loader``, giving this process its share of every batch, on its device."""
+        """Wrap ``data_loader`` so that it yields this process's shard of every batch, on its device."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             _register(self._dataloaders, data_loader)
             return data_loader
-        prepared = _looked_up("prepare_data_loader")(
+        prepared = _module_attribute("prepare_data_loader")(
             data_loader,
             self.device,
             num_processes=self.world.size,
@@ -674,30 +694,30 @@ class Accelerator:
             share=self.mesh.data_share(),
             **asdict(self.dataloader_config),
         )
-        self.strategy.adopt_loader(prepared)
+        self.strategy.configure_loader(prepared)
         _register(self._dataloaders, prepared)
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader that begins at batch ``num_batches`` of the epoch."""
-        return _looked_up("skip_first_batches")(dataloader, num_batches=num_batches)
+        """Return a loader that begins at batch ``num_batches`` of the epoch."""
+        return _module_attribute("skip_first_batches")(dataloader, num_batches=num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """``dl`` with parts of sequences, under DeepSpeed's sequence parallelism; ``dl`` itself, where there is none.
+        """Wrap ``dl`` to yield parts of sequences under DeepSpeed's sequence parallelism; else return ``dl``.
 
         Loaders that are prepared together with their model are so already.
         """
-        return self.strategy.cut_sequences(dl)
+        return self.strategy.shard_sequences(dl)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Whether a device map spreads ``model``, or a part of it, over several places."""
-        return any(strategies.is_placed_by_map(module) for module in model.modules())
+        """Return True if a device map spreads ``model``, or a part of it, over several devices."""
+        return any(parallel.is_placed_by_map(module) for module in model.modules())
 
     # == a step ============================================================================================
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the micro-batch in hand completes an update."""
+        """Whether the current micro-batch completes an update."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -706,7 +726,7 @@ class Accelerator:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer update."""
+        """The number of micro-batches per optimizer update."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -715,7 +735,7 @@ class Accelerator:
 
     @property
     def step(self) -> int:
-        """Micro-batches begun since the last loader ended."""
+        """The number of micro-batches begun since the last loader ended."""
         return self.gradient_state.step
 
     @step.setter
@@ -728,32 +748,33 @@ class Accelerator:
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A context around one micro-batch: gradients are reduced, and optimizers step, when the window is complete.
+        """Enter a context around one micro-batch, in which gradients are reduced only if it completes the window.
 
-        Windows are counted per set of ``models``, so that two models of one loop may take turns.
+        Prepared optimizers do nothing before that. Windows are counted per set of ``models``, so that two models of one
+        loop may take turns.
         """
-        clock = self.gradient_state
+        gradient_state = self.gradient_state
         self._window = key = tuple(map(id, models))
-        if clock.advance(key) or not self._is_distributed or clock.sync_each_batch:
-            return _OPEN
-        held = ExitStack()
+        if gradient_state.advance(key) or not self._is_distributed or gradient_state.sync_each_batch:
+            return _NO_CONTEXT
+        contexts = ExitStack()
         for model in models:
-            held.enter_context(self.strategy.no_sync(model))
-        return held
+            contexts.enter_context(self.strategy.no_sync(model))
+        return contexts
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A context in which backward passes through ``model`` keep their gradients to themselves."""
+        """Enter a context in which backward passes through ``model`` don't reduce gradients."""
         return self.strategy.no_sync(model)
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None]:
-        """A block whose backward reduces the gradients of ``model``, although its forwards ran under ``no_sync``."""
-        from .strategies.ddp import trigger_sync_in_backward
+        """Enter a context whose backward reduces the gradients of forwards that ran under ``no_sync``."""
+        from .parallel.ddp import trigger_sync_in_backward
 
         return trigger_sync_in_backward(model)
 
     def backward(self, loss: torch.Tensor, *, weight: Any = None, **kwargs: Any) -> None:
-        """The gradients of ``loss`` have been added to those of the parameters.
+        """Add the gradients of ``loss`` to those of the parameters.
 
         ``loss`` is a mean over the micro-batch, and is divided by the accumulation steps; or, with ``weight``, a
         sum over ``weight`` tokens or samples: the finished window then holds the gradient of the true mean over
@@ -799,7 +820,7 @@ class Accelerator:
         num_parts: int = 1,
         always_careful: bool = False,
     ) -> torch.Tensor:
-        """The gradients of ``compute_loss(batch)`` have been added, in as many parts as memory asks for; the loss.
+        """Add the gradients of ``compute_loss(batch)`` in as many parts as fit into memory, and return the loss.
 
         In place of ``loss = ...; accelerator.backward(loss)``::
 
@@ -808,10 +829,10 @@ class Accelerator:
         When a rank runs out of memory, its batch is computed again in twice as many parts (by all ranks, where the
         forward itself communicates, as in FSDP); the global batch, the gradients and the random numbers of the rest
         stay what they were. While a shape is new (and in the first two updates), replicas reduce gradients after the
-        backward instead of during it; other ranks tell each other before each collective that they are well.
+        backward instead of during it; ranks that communicate in the forward agree before each collective to go on.
 
         Args:
-            compute_loss: the loss of a part of ``batch``: its samples cut along the first dimension.
+            compute_loss: the loss of a part of ``batch``: its samples split along the first dimension.
             batch: tensors, or tuples, lists and dicts of them; the first one's first dimension counts samples.
             reduction: ``"mean"``: losses of parts are averaged over their samples; ``"sum"``: added (for a loss that
                 the caller divides by the tokens of the whole batch).
@@ -820,7 +841,7 @@ class Accelerator:
                 ranks.
 
         Raises:
-            MemoryExhausted: a single sample doesn't fit, or memory ran out where a batch can't be given up.
+            MemoryExhausted: a single sample doesn't fit, or memory ran out where a batch can't be retried.
             CollectiveError: another rank has failed, in a forward that communicates.
         """
         self._refuse_engine("backward_in_parts()")
@@ -846,7 +867,7 @@ class Accelerator:
     def pipeline_step(
         self, model: Any, batch: tuple[Any, Any], loss_function: Callable[[Any, Any], torch.Tensor]
     ) -> torch.Tensor:
-        """Forward and backward of one micro-batch through all stages of a pipeline; its loss, on every rank.
+        """Run forward and backward of one micro-batch through all pipeline stages; return its loss on every rank.
 
         ::
 
@@ -875,7 +896,7 @@ class Accelerator:
         )
 
     def _window_parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The parameters of the models of the current window; of all models where none was named."""
+        """Return the parameters of the models of the current window; of all models where none was named."""
         named = [model for model in self._models if not self._window or self._is_in_window(model)]
         return (parameter for model in named for parameter in model.parameters())
 
@@ -883,7 +904,7 @@ class Accelerator:
         return id(model) in self._window or id(self._prepared_models.get(id(model))) in self._window
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """The parameters of the LOMO optimizers have moved along the gradients of ``loss``.
+        """Update the parameters of the LOMO optimizers along the gradients of ``loss``.
 
         Raises:
             PreparationError: no LOMO optimizer was prepared.
@@ -895,7 +916,7 @@ class Accelerator:
             optimizer.optimizer.fused_backward(loss, learning_rate)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Gradients are in true units (fp16). ``optimizer``: one, several, or None for all prepared ones."""
+        """Unscale the gradients of ``optimizer``: one, several, or None for all prepared ones (fp16)."""
         if self.scaler is None:
             return
         chosen = self._optimizers if optimizer is None else optimizer
@@ -905,19 +926,19 @@ class Accelerator:
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """The global norm of the gradients is at most ``max_norm``; returns what it was, in true units."""
+        """Clip the global norm of the unscaled gradients to at most ``max_norm``, and return the norm before."""
         parameters = _as_list(parameters)
         self._unscale_owners_of(parameters)
         return self.strategy.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """No gradient element is larger than ``clip_value`` in size, in true units."""
+        """Clamp every element of the unscaled gradients to [-``clip_value``, ``clip_value``]."""
         parameters = _as_list(parameters)
         self._unscale_owners_of(parameters)
         self.strategy.clip_grad_value(parameters, clip_value)
 
     def _unscale_owners_of(self, parameters: list[torch.Tensor]) -> None:
-        """Only the optimizers of these parameters: unscaling another one's would leave its next backward mixed."""
+        """Unscale only the optimizers of these parameters: others still have scaled backward passes to add."""
         if self.precision.scaler is None:
             return
         ours = set(map(id, parameters))
@@ -926,13 +947,13 @@ class Accelerator:
                 self.unscale_gradients(optimizer)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """A context in which operations run in the Accelerator's precision."""
+        """Enter a context in which operations run in the Accelerator's precision."""
         return self.precision.autocast(autocast_handler)
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """A context whose value is torch's profiler; its trace is written per process where a folder was named."""
-        handler = profile_handler or self.profile_handler or _looked_up("ProfileKwargs")()
+        """Enter a context whose value is torch's profiler, and write its trace per process where a folder was named."""
+        handler = profile_handler or self.profile_handler or _module_attribute("ProfileKwargs")()
         with handler.record(self.process_index) as profiler:
             yield profiler
         if handler.output_trace_dir is not None:
@@ -941,8 +962,8 @@ class Accelerator:
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """A block in which ranks may run out of batches at different times."""
-        from .uneven import join_uneven_inputs
+        """Enter a context in which ranks may run out of batches at different times."""
+        from .parallel.uneven_inputs import join_uneven_inputs
 
         return join_uneven_inputs(
             self.world, [*joinables], self._dataloaders, configured=self.even_batches, override=even_batches
@@ -951,35 +972,35 @@ class Accelerator:
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> AbstractContextManager[Any]:
-        """A block in which ``buffers`` are cut along the sequence; without context parallelism they stay whole.
+        """Enter a context in which ``buffers`` are sharded along the sequence, under context parallelism.
 
-        Attention inside the block still sees whole sequences. Forward and backward both belong into it.
+        Attention inside the block still sees full sequences. Forward and backward both belong into it.
 
         Args:
             buffers: tensors with a sequence dimension (inputs, labels, positions), changed in place.
             buffer_seq_dims: that dimension, for each of them.
-            no_restore_buffers: the set of those that may stay cut after the block.
+            no_restore_buffers: the set of those that need not be restored after the block.
         """
         if self.mesh.active("cp", "sp"):
-            from .strategies.context import split_sequences
+            from .parallel.context_parallel import split_sequences
 
             config = self.strategy.options.plugins["parallelism_config"]
             return split_sequences(self.mesh, config, buffers, buffer_seq_dims, no_restore_buffers)
         logger.warning_once(
             "maybe_context_parallel() has no effect: no ParallelismConfig asks for context parallelism."
         )
-        return _OPEN
+        return _NO_CONTEXT
 
     # == collectives =======================================================================================
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of every rank, joined along the first dimension, on every rank."""
+        """Gather the tensors of every rank, joined along the first dimension, on every rank."""
         return collectives.gather(tensor, world=self.world)
 
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, *, to: Literal["all", "main"] = "all"
     ) -> Any:
-        """What every rank computed from the batch in hand, each sample exactly once.
+        """Gather what every rank computed from the current batch, each sample exactly once.
 
         Rows that were added so that all ranks have equal batches are left out, by the account that the batch
         carries. Containers and dataclasses are joined leaf by leaf: tensors and arrays along the rows, lists with an
@@ -992,29 +1013,29 @@ class Accelerator:
         return self._metric_gather.gather(input_data, as_objects=use_gather_object, to_main=to == "main")
 
     def streaming_mean(self) -> StreamingMean:
-        """A mean over samples of all ranks, each once, of which every rank keeps two numbers."""
+        """Return a mean over samples of all ranks, each once, of which every rank keeps two numbers."""
         return StreamingMean(self.mesh, self.gradient_state)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The elementwise sum, mean or max over ranks, on every rank; ``tensor`` is unchanged."""
+        """Return the elementwise sum, mean or max over ranks, on every rank; ``tensor`` is unchanged."""
         return collectives.reduce(tensor, reduction, scale, world=self.world)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """``tensor`` padded along ``dim`` to the largest size of any rank."""
+        """Pad ``tensor`` along ``dim`` to the largest size of any rank."""
         return self._metric_gather.pad(tensor, dim, pad_index, pad_first=pad_first)
 
     # == models and state ==================================================================================
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The user's own model."""
+        """Return the user's own model."""
         return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state dict of ``model``. A collective where the model lies over the ranks."""
-        return self.strategy.whole_state_dict(model, "get_state_dict", unwrap)
+        """Return the full state dict of ``model``; a collective where the model is sharded over the ranks."""
+        return self.strategy.collective_full_state_dict(model, "get_state_dict", unwrap)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """``obj`` is in file ``f``, written by the main process (of each host with ``save_on_each_node``)."""
+        """Write ``obj`` to the file ``f`` from the main process (of each host with ``save_on_each_node``)."""
         checkpointing.save(
             obj,
             f,
@@ -1024,7 +1045,7 @@ class Accelerator:
 
     @property
     def _moment(self) -> str:
-        """What tells calls from the same line apart, and is alike on all ranks: how many backward passes were made."""
+        """The number of backward passes: it tells calls from the same line apart, and is equal on all ranks."""
         return str(self.gradient_state.num_backwards if self.even_batches else 0)
 
     def save_model(
@@ -1036,12 +1057,12 @@ class Accelerator:
         *,
         select: checkpointing.Selection | None = None,
     ) -> None:
-        """``save_directory`` holds exactly the weights of ``model``, in shards of at most ``max_shard_size``.
+        """Write exactly the weights of ``model`` to ``save_directory``, in files of at most ``max_shard_size``.
 
         ``select`` leaves some of them out, or converts them. Called by all ranks, or by the main process alone where
-        the model doesn't lie over the ranks.
+        the model isn't sharded.
         """
-        state = self.strategy.whole_state_dict(model, "save_model")
+        state = self.strategy.collective_full_state_dict(model, "save_model")
         state = state if select is None else select.of(state)
         options: dict[str, Any] = {"world": self.world, "moment": self._moment}
         checkpointing.save_model(state, save_directory, max_shard_size, safe_serialization, **options)
@@ -1054,7 +1075,7 @@ class Accelerator:
         max_shard_size: int | str = "5GB",
         select: checkpointing.Selection | None = None,
     ) -> None:
-        """``save_directory`` can be loaded with ``from_pretrained``: weights beside the model's configuration.
+        """Write weights and configuration of ``model`` to ``save_directory``, for ``from_pretrained``.
 
         With ``Selection(adapters_only=True)`` it holds the adapters of a PEFT model, as PEFT itself loads them.
 
@@ -1063,7 +1084,7 @@ class Accelerator:
         """
         checkpointing.export_model(
             self.strategy.unwrap(model, keep_torch_compile=False),
-            self.strategy.whole_state_dict(model, "export_model"),
+            self.strategy.collective_full_state_dict(model, "export_model"),
             save_directory,
             max_shard_size=max_shard_size,
             select=select,
@@ -1083,9 +1104,9 @@ class Accelerator:
         pin: bool = False,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Everything prepared and registered is in one committed checkpoint, on every rank's return; its folder.
+        """Save everything prepared and registered as one committed checkpoint, and return its folder.
 
-        Called by all ranks, or by the main process alone where every process has the whole state (not under FSDP,
+        Called by all ranks, or by the main process alone where every process has the full state (not under FSDP,
         tensor or pipeline parallelism, DeepSpeed): it then lacks the other ranks' random streams and loader parts.
 
         With automatic naming the folder is the next ``checkpoints/checkpoint_{n}`` of the project, and
@@ -1111,13 +1132,15 @@ class Accelerator:
         self._background.wait()
         where: dict[str, Any] = {"output_dir": output_dir, "world": self.world, "project": project}
         needs_all = not self.strategy.is_replicated
-        attendance = checkpointing.attend_save(**where, needs_all=needs_all, moment=self._moment)
-        noted, began = watching.before_save(self._run, alone=not attendance.has_all), perf_counter()
+        participants = checkpointing.participants_of_save(**where, needs_all=needs_all, moment=self._moment)
+        noted, began = monitoring.before_save(self._run, alone=not participants.has_all), perf_counter()
         folder = checkpointing.write_checkpoint(
             **where,
-            attendance=attendance,
+            participants=participants,
             models=self._models,
-            **self.strategy.saved(self._models, self._optimizers, model_only=select is not None and select.model_only),
+            **self.strategy.checkpoint_state(
+                self._models, self._optimizers, model_only=select is not None and select.model_only
+            ),
             schedulers=self._schedulers,
             dataloaders=self._dataloaders,
             scaler=self.scaler,
@@ -1129,7 +1152,7 @@ class Accelerator:
             safe_serialization=safe_serialization,
             pre_hooks=self._save_hooks,
             details={
-                "pace": pace.pace_of(self.world, self._dataloaders, self.gradient_state),
+                "pace": elastic_batch.global_batch_info(self.world, self._dataloaders, self.gradient_state),
                 **noted,
                 **(details or {}),
             },
@@ -1144,7 +1167,7 @@ class Accelerator:
         return folder
 
     def wait_for_checkpoint(self) -> None:
-        """The checkpoint that was being saved in the background, if there was one, is committed.
+        """Wait until the checkpoint that is being saved in the background, if there is one, is committed.
 
         Raises:
             CheckpointError: it failed.
@@ -1159,7 +1182,7 @@ class Accelerator:
         keep_global_batch: bool = False,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Everything prepared and registered continues from a checkpoint: by default the project's newest valid one.
+        """Load everything prepared and registered from a checkpoint: by default the project's newest valid one.
 
         Loaders continue at the next unseen batch, in the order of the interrupted epoch, also on another number of
         ranks; what that changes is said once.
@@ -1186,12 +1209,12 @@ class Accelerator:
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> str | None:
-        """As :meth:`load_state`, from the newest valid checkpoint in ``root``; its folder, or None in a new run.
+        """Load the newest valid checkpoint in ``root`` and return its folder, or None in a new run.
 
         ``root`` is a folder of checkpoints; without it, the project's. Call it unconditionally at the top of a script.
 
         Raises:
-            CheckpointError: there are checkpoints, and not one is whole.
+            CheckpointError: there are checkpoints, and not one is complete.
         """
         self._background.wait()
         loaded = checkpointing.resume_checkpoint(
@@ -1205,12 +1228,14 @@ class Accelerator:
         return str(loaded.folder)
 
     def _go_on(self, loaded: checkpointing.LoadedCheckpoint, keep_global_batch: bool) -> None:
-        clock, window = self.gradient_state, self._open_window
-        pace.go_on(loaded, self.world, self._dataloaders, clock, window, keep_global_batch=keep_global_batch)
-        self._noted_watch = watching.after_load(self._run, loaded)
+        gradient_state, window = self.gradient_state, self._open_window
+        elastic_batch.restore_accumulation(
+            loaded, self.world, self._dataloaders, gradient_state, window, keep_global_batch=keep_global_batch
+        )
+        self._noted_watch = monitoring.after_load(self._run, loaded)
 
     def _receivers(self) -> dict[str, Any]:
-        """What a checkpoint is given back to."""
+        """Return the objects that a checkpoint is loaded into."""
         return {
             "world": self.world,
             "project": self.project_configuration,
@@ -1228,7 +1253,7 @@ class Accelerator:
         }
 
     def register_for_checkpointing(self, *objects: Any, allow_pickle: bool = False) -> None:
-        """``save_state`` and ``load_state`` include ``objects``, in this order.
+        """Include ``objects`` in ``save_state`` and ``load_state``, in this order.
 
         With ``allow_pickle`` their states are saved as pickles, which can hold anything, and which run code when they
         are loaded by a run that registers them so.
@@ -1244,25 +1269,25 @@ class Accelerator:
             self._may_pickle.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """``hook(models, weights, output_dir)`` runs before ``save_state`` writes; returns a removable handle.
+        """Register ``hook(models, weights, output_dir)`` to run before ``save_state`` writes; return its handle.
 
         ``output_dir`` is where the checkpoint will be; what the hook writes there is committed with it.
         """
         return self._save_hooks.add(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """``hook(models, input_dir)`` runs before ``load_state`` reads; returns a removable handle."""
+        """Register ``hook(models, input_dir)`` to run before ``load_state`` reads; return its handle."""
         return self._load_hooks.add(hook)
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """The Accelerator holds nothing any more and device caches are empty; returns a None per object."""
+        """Drop all references to prepared objects, empty device caches, and return a None per object."""
         for model in self._models:
-            # A wrapper that the caller still holds goes on working; a model that was not wrapped is as it was given.
+            # A wrapper that the caller still uses goes on working; a model that was not wrapped is restored.
             if self._prepared_models.get(id(model), model) is model:
                 self.precision.restore_forward(model)
                 model.__dict__.pop("_is_accelerate_prepared", None)
-        for held in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._custom_objects):
-            held.clear()
+        for registry in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._custom_objects):
+            registry.clear()
         self._may_pickle.clear()
         self._background.release_memory()
         self._prepared_models.clear()
@@ -1272,7 +1297,7 @@ class Accelerator:
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:
-        """The same as :meth:`free_memory`."""
+        """Do the same as :meth:`free_memory`."""
         return self.free_memory(*objects)
 
     # == tracking ==========================================================================================
@@ -1285,11 +1310,11 @@ class Accelerator:
         self._run_log = tracking.init_run_log(project_name, config, init_kwargs, self.logging_dir)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker called ``name`` (``unwrap``: the service's own object); a blank one off the main process."""
+        """Return the tracker ``name`` (``unwrap``: the service's own object); a blank one off the main process."""
         return tracking.find_tracker(self.trackers, name, unwrap, run_log=self._run_log)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Every tracker will be told ``values`` as they are now; the loop doesn't wait for it.
+        """Log ``values`` as they are now to every tracker, without waiting for it.
 
         Each tracker has a thread of its own, which keeps the order. One that fails or hangs costs its own records only,
         and says so once; the JSONL log of the run is another one.
@@ -1297,7 +1322,7 @@ class Accelerator:
         tracking.log([*self.trackers, *self._run_log], values, step, log_kwargs or {})
 
     def end_training(self) -> None:
-        """The last checkpoint is committed, trackers are finished and the world is left.
+        """Commit the last checkpoint, finish the trackers and leave the world.
 
         Raises:
             CheckpointError: a checkpoint that was being saved in the background failed.
@@ -1317,14 +1342,14 @@ class Accelerator:
         self,
         every: int = 10,
         *,
-        callbacks: Sequence[watching.RunCallback] = (),
+        callbacks: Sequence[monitoring.RunCallback] = (),
         total_steps: int | None = None,
-        rules: watching.LossRules | None = _NOT_GIVEN,
-        flops: watching.Flops | None = None,
+        rules: monitoring.LossRules | None = _NOT_GIVEN,
+        flops: monitoring.Flops | None = None,
         print_line: bool = False,
         log: bool = True,
-    ) -> watching.RunWatch:
-        """The loop's numbers are reported every ``every`` updates, once its ``step(loss)`` follows each micro-batch.
+    ) -> monitoring.RunWatch:
+        """Report the loop's numbers every ``every`` updates; call ``step(loss)`` of the result after each micro-batch.
 
         Reports go to the project's folder (one small file a rank, which ``accelerate monitor`` reads), and with
         ``log`` to the trackers.
@@ -1337,16 +1362,16 @@ class Accelerator:
             flops: the floating-point operations of the model, for MFU.
             print_line: whether the main process prints a line for each report.
         """
-        self._run = watching.RunWatch(
+        self._run = monitoring.RunWatch(
             self.world,
             self.gradient_state,
             self._optimizers,
             every=every,
             callbacks=callbacks,
             total_steps=total_steps,
-            rules=watching.LossRules() if rules is _NOT_GIVEN else rules,
-            flops=flops or watching.Flops(),
-            folder=watching.folder_of(self.logging_dir),
+            rules=monitoring.LossRules() if rules is _NOT_GIVEN else rules,
+            flops=flops or monitoring.Flops(),
+            folder=monitoring.folder_of(self.logging_dir),
             log=self.log if log else None,
             show=self.print if print_line and self.world.is_main else None,
             facts={
@@ -1361,16 +1386,16 @@ class Accelerator:
     def average_weights(
         self, model: torch.nn.Module, decay: float = 0.999, *, every: int = 1, warmup: bool = False
     ) -> WeightAverage:
-        """An exponential moving average of the weights of a prepared ``model``.
+        """Return an exponential moving average of the weights of a prepared ``model``.
 
         Its ``update()`` follows ``optimizer.step()``, its ``applied()`` is a block in which the model has the averaged
         weights; it is a part of every checkpoint from here on.
         """
         inner = self.strategy.unwrap(model, keep_torch_compile=False)
-        from .averaging import WeightAverage
+        from .training.averaging import WeightAverage
 
         average = WeightAverage(
-            self.strategy.held(inner, model),
+            self.strategy.saved_model(inner, model),
             self.strategy.access,
             self.gradient_state,
             decay=decay,
@@ -1390,7 +1415,7 @@ class Accelerator:
     # == copies ============================================================================================
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        """The same object: there is one Accelerator per training loop."""
+        """Return the same object: there is one Accelerator per training loop."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -1407,7 +1432,7 @@ class Accelerator:
         self.__dict__.update(state)
         self.world = join_world(cpu=self.settings.run.use_cpu)
         self.mesh = options.mesh = construction.mesh(self, options.plugins)
-        self.strategy = strategies.choose(self.settings, self.world, options)
+        self.strategy = parallel.choose(self.settings, self.world, options)
         self.trackers, self._run_log = [], []
         self._window, self._run = (), None
         self._weights = WindowWeights(self.mesh)
@@ -1418,17 +1443,17 @@ class Accelerator:
         self._prepared_models = {}
         for model, prepared in zip(self._models, prepared_models, strict=True):
             if prepared is not None:
-                self._hold_model(model, prepared)
+                self._register_model(model, prepared)
 
 
-def _register(held: list[Any], obj: Any) -> None:
-    """``obj`` is in ``held``, once (by identity: parameters and tensors compare elementwise)."""
-    if not any(known is obj for known in held):
-        held.append(obj)
+def _register(registry: list[Any], obj: Any) -> None:
+    """Append ``obj`` to ``registry`` once (by identity: parameters and tensors compare elementwise)."""
+    if not any(known is obj for known in registry):
+        registry.append(obj)
 
 
-def _looked_up(name: str) -> Any:
-    """What this module's ``name`` is now: libraries on top put their own in its place."""
+def _module_attribute(name: str) -> Any:
+    """Return this module's attribute ``name``: libraries on top put their own in its place."""
     return getattr(sys.modules[__name__], name)
 
 

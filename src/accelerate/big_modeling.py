@@ -1,4 +1,4 @@
-"""Models larger than memory: built without values, spread over devices, brought piece by piece while they run."""
+"""Models larger than memory: built without values, dispatched over devices, offloaded to host memory or disk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from typing import Any, Literal, TypeVar, final
 import torch
 from torch import nn
 
-from .device_map.budget import Bytes, Place, get_balanced_memory, get_max_memory
-from .device_map.load import load_checkpoint_in_model, load_onto_devices
-from .device_map.place import TiedCopies, rebuilt
-from .device_map.plan import check_device_map, infer_auto_device_map
-from .device_map.sizes import ByteDtype
-from .device_map.tensors import DISK, Device, as_device
-from .device_map.tied import check_tied_parameters_on_same_device, device_of, find_tied_parameters, retie_parameters
-from .devices import CPU, KINDS
+from .big_models.budget import Bytes, DeviceKey, get_balanced_memory, get_max_memory
+from .big_models.device_map import check_device_map, infer_auto_device_map
+from .big_models.load import load_checkpoint_in_model, load_onto_devices
+from .big_models.offload import Entry, OffloadedWeightsLoader, offload_state_dict, read_index
+from .big_models.placement import TiedCopies, rebuild_parameter
+from .big_models.sizes import (
+    DISK,
+    ByteDtype,
+    Device,
+    as_device,
+    check_tied_parameters_on_same_device,
+    device_of,
+    find_tied_parameters,
+    retie_parameters,
+)
+from .devices.table import CPU, KINDS
 from .errors import PreparationError, SettingError
 from .hooks import (
     AlignDevicesHook,
@@ -33,13 +41,11 @@ from .hooks import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
+from .hooks.attach import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from .hooks.attention import attach_context_parallel_hooks, refuse_recurrent_layers
-from .hooks.casting import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
-from .offload import OffloadedWeightsLoader, offload_state_dict
-from .offload.folder import Entry, read_index
 from .settings.env import flag
 
-# Old addresses.
+# Names that libraries import from here.
 _attach_context_parallel_hooks = attach_context_parallel_hooks
 _refuse_recurrent_layers_under_sequence_parallelism = refuse_recurrent_layers
 
@@ -50,12 +56,12 @@ AutoMap = Literal["auto", "balanced", "balanced_low_0", "sequential"]
 SkipKeys = str | list[str] | None
 
 
-# ------------------------------------------------------------------------------------- built without values
+# ------------------------------------------------------------------------------------- models without values
 
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Parameters that are made in the block have no values and take no memory.
+    """Create parameters in the block on the meta device: without values and without memory.
 
     Buffers have values, unless ``include_buffers`` (left out: ``ACCELERATE_INIT_INCLUDE_BUFFERS``).
     """
@@ -65,7 +71,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: Device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Parameters that modules get in the block, in this thread, lie on ``device``; buffers too if asked."""
+    """Create the parameters of modules in the block, in this thread, on ``device``; buffers too if asked."""
     if include_buffers is None:
         include_buffers = flag("ACCELERATE_INIT_INCLUDE_BUFFERS")
     target = as_device(device)
@@ -79,7 +85,7 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
 
 @final
 class _Registration:
-    """``Module.register_parameter``, which in some threads puts parameters on a device of their own.
+    """A replacement of ``Module.register_parameter`` that moves parameters to a device chosen per thread.
 
     torch has no switch that is for parameters only, so the method is replaced while some thread is in a block; which
     device a thread wants is the thread's own matter.
@@ -88,20 +94,20 @@ class _Registration:
     lock = threading.Lock()
     num_blocks = 0
     original: Any = None
-    wanted = threading.local()
+    thread_devices = threading.local()
 
     @classmethod
     @contextmanager
     def onto(cls, device: torch.device) -> Iterator[None]:
-        """Parameters registered in this block and thread are on ``device``."""
-        before = getattr(cls.wanted, "device", None)
-        cls.wanted.device = device
+        """Move parameters that are registered in this block and thread to ``device``."""
+        before = getattr(cls.thread_devices, "device", None)
+        cls.thread_devices.device = device
         cls._enter()
         try:
             yield
         finally:
             cls._leave()
-            cls.wanted.device = before
+            cls.thread_devices.device = before
 
     @classmethod
     def _enter(cls) -> None:
@@ -123,16 +129,16 @@ class _Registration:
         @wraps(original)
         def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
             original(module, name, param)
-            device = getattr(cls.wanted, "device", None)
+            device = getattr(cls.thread_devices, "device", None)
             # One that is there already stays the same object: tied weights stay tied.
             if device is not None and param is not None and param.device != device:
-                moved: Any = rebuilt(param, param.detach().to(device))
+                moved: Any = rebuild_parameter(param, param.detach().to(device))
                 module._parameters[name] = moved
 
         return register_parameter
 
 
-# -------------------------------------------------------------------------------- one device, weights elsewhere
+# ------------------------------------------------------------------------------ one device, offloaded weights
 
 
 def _first_device(model: nn.Module) -> torch.device:
@@ -140,7 +146,7 @@ def _first_device(model: nn.Module) -> torch.device:
     return torch.device(CPU.name) if found is None or found.is_meta else found.device
 
 
-def _offloaded(
+def _attach_offload_hooks(
     model: Module,
     execution_device: Device | None,
     weights: Mapping[str, torch.Tensor],
@@ -170,9 +176,9 @@ def cpu_offload(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> Module:
-    """The weights wait in host memory, and are on ``execution_device`` only while their module runs."""
+    """Keep the weights in host memory, and load them to ``execution_device`` only while their module runs."""
     weights = {name: each.detach().to("cpu") for name, each in model.state_dict().items()}
-    return _offloaded(
+    return _attach_offload_hooks(
         model, execution_device, weights if state_dict is None else state_dict, offload_buffers, preload_module_classes
     )
 
@@ -184,7 +190,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> Module:
-    """The weights wait in files, and are on ``execution_device`` only while their module runs.
+    """Keep the weights in files, and load them to ``execution_device`` only while their module runs.
 
     A folder that holds the weights of such a model is used as it is, else they are written there.
 
@@ -198,7 +204,7 @@ def disk_offload(
     else:
         _check_folder(model, state, index, offload_dir)
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
-    return _offloaded(model, execution_device, weights, offload_buffers, preload_module_classes)
+    return _attach_offload_hooks(model, execution_device, weights, offload_buffers, preload_module_classes)
 
 
 def _check_folder(model: nn.Module, state: Mapping[str, Any], index: Mapping[str, Entry], folder: object) -> None:
@@ -219,16 +225,16 @@ def _check_folder(model: nn.Module, state: Mapping[str, Any], index: Mapping[str
 def cpu_offload_with_hook(
     model: Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[Module, UserCpuOffloadHook]:
-    """The model waits in host memory as a whole, comes when it is called, and stays until its hook's ``offload()``.
+    """Keep the model in host memory, move it to the device when it is called, and back by its hook's ``offload()``.
 
-    ``prev_module_hook``, of the stage before, is offloaded just before this model comes.
+    The model of ``prev_module_hook`` is offloaded just before this one is moved.
     """
     hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)
 
 
-# ------------------------------------------------------------------------------------------- several devices
+# ------------------------------------------------------------------------------------------ dispatched models
 
 
 def dispatch_model(
@@ -243,7 +249,7 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> Module:
-    """Every part of the model is on its device, those on slower ones come to ``main_device`` while they run.
+    """Put every part of the model on its device; load those on cpu and disk to ``main_device`` while they run.
 
     Weights on disk are read from ``offload_index`` or ``offload_dir``, and written to ``offload_dir`` first where the
     model has them still. The map is on the model as ``hf_device_map``.
@@ -252,11 +258,11 @@ def dispatch_model(
         SettingError: the map leaves parts out, or sends some to disk and nothing says where.
     """
     check_device_map(model, device_map)
-    places = set(device_map.values())
-    if len(places) == 1 and DISK not in places and not force_hooks and not _refuses_to_move(model):
-        _settle_on(model, next(iter(places)))
+    devices = set(device_map.values())
+    if len(devices) == 1 and DISK not in devices and not force_hooks and not _refuses_to_move(model):
+        _move_to(model, next(iter(devices)))
     else:
-        _spread(
+        _dispatch(
             model,
             device_map,
             main_device,
@@ -272,28 +278,28 @@ def dispatch_model(
 
 
 def _refuses_to_move(model: Any) -> bool:
-    """bitsandbytes models stay where they were quantised."""
+    """Return whether the model is one of bitsandbytes, which stays on the device where it was quantised."""
     quantized = getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)
     return bool(quantized) and "bitsandbytes" in str(getattr(model, "quantization_method", "bitsandbytes")).lower()
 
 
-def _settle_on(model: nn.Module, place: Any) -> None:
+def _move_to(model: nn.Module, device: Any) -> None:
     ties = find_tied_parameters(model)
-    model.to(as_device(place))
+    model.to(as_device(device))
     retie_parameters(model, ties)
 
 
 def _main_device(device_map: Mapping[str, Any]) -> Any:
-    return next((place for place in device_map.values() if place not in (CPU.name, DISK)), CPU.name)
+    return next((device for device in device_map.values() if device not in (CPU.name, DISK)), CPU.name)
 
 
 def _is_host(device: Any) -> bool:
-    """Whether a device computes in host memory: nothing is won by taking weights away from there."""
+    """Return whether a device computes in host memory, where offloading weights to the host would free nothing."""
     kind = as_device(device).type
     return kind == CPU.name or any(row.name == kind and not row.select for row in KINDS)
 
 
-def _spread(
+def _dispatch(
     model: nn.Module,
     device_map: Mapping[str, Any],
     main_device: Device | None,
@@ -305,8 +311,8 @@ def _spread(
     preload_module_classes: list[str] | None,
 ) -> None:
     main: Any = _main_device(device_map) if main_device is None else main_device
-    away = (DISK,) if _is_host(main) else (CPU.name, DISK)
-    on_disk = [name or "the whole model" for name, place in device_map.items() if place == DISK]
+    offload_devices = (DISK,) if _is_host(main) else (CPU.name, DISK)
+    on_disk = [name or "the whole model" for name, device in device_map.items() if device == DISK]
     if on_disk and offload_dir is None and offload_index is None:
         raise SettingError(
             f"The device map sends {', '.join(on_disk[:5])}{', ...' if len(on_disk) > 5 else ''} to disk: give "
@@ -314,55 +320,55 @@ def _spread(
         )
     ties = find_tied_parameters(model)
     check_tied_parameters_on_same_device(ties, device_map)
-    weights = _waiting_weights(model, device_map, away, state_dict, offload_dir, offload_index, ties)
-    copies, lasting = _tied_copies(model, ties, weights)
+    weights = _offloaded_weights(model, device_map, offload_devices, state_dict, offload_dir, offload_index, ties)
+    copies, persistent = _tied_copies(model, ties, weights)
     attach_align_device_hook_on_blocks(
         model,
-        execution_device={name: main if place in away else place for name, place in device_map.items()},
-        offload={name: place in away for name, place in device_map.items()},
+        execution_device={name: main if device in offload_devices else device for name, device in device_map.items()},
+        offload={name: device in offload_devices for name, device in device_map.items()},
         offload_buffers=offload_buffers,
         weights_map=weights,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         tied_params_map=copies,
     )
-    for address in copies.keys() - lasting:
-        # What lay there has moved away, and something else may lie there one day.
+    for address in copies.keys() - persistent:
+        # The tensor at this address was moved, and another one may be allocated there.
         del copies[address]
-    _keep_together(model, ties)
+    _retie_on_devices(model, ties)
     _guard_moves(model)
 
 
-def _waiting_weights(
+def _offloaded_weights(
     model: nn.Module,
     device_map: Mapping[str, Any],
-    away: tuple[str, ...],
+    offload_devices: tuple[str, ...],
     state_dict: Mapping[str, torch.Tensor] | None,
     offload_dir: str | PathLike[str] | None,
     offload_index: Mapping[str, Entry] | None,
     ties: list[list[str]],
 ) -> OffloadedWeightsLoader | None:
-    """The weights of the parts that are away, wherever they wait; None where nothing is away."""
+    """Collect the offloaded weights from memory, folder or index; return None where nothing is offloaded."""
     present = model.state_dict()
-    names = {place: [name for name in present if device_of(name, device_map) == place] for place in away}
+    names = {device: [name for name in present if device_of(name, device_map) == device] for device in offload_devices}
     if not any(names.values()):
         return None
-    held = dict(state_dict or {})
+    in_memory = dict(state_dict or {})
     for name in names.get(CPU.name, ()):
-        if name not in held and not present[name].is_meta:
-            held[name] = present[name].detach().to("cpu")
+        if name not in in_memory and not present[name].is_meta:
+            in_memory[name] = present[name].detach().to("cpu")
     index: dict[str, Entry] = dict(offload_index or {})
     if offload_dir is not None and offload_index is None:
         index = read_index(offload_dir)
         unwritten = {
             name: present[name]
             for name in names.get(DISK, ())
-            if name not in index and name not in held and not present[name].is_meta
+            if name not in index and name not in in_memory and not present[name].is_meta
         }
         if unwritten:
             offload_state_dict(offload_dir, unwritten)
             index = read_index(offload_dir)
-    weights = OffloadedWeightsLoader(state_dict=held, save_folder=offload_dir, index=index)
+    weights = OffloadedWeightsLoader(state_dict=in_memory, save_folder=offload_dir, index=index)
     for group in ties:
         known = next((name for name in group if name in weights), None)
         for name in group if known is not None else ():
@@ -373,24 +379,24 @@ def _waiting_weights(
 def _tied_copies(
     model: nn.Module, ties: list[list[str]], weights: OffloadedWeightsLoader | None
 ) -> tuple[TiedCopies, set[int]]:
-    """For each tied weight the addresses by which its names recognise each other, and which of them last."""
+    """Return, by data pointer of each tied weight, its copies by device; and the pointers that stay valid."""
     copies: dict[int, dict[torch.device, torch.Tensor]] = {}
-    lasting: set[int] = set()
+    persistent: set[int] = set()
     for group in ties:
-        here: dict[torch.device, torch.Tensor] = {}
+        copies_by_device: dict[torch.device, torch.Tensor] = {}
         for name in group:
             parameter = model.get_parameter(name)
             if not parameter.is_meta:
-                copies[parameter.data_ptr()] = here
+                copies[parameter.data_ptr()] = copies_by_device
             address = weights.address(name) if weights is not None and name in weights else None
             if address is not None:
-                copies[address] = here
-                lasting.add(address)
-    return copies, lasting
+                copies[address] = copies_by_device
+                persistent.add(address)
+    return copies, persistent
 
 
-def _keep_together(model: nn.Module, ties: list[list[str]]) -> None:
-    """Tied weights that ended on one device are one there."""
+def _retie_on_devices(model: nn.Module, ties: list[list[str]]) -> None:
+    """Tie the weights again whose tied names ended on one device."""
     for group in ties:
         devices: dict[torch.device, list[str]] = {}
         for name in group:
@@ -399,7 +405,7 @@ def _keep_together(model: nn.Module, ties: list[list[str]]) -> None:
 
 
 def _guard_moves(model: Any) -> None:
-    """Moving the model by hand warns, and is refused while some of its weights are away."""
+    """Make moving the model by hand log a warning, and raise an error while some of its weights are offloaded."""
 
     def guarded(move: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(move)
@@ -411,7 +417,7 @@ def _guard_moves(model: Any) -> None:
             if any(parameter.is_meta for parameter in model.parameters()):
                 raise RuntimeError(
                     f"You can't move this {type(model).__name__}: some of its weights are offloaded to the host or to "
-                    "disk, and come only while their module runs."
+                    "disk, and loaded only while their module runs."
                 )
             return move(*args, **kwargs)
 
@@ -427,7 +433,7 @@ def load_checkpoint_and_dispatch(
     model: Module,
     checkpoint: str | PathLike[str],
     device_map: Mapping[str, Any] | AutoMap | None = None,
-    max_memory: Mapping[Place, Bytes | str] | None = None,
+    max_memory: Mapping[DeviceKey, Bytes | str] | None = None,
     no_split_module_classes: str | list[str] | None = None,
     offload_folder: str | PathLike[str] | None = None,
     offload_buffers: bool = False,
@@ -440,7 +446,7 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> Module:
-    """The model has the weights of the checkpoint and is dispatched; without ``device_map`` it is only loaded.
+    """Load a checkpoint into the model and dispatch it; without ``device_map`` only load it.
 
     A text lets the map be inferred: ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators,
     ``"balanced_low_0"`` leaves the first one as free as possible, ``"sequential"`` fills one after the other. Weights
@@ -452,7 +458,7 @@ def load_checkpoint_and_dispatch(
     """
     del offload_state_dict
     if isinstance(device_map, str):
-        device_map = _inferred(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        device_map = _infer_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     index = load_onto_devices(
         model,
         checkpoint,
@@ -478,27 +484,29 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def _inferred(
+def _infer_device_map(
     model: nn.Module,
-    way: str,
-    max_memory: Mapping[Place, Bytes | str] | None,
+    policy: str,
+    max_memory: Mapping[DeviceKey, Bytes | str] | None,
     no_split_module_classes: str | list[str] | None,
     dtype: ByteDtype | None,
     offload_buffers: bool,
 ) -> Mapping[str, Any]:
-    ways = ("auto", "balanced", "balanced_low_0", "sequential")
-    if way not in ways:
-        raise SettingError(f"device_map={way!r}: as a text it is one of {', '.join(map(repr, ways))}, else a mapping.")
-    if way == "sequential":
+    policies = ("auto", "balanced", "balanced_low_0", "sequential")
+    if policy not in policies:
+        raise SettingError(
+            f"device_map={policy!r}: as a text it is one of {', '.join(map(repr, policies))}, else a mapping."
+        )
+    if policy == "sequential":
         budget = get_max_memory(max_memory)
     else:
         budget = get_balanced_memory(
-            model, max_memory, no_split_module_classes, dtype=dtype, low_zero=way == "balanced_low_0"
+            model, max_memory, no_split_module_classes, dtype=dtype, low_zero=policy == "balanced_low_0"
         )
     return infer_auto_device_map(model, budget, no_split_module_classes, dtype=dtype, offload_buffers=offload_buffers)
 
 
-# ---------------------------------------------------------------------------------------------- small dtypes
+# ---------------------------------------------------------------------------------------- layer-wise casting
 
 
 def attach_layerwise_casting_hooks(
@@ -509,7 +517,7 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Linear and convolution layers keep their weights in ``storage_dtype`` and compute in ``compute_dtype``.
+    """Store the weights of linear and convolution layers in ``storage_dtype``, and compute in ``compute_dtype``.
 
     Left out are layers whose dotted name matches one of the patterns, and modules of the given classes with all they
     hold.

@@ -1,17 +1,21 @@
-"""Where a call came from, and whether that is the user's own code."""
+"""The call site of a call, and whether it is in the user's own code; warnings about old spellings."""
 
 from __future__ import annotations
 
 import re
 import sys
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
 _PACKAGE: Final = str(Path(__file__).resolve().parent)
-#: Files that are nobody's own code: installed packages and the interpreter's library.
+#: Files that aren't the user's code: installed packages and the interpreter's library.
 _FOREIGN: Final = re.compile(r"site-packages|dist-packages|/lib/python3|^<frozen|\\lib\\", re.IGNORECASE)
-#: What stands between the user's line and ours.
+#: Packages whose frames lie between the user's line and ours.
 _BETWEEN: Final = (__name__.partition(".")[0], "torch", "contextlib")
 
 
@@ -32,6 +36,39 @@ def caller() -> FrameType:
 
 
 def call_site() -> str:
-    """Return where the nearest caller outside of this package and torch stands: ``train.py:31``."""
+    """Return the line of the nearest caller outside of this package and torch: ``train.py:31``."""
     frame = caller()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+# -- warnings about old spellings: one for each line of the user's code, one in all for libraries -----------
+
+_warned: Final[set[tuple[str, str, int]]] = set()
+_is_muted: Final[ContextVar[bool]] = ContextVar("_is_muted", default=False)
+
+
+def warn_of_old_spelling(message: str) -> None:
+    """Warn (FutureWarning) at the place outside of this package that led here, once for each place in a process.
+
+    A library's code can't be edited by whoever reads the warning: all places in libraries count as one.
+    """
+    if _is_muted.get():
+        return
+    frame = caller()
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    place = (message, path, line) if is_own(path) else (message, "", 0)
+    if place in _warned:
+        return
+    _warned.add(place)
+    module = str(frame.f_globals.get("__name__", "<unknown>"))
+    warnings.warn_explicit(message, FutureWarning, path, line, module=module)
+
+
+@contextmanager
+def muted() -> Generator[None]:
+    """Enter a context in which this thread warns of no old spelling, for objects that the user didn't construct."""
+    token = _is_muted.set(True)
+    try:
+        yield
+    finally:
+        _is_muted.reset(token)

@@ -1,4 +1,4 @@
-"""The constructor's arguments, as the objects that the Accelerator owns: handlers sorted, old spellings mapped."""
+"""Construction of the Accelerator: its arguments checked, completed from the environment and turned into objects."""
 
 from __future__ import annotations
 
@@ -12,48 +12,41 @@ from enum import Enum
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, final
 
-from .deprecation import warn_of_old_spelling
+from .callers import warn_of_old_spelling
+from .distributed.mesh import TOKEN_AXES, Mesh
+from .distributed.random import check_stream_name
+from .distributed.world import World, expected_backend
 from .errors import MissingDependency, NotBuilt, SettingError
 from .logging import install_rich_tracebacks
-from .mesh import TOKEN_AXES, Mesh
 from .optional import is_installed, require
-from .plugins.base import KwargsHandler
 from .plugins.data import DataLoaderConfiguration
-from .plugins.dynamo import TorchDynamoPlugin
-from .plugins.project import ProjectConfiguration
+from .plugins.handlers import KwargsHandler, ProjectConfiguration, TorchDynamoPlugin
 from .precision import Precision
 from .precision import choose as choose_precision
-from .seeding import check_stream_name
 from .settings import env
 from .settings.labels import FP8BackendType
-from .world import World, expected_backend
 
 if TYPE_CHECKING:
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+    from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
     from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig
-    from .plugins.precision import AutocastKwargs, GradScalerKwargs
-    from .plugins.process_group import InitProcessGroupKwargs
-    from .plugins.profile import ProfileKwargs
     from .precision.fp8 import Fp8Functions, Fp8Request
     from .settings.run import Settings
 
 
-#: What libraries on top read from ``accelerate.accelerator``, or replace there: file -> names, imported when used.
+#: Names that libraries on top read from ``accelerate.accelerator``, or replace there: file -> names, imported lazily.
 NAMES_OF_ACCELERATOR: Final = {
     "data_loader": "prepare_data_loader skip_first_batches",
-    "hooks.values": "get_state_dict_offloaded_model",
+    "hooks.align": "get_state_dict_offloaded_model",
     "plugins.data": "DataLoaderConfiguration",
     "plugins.deepspeed": "DeepSpeedPlugin",
-    "plugins.dynamo": "TorchDynamoPlugin",
+    "plugins.handlers": "TorchDynamoPlugin AutocastKwargs ProfileKwargs ProjectConfiguration",
     "plugins.fp8": "TERecipeKwargs",
     "plugins.fsdp": "FullyShardedDataParallelPlugin",
     "plugins.megatron": "MegatronLMPlugin",
     "plugins.parallelism": "ParallelismConfig TorchTensorParallelPlugin",
-    "plugins.precision": "AutocastKwargs",
-    "plugins.profile": "ProfileKwargs",
-    "plugins.project": "ProjectConfiguration",
     "precision.fp8_ao": "convert_model_to_fp8_ao",
     "precision.fp8_te": "apply_fp8_autowrap convert_model",
 }
@@ -76,12 +69,10 @@ class Handlers:
 
 
 def _kinds() -> tuple[tuple[str, type], ...]:
-    """The classes of handlers by their names here; the order matters: a recipe class may inherit from another."""
+    """Return the classes of handlers by their names here, in order: a recipe class may inherit from another."""
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-    from .plugins.precision import AutocastKwargs, GradScalerKwargs
-    from .plugins.process_group import InitProcessGroupKwargs
-    from .plugins.profile import ProfileKwargs
+    from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
 
     return (
         ("ddp", DistributedDataParallelKwargs),
@@ -97,7 +88,7 @@ def _kinds() -> tuple[tuple[str, type], ...]:
 
 
 def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None, functions: Fp8Functions | None = None) -> Handlers:
-    """``kwargs_handlers`` by kind.
+    """Sort ``kwargs_handlers`` by kind.
 
     Args:
         functions: finds ``TERecipeKwargs``, in whose place a library on top may have put another class.
@@ -129,9 +120,9 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None, functions: Fp
     return handlers
 
 
-def explain_failures() -> None:
-    """An exception that ends this process is written where its launcher looks, and shown as the user likes it."""
-    from .health.failure import record_uncaught
+def install_exception_hooks() -> None:
+    """Install exception hooks that record the exception which ends this process for its launcher, and format it."""
+    from .distributed.failures import record_uncaught
 
     install_rich_tracebacks()  # first: it replaces the hook that the other one extends
     record_uncaught(env.read)
@@ -145,8 +136,8 @@ _NEW_SPELLINGS = {
 }
 
 
-def old_spellings(given: dict[str, Any], mixed_precision: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    """``given`` keyword arguments of older versions, as (loader options, project options, mixed precision).
+def deprecated_arguments(given: dict[str, Any], mixed_precision: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Take deprecated arguments out of ``given``, as (loader options, project options, mixed precision).
 
     Raises:
         TypeError: an argument that no version knew.
@@ -182,7 +173,7 @@ def loader_configuration(config: Any, old: dict[str, Any]) -> DataLoaderConfigur
 
 
 def project_configuration(config: Any, project_dir: Any, old: dict[str, Any]) -> ProjectConfiguration:
-    """``config``, or a fresh one, with ``project_dir`` filled in where it has none."""
+    """Return ``config``, or a new one, with ``project_dir`` filled in where it has none."""
     if project_dir is not None and not isinstance(project_dir, (str, PathLike)):
         raise TypeError(
             f"`project_dir` has to be the path of a folder, not {type(project_dir).__name__}: {project_dir!r}."
@@ -205,7 +196,7 @@ def _of_class(argument: str, config: Any, kind: type[Any]) -> Any:
 
 
 def stream_names(rng_types: Any) -> list[Any]:
-    """The random streams that loaders synchronise, every one of them known; by default the sampler's generator.
+    """Return the random streams that loaders synchronise, by default the sampler's generator, after checking the names.
 
     Raises:
         SettingError: there is no stream of a name; or one name was given instead of a list of them.
@@ -229,8 +220,8 @@ def dynamo_plugin(plugin: Any, backend: Any, known: Mapping[str, Any]) -> TorchD
     return known.get("dynamo_plugin") or TorchDynamoPlugin()
 
 
-def follow_first(settings: Settings, plugins: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Let a further Accelerator of this process follow the first one in all that it wasn't given as an argument.
+def inherit_from_first(settings: Settings, plugins: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Set in a further Accelerator of this process whatever it wasn't given as an argument to the first one's values.
 
     What comes from the environment are the launcher's defaults, or what another Accelerator published: it would
     contradict a first one that was made with arguments. The first one's precision is among the arguments already.
@@ -267,14 +258,14 @@ def complete_plugins(owner: object, plugins: dict[str, Any], settings: Settings,
         if settings.run.mixed_precision != "no":
             plugin.set_mixed_precision(settings.run.mixed_precision)
         variables = {"ACCELERATE_USE_FSDP": True, "FSDP_VERSION": plugin.fsdp_version}
-        env.publish_for(owner, {**variables, "FSDP_CPU_RAM_EFFICIENT_LOADING": plugin.cpu_ram_efficient_loading})
+        env.set_variables_for(owner, {**variables, "FSDP_CPU_RAM_EFFICIENT_LOADING": plugin.cpu_ram_efficient_loading})
         plugins["fsdp_plugin"] = plugin
     if settings.deepspeed is not None:
         plugins["deepspeed_plugin"] = deepspeed_plugins(plugins, settings, known)
-        env.publish_for(owner, {"ACCELERATE_USE_DEEPSPEED": True})
+        env.set_variables_for(owner, {"ACCELERATE_USE_DEEPSPEED": True})
     if settings.megatron is not None:
         plugins["megatron_lm_plugin"] = megatron_plugin(plugins, settings, known)
-        env.publish_for(owner, {"ACCELERATE_USE_MEGATRON_LM": True})
+        env.set_variables_for(owner, {"ACCELERATE_USE_MEGATRON_LM": True})
     plugins["parallelism_config"] = plugins["parallelism_config"] or known.get("parallelism_config")
     if settings.parallelism is not None and plugins["parallelism_config"] is None:
         from .plugins.parallelism import ParallelismConfig
@@ -283,7 +274,7 @@ def complete_plugins(owner: object, plugins: dict[str, Any], settings: Settings,
 
 
 def deepspeed_plugins(plugins: dict[str, Any], settings: Settings, known: Mapping[str, Any]) -> Any:
-    """The DeepSpeedPlugin, or several by name of which one is in use, in the run's precision.
+    """Return the DeepSpeedPlugin, or several by name of which one is in use, in the run's precision.
 
     Raises:
         MissingDependency: DeepSpeed isn't installed, or is too old.
@@ -313,7 +304,7 @@ def deepspeed_plugins(plugins: dict[str, Any], settings: Settings, known: Mappin
 
 
 def megatron_plugin(plugins: dict[str, Any], settings: Settings, known: Mapping[str, Any]) -> MegatronLMPlugin:
-    """The MegatronLMPlugin, in the run's precision.
+    """Return the MegatronLMPlugin, in the run's precision.
 
     Raises:
         MissingDependency: Megatron-LM isn't installed.
@@ -335,7 +326,7 @@ def megatron_plugin(plugins: dict[str, Any], settings: Settings, known: Mapping[
 
 
 def mesh(accelerator: Any, plugins: Mapping[str, Any]) -> Mesh:
-    """The processes along the axes of the ParallelismConfig among ``plugins``; without one they are replicas.
+    """Return the mesh of the ParallelismConfig among ``plugins``; without one, all processes are replicas.
 
     Raises:
         SettingError: the axes don't fit the processes, or ask to shard without FSDP.
@@ -356,7 +347,7 @@ def mesh(accelerator: Any, plugins: Mapping[str, Any]) -> Mesh:
 
 
 def _check_engines(config: ParallelismConfig, has_fsdp: bool, has_deepspeed: bool) -> None:
-    """Raises unless there is an engine for every axis of ``config``."""
+    """Raise unless there is an engine for every axis of ``config``."""
     sharding = "give Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
     has_shards = has_fsdp or has_deepspeed
     for axis in config._active("pp", "cp", "tp") if has_deepspeed else ():
@@ -377,7 +368,7 @@ def _check_engines(config: ParallelismConfig, has_fsdp: bool, has_deepspeed: boo
         )
     if config.ep_enabled and not has_fsdp:
         raise SettingError(
-            f"ep_size={config.ep_size} deals experts, and the rest of the model is sharded over the same ranks, which "
+            f"ep_size={config.ep_size} shards experts, and the rest of the model is sharded over the same ranks, which "
             f"takes FSDP2: {sharding} ({config.equation()})."
         )
     if config.tp_enabled and config._active(*TOKEN_AXES) and not has_shards:
@@ -396,8 +387,8 @@ def _check_engines(config: ParallelismConfig, has_fsdp: bool, has_deepspeed: boo
         )
 
 
-def reach_precision(settings: Settings, parameter_dtype: Any) -> None:
-    """The precision asked for is one that this hardware has: instead of fp8, where it doesn't, fp16 (CUDA) or bf16.
+def resolve_precision(settings: Settings, parameter_dtype: Any) -> None:
+    """Replace fp8 by fp16 (CUDA) or bf16 in ``settings`` where this hardware doesn't have it.
 
     Raises:
         SettingError: ``parameter_dtype`` beside mixed precision, or beside an engine that has its own.
@@ -428,7 +419,7 @@ def fp8_backend(precision: Precision) -> FP8BackendType:
 
 
 def _fp8_request(settings: Settings, world: World, handlers: Handlers, functions: Fp8Functions) -> Fp8Request:
-    """What was said about fp8, in arguments and settings.
+    """Return what arguments and settings say about fp8.
 
     Raises:
         SettingError: torchao together with FSDP's loading from rank 0, or MS-AMP with FSDP.
@@ -463,7 +454,7 @@ def _fp8_request(settings: Settings, world: World, handlers: Handlers, functions
 def precision(
     accelerator: Any, handlers: Handlers, plugins: dict[str, Any], functions: Fp8Functions, parameter_dtype: Any
 ) -> Precision:
-    """What the Accelerator's ``mixed_precision`` means in its world, with the handlers' options."""
+    """Return the Precision of the Accelerator's ``mixed_precision`` in its world, with the handlers' options."""
     label, world = accelerator.state.mixed_precision, accelerator.world
     config = plugins["parallelism_config"]
     is_sharded = (
@@ -483,7 +474,7 @@ def precision(
     if plugins["deepspeed_plugin"] is not None or plugins["megatron_lm_plugin"] is not None:
         chosen.scaler = None  # the engine scales losses itself
     if world.kind.runtime:
-        from .strategies import xla
+        from .parallel import xla
 
         if xla.cast_everything(label, accelerator):
             chosen.is_autocast = False  # the device has no float32 to cast from
@@ -491,7 +482,7 @@ def precision(
 
 
 def parallelism(config: Any, torch_tp_plugin: Any) -> Any:
-    """``config``, or one with the degree of the deprecated ``torch_tp_plugin``."""
+    """Return ``config``, or one with the degree of the deprecated ``torch_tp_plugin``."""
     if torch_tp_plugin is None:
         return config
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
@@ -502,6 +493,6 @@ def parallelism(config: Any, torch_tp_plugin: Any) -> Any:
     return ParallelismConfig(tp_size=torch_tp_plugin.tp_size) if config is None else config
 
 
-def joining_options(handler: InitProcessGroupKwargs | None, settings: Settings) -> dict[str, Any]:
-    """What ``join_world`` is told: about the process group, and whether one program drives all devices (XLA)."""
-    return {**({} if handler is None else handler.to_kwargs()), "one_program": settings.fsdp is not None}
+def join_options(handler: InitProcessGroupKwargs | None, settings: Settings) -> dict[str, Any]:
+    """Return the arguments of ``join_world``: about the process group, and whether one program drives all devices."""
+    return {**({} if handler is None else handler.to_kwargs()), "spmd": settings.fsdp is not None}

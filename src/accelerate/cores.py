@@ -1,4 +1,4 @@
-"""How many cores this process may use, and how many of them are for one of N ranks: the one place that counts.
+"""The cores that this process may use, and the threads of one of N ranks on a host.
 
 A core is a physical one (hyper-threads of a core share its arithmetic units) that the process is allowed on: by its
 affinity (`taskset`, Slurm, a container's cpuset) and by the CPU quota of its control group (a container's `--cpus`).
@@ -21,7 +21,7 @@ Core = tuple[str, str]  # (the socket, the core of it)
 
 
 def usable_cpus(pid: int = 0) -> frozenset[int]:
-    """The logical CPUs that a process may run on (0: this one); all of the host where the system can't tell."""
+    """Return the logical CPUs that a process may run on (0: this one); all of the host where the system can't tell."""
     affinity = getattr(os, "sched_getaffinity", None)
     if affinity is None:
         return frozenset(range(os.cpu_count() or 1))
@@ -29,30 +29,30 @@ def usable_cpus(pid: int = 0) -> frozenset[int]:
 
 
 def num_cores(cpus: Collection[int] | None = None) -> int:
-    """The physical cores behind these logical CPUs (default: all that this process may run on), at least 1.
+    """Return the number of physical cores behind these logical CPUs (default: those of this process), at least 1.
 
     No more than the CPU quota of this process's control group pays for, rounded down.
     """
     cpus = usable_cpus() if cpus is None else cpus
-    told: dict[int, Core] | None = None  # /proc/cpuinfo is long: read once, and only where /sys is silent
+    by_cpu: dict[int, Core] | None = None  # /proc/cpuinfo is long: read once, and only where /sys lacks it
     found: set[Core] = set()
     for cpu in cpus:
         core = _core_by_topology(cpu)
         if core is None:
-            told = _cores_by_cpuinfo() if told is None else told
-            core = told.get(cpu, ("", f"cpu{cpu}"))  # not told at all: every CPU counts as a core
+            by_cpu = _cores_by_cpuinfo() if by_cpu is None else by_cpu
+            core = by_cpu.get(cpu, ("", f"cpu{cpu}"))  # unknown: every CPU counts as a core
         found.add(core)
     quota = _quota()
     return max(1, len(found) if quota is None else min(len(found), int(quota)))
 
 
 def threads_per_rank(num_ranks: int, num_cores: int) -> int:
-    """The threads that each of ``num_ranks`` processes computes with where they share ``num_cores``, at least 1."""
+    """Return how many threads each of ``num_ranks`` processes that share ``num_cores`` computes with, at least 1."""
     return max(1, num_cores // num_ranks)
 
 
 def threads_of_this_rank(local_size: int) -> int:
-    """The threads for this process where ``local_size`` ranks were started on this host, at least 1.
+    """Return the number of threads for this process, one of ``local_size`` ranks on this host, at least 1.
 
     The ranks share the cores of what started them. A launcher may have bound each rank to its part of those
     (``mpirun --bind-to``, ``srun``, ``numactl``): the affinity is this rank's share then, and isn't divided again.
@@ -64,7 +64,7 @@ def threads_of_this_rank(local_size: int) -> int:
 
 
 def _parents_cpus() -> frozenset[int]:
-    """Where the process that started this one may run; this one's CPUs where that can't be known."""
+    """Return the CPUs that the parent process may run on; this process's own where that can't be known."""
     own = usable_cpus()
     try:
         return usable_cpus(os.getppid()) | own
@@ -82,7 +82,7 @@ def _core_by_topology(cpu: int) -> Core | None:
 
 
 def _cores_by_cpuinfo() -> dict[int, Core]:
-    """By logical CPU; those without ``core id`` (virtual machines, most of ARM) are left out."""
+    """Map each logical CPU to its core; leave out those without ``core id`` (virtual machines, most of ARM)."""
     try:
         blocks = _CPUINFO.read_text(encoding="utf-8").strip().split("\n\n")
     except OSError:
@@ -97,12 +97,12 @@ def _cores_by_cpuinfo() -> dict[int, Core]:
 
 
 def _quota() -> float | None:
-    """The CPUs' worth of time that this process's control groups allow it; None without a limit."""
+    """Return how many CPUs' worth of time this process's control groups allow it; None without a limit."""
     return min(_quotas(), default=None)
 
 
 def _quotas() -> Iterator[float]:
-    """The limit of each group around this process, in either version of the control groups' files."""
+    """Yield the limit of each control group around this process, in either version of the control groups' files."""
     try:
         lines = _OWN_GROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -68,7 +68,7 @@ class MemoryExhausted(AccelerateError, RuntimeError):
 
 
 class RunStopped(AccelerateError, RuntimeError):
-    """All ranks have agreed to end the run: its loss is lost, or somebody asked for it."""
+    """All ranks have agreed to end the run, because of its loss or because a rank asked for it."""
 
 
 class LaunchError(AccelerateError, RuntimeError):
@@ -85,3 +85,7 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):
 
 #: The documented name of :class:`CollectiveError`.
 DistributedOperationException = CollectiveError
+
+
+class ResumeWarning(UserWarning):
+    """A saved position couldn't be continued exactly; the text says why."""

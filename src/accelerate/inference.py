@@ -1,4 +1,4 @@
-"""Inference through a pipeline: each process computes some of a model's layers, parts of the batch follow each other.
+"""Inference through a pipeline: each process computes some of a model's layers, on micro-batches in turn.
 
 Only the first process needs the inputs; the last one has the output, or all have it with ``gather_output``.
 """
@@ -13,17 +13,16 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from .collectives import world_or_joined
-from .device_map.greedy import place_greedily
-from .device_map.parts import DevicePlan, Problem, parts_of
-from .device_map.sizes import compute_module_sizes, no_split_classes, own_parts
-from .device_map.tied import find_tied_parameters
+from .big_models.budget import DevicePlan, PlacementProblem, parts_of
+from .big_models.device_map import place_greedily
+from .big_models.sizes import compute_module_sizes, find_tied_parameters, no_split_classes, own_parts
+from .distributed.collectives import world_or_joined
+from .distributed.world import World
 from .errors import SettingError
 from .nested import ignorant_find_batch_size, pad_input_tensors, recursively_apply, split_batch
-from .strategies.stages import choose_points, split
-from .strategies.timetable import Shape, told
+from .parallel.pipeline.partition import choose_split_points, split
+from .parallel.pipeline.schedule import TensorMeta, broadcast_object
 from .torch_private.tracing import tree_flatten, tree_unflatten
-from .world import World
 
 
 def generate_device_map(
@@ -32,59 +31,59 @@ def generate_device_map(
     no_split_module_classes: Sequence[str] | None = None,
     max_memory: Mapping[Any, Any] | None = None,
 ) -> dict[str, Any]:
-    """Which of ``num_processes`` has which module: filled in order, to a tenth more than the even share at most.
+    """Assign modules to processes in order, each at most a tenth above the even share in bytes.
 
     The last process takes what is left. ``max_memory`` gives the bytes of each process itself.
     """
     sizes = compute_module_sizes(model)
-    share = int(sizes[""] / num_processes * 1.1)
-    limits = dict(max_memory or dict.fromkeys(range(num_processes), share))
+    even_limit = int(sizes[""] / num_processes * 1.1)
+    limits = dict(max_memory or dict.fromkeys(range(num_processes), even_limit))
     limits[num_processes - 1] = float("inf")
     parts = parts_of(own_parts(model), sizes, {}, no_split_classes(no_split_module_classes))
     ties = tuple(map(frozenset, find_tied_parameters(model)))
-    problem = Problem(tuple(parts), tuple(range(num_processes)), limits, ties)
+    problem = PlacementProblem(tuple(parts), tuple(range(num_processes)), limits, ties)
     return dict(DevicePlan.of(problem, place_greedily(problem), "greedy"))
 
 
 def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
-    """The number of samples in the first argument that has any; None where there is none."""
+    """Return the number of samples in the first argument that has any; None where there is none."""
     values = [*(args or ()), *(kwargs or {}).values()]
     return next((size for size in map(ignorant_find_batch_size, values) if size is not None), None)
 
 
 @final
-class StageByStage:
-    """This process's stage of a model, and its place between those of the neighbours."""
+class PipelineStage:
+    """The pipeline stage of this process, with its communication to the neighbouring stages."""
 
     def __init__(self, stage: nn.Module, world: World, num_chunks: int, kwargs: Sequence[str]) -> None:
         self.stage, self.num_chunks = stage, num_chunks
         self._world, self._kwargs = world, tuple(kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """The output on the last process, None on the others; inputs are read on the first one."""
+        """Run one batch; return the output on the last process, else None. Inputs are read on the first one."""
         is_first, is_last = self._world.is_main, self._world.is_last
-        parts = list(self._parts(args, kwargs)) if is_first else []
-        shapes: list[Shape] = [] if is_first else self._received()
+        parts = list(self._micro_batches(args, kwargs)) if is_first else []
+        metadata: list[TensorMeta] = [] if is_first else self._receive_metadata()
         outputs: list[Any] = []
         sent: list[Any] = []
         with torch.no_grad():
             for number in range(self.num_chunks):
-                values = parts[number] if is_first else [self._receive(shape) for shape in shapes]
+                values = parts[number] if is_first else [self._receive(tensor_meta) for tensor_meta in metadata]
                 output = self.stage(*values)
                 if is_last:
                     outputs.append(output)
                     continue
                 leaves = tree_flatten(output)[0]
                 if number == 0:
-                    dist.send_object_list([list(map(Shape.of, leaves))], self._world.rank + 1)
+                    dist.send_object_list([list(map(TensorMeta.of, leaves))], self._world.rank + 1)
                 for leaf in leaves:
-                    whole = leaf.contiguous()
-                    sent.append((dist.isend(whole, self._world.rank + 1), whole))
+                    contiguous = leaf.contiguous()
+                    sent.append((dist.isend(contiguous, self._world.rank + 1), contiguous))
             for work, _ in sent:
                 work.wait()
-        return _joined(outputs) if is_last else None
+        return _concatenated(outputs) if is_last else None
 
-    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unknown = [name for name in kwargs if name not in self._kwargs]
         if unknown or len(kwargs) < len(self._kwargs):
             raise SettingError(
@@ -96,18 +95,18 @@ class StageByStage:
         size = find_pippy_batch_size(leaves, None) or 1
         return (part for part, _ in split_batch(leaves, size, self.num_chunks))
 
-    def _received(self) -> list[Shape]:
-        shapes: list[Any] = [None]
-        dist.recv_object_list(shapes, self._world.rank - 1)
-        return shapes[0]
+    def _receive_metadata(self) -> list[TensorMeta]:
+        metadata: list[Any] = [None]
+        dist.recv_object_list(metadata, self._world.rank - 1)
+        return metadata[0]
 
-    def _receive(self, shape: Shape) -> torch.Tensor:
-        value = torch.empty(shape.size, dtype=shape.dtype, device=self._world.device)
+    def _receive(self, meta: TensorMeta) -> torch.Tensor:
+        value = torch.empty(meta.size, dtype=meta.dtype, device=self._world.device)
         dist.recv(value, self._world.rank - 1)
         return value
 
 
-def _joined(outputs: list[Any]) -> Any:
+def _concatenated(outputs: list[Any]) -> Any:
     flat = [tree_flatten(output) for output in outputs]
     leaves = [torch.cat(parts) for parts in zip(*(parts for parts, _ in flat), strict=True)]
     return tree_unflatten(leaves, flat[0][1])
@@ -119,8 +118,8 @@ def build_pipeline(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
     num_chunks: int,
-) -> StageByStage:
-    """The stage of ``model`` that belongs to this process, on its device.
+) -> PipelineStage:
+    """Return the stage of ``model`` that belongs to this process, on its device.
 
     Raises:
         SettingError: the points make another number of stages than there are processes.
@@ -135,11 +134,11 @@ def build_pipeline(
     stage = stages[world.rank]
     for tensor in [*stage.parameters(), *stage.buffers()]:  # in place: the model has the same objects
         tensor.data = tensor.data.to(world.device)
-    return StageByStage(stage.to(world.device), world, num_chunks, list(kwargs or {}))
+    return PipelineStage(stage.to(world.device), world, num_chunks, list(kwargs or {}))
 
 
 def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
-    """The output of one batch through all stages: on the last process, on all with ``gather_output``; None elsewhere.
+    """Run one batch through all stages; return the output on the last process (all with ``gather_output``), else None.
 
     A batch that ``num_chunks`` doesn't divide is filled up, and the output cut to its size.
     """
@@ -149,38 +148,44 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
         size = find_pippy_batch_size(args, kwargs)
         if size is None:
             raise SettingError("The first process called the model without a tensor to compute with.")
-        fill = partial(_filled, size=size, num_chunks=num_chunks)
-        args, kwargs = recursively_apply(fill, args), recursively_apply(fill, kwargs)
+        pad = partial(_padded, size=size, num_chunks=num_chunks)
+        args, kwargs = recursively_apply(pad, args), recursively_apply(pad, kwargs)
     output = forward(*args, **kwargs) if world.is_main else forward()
     if world.size > 1:
-        size = told(size, 0)
+        size = broadcast_object(size, 0)
     if output is not None:
         output = recursively_apply(lambda tensor: tensor[:size] if tensor.ndim else tensor, output)
-    return _everywhere(output, world) if gather_output and world.size > 1 else output
+    return _broadcast_output(output, world) if gather_output and world.size > 1 else output
 
 
-def _filled(tensor: torch.Tensor, size: int, num_chunks: int) -> torch.Tensor:
+def _padded(tensor: torch.Tensor, size: int, num_chunks: int) -> torch.Tensor:
     is_batch = tensor.ndim > 0 and tensor.shape[0] == size
     return pad_input_tensors(tensor, size, num_chunks) if is_batch else tensor
 
 
-def _everywhere(output: Any, world: World) -> Any:
-    """What the last process has, on all."""
+def _broadcast_output(output: Any, world: World) -> Any:
+    """Broadcast the output of the last process to all."""
     leaves, structure = tree_flatten(output)
-    shapes, spec = told(([Shape.of(leaf) for leaf in leaves], structure) if world.is_last else None, world.size - 1)
+    metadata, spec = broadcast_object(
+        ([TensorMeta.of(leaf) for leaf in leaves], structure) if world.is_last else None, world.size - 1
+    )
     if not world.is_last:
-        leaves = [torch.empty(shape.size, dtype=shape.dtype, device=world.device) for shape in shapes]
+        leaves = [torch.empty(meta.size, dtype=meta.dtype, device=world.device) for meta in metadata]
     leaves = [leaf.contiguous() for leaf in leaves]
     for leaf in leaves:
         dist.broadcast(leaf, world.size - 1)
     return tree_unflatten(leaves, spec)
 
 
-def _points(model: nn.Module, num_processes: int, no_split_module_classes: Sequence[str] | None) -> list[str]:
-    """The first module of every process but the first, by the device map; by blocks, where the map leaves one idle."""
-    places = generate_device_map(model, num_processes, no_split_module_classes)
-    firsts = [[name for name, place in places.items() if place == rank][:1] for rank in range(num_processes)]
-    return [name for found in firsts[1:] for name in found] if all(firsts) else choose_points(model, num_processes)
+def _split_points_by_device_map(
+    model: nn.Module, num_processes: int, no_split_module_classes: Sequence[str] | None
+) -> list[str]:
+    """Return the first module of every process but the first, by the device map, else by equal blocks."""
+    device_map = generate_device_map(model, num_processes, no_split_module_classes)
+    firsts = [[name for name, device in device_map.items() if device == rank][:1] for rank in range(num_processes)]
+    return (
+        [name for found in firsts[1:] for name in found] if all(firsts) else choose_split_points(model, num_processes)
+    )
 
 
 def prepare_pippy(
@@ -192,7 +197,7 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:
-    """``model``, whose forward now goes through all processes, each of which computes some of its layers.
+    """Make the forward of ``model`` run through all processes, each of which computes some of its layers.
 
     Args:
         split_points: names of the modules at which the second and later processes begin; ``"auto"``: about equal
@@ -216,7 +221,7 @@ def prepare_pippy(
         )
     chunks = world.size if num_chunks is None else num_chunks
     if split_points == "auto" or split_points is None:
-        points = _points(model, world.size, no_split_module_classes)
+        points = _split_points_by_device_map(model, world.size, no_split_module_classes)
     else:
         points = [split_points] if isinstance(split_points, str) else list(split_points)
     was_training = model.training

@@ -1,5 +1,5 @@
-"""Old address of the launchers for notebooks and tests."""
+"""Import path kept for compatibility: the launchers for notebooks and tests."""
 
-from accelerate.launch.inprocess import debug_launcher, notebook_launcher, test_launch
+from .launch.functions import debug_launcher, notebook_launcher, test_launch
 
 __all__ = ["debug_launcher", "notebook_launcher", "test_launch"]

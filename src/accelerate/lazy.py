@@ -10,10 +10,10 @@ from typing import Any
 def names_from(module: str, package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Make the ``__getattr__`` of ``module``.
 
-    Nothing is kept in ``module`` itself: what a library puts in a name's place, here or where it is defined, counts.
+    The names aren't cached in ``module``, so that another library's replacement of one, here or at its home, counts.
 
     Args:
-        package: where the homes are looked for.
+        package: the package of the homes.
         homes: submodule of ``package`` -> the names that are defined there, with spaces between.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}

@@ -14,7 +14,7 @@ from .errors import NotBuilt
 
 
 class LocalSGD:
-    """Inside, gradients stay on each process, and parameters are averaged every ``local_sgd_steps``.
+    """A context in which gradients stay on each process, and parameters are averaged every ``local_sgd_steps``.
 
     ::
 
@@ -67,7 +67,7 @@ class LocalSGD:
         self._no_sync = None
 
     def step(self) -> None:
-        """One more step is counted; at every ``local_sgd_steps``-th, the parameters are averaged."""
+        """Count one more step; average the parameters at every ``local_sgd_steps``-th."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average_parameters()

@@ -1,4 +1,4 @@
-"""Loggers that know which process they are in: a line once, on every rank, or on each rank in turn."""
+"""Loggers that know their process: they log once, on every rank, or on each rank in turn."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import logging
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any, final
 
+from .distributed.process_control import in_order
+from .distributed.world import current_world
 from .errors import WorldError
 from .optional import require
-from .processes import in_order
 from .settings import env
-from .world import current_world
 
 if TYPE_CHECKING:
-    from .world import World
+    from .distributed.world import World
 
     _Adapter = logging.LoggerAdapter[logging.Logger]
 else:
     _Adapter = logging.LoggerAdapter
 
-# What `warning_once` has said: the logger's name and the arguments, as text.
-_said: set[tuple[str, str]] = set()
+# The warnings that `warning_once` has logged: the logger's name and the arguments, as text.
+_logged_once: set[tuple[str, str]] = set()
 
 
 @final
@@ -35,7 +35,7 @@ class MultiProcessAdapter(_Adapter):
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """``msg`` is logged where this process's rank and the two keywords say so.
+        """Log ``msg`` where this process's rank and the two keywords say so.
 
         Raises:
             WorldError: neither a ``PartialState`` nor an ``Accelerator`` exists yet.
@@ -51,8 +51,7 @@ class MultiProcessAdapter(_Adapter):
         # The caller's file and line: one frame up from here (frames inside `logging` are not counted).
         kwargs.setdefault("stacklevel", 2)
         if ordered:
-            # The level is asked inside: ranks may have different levels, and all of them must take their
-            # turn.
+            # The level is checked inside: ranks may have different levels, and all of them must take part.
             kwargs["stacklevel"] += 1
             self._log_in_turn(world, level, msg, args, kwargs)
         elif (world.is_main or not main_process_only) and self.isEnabledFor(level):
@@ -68,22 +67,22 @@ class MultiProcessAdapter(_Adapter):
                 self.logger.log(level, message, *args, **options)
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
-        """The message with the rank before it."""
+        """Return the message with the rank before it."""
         world = current_world()
         return (str(msg) if world is None else f"[RANK {world.rank}] {msg}"), kwargs
 
     def warning_once(self, *args: object, **kwargs: Any) -> None:
-        """The warning is logged at the first call with these arguments in this process, and never again."""
+        """Log a warning at the first call with these arguments in this process, and never again."""
         key = (self.logger.name, repr((args, sorted(kwargs.items()))))
-        if key in _said:
+        if key in _logged_once:
             return
-        _said.add(key)
+        _logged_once.add(key)
         kwargs["stacklevel"] = kwargs.get("stacklevel", 2) + 1
         self.log(logging.WARNING, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """The logger ``name``, aware of processes, at ``log_level`` (else ``ACCELERATE_LOG_LEVEL``)."""
+    """Return the process-aware logger ``name``, set to ``log_level`` (else ``ACCELERATE_LOG_LEVEL``)."""
     level = log_level if log_level is not None else env.read("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
     if level:
@@ -92,7 +91,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def install_rich_tracebacks() -> None:
-    """Tracebacks of this process are shown by ``rich`` where ``ACCELERATE_ENABLE_RICH`` asks for it.
+    """Show this process's tracebacks by ``rich`` where ``ACCELERATE_ENABLE_RICH`` asks for it.
 
     Raises:
         MissingDependency: it is asked for, and ``rich`` isn't installed.

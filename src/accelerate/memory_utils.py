@@ -1,14 +1,9 @@
-"""Old address of `accelerate.utils.memory`."""
+"""Import path kept for compatibility: `accelerate.utils.memory`."""
 
 from __future__ import annotations
 
-from .deprecation import warn_of_old_spelling
-from .memory import (
-    clear_device_cache,
-    find_executable_batch_size,
-    release_memory,
-    should_reduce_batch_size,
-)
+from .callers import warn_of_old_spelling
+from .devices.memory import clear_device_cache, find_executable_batch_size, release_memory, should_reduce_batch_size
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
 

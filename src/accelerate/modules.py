@@ -1,4 +1,4 @@
-"""Walking through trees: modules from the leaves up, attributes by dotted name, nested dicts."""
+"""Traversal of modules, attributes by dotted name and nested dicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def recursive_getattr(obj: object, attr: str) -> Any:
-    """The attribute with the dotted name ``attr``: ``recursive_getattr(model, "encoder.layer.0")``."""
+    """Return the attribute with the dotted name ``attr``: ``recursive_getattr(model, "encoder.layer.0")``."""
     return reduce(getattr, attr.split("."), obj)
 
 
@@ -25,7 +25,7 @@ def get_module_children_bottom_up(
 def get_module_children_bottom_up(
     model: torch.nn.Module, return_fqns: bool = False
 ) -> list[torch.nn.Module] | list[tuple[str, torch.nn.Module]]:
-    """Every module of the model, children always before their parent, the model itself last.
+    """Return the modules of the model, children always before their parent, the model itself last.
 
     With ``return_fqns``, each comes with its dotted name (the model's is empty).
     """
@@ -40,7 +40,7 @@ def _children_first(module: torch.nn.Module, name: str) -> Iterator[tuple[str, t
 
 
 def model_has_dtensor(model: torch.nn.Module) -> bool:
-    """Whether some parameter of the model is a distributed tensor."""
+    """Return whether some parameter of the model is a distributed tensor."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -49,7 +49,7 @@ def model_has_dtensor(model: torch.nn.Module) -> bool:
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """``destination``, which now holds ``source`` too; where both hold a dict, these are merged."""
+    """Merge ``source`` into ``destination``, dicts within dicts too, and return it."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -59,7 +59,7 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 
 
 def get_pretty_name(obj: object) -> str:
-    """A name to show for an object: its own qualified name, else its class's, else its text."""
+    """Return a name to show for an object: its own qualified name, else its class's, else its text."""
     if getattr(obj, "__qualname__", None) is None and getattr(obj, "__name__", None) is None:
         obj = getattr(obj, "__class__", obj)
     for attribute in ("__qualname__", "__name__"):

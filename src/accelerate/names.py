@@ -1,4 +1,4 @@
-"""Strings that are promises: names of files that other programs look for."""
+"""Names of files that other programs look for."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ MANIFEST_NAME: Final = "manifest.json"
 
 
 def engine_tag(index: int = 0) -> str:
-    """The folder that DeepSpeed's engine of model ``index`` writes inside a checkpoint."""
+    """Return the name of the folder that DeepSpeed's engine of model ``index`` writes inside a checkpoint."""
     return f"{MODEL_NAME}_{index}" if index else MODEL_NAME

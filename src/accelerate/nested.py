@@ -1,4 +1,4 @@
-"""Tensors inside lists, tuples, dicts: map over them, measure them, cut them, join them.
+"""Tensors in nested lists, tuples and dicts: map, measure, slice and concatenate them.
 
 Containers keep their type: a namedtuple comes back as the same namedtuple, a ``BatchEncoding`` as a
 ``BatchEncoding``. Nothing here knows about processes.
@@ -24,14 +24,14 @@ Parameters = ParamSpec("Parameters")
 
 @dataclass
 class TensorInformation:
-    """The shape and dtype of a tensor that is somewhere else."""
+    """The shape and dtype of a tensor on another rank."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def chained_operation(function: Callable[Parameters, T]) -> Callable[Parameters, T]:
-    """`function`, whose inner operations report ranks that disagree under its own name."""
+    """Decorate `function` so that its inner operations report ranks that disagree under its own name."""
 
     @functools.wraps(function)
     def operation(*args: Parameters.args, **kwargs: Parameters.kwargs) -> T:
@@ -45,29 +45,29 @@ def chained_operation(function: Callable[Parameters, T]) -> Callable[Parameters,
 
 
 def is_torch_tensor(tensor: object) -> bool:
-    """True for a tensor."""
+    """Return whether ``tensor`` is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
 def is_tensor_information(tensor_info: object) -> bool:
-    """True for a :class:`TensorInformation`."""
+    """Return whether ``tensor_info`` is a :class:`TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: object) -> bool:
-    """True for an instance of a namedtuple class (also ``typing.NamedTuple``)."""
+    """Return whether ``data`` is an instance of a namedtuple class (also ``typing.NamedTuple``)."""
     return isinstance(data, tuple) and isinstance(getattr(cast("Any", data), "_fields", None), tuple)
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """The items of ``generator`` in a container of the type of ``obj``."""
+    """Return the items of ``generator`` in a container of the type of ``obj``."""
     if is_namedtuple(obj):
         return type(obj)(*generator)
     return type(obj)(generator)
 
 
 def rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """``items`` in a mapping of the type of ``data``."""
+    """Return ``items`` in a mapping of the type of ``data``."""
     if isinstance(data, defaultdict):
         return type(data)(data.default_factory, items)
     # A mapping with a constructor of its own (transformers' ModelOutput, BatchEncoding) takes a dict.
@@ -82,7 +82,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """``data`` with ``func(leaf, *args, **kwargs)`` in place of every leaf for which ``test_type`` holds.
+    """Return ``data`` with ``func(leaf, *args, **kwargs)`` in place of every leaf for which ``test_type`` holds.
 
     Raises:
         TypeError: a leaf of another type was met and ``error_on_other_type`` is set.
@@ -107,7 +107,7 @@ def recursively_apply(
 
 
 def flat_tensors(data: Any) -> list[torch.Tensor] | None:
-    """The items of a plain dict, list or tuple that holds tensors and nothing else; None for anything more."""
+    """Return the items of a plain dict, list or tuple that holds only tensors; None for anything else."""
     kind = cast("type[Any]", type(data))
     if kind is not dict and kind is not list and kind is not tuple:
         return None
@@ -119,7 +119,7 @@ def flat_tensors(data: Any) -> list[torch.Tensor] | None:
 
 
 def is_all_tensors(data: Any) -> bool:
-    """Whether every leaf of ``data`` is a tensor."""
+    """Return whether every leaf of ``data`` is a tensor."""
     if flat_tensors(data) is not None:
         return True
     children = _children(data)
@@ -127,7 +127,7 @@ def is_all_tensors(data: Any) -> bool:
 
 
 def _children(data: Any) -> list[Any] | None:
-    """What a container holds; None for a leaf."""
+    """Return the items of a container; None for a leaf."""
     if isinstance(data, Mapping):
         return list(cast("Mapping[Any, Any]", data).values())
     return list(cast("list[Any]", data)) if isinstance(data, (tuple, list)) else None
@@ -136,7 +136,7 @@ def _children(data: Any) -> list[Any] | None:
 def send_to_device(
     tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | list[str] | None = None
 ) -> Any:
-    """``tensor`` (any nested container) with every object that has ``.to`` on ``device``.
+    """Return ``tensor`` (any nested container) with every object that has ``.to`` moved to ``device``.
 
     ``skip_keys`` names entries of mappings that stay where they are.
     """
@@ -168,7 +168,7 @@ def _move(move: Callable[..., Any], device: Any, non_blocking: bool) -> Any:
 
 
 def get_data_structure(data: Any) -> Any:
-    """``data`` with a :class:`TensorInformation` in place of every tensor."""
+    """Return ``data`` with a :class:`TensorInformation` in place of every tensor."""
 
     def describe(tensor: torch.Tensor) -> TensorInformation:
         return TensorInformation(tensor.shape, tensor.dtype)
@@ -177,7 +177,7 @@ def get_data_structure(data: Any) -> Any:
 
 
 def get_shape(data: Any) -> Any:
-    """``data`` with the shape, as a list, in place of every tensor."""
+    """Return ``data`` with its shape, as a list, in place of every tensor."""
 
     def shape(tensor: torch.Tensor) -> list[int]:
         return list(tensor.shape)
@@ -186,7 +186,7 @@ def get_shape(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Empty tensors of the given structure of :class:`TensorInformation`."""
+    """Return empty tensors in the given structure of :class:`TensorInformation`."""
 
     def allocate(info: TensorInformation) -> torch.Tensor:
         return torch.empty(info.shape, dtype=info.dtype)
@@ -195,7 +195,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def find_batch_size(data: Any) -> int | None:
-    """The first dimension of the first tensor found in ``data``; None where there is nothing to look at.
+    """Return the first dimension of the first tensor found in ``data``; None for a tensor without dimensions.
 
     Raises:
         TypeError: the first leaf is not a tensor.
@@ -211,7 +211,7 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Like :func:`find_batch_size`, with None where there is no tensor to measure."""
+    """Return the batch size as :func:`find_batch_size` does, but None where there is no tensor to measure."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError):
@@ -219,7 +219,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def listify(data: Any) -> Any:
-    """``data`` with plain numbers and lists in place of tensors (bfloat16 goes through float32)."""
+    """Return ``data`` with plain numbers and lists in place of tensors (bfloat16 goes through float32)."""
 
     def convert(tensor: torch.Tensor) -> Any:
         tensor = tensor.detach().cpu()
@@ -232,7 +232,7 @@ def listify(data: Any) -> Any:
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """``data`` with every tensor cut to ``tensor_slice`` of its first dimension.
+    """Return ``data`` with every tensor cut to ``tensor_slice`` of its first dimension.
 
     The two last arguments exist for slice functions of the same form that users give to dispatched loaders.
     """
@@ -244,7 +244,7 @@ def slice_tensors(
 
 
 def split_batch(batch: Any, size: int, num_parts: int) -> Iterator[tuple[Any, int]]:
-    """``num_parts`` parts of nearly the same size, with their sizes.
+    """Yield ``num_parts`` parts of nearly the same size, with their sizes.
 
     Tensors and lists of objects with ``size`` entries are cut; everything else is in every part.
     """
@@ -270,7 +270,7 @@ def _rows_of(data: Any, size: int, rows: slice) -> Any:
 
 @chained_operation
 def concatenate(data: list[Any], dim: int = 0) -> Any:
-    """The items of ``data`` (all of one structure), tensors joined along ``dim``; a single leaf of any kind as it is.
+    """Concatenate the tensors of several equal structures along ``dim``; return a single other leaf as it is.
 
     Raises:
         TypeError: there are several leaves to join, and they are no tensors.
@@ -290,7 +290,7 @@ def concatenate(data: list[Any], dim: int = 0) -> Any:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor found in ``data``; None where there is none."""
+    """Return the device of the first tensor found in ``data``; None where there is none."""
     children = _children(data)
     if children is None:
         return data.device if isinstance(data, torch.Tensor) else None
@@ -301,7 +301,7 @@ _HALF_PRECISIONS: Final = (torch.float16, torch.bfloat16)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """``tensor`` (any nested container) with half-precision tensors as float32."""
+    """Return ``tensor`` (any nested container) with half-precision tensors as float32."""
     if isinstance(tensor, torch.Tensor):  # the outputs of most steps: no walk
         return torch.Tensor.float(tensor) if tensor.dtype in _HALF_PRECISIONS else tensor
     return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half_precision)
@@ -312,7 +312,7 @@ def _is_half_precision(tensor: object) -> bool:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """``tensor`` with the last row of every tensor repeated until ``batch_size`` divides by ``num_processes``."""
+    """Repeat the last row of every tensor until ``batch_size`` divides by ``num_processes``."""
 
     def pad(item: torch.Tensor) -> torch.Tensor:
         missing = -batch_size % num_processes

@@ -1,4 +1,4 @@
-"""Which optional packages exist here: one cached table, one question per package, one way to require them.
+"""Optional packages: whether one is installed, its version, and importing it with a clear error.
 
 A package counts as installed when it can be found *and* its metadata can be found: a folder that happens to
 have its name doesn't count. No probe imports the package, unless its docstring says so.
@@ -42,8 +42,8 @@ TORCHAO_FLOOR: Final = "0.6.1"
 
 @functools.cache
 def installed_version(module: str) -> str | None:
-    """The version of the package that brings ``module``, or None when it isn't installed."""
-    # Here, so that a program that asks nothing does not pay for it.
+    """Return the version of the package that brings ``module``, or None when it isn't installed."""
+    # Imported here, because it takes time that most programs don't need to spend.
     from importlib import metadata
 
     try:
@@ -60,7 +60,7 @@ def installed_version(module: str) -> str | None:
 
 
 def is_installed(module: str, *, at_least: str | None = None, below: str | None = None) -> bool:
-    """Whether ``module`` is installed, from version ``at_least`` on and below ``below`` where given."""
+    """Return whether ``module`` is installed, from version ``at_least`` on and below ``below`` where given."""
     from packaging.version import InvalidVersion, Version
 
     version = installed_version(module)
@@ -80,7 +80,7 @@ def is_installed(module: str, *, at_least: str | None = None, below: str | None 
 def require(
     module: str, extra: str | None = None, *, purpose: str | None = None, at_least: str | None = None
 ) -> ModuleType:
-    """The imported ``module``.
+    """Import ``module`` and return it.
 
     ``extra`` names the extra of this package that brings it, ``purpose`` what it is needed for.
 
@@ -106,7 +106,7 @@ def require(
 
 
 def torchao_required(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """``func``, refusing with a clear error where ``torchao`` isn't installed."""
+    """Decorate ``func`` so that it raises a clear error where ``torchao`` isn't installed."""
 
     @functools.wraps(func)
     def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -119,36 +119,36 @@ def torchao_required(func: Callable[Parameters, Result]) -> Callable[Parameters,
     return guarded
 
 
-# One question per package, under its documented name.
+# -- one function per package, under its documented name ----------------------------------------------------
 
 
 def is_aim_available() -> bool:
-    """``aim`` is installed, below version 4, which has another interface."""
+    """Return whether ``aim`` is installed, below version 4, which has another interface."""
     return is_installed("aim", below=AIM_CEILING)
 
 
 def is_amdsmi_available() -> bool:
-    """``amdsmi`` is installed."""
+    """Return whether ``amdsmi`` is installed."""
     return is_installed("amdsmi")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """``bitsandbytes`` is installed, in at least ``min_version`` where given."""
+    """Return whether ``bitsandbytes`` is installed, in at least ``min_version`` where given."""
     return is_installed("bitsandbytes", at_least=min_version)
 
 
 def is_4bit_bnb_available() -> bool:
-    """``bitsandbytes`` is installed and knows 4-bit weights."""
+    """Return whether ``bitsandbytes`` is installed and knows 4-bit weights."""
     return is_bnb_available("0.39.0")
 
 
 def is_8bit_bnb_available() -> bool:
-    """``bitsandbytes`` is installed and knows 8-bit weights."""
+    """Return whether ``bitsandbytes`` is installed and knows 8-bit weights."""
     return is_bnb_available("0.37.2")
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """``bitsandbytes`` is installed and runs on more than CUDA (imports it)."""
+    """Return whether ``bitsandbytes`` is installed and runs on more than CUDA (imports it)."""
     if not is_bnb_available():
         return False
     features = getattr(require("bitsandbytes"), "features", set[str]())
@@ -156,169 +156,169 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 
 def is_boto3_available() -> bool:
-    """``boto3`` is installed."""
+    """Return whether ``boto3`` is installed."""
     return is_installed("boto3")
 
 
 def is_clearml_available() -> bool:
-    """``clearml`` is installed."""
+    """Return whether ``clearml`` is installed."""
     return is_installed("clearml")
 
 
 def is_comet_ml_available() -> bool:
-    """``comet_ml`` is installed."""
+    """Return whether ``comet_ml`` is installed."""
     return is_installed("comet_ml")
 
 
 def is_datasets_available() -> bool:
-    """``datasets`` is installed."""
+    """Return whether ``datasets`` is installed."""
     return is_installed("datasets")
 
 
 def is_deepspeed_available() -> bool:
-    """``deepspeed`` is installed."""
+    """Return whether ``deepspeed`` is installed."""
     return is_installed("deepspeed")
 
 
 def is_dvclive_available() -> bool:
-    """``dvclive`` is installed."""
+    """Return whether ``dvclive`` is installed."""
     return is_installed("dvclive")
 
 
 def is_import_timer_available() -> bool:
-    """``import_timer`` is installed."""
+    """Return whether ``import_timer`` is installed."""
     return is_installed("import_timer")
 
 
 def is_lomo_available() -> bool:
-    """``lomo_optim`` is installed."""
+    """Return whether ``lomo_optim`` is installed."""
     return is_installed("lomo_optim")
 
 
 def is_matplotlib_available() -> bool:
-    """``matplotlib`` is installed."""
+    """Return whether ``matplotlib`` is installed."""
     return is_installed("matplotlib")
 
 
 def is_megatron_lm_available() -> bool:
-    """Megatron-LM is installed."""
+    """Return whether Megatron-LM is installed."""
     return is_installed("megatron")
 
 
 def is_mlflow_available() -> bool:
-    """``mlflow`` or ``mlflow-skinny`` is installed."""
+    """Return whether ``mlflow`` or ``mlflow-skinny`` is installed."""
     return is_installed("mlflow")
 
 
 def is_msamp_available() -> bool:
-    """``msamp`` is installed."""
+    """Return whether ``msamp`` is installed."""
     return is_installed("msamp")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """``numpy`` is installed, in at least ``min_version``."""
+    """Return whether ``numpy`` is installed, in at least ``min_version``."""
     return is_installed("numpy", at_least=min_version)
 
 
 def is_pandas_available() -> bool:
-    """``pandas`` is installed."""
+    """Return whether ``pandas`` is installed."""
     return is_installed("pandas")
 
 
 def is_peft_available() -> bool:
-    """``peft`` is installed."""
+    """Return whether ``peft`` is installed."""
     return is_installed("peft")
 
 
 def is_pippy_available() -> bool:
-    """torch is new enough for its own pipeline parallelism."""
+    """Return whether torch is new enough for its own pipeline parallelism."""
     return is_torch_version(">=", "2.4.0")
 
 
 def is_pynvml_available() -> bool:
-    """``pynvml`` is installed."""
+    """Return whether ``pynvml`` is installed."""
     return is_installed("pynvml")
 
 
 def is_pytest_available() -> bool:
-    """``pytest`` is installed."""
+    """Return whether ``pytest`` is installed."""
     return is_installed("pytest")
 
 
 def is_rich_available() -> bool:
-    """``rich`` is installed."""
+    """Return whether ``rich`` is installed."""
     return is_installed("rich")
 
 
 def is_sagemaker_available() -> bool:
-    """``sagemaker`` is installed."""
+    """Return whether ``sagemaker`` is installed."""
     return is_installed("sagemaker")
 
 
 def is_schedulefree_available() -> bool:
-    """``schedulefree`` is installed."""
+    """Return whether ``schedulefree`` is installed."""
     return is_installed("schedulefree")
 
 
 def is_swanlab_available() -> bool:
-    """``swanlab`` is installed."""
+    """Return whether ``swanlab`` is installed."""
     return is_installed("swanlab")
 
 
 def is_tensorboard_available() -> bool:
-    """``tensorboard`` or ``tensorboardX`` is installed."""
+    """Return whether ``tensorboard`` or ``tensorboardX`` is installed."""
     return is_installed("tensorboard") or is_installed("tensorboardX")
 
 
 def is_timm_available() -> bool:
-    """``timm`` is installed."""
+    """Return whether ``timm`` is installed."""
     return is_installed("timm")
 
 
 def is_torch_distributed_available() -> bool:
-    """torch was built with its distributed package (imports torch)."""
+    """Return whether torch was built with its distributed package (imports torch)."""
     import torch
 
     return torch.distributed.is_available()
 
 
 def is_torchao_available() -> bool:
-    """``torchao`` is installed, new enough for its float8 training."""
+    """Return whether ``torchao`` is installed, new enough for its float8 training."""
     return is_installed("torchao", at_least=TORCHAO_FLOOR)
 
 
 def is_torchdata_available() -> bool:
-    """``torchdata`` is installed."""
+    """Return whether ``torchdata`` is installed."""
     return is_installed("torchdata")
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
-    """``torchdata`` is installed and has ``StatefulDataLoader``."""
+    """Return whether ``torchdata`` is installed and has ``StatefulDataLoader``."""
     return is_installed("torchdata", at_least="0.8.0")
 
 
 def is_torchvision_available() -> bool:
-    """``torchvision`` is installed."""
+    """Return whether ``torchvision`` is installed."""
     return is_installed("torchvision")
 
 
 def is_tqdm_available() -> bool:
-    """``tqdm`` is installed."""
+    """Return whether ``tqdm`` is installed."""
     return is_installed("tqdm")
 
 
 def is_trackio_available() -> bool:
-    """``trackio`` is installed."""
+    """Return whether ``trackio`` is installed."""
     return is_installed("trackio")
 
 
 def is_transformer_engine_available() -> bool:
-    """``transformer_engine`` is installed."""
+    """Return whether ``transformer_engine`` is installed."""
     return is_installed("transformer_engine")
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """``transformer_engine`` is installed and this device has MXFP8 (imports it)."""
+    """Return whether ``transformer_engine`` is installed and this device has MXFP8 (imports it)."""
     if not is_transformer_engine_available():
         return False
     supported, _reason = require("transformer_engine.pytorch.fp8").check_mxfp8_support()
@@ -326,20 +326,20 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def is_transformers_available() -> bool:
-    """``transformers`` is installed."""
+    """Return whether ``transformers`` is installed."""
     return is_installed("transformers")
 
 
 def is_triton_available() -> bool:
-    """``triton`` is installed."""
+    """Return whether ``triton`` is installed."""
     return is_installed("triton")
 
 
 def is_wandb_available() -> bool:
-    """``wandb`` is installed."""
+    """Return whether ``wandb`` is installed."""
     return is_installed("wandb")
 
 
 def is_weights_only_available() -> bool:
-    """torch can load weights without running the code in a pickle, numpy's arrays included."""
+    """Return whether torch can load weights without running the code in a pickle, numpy's arrays included."""
     return is_torch_version(">=", "2.4.0")

@@ -1,4 +1,4 @@
-"""Old address: how a run is spread over the axes of a mesh."""
+"""Import path kept for compatibility: how a run is spread over the axes of a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TCP ports of this host: is one taken, and which one is free."""
+"""TCP ports of this host: whether one is in use, free ones, and claims between launches."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sys
 from contextlib import closing
 from typing import Final
 
-#: The port at which processes meet unless another one is named.
+#: The port of the rendezvous unless another one is given.
 DEFAULT_PORT: Final = 29500
 _LISTENING_PORTS: Final = (15_000, 32_000)
 _NUM_ATTEMPTS: Final = 64
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether something on this host listens on ``port`` (default 29500)."""
+    """Return whether something on this host listens on ``port`` (default 29500)."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         return probe.connect_ex(("localhost", int(DEFAULT_PORT if port is None else port))) == 0
 
@@ -45,7 +45,7 @@ _claims: dict[int, socket.socket] = {}
 
 
 def claim_port(port: int) -> bool:
-    """Whether no other launch has chosen ``port`` for its ranks, and now none of this host will.
+    """Claim ``port`` among the launches of this host; return whether no other one has.
 
     A launcher only chooses the port; its rank 0 listens there seconds later. Between the two a second launcher would
     find it free, and the ranks of both would meet. Always True on other systems than Linux, which lack such names.
@@ -63,7 +63,7 @@ def claim_port(port: int) -> bool:
 
 
 def release_ports() -> None:
-    """This process claims no port any more."""
+    """Give up this process's claims on ports."""
     while _claims:
         with contextlib.suppress(OSError):
             _claims.popitem()[1].close()

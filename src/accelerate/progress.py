@@ -9,13 +9,13 @@ from .optional import require
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """A ``tqdm.auto.tqdm`` bar; with ``main_process_only``, on the first process of each host only.
+    """Return a ``tqdm.auto.tqdm`` bar; with ``main_process_only``, shown by the first process of each host only.
 
     Raises:
         SettingError: the first positional argument is a bool (``main_process_only`` is given by keyword).
         MissingDependency: ``tqdm`` isn't installed.
     """
-    from .world import current_world
+    from .distributed.world import current_world
 
     if args and isinstance(args[0], bool):
         raise SettingError(

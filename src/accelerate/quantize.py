@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 from .big_modeling import dispatch_model, init_empty_weights
-from .device_map.budget import Bytes, Place, get_balanced_memory, get_max_memory
-from .device_map.int8 import quantize_and_offload_8bit as quantize_and_offload_8bit
-from .device_map.int8 import quantizing_device
-from .device_map.load import load_checkpoint_in_model
-from .device_map.plan import infer_auto_device_map
-from .device_map.tensors import DISK, as_device
-from .device_map.tied import find_tied_parameters
-from .devices import CPU, available_kind
+from .big_models.budget import Bytes, DeviceKey, get_balanced_memory, get_max_memory
+from .big_models.device_map import infer_auto_device_map
+from .big_models.load import load_checkpoint_in_model
+from .big_models.placement import quantize_and_offload_8bit as quantize_and_offload_8bit
+from .big_models.placement import quantizing_device
+from .big_models.sizes import DISK, as_device, find_tied_parameters
+from .devices.table import CPU, available_kind
 from .errors import AccelerateError, CheckpointNotFound, MissingDependency, SettingError
 from .optional import is_4bit_bnb_available, is_8bit_bnb_available, require
 from .plugins.quantization import BnbQuantizationConfig, TorchAoQuantizationConfig
@@ -36,7 +35,7 @@ _MAPS_TEXT: Final = ", ".join(map(repr, AutoMap))
 
 
 class CannotQuantize(AccelerateError, RuntimeError):
-    """The library that quantises doesn't compute on this machine."""
+    """The error where the quantisation library can't compute on this machine."""
 
 
 def load_and_quantize_model(
@@ -45,11 +44,11 @@ def load_and_quantize_model(
     weights_location: str | PathLike[str] | None = None,
     device_map: str | Mapping[str, Any] | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
-    max_memory: Mapping[Place, Bytes | str] | None = None,
+    max_memory: Mapping[DeviceKey, Bytes | str] | None = None,
     offload_folder: str | PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> Any:
-    """The model with its linear layers in 8 or 4 bits, on its devices, with the weights of the checkpoint.
+    """Quantise the model's linear layers to 8 or 4 bits while a checkpoint is loaded, and dispatch it to its devices.
 
     Build it under :func:`init_empty_weights`: each weight is then quantised as it is read, and the whole model is never
     there in full precision. Modules that are skipped (by default the head, and what is tied to it) keep
@@ -65,7 +64,7 @@ def load_and_quantize_model(
     skipped = _skipped(model, config)
     if isinstance(device_map, Mapping) and len(device_map) > 1:
         # What somebody placed off the accelerator by hand stays as it is there.
-        skipped += [name for name in _places_away(device_map) if name not in skipped]
+        skipped += [name for name in _offloaded_names(device_map) if name not in skipped]
     is_bnb = isinstance(config, BnbQuantizationConfig)
     model.is_loaded_in_4bit = is_bnb and config.load_in_4bit  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     model.is_loaded_in_8bit = is_bnb and config.load_in_8bit  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
@@ -78,13 +77,13 @@ def load_and_quantize_model(
         )
     with init_empty_weights():
         model = _with_layers(model, config, skipped)
-    places = get_quantized_model_device_map(
+    devices = get_quantized_model_device_map(
         model, config, device_map, max_memory=max_memory, no_split_module_classes=no_split_module_classes
     )
     load_checkpoint_in_model(
         model,
         weights_location,
-        places,
+        devices,
         offload_folder=offload_folder,
         dtype=config.torch_dtype,
         offload_state_dict=offload_state_dict,
@@ -92,7 +91,7 @@ def load_and_quantize_model(
         offload_8bit_bnb=is_bnb and config.load_in_8bit,
         loaded=None if is_bnb else _torchao_quantizer(model, config, skipped),
     )
-    return dispatch_model(model, places, offload_dir=offload_folder)
+    return dispatch_model(model, devices, offload_dir=offload_folder)
 
 
 def _require_library(config: Quantization) -> None:
@@ -122,7 +121,7 @@ def _skipped(model: nn.Module, config: Quantization) -> list[str]:
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """The modules that lose most from being quantised: the last one, and those that share a weight with another."""
+    """Return the modules that lose most by quantisation: the last one, and those that share a weight with another."""
     tied = [name for group in find_tied_parameters(model) for name in group]
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in tied))
     prefix = getattr(model, "base_model_prefix", None)
@@ -133,25 +132,25 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def _is_skipped(name: str, skipped: Iterable[str]) -> bool:
-    """Whether the dotted name is one of the skipped ones, has one as a step, or lies in one."""
+    """Return whether a dotted name is one of the skipped ones, contains one as a component, or lies in one."""
     return any(f".{key}." in f".{name}." for key in skipped)
 
 
-def _places_away(device_map: Mapping[str, Any]) -> list[str]:
-    """The names that lie on something slower than the device that computes."""
-    computes = [place for place in device_map.values() if place not in (CPU.name, DISK)]
-    away = (CPU.name, DISK) if computes else (DISK,)
-    return [name for name, place in device_map.items() if place in away]
+def _offloaded_names(device_map: Mapping[str, Any]) -> list[str]:
+    """Return the names that are placed on a slower device than the one that computes."""
+    computes = [device for device in device_map.values() if device not in (CPU.name, DISK)]
+    offloaded = (CPU.name, DISK) if computes else (DISK,)
+    return [name for name, device in device_map.items() if device in offloaded]
 
 
 def get_quantized_model_device_map(
     model: nn.Module,
     bnb_quantization_config: Quantization,
     device_map: str | Mapping[str, Any] | None = None,
-    max_memory: Mapping[Place, Bytes | str] | None = None,
+    max_memory: Mapping[DeviceKey, Bytes | str] | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
 ) -> dict[str, Any]:
-    """A device for every part of the model, reckoned with the sizes that it has when it is quantised.
+    """Assign a device to every part of the model, by the sizes that it has when it is quantised.
 
     Raises:
         SettingError: the text isn't one of the known ones, or 4-bit layers would be off the accelerator.
@@ -171,24 +170,24 @@ def get_quantized_model_device_map(
         if device_map != "sequential":
             low_zero = device_map == "balanced_low_0"
             max_memory = get_balanced_memory(model, max_memory=max_memory, low_zero=low_zero, **sizes)
-        places: dict[str, Any] = dict(infer_auto_device_map(model, max_memory=get_max_memory(max_memory), **sizes))
+        devices: dict[str, Any] = dict(infer_auto_device_map(model, max_memory=get_max_memory(max_memory), **sizes))
     else:
-        places = dict(device_map)
-    away = [name for name in _places_away(places) if not _is_skipped(name, skipped)]
-    if away and isinstance(config, BnbQuantizationConfig) and config.load_in_4bit and isinstance(device_map, str):
-        named = ", ".join(away[:5]) or "any"
+        devices = dict(device_map)
+    offloaded = [name for name in _offloaded_names(devices) if not _is_skipped(name, skipped)]
+    if offloaded and isinstance(config, BnbQuantizationConfig) and config.load_in_4bit and isinstance(device_map, str):
+        named = ", ".join(offloaded[:5]) or "any"
         raise SettingError(
-            "4-bit layers can't be offloaded, and there is no room on the device for "
-            f"{named}{', ...' if len(away) > 5 else ''}. Raise max_memory, or give a device map and list them in "
+            "4-bit layers can't be offloaded, and there isn't enough memory on the device for "
+            f"{named}{', ...' if len(offloaded) > 5 else ''}. Raise max_memory, or give a device map and list them in "
             "skip_modules."
         )
-    if away:
-        _log.info("Parts of the model are offloaded, quantised: %s", ", ".join(away))
-    return places
+    if offloaded:
+        _log.info("Parts of the model are offloaded, quantised: %s", ", ".join(offloaded))
+    return devices
 
 
 def _dtypes_of_the_rest(model: nn.Module, config: Quantization, skipped: list[str]) -> dict[str, torch.dtype]:
-    """The dtype of each parameter that isn't quantised: all but the weights of linear layers."""
+    """Return the dtype of each parameter that isn't quantised: all but the weights of linear layers."""
     kept, found = config.keep_in_fp32_modules or (), dict[str, torch.dtype]()
     for name, parameter in model.named_parameters():
         owner, _, own = name.rpartition(".")
@@ -201,7 +200,7 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or type(module).__name__ in ("Linear8bitLt", "Linear4bit")
 
 
-# ------------------------------------------------------------------------------------------------- layers
+# ------------------------------------------------------------------------------------ bitsandbytes' layers
 
 
 def _with_layers(model: nn.Module, config: Quantization, skipped: list[str]) -> nn.Module:
@@ -216,7 +215,7 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Iterable[str] | None = None,
     current_key_name: list[str] | None = None,
 ) -> nn.Module:
-    """The model, changed in place: its linear layers are bitsandbytes', but for those that are named.
+    """Replace the model's linear layers by those of bitsandbytes, in place, except for the named ones.
 
     Their weights are quantised when they move to a device.
     """
@@ -257,18 +256,18 @@ def _bnb_layer(old: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Whether some layer of the model is one of bitsandbytes with 4-bit weights."""
+    """Return whether some layer of the model is one of bitsandbytes with 4-bit weights."""
     layer: Any = require("bitsandbytes", "quantization").nn.Linear4bit
     return any(isinstance(module, layer) for module in model.modules())
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:
-    """The device of the module's first parameter."""
+    """Return the device of the module's first parameter."""
     return next(parameter.parameters()).device
 
 
 def _torchao_quantizer(model: nn.Module, config: TorchAoQuantizationConfig, skipped: list[str]) -> Any:
-    """What is told of each weight that has come, and quantises it where that is wanted."""
+    """Return a callback that quantises the module of a loaded weight, given its name, where that is wanted."""
     quantize = require("torchao.quantization", "fp8").quantize_
 
     def loaded(name: str) -> None:

@@ -1,7 +1,7 @@
-"""The old global views: PartialState over the world, AcceleratorState over world and settings.
+"""Global views of the run: PartialState of the world, AcceleratorState of world and settings.
 
 Each class keeps one dict for all of its instances; it is empty until the world is joined. `_reset_state()` empties a
-view and never destroys the process group; the next construction adopts what is there.
+view and never destroys the process group, which the next construction adopts.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, final
 
 import torch
 
-from . import processes
-from .devices import kind_of
+from .devices.table import kind_of
+from .distributed import process_control
+from .distributed.world import World, current_world, expected_backend, forget_world, join_world, leave_group, set_debug
 from .errors import SettingError
-from .gradients import GradientState
 from .precision import choose as choose_precision
-from .settings.env import flag, withdraw_all
+from .settings.env import flag, restore_variables
 from .settings.labels import DistributedType
-from .world import World, current_world, expected_backend, forget_world, join_world, leave_group, set_debug
+from .training.accumulation import GradientState
 
 if TYPE_CHECKING:
     from .settings.run import Settings
@@ -44,14 +44,14 @@ __all__ = [
 
 
 def is_initialized() -> bool:
-    """Whether an Accelerator has filled AcceleratorState."""
+    """Return True if an Accelerator has filled AcceleratorState."""
     return AcceleratorState._shared_state != {}
 
 
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: Any = None
 ) -> AbstractContextManager[Any]:
-    """The autocast context of the precision that the Accelerators of this process have; none without `native_amp`.
+    """Return the autocast context of this process's Accelerators, or a null context without `native_amp`.
 
     Raises:
         SettingError: no Accelerator was made yet.
@@ -63,7 +63,7 @@ def get_mixed_precision_context_manager(
 
 
 def deepspeed_required(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """``func``, refusing where the Accelerator of this process isn't configured for DeepSpeed."""
+    """Wrap ``func`` so that it raises where the Accelerator of this process isn't configured for DeepSpeed."""
 
     @functools.wraps(func)
     def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -78,7 +78,7 @@ def deepspeed_required(func: Callable[Parameters, Result]) -> Callable[Parameter
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Nothing has happened."""
+    """Do nothing."""
     return None
 
 
@@ -98,7 +98,7 @@ class ThreadLocalSharedDict(threading.local):
 
 
 class _View(ABC):
-    """Attributes that live in one dict for all instances of the class, and the methods that need only the world."""
+    """The attributes that live in one dict for all instances of a class, and the methods that need only the world."""
 
     _shared_state: ClassVar[dict[str, Any]]
 
@@ -121,7 +121,7 @@ class _View(ABC):
     @staticmethod
     @abstractmethod
     def _reset_state() -> None:
-        """The view is empty."""
+        """Empty the view."""
 
     def _bind(self) -> None:
         object.__setattr__(self, "__dict__", type(self)._shared_state)  # all instances are one
@@ -168,48 +168,48 @@ class _View(ABC):
 
     @property
     def is_main_process(self) -> bool:
-        """Rank 0."""
+        """Whether this is rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """The first process of its host."""
+        """Whether this is the first process of its host."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """The highest rank."""
+        """Whether this is the highest rank."""
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Every process has arrived here."""
-        processes.wait_for_everyone(self._world())
+        """Wait until every process has called this."""
+        process_control.wait_for_everyone(self._world())
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """A context whose value is this process's part of `inputs`; see `processes.split_between_processes`."""
-        return processes.split_between_processes(inputs, apply_padding, world=self._world())
+        """Enter a context whose value is this process's part of `inputs`."""
+        return process_control.split_between_processes(inputs, apply_padding, world=self._world())
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """A block that rank 0 runs before the others."""
-        return processes.main_process_first(self._world())
+        """Enter a context whose block rank 0 runs before the others."""
+        return process_control.main_process_first(self._world())
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """A block that the first process of every host runs before the others of that host."""
-        return processes.local_main_process_first(self._world())
+        """Enter a context whose block the first process of every host runs before the others of that host."""
+        return process_control.local_main_process_first(self._world())
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Printed once per host."""
+        """Print once per host."""
         if self.is_local_main_process:
             print(*args, **kwargs)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """The given process group is gone; without one, the world is left (its holders released first)."""
+        """Destroy the given process group; without one, leave the world (its holders are released first)."""
         if not (self.fork_launched and group is None):
             leave_group(group)
 
 
 class PartialState(_View):
-    """Who this process is among all of them. The first construction joins the world; later ones show the same.
+    """The rank, size and device of this process; the first construction joins the world, later ones show the same.
 
     Args:
         cpu: compute on the CPU although an accelerator is there.
@@ -232,7 +232,7 @@ class PartialState(_View):
             self.distributed_type = DistributedType(label)  # as a library that replaces the method wants it
 
     def __repr__(self) -> str:
-        """The attributes, one per line."""
+        """Return the attributes, one per line."""
         return (
             f"Distributed environment: {self.distributed_type}{'  Backend: ' + self.backend if self.backend else ''}\n"
             f"Num processes: {self.num_processes}\n"
@@ -244,7 +244,7 @@ class PartialState(_View):
     def _prepare_backend(
         self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
     ) -> tuple[str | None, DistributedType]:
-        """What the processes talk through (None: there is nobody to talk to), and the label of such a world.
+        """Return the backend of the process group (None: one process without a group) and the label of such a world.
 
         Libraries replace this method to keep a process to itself.
         """
@@ -253,48 +253,50 @@ class PartialState(_View):
 
     @staticmethod
     def _reset_state() -> None:
-        """The view is empty; the process group, if there is one, goes on, and the next construction adopts it."""
+        """Empty the view; the next construction adopts the process group, if there is one."""
         PartialState._shared_state.clear()
         forget_world()
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """`function` on rank 0; elsewhere the call returns None."""
-        return processes.only_when(lambda: self.is_main_process, function)
+        """Wrap `function` so that it runs on rank 0 only, and returns None elsewhere."""
+        return process_control.only_when(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """`function` on the first process of every host; elsewhere the call returns None."""
-        return processes.only_when(lambda: self.is_local_main_process, function)
+        """Wrap `function` so that it runs on the first process of every host only, and returns None elsewhere."""
+        return process_control.only_when(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """`function` on the highest rank; elsewhere the call returns None."""
-        return processes.only_when(lambda: self.is_last_process, function)
+        """Wrap `function` so that it runs on the highest rank only, and returns None elsewhere."""
+        return process_control.only_when(lambda: self.is_last_process, function)
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """`function` on rank `process_index` (always, in a world of one); elsewhere the call returns None."""
-        return processes.only_when(lambda: not self.use_distributed or self.process_index == process_index, function)
+        """Wrap `function` so that it runs on rank `process_index` only (always, in a world of one)."""
+        return process_control.only_when(
+            lambda: not self.use_distributed or self.process_index == process_index, function
+        )
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """`function` on that process of every host (always, in a world of one); elsewhere the call returns None."""
-        return processes.only_when(
+        """Wrap `function` so that it runs on that process of every host only (always, in a world of one)."""
+        return process_control.only_when(
             lambda: not self.use_distributed or self.local_process_index == local_process_index, function
         )
 
     @property
     def default_device(self) -> torch.device:
         """The device that this process would use in a world of one."""
-        from .devices import available_kind
+        from .devices.table import available_kind
 
         return available_kind().device()
 
     def set_device(self) -> None:
-        """New tensors of the accelerator's kind land on `device`."""
+        """Make `device` the default for new tensors of the accelerator's kind."""
         kind_of(self.device).set_device(self.device)
 
 
 class AcceleratorState(_View):
-    """What an Accelerator was asked for, together with who this process is.
+    """The settings of the first Accelerator, together with the rank, size and device of this process.
 
     An Accelerator fills it; after that, `AcceleratorState()` shows the same everywhere. Made before any Accelerator, it
     fills PartialState and is refused.
@@ -332,7 +334,7 @@ class AcceleratorState(_View):
             self._check(mixed_precision, cpu)
             return
         if not _from_accelerator:
-            PartialState(cpu, **kwargs)  # who this process is can be read all the same
+            PartialState(cpu, **kwargs)  # rank and device can be read all the same
             raise SettingError(
                 "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` before "
                 "using any functionality from the `accelerate` library."
@@ -351,7 +353,7 @@ class AcceleratorState(_View):
 
     @classmethod
     def _fill(cls, settings: Settings, world: World, **plugins: Any) -> AcceleratorState:
-        """The state that shows these settings; one that an earlier Accelerator filled stays, if nothing contradicts it.
+        """Return the state for these settings; one that an earlier Accelerator filled stays, if nothing contradicts it.
 
         Args:
             plugins: `dynamo_plugin`, `deepspeed_plugin` (one, or a dict by name), `fsdp_plugin`, `torch_tp_plugin`,
@@ -416,7 +418,7 @@ class AcceleratorState(_View):
             )
 
     def __repr__(self) -> str:
-        """The attributes, one per line."""
+        """Return the attributes, one per line."""
         lines = PartialState().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"
         if self._is_deepspeed() and self.deepspeed_plugin is not None:
             lines += f"ds_config: {self.deepspeed_plugin.deepspeed_config}\n"
@@ -424,18 +426,18 @@ class AcceleratorState(_View):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """The view is empty (and PartialState's too, on request); the process group goes on.
+        """Empty the view (and PartialState's too, on request) without destroying the process group.
 
         Accelerators that exist have to be made anew; what they published in the environment is withdrawn.
         """
         AcceleratorState._shared_state.clear()
-        withdraw_all()
+        restore_variables()
         if reset_partial_state:
             PartialState._reset_state()
 
     @property
     def mixed_precision(self) -> str:
-        """no, fp16, bf16 or fp8; under DeepSpeed what its configuration says."""
+        """The precision: no, fp16, bf16 or fp8; under DeepSpeed what its configuration says."""
         plugin = self.deepspeed_plugin if self._is_deepspeed() else None
         if plugin is None or self._mixed_precision == "fp8":
             return self._mixed_precision
@@ -461,11 +463,11 @@ class AcceleratorState(_View):
         return get_active_deepspeed_plugin(self)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """The DeepSpeed plugin called `name`."""
+        """Return the DeepSpeed plugin called `name`."""
         return (self.deepspeed_plugins or {})[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """The DeepSpeed plugin called `name` is the one in use. Raises SettingError where DeepSpeed isn't used."""
+        """Make the DeepSpeed plugin called `name` the active one; raise SettingError without DeepSpeed."""
         if self.deepspeed_plugins is None:
             raise SettingError(f"select_deepspeed_plugin({name!r}): this run doesn't use DeepSpeed.")
         for plugin in self.deepspeed_plugins.values():

@@ -36,7 +36,7 @@ _COMPARISONS: Final[dict[str, Callable[[Version, Version], bool]]] = {
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Whether a version, or that of an installed library, stands in ``operation`` to the required one.
+    """Return whether a version, or that of an installed library, compares as ``operation`` says to the required one.
 
     The local part of a version (``+cpu``, ``+cu126``) doesn't take part: ``2.6.0+cpu`` equals ``2.6.0``.
 
@@ -53,7 +53,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether the installed torch stands in ``operation`` to ``version``; torch itself isn't imported."""
+    """Return whether the installed torch compares as ``operation`` says to ``version``; torch isn't imported."""
     return compare_versions("torch", operation, version)
 
 
@@ -73,7 +73,7 @@ def _version_of(library: str) -> Version:
 
 
 def check_os_kernel() -> None:
-    """Has logged a warning when the Linux kernel is so old that multi-process training can hang."""
+    """Log a warning when the Linux kernel is so old that multi-process training can hang."""
     if platform.system() != "Linux":
         return
     # "5.4.0-150-generic" -> "5.4.0"; vendors write all kinds of suffixes after the numbers.

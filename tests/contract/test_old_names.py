@@ -51,14 +51,14 @@ def old_address_modules() -> list[ModuleType]:
 
 
 @pytest.mark.parametrize("module", old_address_modules(), ids=lambda module: module.__name__)
-def test_an_old_address_has_the_same_objects_as_their_homes(module: ModuleType) -> None:
+def test_an_old_path_has_the_same_objects_as_the_defining_modules(module: ModuleType) -> None:
     import accelerate.utils
 
     for name in module.__all__:
         value = getattr(module, name)
-        home = accelerate.utils._HOMES.get(name)
-        if home is not None:
-            assert value is getattr(importlib.import_module(f"accelerate.{home}"), name), name
+        defined_in = accelerate.utils._DEFINED_IN.get(name)
+        if defined_in is not None:
+            assert value is getattr(importlib.import_module(f"accelerate.{defined_in}"), name), name
             assert value is getattr(accelerate.utils, name), name
 
 
@@ -76,9 +76,9 @@ def names_for_editors(package: ModuleType) -> dict[str, str]:
 @pytest.mark.parametrize("package", ["accelerate", "accelerate.utils"])
 def test_editors_see_the_names_that_are_found_lazily(package: str) -> None:
     module = importlib.import_module(package)
-    assert names_for_editors(module) == module._HOMES
-    assert set(module.__all__) - set(module._HOMES) <= {"__version__", "tqdm"}
-    assert set(module._HOMES) <= set(module.__all__)
+    assert names_for_editors(module) == module._DEFINED_IN
+    assert set(module.__all__) - set(module._DEFINED_IN) <= {"__version__", "tqdm"}
+    assert set(module._DEFINED_IN) <= set(module.__all__)
 
 
 def test_no_old_address_warns_but_the_one_that_says_so() -> None:

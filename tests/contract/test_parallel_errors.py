@@ -12,28 +12,27 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.construction import _check_engines
+from accelerate.distributed.mesh import Mesh
+from accelerate.distributed.world import World
 from accelerate.errors import AccelerateError
 from accelerate.local_sgd import LocalSGD
-from accelerate.mesh import Mesh
-from accelerate.plugins.accumulation import GradientAccumulationPlugin
+from accelerate.parallel import StrategyOptions
+from accelerate.parallel.fsdp.fsdp2 import FullyShard
+from accelerate.parallel.pipeline.strategy import Pipeline
 from accelerate.plugins.ddp import DistributedDataParallelKwargs
 from accelerate.plugins.deepspeed import DeepSpeedPlugin
-from accelerate.plugins.dynamo import TorchDynamoPlugin
 from accelerate.plugins.fp8 import FP8RecipeKwargs, TERecipeKwargs
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
+from accelerate.plugins.handlers import GradientAccumulationPlugin, TorchDynamoPlugin
 from accelerate.plugins.parallelism import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
+    PipelineParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accelerate.plugins.pipeline import PipelineParallelConfig
 from accelerate.plugins.quantization import BnbQuantizationConfig
 from accelerate.state import AcceleratorState
-from accelerate.strategies import StrategyOptions
-from accelerate.strategies.fsdp2 import FullyShard
-from accelerate.strategies.pipeline import Pipeline
-from accelerate.world import World
 
 V1: dict[str, Any] = {"fsdp_version": 1}
 V2: dict[str, Any] = {"fsdp_version": 2}
@@ -77,13 +76,13 @@ def missing_class() -> None:
     plugin.set_auto_wrap_policy(nn.Linear(2, 2))
 
 
-def fsdp2_bundle(*objects: Any) -> Callable[[], object]:
+def fsdp2_arguments(*objects: Any) -> Callable[[], object]:
     def check() -> None:
-        from accelerate.strategies.bundle import Bundle
+        from accelerate.parallel.base import PreparedArguments
 
         world = World.pretend(size=2)
         options = StrategyOptions(plugins={"fsdp_plugin": FullyShardedDataParallelPlugin(**V2)})
-        FullyShard(world, options).check(Bundle.sort(objects, None, True))
+        FullyShard(world, options).check(PreparedArguments.classify(objects, None, True))
 
     return check
 
@@ -172,9 +171,9 @@ DOCUMENTED: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = 
     ),
     "an offload of another class": (fsdp(**V2, cpu_offload=3), ValueError, "cpu_offload", "Give true or false"),
     "a class that the model doesn't have": (missing_class, ValueError, "Nothing", "transformer_cls_names_to_wrap"),
-    "two models at once": (fsdp2_bundle(LINEAR, nn.Linear(2, 2), SGD), ValueError, "FSDP2", "once for each"),
-    "a model without its optimizer": (fsdp2_bundle(LINEAR), ValueError, "FSDP2", "evaluation_mode=True"),
-    "an optimizer without its model": (fsdp2_bundle(SGD), ValueError, "FSDP2", "passed together"),
+    "two models at once": (fsdp2_arguments(LINEAR, nn.Linear(2, 2), SGD), ValueError, "FSDP2", "once for each"),
+    "a model without its optimizer": (fsdp2_arguments(LINEAR), ValueError, "FSDP2", "evaluation_mode=True"),
+    "an optimizer without its model": (fsdp2_arguments(SGD), ValueError, "FSDP2", "passed together"),
     # plugins.md 2: DeepSpeed
     "a config without ZeRO": (
         lambda: DeepSpeedPlugin(hf_ds_config={"train_batch_size": 1}),

@@ -11,7 +11,7 @@ from torch.distributed.nn import functional
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig
-from accelerate.data_loader.sequence_parts import SequencePartsLoader
+from accelerate.data_loader.adapter import SequenceShardLoader
 from accelerate.errors import PreparationError
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedSequenceParallelConfig
@@ -116,7 +116,7 @@ def together(
                 optimizer.zero_grad()
             found["loss"].append(float(loss.detach()))
             found["rate"].append(optimizer.param_groups[0]["lr"])
-    assert isinstance(loader, SequencePartsLoader)
+    assert isinstance(loader, SequenceShardLoader)
     found["weights"] = accelerator.get_state_dict(model)
     found["config"] = accelerator.state.deepspeed_plugin.deepspeed_config
     return found
@@ -204,7 +204,7 @@ def test_evaluation_skipping_and_leaving() -> None:
         model, optimizer, parts = accelerator.prepare(model, optimizer, loader)
         whole = accelerator.prepare(DataLoader(texts(), batch_size=ROWS))  # pyright: ignore[reportArgumentType]
         assert accelerator.deepspeed_ulysses_dl_adapter(parts, model) is parts
-        assert isinstance(accelerator.deepspeed_ulysses_dl_adapter(whole, model), SequencePartsLoader)
+        assert isinstance(accelerator.deepspeed_ulysses_dl_adapter(whole, model), SequenceShardLoader)
         assert parts.dataset is loader.dataset and parts.batch_sampler is not None
         rank, rows = accelerator.process_index, [row["input_ids"].tolist() for row in texts()]
 

@@ -40,7 +40,7 @@ Host node1 node2
 START = """\
 import sys
 from accelerate.launch.deepspeed import DeepSpeedLauncher
-from accelerate.launch.host import this_host
+from accelerate.launch.preflight import this_host
 from accelerate.launch.plan import Program
 from accelerate.settings import env
 from accelerate.settings.run import collect
@@ -114,6 +114,6 @@ def test_both_hosts_get_words_and_settings_and_no_secret(nodes: Launch) -> None:
 
 def test_the_check_of_the_machines_runs_through_it(nodes: Launch) -> None:
     where = ("--num_machines", "2", "--num_processes", "2", "--deepspeed_hostfile", "hosts")
-    meeting = ("--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()))
-    code, output = nodes("--use_deepspeed", *where, *meeting, "--preflight", timeout=200)
+    rendezvous = ("--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()))
+    code, output = nodes("--use_deepspeed", *where, *rendezvous, "--preflight", timeout=200)
     assert code == 0 and "all 2 rank(s) met" in output, output

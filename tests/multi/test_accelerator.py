@@ -21,8 +21,7 @@ from accelerate import Accelerator
 from accelerate.errors import DistributedOperationException
 from accelerate.plugins.data import DataLoaderConfiguration
 from accelerate.plugins.ddp import DistributedDataParallelKwargs
-from accelerate.plugins.dynamo import TorchDynamoPlugin
-from accelerate.plugins.precision import GradScalerKwargs
+from accelerate.plugins.handlers import GradScalerKwargs, TorchDynamoPlugin
 from accelerate.settings.labels import DDPCommunicationHookType
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import GeneralTracker

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from accelerate.checkpointing import Background, agreement, read_checkpoint, write_checkpoint
-from accelerate.checkpointing import content as content_module
+from accelerate.checkpointing import items as items_module
 from accelerate.checkpointing import store as store_module
+from accelerate.distributed.world import World, join_world
 from accelerate.errors import CheckpointError
-from accelerate.settings.project import ProjectOptions
-from accelerate.world import World, join_world
+from accelerate.settings.training import ProjectOptions
 from tests.ranks import RankFailed, run_on_ranks
 
 
@@ -34,13 +34,13 @@ def numbered(folder: Path, **options: Any) -> ProjectOptions:
 def test_ranks_agree_while_the_training_goes_on_with_collectives(tmp_path: Path) -> None:
     def attempt() -> tuple[list[str], int]:
         world, background = joined(), Background()
-        flush, num_meanwhile = store_module.flush, 0
+        fsync_path, num_meanwhile = store_module.fsync_path, 0
 
-        def slow_flush(path: Path) -> None:
+        def slow_fsync(path: Path) -> None:
             time.sleep(0.02)
-            flush(path)
+            fsync_path(path)
 
-        store_module.flush = slow_flush
+        store_module.fsync_path = slow_fsync
         folders: list[str] = []
         for step in range(4):
             folders.append(
@@ -76,14 +76,15 @@ def test_a_failure_in_the_background_of_one_rank_is_raised_on_all(failing: int, 
     def attempt() -> str:
         world, background = joined(), Background()
 
-        def part(draft: Any) -> Any:
+        def part(staging: Any) -> Any:
             def later() -> None:
                 if world.rank == failing:
                     raise OSError("disk on fire")
 
             return later
 
-        write_checkpoint(tmp_path / "ck", world=world, write_parts=part, background=background, asynchronous=True)
+        options: dict[str, Any] = {"background": background, "asynchronous": True}
+        write_checkpoint(tmp_path / "ck", world=world, write_strategy_state=part, **options)
         with pytest.raises(CheckpointError) as caught:
             background.wait()
         return str(caught.value)
@@ -112,24 +113,24 @@ def test_a_failure_while_the_state_is_copied_is_raised_on_all_at_once(failing: i
 
 
 def test_a_rank_that_dies_is_given_up_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "SILENCE_SECONDS", 1.5)
-    monkeypatch.setattr(agreement, "PULSE_SECONDS", 0.2)
+    monkeypatch.setattr(agreement, "HEARTBEAT_TIMEOUT_SECONDS", 1.5)
+    monkeypatch.setattr(agreement, "HEARTBEAT_SECONDS", 0.2)
 
     def attempt() -> str:
         world, background = joined(), Background()
         started = threading.Event()
-        write = content_module.Late.write
+        write = items_module.DeferredItem.write
 
         def slow(self: Any, create: Any) -> None:
             started.set()
-            time.sleep(2.5 if world.rank == 0 else 60)  # longer than the silence that is taken for death
+            time.sleep(2.5 if world.rank == 0 else 60)  # longer than the timeout of heartbeats
             write(self, create)
 
-        content_module.Late.write = slow  # type: ignore[method-assign]
+        items_module.DeferredItem.write = slow  # type: ignore[method-assign]
         write_checkpoint(
             tmp_path / "ck",
             world=world,
-            write_parts=lambda draft: lambda: None,
+            write_strategy_state=lambda staging: lambda: None,
             background=background,
             asynchronous=True,
         )
@@ -144,20 +145,20 @@ def test_a_rank_that_dies_is_given_up_and_named(tmp_path: Path, monkeypatch: pyt
 
     with pytest.raises(RankFailed, match="rank 1: died with exit code 9"):
         run_on_ranks(attempt, 2)
-    assert "rank 1 has given no sign of life" in (tmp_path / "said").read_text()
+    assert "rank 1 has sent no heartbeat" in (tmp_path / "said").read_text()
     assert not (tmp_path / "ck").exists()
 
 
 def test_a_slow_rank_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr(agreement, "PULSE_SECONDS", 0.1)
+    monkeypatch.setattr(agreement, "HEARTBEAT_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(agreement, "HEARTBEAT_SECONDS", 0.1)
 
     def attempt() -> bool:
         world, background = joined(), Background()
         write_checkpoint(
             tmp_path / "ck",
             world=world,
-            write_parts=lambda draft: lambda: time.sleep(3.0 * world.rank),
+            write_strategy_state=lambda staging: lambda: time.sleep(3.0 * world.rank),
             background=background,
             asynchronous=True,
         )

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
-from accelerate.device_map.load import load_checkpoint_in_model
+from accelerate.big_models.load import load_checkpoint_in_model
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from tests.ranks import run_on_ranks
 

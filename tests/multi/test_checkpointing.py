@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from accelerate.checkpointing import CheckpointStore, read_checkpoint, save_model, write_checkpoint
 from accelerate.checkpointing.agreement import Ranks
 from accelerate.checkpointing.manifest import Manifest, measure
+from accelerate.distributed.world import World, join_world
 from accelerate.errors import CheckpointError, CheckpointNotFound
-from accelerate.settings.project import ProjectOptions
-from accelerate.world import World, join_world
+from accelerate.settings.training import ProjectOptions
 from tests.ranks import run_on_ranks
 
 
@@ -222,11 +222,11 @@ def test_nodes_with_disks_of_their_own_each_commit_their_folder(tmp_path: Path) 
         world = joined()
         store = CheckpointStore(tmp_path / f"disk{world.rank}" / "ck", world, on_each_node=on_each_node)
         store.ranks = _Node(world)
-        with store.draft() as draft:
-            if draft.is_writer:
-                with draft.create("shared") as file:
+        with store.transaction() as staging:
+            if staging.is_writer:
+                with staging.create("shared") as file:
                     file.write(b"1")
-            with draft.create(f"own_{world.rank}") as file:
+            with staging.create(f"own_{world.rank}") as file:
                 file.write(b"1")
         assert store.problem() is None
         return sorted(path.name for path in store.folder.iterdir())
@@ -236,8 +236,8 @@ def test_nodes_with_disks_of_their_own_each_commit_their_folder(tmp_path: Path) 
             super().__init__(world)
             self.local_rank, self.local_size = 0, 1
 
-        def everyone(self, value: Any) -> list[Any]:
-            said = super().everyone(value)
+        def all_gather(self, value: Any) -> list[Any]:
+            said = super().all_gather(value)
             hidden = f"disk{1 - self.rank}"
             return [
                 Path("/not/visible/here") / one.name if isinstance(one, Path) and hidden in str(one) else one
@@ -267,7 +267,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused_on_every_rank(tmp_pa
     (tmp_path / "home" / "kept.txt").write_text("mine")
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "way").symlink_to(tmp_path / "home", target_is_directory=True)
-    foreign = Manifest({"way/kept.txt": measure(tmp_path / "home" / "kept.txt")}).signed()
+    foreign = Manifest({"way/kept.txt": measure(tmp_path / "home" / "kept.txt")}).with_identity()
     (tmp_path / "one" / "manifest.json").write_bytes(foreign.to_bytes())
     for said in run_on_ranks(_refusals, 2, str(tmp_path / "one")):
         assert all("a link that leads to" in text for text in said)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.collectives import (
+from accelerate.distributed.collectives import (
     broadcast,
     broadcast_object_list,
     copy_tensor_to_devices,
@@ -26,8 +26,8 @@ from accelerate.collectives import (
     pad_across_processes,
     reduce,
 )
+from accelerate.distributed.world import World, join_world, set_debug
 from accelerate.errors import CollectiveError, DistributedOperationException
-from accelerate.world import World, join_world, set_debug
 from tests.ranks import _environment as rank_environment
 from tests.ranks import free_port, run_on_ranks
 
@@ -366,8 +366,8 @@ def test_different_operations_end_in_an_error_without_debug_mode_too() -> None:
             if world.rank == 0:
                 gather(torch.ones(1))
             else:
-                assert world.meeting is not None
-                world.meeting.wait_for_everyone()
+                assert world.coordinator is not None
+                world.coordinator.wait_for_everyone()
         return str(caught.value), time.monotonic() - start
 
     (zero, seconds), (one, _) = on_ranks(work)

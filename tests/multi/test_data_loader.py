@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from accelerate.gradients import GradientState
-from accelerate.seeding import set_seed, synchronize_rng_states
+from accelerate.distributed.random import set_seed, synchronize_rng_states
+from accelerate.distributed.world import join_world
+from accelerate.training.accumulation import GradientState
 from accelerate.utils import DataLoaderConfiguration
-from accelerate.world import join_world
 from tests.ranks import RankFailed, run_on_ranks
 
 SIZE = 19
@@ -105,7 +105,7 @@ def real_of(results: list[list[Any]], number: int) -> list[Any]:
     for rank, seen in enumerate(results):
         for batch, coverage, _ in seen[number]:
             assert coverage.size[rank] == len(batch)
-            found += batch[: coverage.real[rank]]
+            found += batch[: coverage.valid[rank]]
     return found
 
 
@@ -290,7 +290,7 @@ def test_ranks_continue_from_a_saved_position(kind: str, dispatch: bool) -> None
         set_seed(3, device_specific=True)
         loader = prepared(kind, {"dispatch_batches": dispatch})
         seen, state, streams = [], None, None
-        from accelerate.seeding import capture_rng_states, restore_rng_states
+        from accelerate.distributed.random import capture_rng_states, restore_rng_states
 
         for _ in range(2):
             for batch in loader:
@@ -310,20 +310,25 @@ def test_ranks_continue_from_a_saved_position(kind: str, dispatch: bool) -> None
 
 def test_a_rank_that_leaves_its_loop_frees_the_clock() -> None:
     def ranks() -> bool:
-        clock = GradientState.create()
-        loader = prepared("random", {"gradient_state": clock})
+        gradient_state = GradientState.create()
+        loader = prepared("random", {"gradient_state": gradient_state})
         for _ in loader:
             break
-        return clock.in_dataloader
+        return gradient_state.in_dataloader
 
     assert run_on_ranks(ranks) == [False, False]
 
 
 def held(accelerator: Accelerator) -> tuple[Any, ...]:
-    """What the clock and this process hold of loaders, outside of every loop."""
-    clock = accelerator.gradient_state
-    running = [reference for reference in clock.dataloader_references if reference is not None]
-    told = (clock.active_dataloader, clock.in_dataloader, clock.end_of_dataloader, clock.remainder)
+    """What the gradient state and this process hold of loaders, outside of every loop."""
+    gradient_state = accelerator.gradient_state
+    running = [reference for reference in gradient_state.dataloader_references if reference is not None]
+    told = (
+        gradient_state.active_dataloader,
+        gradient_state.in_dataloader,
+        gradient_state.end_of_dataloader,
+        gradient_state.remainder,
+    )
     return (running, *told, multiprocessing.active_children())
 
 

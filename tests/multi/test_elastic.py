@@ -55,7 +55,7 @@ def saved(folder: str, steps: int = 1) -> tuple[list[int], list[Any]]:
     seen: list[int] = []
     for number, samples in enumerate(loader, 1):
         step(accelerator, model, optimizer, samples)
-        seen += samples[: loader.coverage.real[accelerator.process_index]].tolist()
+        seen += samples[: loader.coverage.valid[accelerator.process_index]].tolist()
         if number == SAVED_AFTER * steps:
             accelerator.save_state(folder)
             break
@@ -73,7 +73,7 @@ def state_of(optimizer: Any) -> list[Any]:
 def continued(folder: str, keep: bool = False, steps: int = 1) -> tuple[Any, ...]:
     """Goes on to the end of the epoch; samples, optimizer as loaded, the next epoch's samples, what was said, steps."""
     notes = Notes()
-    logging.getLogger("accelerate.pace").addHandler(notes)
+    logging.getLogger("accelerate.training.elastic_batch").addHandler(notes)
     accelerator, model, optimizer, loader = objects(steps)
     set_seed(accelerator.process_index + 100)  # nothing but the checkpoint is known
     accelerator.load_state(folder, keep_global_batch=keep)
@@ -82,9 +82,9 @@ def continued(folder: str, keep: bool = False, steps: int = 1) -> tuple[Any, ...
     seen, following = [], []
     for samples in loader:
         step(accelerator, model, optimizer, samples)
-        seen += samples[: loader.coverage.real[rank]].tolist()
+        seen += samples[: loader.coverage.valid[rank]].tolist()
     for samples in loader:
-        following += samples[: loader.coverage.real[rank]].tolist()
+        following += samples[: loader.coverage.valid[rank]].tolist()
     return seen, loaded, following, notes.lines, accelerator.gradient_accumulation_steps
 
 
@@ -180,8 +180,10 @@ def whole_state(accelerator: Any, model: Any, optimizer: Any) -> Any:
     """Weights and moments with the pieces of all ranks together."""
     inner = getattr(optimizer, "optimizer", optimizer)
     access = accelerator.strategy.access
-    weights = access.whole_model(accelerator.unwrap_model(model) if accelerator.num_processes == 1 else model, True)
-    moments = access.whole_optimizer(inner, [model], True)["state"]
+    weights = access.full_model_state(
+        accelerator.unwrap_model(model) if accelerator.num_processes == 1 else model, True
+    )
+    moments = access.full_optimizer_state(inner, [model], True)["state"]
     values = [value for entries in moments.values() for _, value in sorted(entries.items())]
     return [value.tolist() for value in [*weights.values(), *map(torch.as_tensor, values)]]
 
@@ -191,7 +193,7 @@ def sharded_saved(kind: str, folder: str) -> tuple[list[int], Any]:
     seen: list[int] = []
     for number, samples in enumerate(loader, 1):
         step(accelerator, model, optimizer, samples)
-        seen += samples[: loader.coverage.real[accelerator.process_index]].tolist()
+        seen += samples[: loader.coverage.valid[accelerator.process_index]].tolist()
         if number == SAVED_AFTER:
             accelerator.save_state(folder)
             break
@@ -206,7 +208,7 @@ def sharded_continued(kind: str, folder: str) -> tuple[list[int], Any]:
     seen: list[int] = []
     for samples in loader:
         step(accelerator, model, optimizer, samples)
-        seen += samples[: loader.coverage.real[accelerator.process_index]].tolist()
+        seen += samples[: loader.coverage.valid[accelerator.process_index]].tolist()
     return seen, loaded
 
 

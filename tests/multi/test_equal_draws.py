@@ -24,10 +24,10 @@ from torch.utils.data import (
 
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from accelerate.seeding import capture_host_streams, same_stream_state, set_seed
+from accelerate.distributed.random import capture_host_streams, same_stream_state, set_seed
+from accelerate.distributed.world import join_world
 from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration
-from accelerate.world import join_world
 from tests.ranks import run_on_ranks
 
 SIZE = 19

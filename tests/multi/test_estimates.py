@@ -10,7 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from accelerate import Accelerator
-from accelerate.estimate.layout import Layout, footprint
+from accelerate.estimate.plan import Layout, footprint
 from accelerate.estimate.trace import trace_training
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from benchmarks.estimates import LanguageModel, Subject, loss_of

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate import Accelerator
-from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins.handlers import TorchDynamoPlugin
 from accelerate.plugins.parallelism import ParallelismConfig
 from tests.ranks import RankFailed, run_on_ranks
 from tests.sharded_runs import BLOCKS, Network, assert_same_run, plugin_of, samples, train

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from accelerate import Accelerator
+from accelerate.data_loader.gathering import AssumedLoaderWarning
 from accelerate.errors import CollectiveError
-from accelerate.metrics import AssumedLoaderWarning
 from accelerate.utils import DataLoaderConfiguration
 from tests.ranks import run_on_ranks
 

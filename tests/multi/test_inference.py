@@ -13,7 +13,7 @@ from accelerate import Accelerator, prepare_pippy
 from accelerate.inference import find_pippy_batch_size, generate_device_map
 from tests.ranks import RankFailed, run_on_ranks
 from tests.sharded_runs import Network
-from tests.unit.strategies.test_stages import Skipping
+from tests.unit.parallel.test_stages import Skipping
 
 
 def _answer(

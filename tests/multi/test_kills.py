@@ -20,11 +20,11 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from accelerate.checkpointing import Background, agreement, list_checkpoints, read_checkpoint, write_checkpoint
-from accelerate.checkpointing.content import Part
-from accelerate.checkpointing.draft import Draft
-from accelerate.checkpointing.shard_files import Shards
-from accelerate.settings.project import ProjectOptions
-from accelerate.world import World, join_world
+from accelerate.checkpointing.items import CheckpointItem
+from accelerate.checkpointing.sharded import ShardsItem
+from accelerate.checkpointing.store import StagingDirectory
+from accelerate.distributed.world import World, join_world
+from accelerate.settings.training import ProjectOptions
 from tests.ranks import RankFailed, run_on_ranks
 
 SHAPE = (64, 64)
@@ -51,12 +51,15 @@ def place(folder: Path, style: str) -> dict[str, Any]:
     return {"project": ProjectOptions(project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=LIMIT)}
 
 
-def in_pieces(step: int, world: World) -> Callable[[Draft], list[Part]]:
+def in_pieces(step: int, world: World) -> Callable[[StagingDirectory], list[CheckpointItem]]:
     """What a sharded strategy hands over: every rank has a part of each tensor."""
     mesh = torch.distributed.init_device_mesh("cpu", (world.size,))
     piece = torch.full((SHAPE[0] // world.size, SHAPE[1]), float(step))
     weight = DTensor.from_local(piece, mesh, [Shard(0)])
-    return lambda draft: [Shards(draft.folder / "pytorch_model_fsdp_0", {"model": {"w": weight}}, draft.ranks, draft)]
+    state = {"model": {"w": weight}}
+    return lambda staging: [
+        ShardsItem(staging.folder / "pytorch_model_fsdp_0", state, staging.ranks, staging),
+    ]
 
 
 def save_for_ever(
@@ -72,7 +75,7 @@ def save_for_ever(
             **target,
             world=world,
             weights=[] if is_sharded else [{"w": torch.full(SHAPE, float(step))}],
-            write_parts=in_pieces(step, world) if is_sharded and world is not None else None,
+            write_strategy_state=in_pieces(step, world) if is_sharded and world is not None else None,
             optimizers=[Momentum(step)],
             step=step,
             background=background,
@@ -165,8 +168,8 @@ if IS_SLOW:
 def test_a_kill_at_any_instant_loses_nothing_that_was_committed(
     num_ranks: int, asynchronous: bool, style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "SILENCE_SECONDS", 3.0)
-    monkeypatch.setattr(agreement, "PULSE_SECONDS", 0.2)
+    monkeypatch.setattr(agreement, "HEARTBEAT_TIMEOUT_SECONDS", 3.0)
+    monkeypatch.setattr(agreement, "HEARTBEAT_SECONDS", 0.2)
     run = on_one_rank if num_ranks == 1 else on_two_ranks
     instants = random.Random(f"{num_ranks} {asynchronous} {style}")
     step = 0

@@ -15,8 +15,8 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.errors import LaunchError
-from accelerate.launch import fork, inprocess
-from accelerate.launch.inprocess import debug_launcher, notebook_launcher
+from accelerate.launch import fork, functions
+from accelerate.launch.functions import debug_launcher, notebook_launcher
 from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,7 +252,7 @@ def test_notebook_launcher_joins_its_ranks_on_a_host_without_accelerators(capfd:
 
 def test_where_a_fork_is_unsafe_the_function_travels_to_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cloudpickle")
-    monkeypatch.setattr(inprocess, "fork_is_safe", lambda: False)
+    monkeypatch.setattr(functions, "fork_is_safe", lambda: False)
     kept = torch.ones(2)
 
     def function() -> tuple[int, float]:

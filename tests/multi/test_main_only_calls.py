@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.meeting import rendezvous
-from accelerate.world import current_world
+from accelerate.distributed import call_rendezvous as rendezvous
+from accelerate.distributed.world import current_world
 from tests.multi.test_main_only import Messages, prepared, step
 from tests.ranks import run_on_ranks
 
@@ -45,8 +45,8 @@ def test_a_rank_that_comes_later_is_told_of_the_call_that_it_makes(tmp_path: Pat
 
 def num_keys() -> int:
     world = current_world()
-    assert world is not None and world.meeting is not None
-    return world.meeting.store.num_keys()
+    assert world is not None and world.coordinator is not None
+    return world.coordinator.store.num_keys()
 
 
 def saves_often(folder: str, call: str, renames: bool) -> list[int]:
@@ -91,7 +91,7 @@ def test_neither_do_calls_of_all_ranks_stay_in_the_store(tmp_path: Path) -> None
 
 
 def saves_unwatched(folder: str) -> tuple[float, list[str], int]:
-    rendezvous.UNWATCHED_SECONDS, rendezvous._REMARK_SECONDS = 3.0, 1.0  # type: ignore[misc]
+    rendezvous.UNWATCHED_SECONDS, rendezvous._WARNING_SECONDS = 3.0, 1.0  # type: ignore[misc]
     accelerator, model, optimizer, loader = prepared()
     messages, num_steps = Messages(), 0
     began = seconds = 0.0

@@ -348,10 +348,10 @@ def test_plans_that_cannot_be_are_refused_with_the_way_out() -> None:
     expected = (
         "'layers.*.upp' is no module of LanguageModel. Did you mean 'layers.",
         "'column' is no style",
-        "share one weight, but are cut in different ways",
+        "share one weight, but are sharded in different ways",
         "'layers.0' is no module of Sequential",
         "doesn't divide its 5",
-        "has no plan of how its layers are cut",
+        "has no plan of how its layers are sharded",
         "was loaded for tp_size=4, but ParallelismConfig says tp_size=2",
         "got one of length 3. Pad it to a multiple of 2",
         "AdamW(foreach=True) updates all parameters at once",
@@ -411,7 +411,7 @@ def test_what_cannot_be_cut_along_the_sequence_is_refused_with_the_way_out() -> 
     expected = (
         "has LSTM layers",
         "computed no attention by torch.nn.functional.scaled_dot_product_attention",
-        "can't be cut along dimension 1: sp_size=2 takes sequences whose length is a multiple of 2",
+        "can't be split along dimension 1: sp_size=2 takes sequences whose length is a multiple of 2",
         "`buffer_seq_dims` must have the same number of elements as `buffers`",
         "takes no attn_mask",
         "doesn't divide this model's 3 heads",
@@ -426,7 +426,7 @@ def test_what_cannot_be_cut_along_the_sequence_is_refused_with_the_way_out() -> 
         ({"cp": 2}, "context parallelism needs an FSDP2 plugin"),
         ({"dp_shard": 2}, "shards the model, which takes FSDP2"),
         ({"tp": 2, "sp": 2}, "tp_size=2 beside other axes takes FSDP2"),
-        ({"ep": 2}, "ep_size=2 deals experts"),
+        ({"ep": 2}, "ep_size=2 shards experts"),
     ],
     ids=str,
 )

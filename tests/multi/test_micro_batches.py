@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.memory import find_executable_batch_size
+from accelerate.devices.memory import find_executable_batch_size
 from accelerate.plugins.ddp import DistributedDataParallelKwargs
 from tests.ranks import RankFailed, run_on_ranks
 from tests.sharded_runs import Network, plugin_of, samples

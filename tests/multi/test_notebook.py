@@ -204,10 +204,10 @@ def test_with_an_initialised_device_the_elastic_agent_gets_the_function_by_value
     assert "results [[18, 19], [18, 19]] [0, 1]\ntypes True" in cell.stdout
 
 
-def test_what_cant_travel_to_fresh_processes_is_refused_with_the_way_out(cells: dict[str, Cell]) -> None:
+def test_what_cant_be_pickled_for_fresh_processes_is_refused_with_the_way_out(cells: dict[str, Cell]) -> None:
     kind, text = cells["not to be packed"].error or ("", "")
     assert kind == "LaunchError"
-    assert "can't travel to fresh processes" in text
+    assert "can't be pickled for fresh processes" in text
     assert "inside the function" in text
 
 

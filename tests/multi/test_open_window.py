@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.data_loader import ResumeWarning
-from accelerate.plugins.pipeline import PipelineParallelConfig
+from accelerate.plugins.parallelism import PipelineParallelConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
@@ -152,8 +152,10 @@ def run(kind: str, folder: str, how: How, num_samples: int, *, save_at: int | No
 def goes_on_exactly(kind: str, num_ranks: int, folder: Path, save_at: int, how: How | None = None) -> None:
     """Nobody saves; then somebody does; then new processes go on from there."""
     how = how or How()
-    num_shares = {"tensor": 1, "pipeline": 1, "fsdp2 of tensors": 2}.get(kind, num_ranks // (1 + ("pipeline" in kind)))
-    num_samples = NUM_BATCHES * how.batch_size * num_shares
+    data_parallel_size = {"tensor": 1, "pipeline": 1, "fsdp2 of tensors": 2}.get(
+        kind, num_ranks // (1 + ("pipeline" in kind))
+    )
+    num_samples = NUM_BATCHES * how.batch_size * data_parallel_size
 
     def whole() -> list[Outcome]:
         runs = [run(kind, str(folder), how, num_samples, save_at=None)]

@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, GradScalerKwargs
+from accelerate.parallel.gradient_norm import local_tensor
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
-from accelerate.plugins.parallelism import ParallelismConfig
-from accelerate.plugins.pipeline import PipelineParallelConfig
-from accelerate.strategies.norms import own_piece
+from accelerate.plugins.parallelism import ParallelismConfig, PipelineParallelConfig
 from tests.ranks import RankFailed, run_on_ranks
 from tests.sharded_runs import BLOCKS, Block, Network, assert_same_run, samples, train
 
@@ -296,10 +295,11 @@ def test_an_overflow_in_one_stage_skips_the_update_in_all(shards: bool) -> None:
             if number == 1 and run.process_index == run.num_processes - 1:
                 gradient: Any = own[-1].grad
                 (gradient.to_local() if shards else gradient).fill_(float("inf"))
-            before = [own_piece(parameter.detach()).clone() for parameter in own]
+            before = [local_tensor(parameter.detach()).clone() for parameter in own]
             optimizer.step()
             moved = [
-                not torch.equal(old, own_piece(parameter.detach())) for old, parameter in zip(before, own, strict=True)
+                not torch.equal(old, local_tensor(parameter.detach()))
+                for old, parameter in zip(before, own, strict=True)
             ]
             found.append((optimizer.step_was_skipped, any(moved), run.scaler.get_scale()))
             optimizer.zero_grad()
@@ -402,7 +402,7 @@ def _refused(case: str) -> None:
     [
         ("backward", r"loss = accelerator\.pipeline_step"),
         ("gradients", r"Train with `loss = accelerator\.pipeline_step"),
-        ("no example", r"can't be followed .*example_inputs="),
+        ("no example", r"can't be traced symbolically .*example_inputs="),
         ("name", r"no module 'nowhere'"),
         ("number", r"makes 3 stages, but pp_size=2"),
         ("blocks", r"1 blocks, too few for 2 stages"),

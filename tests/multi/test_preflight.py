@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.launch import probe
+from accelerate.launch import preflight as probe
 from tests.ranks import run_on_ranks
 
 
@@ -32,7 +32,7 @@ def test_a_rank_that_differs_is_named_and_every_rank_ends_with_a_code(capfd: pyt
 
 def test_clocks_of_one_machine_agree() -> None:
     def ahead() -> float:
-        from accelerate.world import join_world
+        from accelerate.distributed.world import join_world
 
         return probe.clock_ahead(join_world(cpu=True))
 

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.collectives import gather
-from accelerate.errors import CollectiveError
-from accelerate.processes import (
+from accelerate.distributed.collectives import gather
+from accelerate.distributed.process_control import (
     in_order,
     local_main_process_first,
     main_process_first,
     split_between_processes,
     wait_for_everyone,
 )
-from accelerate.world import World, join_world, leave_world
+from accelerate.distributed.world import World, join_world, leave_world
+from accelerate.errors import CollectiveError
 from tests.ranks import run_on_ranks
 
 
@@ -41,12 +41,12 @@ def test_nobody_leaves_the_barrier_before_the_last_has_come(tmp_path: Path) -> N
 
 def test_many_barriers_leave_nothing_in_the_store() -> None:
     def work(world: World) -> int:
-        assert world.meeting is not None
+        assert world.coordinator is not None
         wait_for_everyone()
-        before = world.meeting.store.num_keys()
+        before = world.coordinator.store.num_keys()
         for _ in range(50):
             wait_for_everyone()
-        return world.meeting.store.num_keys() - before
+        return world.coordinator.store.num_keys() - before
 
     assert all(grown <= 4 for grown in on_ranks(work))
 

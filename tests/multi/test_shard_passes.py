@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
-from accelerate.strategies.base import remember_gradients
+from accelerate.distributed.world import join_world
+from accelerate.parallel.base import snapshot_gradients
 from accelerate.torch_private.fsdp import (
-    abandon_flat,
-    abandon_shards,
     managed_parameters,
-    remember_flat,
-    remember_shards,
+    reset_flat_runtime,
+    reset_sharded_runtime,
+    snapshot_flat_gradients,
+    snapshot_sharded_gradients,
 )
-from accelerate.world import join_world
 from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -82,22 +82,26 @@ def _gradients(model: Any) -> list[torch.Tensor]:
 def _given_up_and_smooth(kind: str, given_up_syncs: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The gradients of one window: with two passes in the middle that were given up, and without."""
     join_world()
-    remember, abandon = (remember_shards, abandon_shards) if kind == "fully_shard" else (remember_flat, abandon_flat)
+    snapshot, reset = (
+        (snapshot_sharded_gradients, reset_sharded_runtime)
+        if kind == "fully_shard"
+        else (snapshot_flat_gradients, reset_flat_runtime)
+    )
     (model, units), (smooth, _) = _sharded(kind), _sharded(kind)
-    remember(model, remember_gradients)()
-    abandon(model)  # before any forward
+    snapshot(model, snapshot_gradients)()
+    reset(model)  # before any forward
     for one in (model, smooth):
         _backward(one, 1.0, syncs=True)
         _backward(one, 2.0, syncs=False)
-    put_back = remember(model, remember_gradients)
+    restore = snapshot(model, snapshot_gradients)
     _backward(model, 5.0, syncs=given_up_syncs)
     units[1].breaks = True
     with pytest.raises(RuntimeError, match="in the middle"):
         model(torch.ones(2, 3))
     units[1].breaks = False
     with torch.no_grad():
-        abandon(model)
-        put_back()
+        reset(model)
+        restore()
     for one in (model, smooth):
         _backward(one, 3.0, syncs=True)
     return _gradients(model), _gradients(smooth)

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from accelerate import Accelerator
-from accelerate.checkpointing import shard_files
+from accelerate.checkpointing import sharded as shard_files
 from accelerate.errors import CheckpointError
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
-from accelerate.torch_private.distributed import cut_locally
+from accelerate.torch_private.distributed import shard_locally
 from tests.ranks import run_on_ranks
 from tests.sharded_runs import BLOCKS, Network
 
@@ -72,7 +72,7 @@ def test_a_rank_that_cannot_write_is_named_on_all_and_the_next_save_works(tmp_pa
     def go() -> str:
         run, model, optimizer = begin(V2)
         step(run, model, optimizer)
-        _, writer = shard_files._classes()
+        _, writer = shard_files._save_classes()
         write = writer.write_data
 
         def fail(self: Any, *arguments: Any) -> Any:
@@ -117,9 +117,9 @@ def cut() -> list[bool]:
     equal = []
     for shape, dim in (((4, 3), 0), ((3, 5), 1), ((3,), 0)):
         whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-        piece = cut_locally(whole, mesh, [Shard(dim)])
+        piece = shard_locally(whole, mesh, [Shard(dim)])
         equal.append(torch.equal(piece.to_local(), whole.chunk(2, dim)[rank]) and piece.placements == (Shard(dim),))
-    return [*equal, torch.equal(cut_locally(torch.ones(2), mesh, [Replicate()]).to_local(), torch.ones(2))]
+    return [*equal, torch.equal(shard_locally(torch.ones(2), mesh, [Replicate()]).to_local(), torch.ones(2))]
 
 
 def test_each_rank_cuts_its_own_piece_of_what_all_have() -> None:

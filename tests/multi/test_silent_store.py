@@ -12,12 +12,12 @@ from tests.ranks import _environment, free_port
 PROGRAM = """
 import os, signal, sys, time
 import torch
-from accelerate import collectives
+from accelerate.distributed import collectives
 from accelerate.errors import CollectiveError
-from accelerate.meeting import seat
-from accelerate.world import join_world, leave_world
+from accelerate.distributed import store_client
+from accelerate.distributed.world import join_world, leave_world
 
-seat._SILENCE_SECONDS = 1.0
+store_client._STORE_TIMEOUT_SECONDS = 1.0
 world = join_world(cpu=True)
 number = torch.tensor([os.getpid()])
 keeper = int(collectives.gather(number)[0])

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate.distributed import store_client
+from accelerate.distributed.world import current_world, forget_world, join_world, leave_world
 from accelerate.errors import WorldError
-from accelerate.meeting import seat
-from accelerate.world import current_world, forget_world, join_world, leave_world
 from tests.ranks import RankFailed, free_port, run_on_ranks
 
 
@@ -90,8 +90,8 @@ def test_a_world_that_was_left_can_be_joined_again_at_the_same_address() -> None
             total = torch.tensor(float(world.rank + 1))
             dist.all_reduce(total)
             totals.append(float(total))
-            if world.meeting is not None:
-                world.meeting.wait_for_everyone()
+            if world.coordinator is not None:
+                world.coordinator.wait_for_everyone()
             leave_world()
         return totals
 
@@ -103,26 +103,26 @@ def test_rank_0_which_serves_the_store_stays_until_slower_ranks_have_read_it(ado
     def reads_late() -> bool:
         if adopted:
             dist.init_process_group("gloo")
-        meeting = join_world().meeting
-        assert meeting is not None
-        if meeting.rank == 0:
-            meeting.announce("word")  # and its program ends
+        coordinator = join_world().coordinator
+        assert coordinator is not None
+        if coordinator.rank == 0:
+            coordinator.set_key("word")  # and its program ends
         else:
             time.sleep(1.0)
-            meeting.wait_for_key("word", setter=0)
-        return meeting.keeps_store
+            coordinator.wait_for_key("word", setter=0)
+        return coordinator.keeps_store
 
     assert run_on_ranks(reads_late) == [True, False]
 
 
 def test_rank_0_does_not_stay_long_for_a_rank_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seat, "_READERS_SECONDS", 0.5)
+    monkeypatch.setattr(store_client, "_READERS_SECONDS", 0.5)
 
     def survives() -> None:
-        meeting = join_world().meeting
-        assert meeting is not None
-        meeting.wait_for_everyone()
-        if meeting.rank == 1:
+        coordinator = join_world().coordinator
+        assert coordinator is not None
+        coordinator.wait_for_everyone()
+        if coordinator.rank == 1:
             os._exit(9)
         start = time.monotonic()
         leave_world()
@@ -137,8 +137,8 @@ def test_a_group_of_somebody_elses_is_adopted() -> None:
     def adopt() -> tuple[int, int, str | None, bool]:
         dist.init_process_group("gloo")
         world = join_world()
-        assert world.meeting is not None
-        world.meeting.wait_for_everyone()
+        assert world.coordinator is not None
+        world.coordinator.wait_for_everyone()
         still_there = dist.is_initialized()
         leave_world()
         return world.rank, world.size, world.backend, still_there and not dist.is_initialized()
@@ -152,9 +152,9 @@ def test_forgetting_keeps_the_group_and_the_meeting() -> None:
         forget_world()
         assert current_world() is None
         after = join_world()
-        assert after.meeting is before.meeting
-        assert after.meeting is not None
-        after.meeting.wait_for_everyone()
+        assert after.coordinator is before.coordinator
+        assert after.coordinator is not None
+        after.coordinator.wait_for_everyone()
         return after is not before and after == before
 
     assert run_on_ranks(forget) == [True, True]
@@ -165,8 +165,8 @@ def test_a_file_can_be_the_meeting_place(tmp_path: Path) -> None:
         world = join_world(init_method=f"file://{tmp_path}/meet/here")
         total = torch.tensor(1.0)
         dist.all_reduce(total)
-        assert world.meeting is not None
-        world.meeting.wait_for_everyone()
+        assert world.coordinator is not None
+        world.coordinator.wait_for_everyone()
         return float(total)
 
     assert run_on_ranks(meet) == [2.0, 2.0]
@@ -220,12 +220,12 @@ def test_what_an_earlier_attempt_left_in_the_store_is_never_taken_for_the_living
     port = free_port()
 
     def attempt() -> tuple[int, float]:
-        # One store outlives the attempts, as a launcher's does. Dead processes have knocked, with other sizes too.
+        # One store outlives the attempts, as a launcher's does. Dead processes sent join requests, of other sizes too.
         rank = os.environ["RANK"]
         store = dist.TCPStore("127.0.0.1", port, is_master=rank == "0", wait_for_workers=False, multi_tenant=True)
         if rank == "0":
             for dead in ("0|2|a", "1|2|b", "1|4|c", "3|4|d"):
-                store.set(f"knock/{store.add('knocks', 1)}", f"{dead}|gone, process 1")
+                store.set(f"join_request/{store.add('num_join_requests', 1)}", f"{dead}|gone, process 1")
         # The count of restarts is each host's own.
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "1" if rank == "0" else "0"
         world = join_world(store=store, timeout=timedelta(seconds=30))
@@ -290,7 +290,7 @@ RESTARTED = (
     + """
 import os
 import torch.distributed as dist, torch
-from accelerate.world import join_world
+from accelerate.distributed.world import join_world
 world = join_world()
 if world.attempt == 0 and world.rank == 1:
     os._exit(1)
@@ -320,9 +320,9 @@ def test_a_rank_that_dies_is_reported_and_not_waited_for() -> None:
         world = join_world()
         if world.rank == 1:
             os._exit(3)
-        assert world.meeting is not None
-        world.meeting.timeout = timedelta(seconds=5)
-        world.meeting.wait_for_everyone()
+        assert world.coordinator is not None
+        world.coordinator.timeout = timedelta(seconds=5)
+        world.coordinator.wait_for_everyone()
 
     with pytest.raises(RankFailed, match="died with exit code 3"):
         run_on_ranks(die)

@@ -75,7 +75,7 @@ def train(folder: str, notes: str, num_workers: int, batch_size: int = 2, **load
                 optimizer.zero_grad()
             place = loader.state_dict()
             step = f"{place['epoch']}/{place['rounds']}"
-            note(step, [ids.tolist(), loss.item().hex(), optimizer.param_groups[0]["lr"], loader.coverage.real])
+            note(step, [ids.tolist(), loss.item().hex(), optimizer.param_groups[0]["lr"], loader.coverage.valid])
             if place["rounds"] % SAVE_EVERY == 0 or loader.end_of_dataloader:
                 accelerator.save_state()
     note("end", digest(model))
@@ -111,7 +111,7 @@ def _child(function: Callable[[], None], environment: dict[str, str], log: str) 
         os.dup2(errors.fileno(), 2)
         try:
             function()
-            from accelerate.world import leave_world
+            from accelerate.distributed.world import leave_world
 
             leave_world()
             code = 0

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.plugins.precision import GradScalerKwargs
+from accelerate.plugins.handlers import GradScalerKwargs
 from tests.ranks import run_on_ranks
 
 FEATURES = 4
 
 
 class Announcer:
-    """Tells the clock which micro-batch is the last, as a prepared loader does."""
+    """Tells the gradient state which micro-batch is the last, as a prepared loader does."""
 
     end_of_dataloader = False
     remainder = -1

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
-from accelerate.seeding import capture_host_streams, restore_rng_states, set_seed
+from accelerate.distributed.random import capture_host_streams, restore_rng_states, set_seed
 from accelerate.utils import DataLoaderConfiguration
 from tests.ranks import run_on_ranks
 

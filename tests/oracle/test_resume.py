@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, Subset
 
 from accelerate.data_loader import ResumeWarning, prepare_data_loader, skip_first_batches
+from accelerate.distributed.random import capture_rng_states, restore_rng_states, set_seed
 from accelerate.errors import CheckpointError
-from accelerate.seeding import capture_rng_states, restore_rng_states, set_seed
 
 CPU = torch.device("cpu")
 SIZE = 23
@@ -462,7 +462,7 @@ def test_what_isnt_a_position_is_refused() -> None:
 @pytest.mark.parametrize("continued_on", [1, 2, 3, 8])
 def test_another_number_of_ranks_sees_each_sample_once(kind: str, saved_on: int, continued_on: int) -> None:
     def real(loader: Any, share: int, batch: torch.Tensor) -> list[float]:
-        return batch[: loader.coverage.real[share], 0].tolist()
+        return batch[: loader.coverage.valid[share], 0].tolist()
 
     first = 1.0 if kind == "stateful stream" else 0.0
     seen: list[float] = []

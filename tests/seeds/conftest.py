@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> str:
     """A device that is not the CPU and is everywhere: torch's `meta`, as one more row of the table."""
-    from accelerate import devices
+    from accelerate.devices import table as devices
 
     row = dataclasses.replace(devices.CPU, name="meta", available="torch:is_grad_enabled")
     monkeypatch.setattr(devices, "KINDS", (*devices.KINDS, row))

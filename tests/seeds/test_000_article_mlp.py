@@ -285,7 +285,7 @@ def test_the_printed_loss_falls(tmp_path: Path) -> None:
     [(set(), "cpu"), *(({name}, name) for name in ("cuda", "xla", "mps", "xpu", "npu", "hpu"))],
 )
 def test_the_device_is_chosen_by_what_is_there(present: set[str], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate import devices
+    from accelerate.devices import table as devices
 
     monkeypatch.setattr(devices.DeviceKind, "is_available", lambda kind: kind.name in present or kind.name == "cpu")
     assert devices.available_kind().name == chosen

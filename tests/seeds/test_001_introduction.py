@@ -243,10 +243,10 @@ def test_the_precision_is_a_switch_of_the_constructor() -> None:
     ],
 )  # fmt: skip
 def test_the_environment_says_who_i_am(variables: dict[str, str], rank: int, size: int) -> None:
-    from accelerate.clusters import detect
+    from accelerate.distributed.environment import detect
 
-    seat = detect(variables)
-    assert (seat.rank, seat.size) == (rank, size) if seat is not None else size == 1
+    identity = detect(variables)
+    assert (identity.rank, identity.size) == (rank, size) if identity is not None else size == 1
 
 
 # ------------------------------------------------------------------------------------------- the wrappers

@@ -139,7 +139,7 @@ def test_the_state_and_the_env_command_name_the_device() -> None:
 
 @row("002-29", "004-07")
 def test_each_local_rank_has_its_own_device() -> None:
-    from accelerate.devices import kind_of
+    from accelerate.devices.table import kind_of
 
     cuda = kind_of("cuda")
     assert [cuda.device(index) for index in range(2)] == [torch.device("cuda", 0), torch.device("cuda", 1)]

@@ -18,15 +18,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, disk_offload
 from accelerate.data_loader import ResumeWarning
 from accelerate.errors import MissingDependency, PreparationError, SettingError
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.plugins.accumulation import GradientAccumulationPlugin
 from accelerate.plugins.data import DataLoaderConfiguration
-from accelerate.plugins.dynamo import TorchDynamoPlugin
+from accelerate.plugins.handlers import (
+    AutocastKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from accelerate.plugins.megatron import MegatronLMPlugin
-from accelerate.plugins.precision import AutocastKwargs, GradScalerKwargs
-from accelerate.plugins.profile import ProfileKwargs
-from accelerate.plugins.project import ProjectConfiguration
-from accelerate.scheduler import AcceleratedScheduler
+from accelerate.training.optimizer import AcceleratedOptimizer
+from accelerate.training.scheduler import AcceleratedScheduler
 
 
 def parts(size: int = 8, batch_size: int = 2) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:

@@ -25,10 +25,10 @@ from accelerate.big_modeling import (
     init_on_device,
     load_checkpoint_and_dispatch,
 )
-from accelerate.device_map.load import load_checkpoint_in_model
+from accelerate.big_models.load import load_checkpoint_in_model
 from accelerate.errors import CheckpointError, PreparationError, SettingError
 from accelerate.hooks import remove_hook_from_submodules
-from accelerate.hooks.values import get_state_dict_offloaded_model
+from accelerate.hooks.align import get_state_dict_offloaded_model
 
 
 class Layer(nn.Module):

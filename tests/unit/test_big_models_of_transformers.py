@@ -18,9 +18,9 @@ from accelerate import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
+from accelerate.big_models.sizes import compute_module_sizes
 from accelerate.checkpointing import save_model
-from accelerate.device_map.sizes import compute_module_sizes
-from accelerate.hooks.values import get_state_dict_offloaded_model
+from accelerate.hooks.align import get_state_dict_offloaded_model
 
 transformers = pytest.importorskip("transformers")
 

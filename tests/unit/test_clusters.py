@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.clusters import (
-    ClusterSeat,
+from accelerate.distributed.environment import (
     CPUInformation,
+    ProcessIdentity,
     detect,
     expand_host_list,
     expand_task_counts,
@@ -72,18 +72,18 @@ LSF = {
 }
 
 SEATS = {
-    "torchrun": (TORCHRUN, ClusterSeat(5, 8, 1, 4, "node1", 29501, "torchrun", 2)),
+    "torchrun": (TORCHRUN, ProcessIdentity(5, 8, 1, 4, "node1", 29501, "torchrun", 2)),
     "torchrun of one process": (
         {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
-        ClusterSeat(0, 1, 0, 1, "node1", 29501, "torchrun", 2),
+        ProcessIdentity(0, 1, 0, 1, "node1", 29501, "torchrun", 2),
     ),
     "by hand on one host": (
         {"RANK": "1", "WORLD_SIZE": "2"},
-        ClusterSeat(1, 2, 1, 2, "127.0.0.1", 29500, "environment"),
+        ProcessIdentity(1, 2, 1, 2, "127.0.0.1", 29500, "environment"),
     ),
     "by hand with an address": (
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"},
-        ClusterSeat(1, 2, 0, 1, "10.0.0.1", 1234, "environment"),
+        ProcessIdentity(1, 2, 0, 1, "10.0.0.1", 1234, "environment"),
     ),
     "Kubeflow PyTorchJob": (
         {
@@ -93,41 +93,44 @@ SEATS = {
             "MASTER_PORT": "23456",
             "KUBERNETES_SERVICE_HOST": "10.96.0.1",
         },
-        ClusterSeat(2, 3, 0, 1, "job-master-0", 23456, "environment"),
+        ProcessIdentity(2, 3, 0, 1, "job-master-0", 23456, "environment"),
     ),
     "torchrun under srun": (
         {**SLURM, **TORCHRUN},
-        ClusterSeat(5, 8, 1, 4, "node1", 29501, "torchrun", 2),
+        ProcessIdentity(5, 8, 1, 4, "node1", 29501, "torchrun", 2),
     ),
-    "Open MPI on one host": (OPEN_MPI, ClusterSeat(1, 2, 1, 2, "127.0.0.1", 29500, "Open MPI")),
+    "Open MPI on one host": (OPEN_MPI, ProcessIdentity(1, 2, 1, 2, "127.0.0.1", 29500, "Open MPI")),
     "Open MPI on two hosts": (
         {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "MASTER_ADDR": "a"},
-        ClusterSeat(1, 2, 0, 1, "a", 29500, "Open MPI"),
+        ProcessIdentity(1, 2, 0, 1, "a", 29500, "Open MPI"),
     ),
     "Open MPI inside a Slurm job": (
         {**OPEN_MPI, "SLURM_JOB_ID": "9", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"},
-        ClusterSeat(1, 2, 1, 2, "127.0.0.1", 29500, "Open MPI"),
+        ProcessIdentity(1, 2, 1, 2, "127.0.0.1", 29500, "Open MPI"),
     ),
     "MPICH or Intel MPI": (
         {**MPICH, "MASTER_ADDR": "b", "MASTER_PORT": "3000"},
-        ClusterSeat(3, 4, 1, 2, "b", 3000, "MPICH"),
+        ProcessIdentity(3, 4, 1, 2, "b", 3000, "MPICH"),
     ),
-    "MPICH of one process": ({"PMI_RANK": "0", "PMI_SIZE": "1"}, ClusterSeat(0, 1, 0, 1, "127.0.0.1", 29500, "MPICH")),
-    "MVAPICH": ({**MVAPICH, "MASTER_ADDR": "c"}, ClusterSeat(2, 4, 0, 2, "c", 29500, "MVAPICH")),
-    "Slurm": (SLURM, ClusterSeat(5, 6, 1, 2, "gpu03", 12000 + 1234 * 7, "Slurm")),
+    "MPICH of one process": (
+        {"PMI_RANK": "0", "PMI_SIZE": "1"},
+        ProcessIdentity(0, 1, 0, 1, "127.0.0.1", 29500, "MPICH"),
+    ),
+    "MVAPICH": ({**MVAPICH, "MASTER_ADDR": "c"}, ProcessIdentity(2, 4, 0, 2, "c", 29500, "MVAPICH")),
+    "Slurm": (SLURM, ProcessIdentity(5, 6, 1, 2, "gpu03", 12000 + 1234 * 7, "Slurm")),
     "Slurm, second step": (
         {**SLURM, "SLURM_STEP_ID": "1"},
-        ClusterSeat(5, 6, 1, 2, "gpu03", 12000 + 1234 * 7 + 1, "Slurm"),
+        ProcessIdentity(5, 6, 1, 2, "gpu03", 12000 + 1234 * 7 + 1, "Slurm"),
     ),
     "Slurm speaking PMI": (
         {**SLURM, "PMI_RANK": "5", "PMI_SIZE": "6", "PMI_FD": "9"},
-        ClusterSeat(5, 6, 1, 2, "gpu03", 12000 + 1234 * 7, "Slurm"),
+        ProcessIdentity(5, 6, 1, 2, "gpu03", 12000 + 1234 * 7, "Slurm"),
     ),
     "Slurm with an address of its own": (
         {**SLURM, "MASTER_ADDR": "login", "MASTER_PORT": "4321", "WORLD_SIZE": "6"},
-        ClusterSeat(5, 6, 1, 2, "login", 4321, "Slurm"),
+        ProcessIdentity(5, 6, 1, 2, "login", 4321, "Slurm"),
     ),
-    "LSF with jsrun": (LSF, ClusterSeat(3, 4, 1, 2, "h36n03", 12000 + 77 * 7, "LSF")),
+    "LSF with jsrun": (LSF, ProcessIdentity(3, 4, 1, 2, "h36n03", 12000 + 77 * 7, "LSF")),
     "nobody": ({"PATH": "/bin", "HOME": "/root"}, None),
     "the batch script of a Slurm job": (
         {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
@@ -217,10 +220,10 @@ def test_slurm_task_counts(text: str, counts: list[int]) -> None:
 def test_the_port_of_a_job_is_the_same_in_every_task_and_below_the_ephemeral_ones() -> None:
     for job in ("1", "999999", "123456789"):
         ports = {
-            seat.port
+            identity.port
             for rank in range(6)
             if (
-                seat := detect(
+                identity := detect(
                     {**SLURM, "SLURM_JOB_ID": job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2)}
                 )
             )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate import collectives
-from accelerate.collectives import (
+from accelerate.distributed import collectives
+from accelerate.distributed.collectives import (
     CannotPadNestedTensorWarning,
     broadcast,
     broadcast_object_list,
@@ -18,8 +18,8 @@ from accelerate.collectives import (
     pad_across_processes,
     reduce,
 )
+from accelerate.distributed.world import World, current_world
 from accelerate.errors import CollectiveError, SettingError
-from accelerate.world import World, current_world
 
 
 def test_everything_comes_back_as_it_is() -> None:

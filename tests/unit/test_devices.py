@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import devices
-from accelerate.devices import CPU, KINDS, DeviceKind, available_kind, count_devices, kind_of, present
+from accelerate.devices import table as devices
+from accelerate.devices.table import CPU, KINDS, DeviceKind, available_kind, count_devices, kind_of, present
 
 VENDORS = [kind for kind in KINDS if kind is not CPU]
 CALLS = {
@@ -170,7 +170,7 @@ def test_xla_is_switched_off_by_its_variable(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_importing_the_table_and_counting_needs_no_torch() -> None:
     program = (
-        "import sys; from accelerate.devices import present, count_devices; present(); count_devices('cuda');"
+        "import sys; from accelerate.devices.table import present, count_devices; present(); count_devices('cuda');"
         "print('torch' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -46,15 +46,15 @@ def test_questions_about_packages_and_the_environment_import_no_torch(module: st
 
 
 @pytest.mark.parametrize("name", accelerate.__all__)
-def test_every_public_name_resolves_to_the_object_of_its_room(name: str) -> None:
+def test_every_public_name_resolves_to_the_object_of_its_module(name: str) -> None:
     value = getattr(accelerate, name)
-    home = accelerate._HOMES.get(name)
-    if home is not None:
-        assert value is getattr(importlib.import_module(f"accelerate.{home}"), name)
+    defined_in = accelerate._DEFINED_IN.get(name)
+    if defined_in is not None:
+        assert value is getattr(importlib.import_module(f"accelerate.{defined_in}"), name)
 
 
 def test_the_table_and_the_list_of_public_names_agree() -> None:
-    assert set(accelerate.__all__) == {*accelerate._HOMES, "__version__"}
+    assert set(accelerate.__all__) == {*accelerate._DEFINED_IN, "__version__"}
     assert set(accelerate.__all__) <= set(dir(accelerate))
 
 
@@ -64,7 +64,10 @@ def test_modules_are_attributes_after_a_bare_import(module: str) -> None:
 
 
 def test_modules_of_utils_are_attributes_after_a_bare_import() -> None:
-    assert run("import accelerate; print(accelerate.utils.operations.gather.__module__)") == "accelerate.collectives"
+    assert (
+        run("import accelerate; print(accelerate.utils.operations.gather.__module__)")
+        == "accelerate.distributed.collectives"
+    )
 
 
 def test_the_version_is_that_of_the_metadata() -> None:
@@ -138,6 +141,6 @@ def test_names_that_libraries_replace_at_the_accelerator_are_looked_up_there(
     assert original.__name__ == name
     replacement = object()
     monkeypatch.setattr(module, name, replacement, raising=False)
-    assert module._looked_up(name) is replacement
+    assert module._module_attribute(name) is replacement
     monkeypatch.undo()
-    assert module._looked_up(name) is original
+    assert module._module_attribute(name) is original

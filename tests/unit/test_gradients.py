@@ -1,4 +1,4 @@
-"""The accumulation clock: windows, loaders, several clocks in one process."""
+"""The gradient state: accumulation windows, loaders, several gradient states in one process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from accelerate.errors import SettingError
-from accelerate.gradients import GradientState
+from accelerate.training.accumulation import GradientState
 
 
 class Plugin:
-    """What the clock asks of a GradientAccumulationPlugin."""
+    """The part that the gradient state reads of a GradientAccumulationPlugin."""
 
     def __init__(self, **kwargs: object) -> None:
         self.kwargs = kwargs
@@ -22,7 +22,7 @@ class Plugin:
 
 
 class Loader:
-    """What the clock reads from a running loader."""
+    """The part that the gradient state reads of a running loader."""
 
     def __init__(self, end: bool = False, remainder: int = -1) -> None:
         self.end_of_dataloader = end
@@ -37,29 +37,29 @@ def no_newest_clock() -> Iterator[None]:
 
 
 def test_every_nth_micro_batch_synchronises() -> None:
-    clock = GradientState.create(Plugin(num_steps=3))
-    assert [clock.advance() for _ in range(6)] == [False, False, True, False, False, True]
+    gradient_state = GradientState.create(Plugin(num_steps=3))
+    assert [gradient_state.advance() for _ in range(6)] == [False, False, True, False, False, True]
 
 
 def test_the_last_batch_of_a_loader_synchronises_and_restarts_the_count() -> None:
-    clock, loader = GradientState.create(Plugin(num_steps=4)), Loader()
-    clock._add_dataloader(loader)
-    assert [clock.advance(), clock.advance()] == [False, False]
+    gradient_state, loader = GradientState.create(Plugin(num_steps=4)), Loader()
+    gradient_state._add_dataloader(loader)
+    assert [gradient_state.advance(), gradient_state.advance()] == [False, False]
     loader.end_of_dataloader = True
-    assert clock.advance()
-    clock._remove_dataloader(loader)
-    assert [clock.advance() for _ in range(4)] == [False, False, False, True]
+    assert gradient_state.advance()
+    gradient_state._remove_dataloader(loader)
+    assert [gradient_state.advance() for _ in range(4)] == [False, False, False, True]
 
 
 def test_a_loader_that_must_not_end_windows_does_not() -> None:
-    clock, loader = GradientState.create(Plugin(num_steps=4, sync_with_dataloader=False)), Loader(end=True)
-    clock._add_dataloader(loader)
-    assert [clock.advance() for _ in range(4)] == [False, False, False, True]
+    gradient_state, loader = GradientState.create(Plugin(num_steps=4, sync_with_dataloader=False)), Loader(end=True)
+    gradient_state._add_dataloader(loader)
+    assert [gradient_state.advance() for _ in range(4)] == [False, False, False, True]
 
 
 def test_two_models_of_one_loop_have_windows_of_their_own() -> None:
-    clock = GradientState.create(Plugin(num_steps=2))
-    turns = [clock.advance(key) for key in ("generator", "critic", "generator", "critic")]
+    gradient_state = GradientState.create(Plugin(num_steps=2))
+    turns = [gradient_state.advance(key) for key in ("generator", "critic", "generator", "critic")]
     assert turns == [False, False, True, True]
 
 
@@ -78,21 +78,27 @@ def test_the_bare_constructor_gives_the_newest_clock() -> None:
 
 
 def test_the_innermost_running_loader_is_the_active_one() -> None:
-    clock, outer, inner = GradientState.create(), Loader(remainder=3), Loader(end=True, remainder=1)
-    assert not clock.in_dataloader and clock.remainder == -1 and not clock.end_of_dataloader
-    clock._add_dataloader(outer)
-    clock._add_dataloader(inner)
-    assert clock.active_dataloader is inner and clock.end_of_dataloader and clock.remainder == 1
-    clock._remove_dataloader(inner)
-    assert clock.active_dataloader is outer and not clock.end_of_dataloader and clock.remainder == 3
+    gradient_state, outer, inner = GradientState.create(), Loader(remainder=3), Loader(end=True, remainder=1)
+    assert not gradient_state.in_dataloader and gradient_state.remainder == -1 and not gradient_state.end_of_dataloader
+    gradient_state._add_dataloader(outer)
+    gradient_state._add_dataloader(inner)
+    assert (
+        gradient_state.active_dataloader is inner and gradient_state.end_of_dataloader and gradient_state.remainder == 1
+    )
+    gradient_state._remove_dataloader(inner)
+    assert (
+        gradient_state.active_dataloader is outer
+        and not gradient_state.end_of_dataloader
+        and gradient_state.remainder == 3
+    )
 
 
 def test_a_forgotten_loader_does_not_stay_active() -> None:
-    clock, loader = GradientState.create(), Loader()
-    clock._add_dataloader(loader)
+    gradient_state, loader = GradientState.create(), Loader()
+    gradient_state._add_dataloader(loader)
     del loader
     gc.collect()
-    assert not clock.in_dataloader
+    assert not gradient_state.in_dataloader
 
 
 def test_less_than_one_step_is_refused() -> None:
@@ -101,20 +107,20 @@ def test_less_than_one_step_is_refused() -> None:
 
 
 def test_gradients_of_an_open_window_are_protected_wherever_the_loop_clears_them() -> None:
-    clock = GradientState.create(Plugin(num_steps=2))
+    gradient_state = GradientState.create(Plugin(num_steps=2))
     protected = []
     for _ in range(4):
-        clock.advance()
-        protected.append(clock.protects_gradients)  # at the top of the loop
-        clock.note_backward()
-        protected.append(clock.protects_gradients)  # at its end
+        gradient_state.advance()
+        protected.append(gradient_state.protects_gradients)  # at the top of the loop
+        gradient_state.note_backward()
+        protected.append(gradient_state.protects_gradients)  # at its end
     assert protected == [False, True, True, False] * 2
 
 
 def test_who_decides_the_sync_decides_the_clearing() -> None:
-    clock = GradientState.create(Plugin(num_steps=2))
-    clock.advance()
-    clock._set_sync_gradients(False)
-    assert clock.protects_gradients
-    clock._set_sync_gradients(True)
-    assert not clock.protects_gradients
+    gradient_state = GradientState.create(Plugin(num_steps=2))
+    gradient_state.advance()
+    gradient_state._set_sync_gradients(False)
+    assert gradient_state.protects_gradients
+    gradient_state._set_sync_gradients(True)
+    assert not gradient_state.protects_gradients

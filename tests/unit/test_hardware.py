@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from accelerate import hardware
-from accelerate.devices import DeviceKind, kind_of
+from accelerate.devices import hardware
+from accelerate.devices.table import DeviceKind, kind_of
 from accelerate.errors import NotBuilt
 
 

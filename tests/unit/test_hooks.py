@@ -27,7 +27,7 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accelerate.hooks.values import (
+from accelerate.hooks.align import (
     align_module_device,
     get_state_dict_from_offload,
     get_state_dict_offloaded_model,

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from accelerate.data_loader import BatchCoverage
+from accelerate.data_loader.gathering import Joiner, is_of_tensors, tensors_of, with_tensors
 from accelerate.errors import CollectiveError
-from accelerate.joining import Joiner, is_of_tensors, tensors_of, with_tensors
 
 #: Two ranks with batches of three, the last row of which completes the second one.
-TAIL = BatchCoverage(real=(3, 2), size=(3, 3))
-WHOLE = BatchCoverage(real=(3, 3), size=(3, 3))
-UNEVEN = BatchCoverage(real=(3, 1), size=(3, 1))
+TAIL = BatchCoverage(valid=(3, 2), size=(3, 3))
+WHOLE = BatchCoverage(valid=(3, 3), size=(3, 3))
+UNEVEN = BatchCoverage(valid=(3, 1), size=(3, 1))
 
 
 def joined(*parts: Any, coverage: BatchCoverage | None = TAIL, as_objects: bool = False) -> Any:

@@ -10,14 +10,14 @@ from unittest.mock import MagicMock
 import pytest
 
 import accelerate.logging as accelerate_logging
+from accelerate.distributed.world import World
 from accelerate.logging import MultiProcessAdapter, get_logger, install_rich_tracebacks
-from accelerate.world import World
 from tests.ranks import run_on_ranks
 
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet() -> None:
-    accelerate_logging._said.clear()
+    accelerate_logging._logged_once.clear()
 
 
 def be(monkeypatch: pytest.MonkeyPatch, rank: int, size: int = 2) -> None:

@@ -6,10 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from accelerate import PartialState, pace
+from accelerate import PartialState
 from accelerate.checkpointing import LoadedCheckpoint
 from accelerate.checkpointing.manifest import Manifest
-from accelerate.gradients import GradientState
+from accelerate.training import elastic_batch
+from accelerate.training.accumulation import GradientState
 from tests.multi.test_main_only import Messages
 from tests.ranks import run_on_ranks
 
@@ -21,27 +22,29 @@ class World:
 class Window:
     """Of which the load says `lost`."""
 
-    def __init__(self, clock: GradientState, lost: str | None) -> None:
-        self.clock, self.lost = clock, lost
+    def __init__(self, gradient_state: GradientState, lost: str | None) -> None:
+        self.gradient_state, self.lost = gradient_state, lost
 
     def load_state_dict(self, state: Any, count_of: Any, num_ranks: int, world: Any) -> str | None:
-        step = count_of(self.clock.step)
+        step = count_of(self.gradient_state.step)
         if self.lost is None and step is not None:
-            self.clock.step = step
+            self.gradient_state.step = step
             return None
         return self.lost or "no whole number"
 
 
 def gone_on(before: dict[str, Any], had_window: bool, lost: str | None, steps: int) -> tuple[int, list[str]]:
     PartialState(cpu=True)
-    clock, messages = GradientState(), Messages()
-    clock.num_steps = steps
+    gradient_state, messages = GradientState(), Messages()
+    gradient_state.num_steps = steps
     manifest = Manifest({}, details={"pace": {"ranks": 2, "steps": 4, "samples": [4], **before}})
     loaded = LoadedCheckpoint("ck", 6, manifest, had_open_window=had_window)
     loader = type("Loader", (), {"total_batch_size": 4})()
-    window = cast(Any, Window(clock, lost))
-    pace.go_on(loaded, cast(Any, World()), [loader], clock, window, keep_global_batch=False)
-    return clock.step, messages.about("micro-batches are lost")
+    window = cast(Any, Window(gradient_state, lost))
+    elastic_batch.restore_accumulation(
+        loaded, cast(Any, World()), [loader], gradient_state, window, keep_global_batch=False
+    )
+    return gradient_state.step, messages.about("micro-batches are lost")
 
 
 @pytest.mark.parametrize(

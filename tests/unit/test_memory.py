@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from accelerate import devices
-from accelerate.memory import (
+from accelerate.devices import table as devices
+from accelerate.devices.memory import (
     clear_device_cache,
     convert_bytes,
     find_executable_batch_size,
@@ -104,7 +104,7 @@ def test_tensors_of_a_failed_attempt_are_gone_before_the_next() -> None:
 
 
 def test_each_smaller_attempt_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="accelerate.memory"):
+    with caplog.at_level(logging.INFO, logger="accelerate.devices.memory"):
         find_executable_batch_size(FitsUpTo(9).run, starting_batch_size=10)()
     assert "run ran out of memory with batch size 10; trying 9." in caplog.text
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from accelerate.distributed.mesh import AXES, DataParallelRank, Mesh
+from accelerate.distributed.world import World
 from accelerate.errors import SettingError
-from accelerate.mesh import AXES, DataShare, Mesh
 from accelerate.plugins.parallelism import ParallelismConfig
-from accelerate.world import World
 from tests.ranks import run_on_ranks
 
 
@@ -31,7 +31,7 @@ def test_neighbours_are_along_the_innermost_axis() -> None:
 
 def test_without_degrees_all_ranks_are_replicas() -> None:
     mesh = Mesh.of(World.pretend(3, 8))
-    assert mesh.size("dp_replicate") == 8 and mesh.data_share() == DataShare(3, 8)
+    assert mesh.size("dp_replicate") == 8 and mesh.data_share() == DataParallelRank(3, 8)
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp", "sp", "pp"])
@@ -102,7 +102,8 @@ def test_torch_makes_the_same_groups_of_4096_ranks_in_one_process() -> None:
 
 
 def test_a_world_within_an_axis_talks_to_its_own_ranks_only() -> None:
-    from accelerate import Accelerator, collectives
+    from accelerate import Accelerator
+    from accelerate.distributed import collectives
 
     def on_rank() -> list[int]:
         world = Accelerator(cpu=True).world

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.messages import Description, Lengths, Message, describe, joined_message_for, message_for
+from accelerate.distributed.messages import (
+    Description,
+    Message,
+    MessageLengths,
+    describe,
+    joined_message_for,
+    message_for,
+)
 
 
 def sent(message: Message, *ranks: list[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -47,7 +54,7 @@ def batch(seed: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kept", [True, False])
 def test_every_tensor_is_joined_rank_after_rank(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kept:
-        monkeypatch.setattr("accelerate.messages._KEPT_BYTES", 0)
+        monkeypatch.setattr("accelerate.distributed.messages._REUSED_BYTES", 0)
     ranks = [batch(seed) for seed in range(3)]
     message = Message(_described(ranks[0]), 3)
     for _ in range(2):
@@ -100,7 +107,7 @@ def test_a_message_of_a_given_length_carries_what_fits_and_its_checksum_always()
 
 def test_the_length_of_the_next_message_follows_from_what_was_agreed_on() -> None:
     """In a loop that takes turns, every message after the first round has the length that it needs."""
-    lengths = Lengths()
+    lengths = MessageLengths()
     needed = {1: 8, 2: 130_000, 3: 700_000}
     seen = []
     for kind in (1, 2, 3) * 3:

@@ -1,4 +1,4 @@
-"""The optimizer wrapper: transparent, gated by the clock, honest about skipped steps."""
+"""The optimizer wrapper: transparent, gated by the gradient state, honest about skipped steps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.gradients import GradientState
-from accelerate.optimizer import AcceleratedOptimizer, move_to_device
+from accelerate.training.accumulation import GradientState
+from accelerate.training.optimizer import AcceleratedOptimizer, move_to_device
 
 
 @pytest.fixture(autouse=True)
-def clock() -> Iterator[GradientState]:
+def gradient_state() -> Iterator[GradientState]:
     GradientState._reset_state()
     yield GradientState.create()
     GradientState._reset_state()
@@ -26,7 +26,7 @@ def parameter(value: float = 1.0) -> nn.Parameter:
     return nn.Parameter(torch.full((2,), value))
 
 
-def test_it_is_an_optimizer_and_its_groups_are_the_inner_ones(clock: GradientState) -> None:
+def test_it_is_an_optimizer_and_its_groups_are_the_inner_ones(gradient_state: GradientState) -> None:
     inner = torch.optim.SGD([parameter()], lr=0.1)
     wrapped = AcceleratedOptimizer(inner)
     assert isinstance(wrapped, torch.optim.Optimizer)
@@ -37,22 +37,22 @@ def test_it_is_an_optimizer_and_its_groups_are_the_inner_ones(clock: GradientSta
     assert len(inner.param_groups) == 2
 
 
-def test_nothing_moves_inside_a_window(clock: GradientState) -> None:
+def test_nothing_moves_inside_a_window(gradient_state: GradientState) -> None:
     weight = parameter()
     wrapped = AcceleratedOptimizer(torch.optim.SGD([weight], lr=0.1))
     weight.grad = torch.ones(2)
-    clock.sync_gradients = False
+    gradient_state.sync_gradients = False
     wrapped.step()
     wrapped.zero_grad()
     assert torch.equal(weight, torch.ones(2)) and weight.grad is not None
-    clock.sync_gradients = True
+    gradient_state.sync_gradients = True
     wrapped.step()
     assert torch.allclose(weight, torch.full((2,), 0.9))
     wrapped.zero_grad()
     assert weight.grad is None
 
 
-def test_a_closure_reaches_the_inner_optimizer(clock: GradientState) -> None:
+def test_a_closure_reaches_the_inner_optimizer(gradient_state: GradientState) -> None:
     weight = parameter()
     wrapped = AcceleratedOptimizer(torch.optim.LBFGS([weight], max_iter=5))
 
@@ -66,7 +66,7 @@ def test_a_closure_reaches_the_inner_optimizer(clock: GradientState) -> None:
     assert weight.abs().max() < 1e-3
 
 
-def test_zero_grad_keeps_to_what_the_optimizer_knows(clock: GradientState) -> None:
+def test_zero_grad_keeps_to_what_the_optimizer_knows(gradient_state: GradientState) -> None:
     class Old(torch.optim.SGD):
         def zero_grad(self) -> None:  # type: ignore[override]
             super().zero_grad()
@@ -81,7 +81,7 @@ KINDS: dict[str, dict[str, Any]] = {"plain": {"foreach": False}, "foreach": {"fo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_overflow_is_seen_and_skipped_for_every_kind_of_optimizer(clock: GradientState, kind: str) -> None:
+def test_an_overflow_is_seen_and_skipped_for_every_kind_of_optimizer(gradient_state: GradientState, kind: str) -> None:
     weight = parameter()
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     wrapped = AcceleratedOptimizer(torch.optim.AdamW([weight], lr=0.1, **KINDS[kind]), scaler=scaler)
@@ -97,7 +97,7 @@ def test_an_overflow_is_seen_and_skipped_for_every_kind_of_optimizer(clock: Grad
     assert not step((weight**2).sum()) and not torch.equal(weight, before)
 
 
-def test_state_loaded_or_present_before_lies_on_the_device(clock: GradientState) -> None:
+def test_state_loaded_or_present_before_lies_on_the_device(gradient_state: GradientState) -> None:
     weight = parameter()
     inner = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     weight.grad = torch.ones(2)
@@ -110,14 +110,14 @@ def test_state_loaded_or_present_before_lies_on_the_device(clock: GradientState)
     assert move_to_device({"a": [torch.ones(1)]}, "meta")["a"][0].device.type == "meta"
 
 
-def test_it_survives_pickling(clock: GradientState) -> None:
+def test_it_survives_pickling(gradient_state: GradientState) -> None:
     wrapped = AcceleratedOptimizer(torch.optim.SGD([parameter()], lr=0.1))
     again = pickle.loads(pickle.dumps(wrapped))
-    assert again.param_groups[0]["lr"] == 0.1 and again.gradient_state is clock
+    assert again.param_groups[0]["lr"] == 0.1 and again.gradient_state is gradient_state
     again.step()
 
 
-def test_schedule_free_modes_reach_the_inner_optimizer(clock: GradientState) -> None:
+def test_schedule_free_modes_reach_the_inner_optimizer(gradient_state: GradientState) -> None:
     class ScheduleFree(torch.optim.SGD):
         mode = "unset"
 
@@ -136,7 +136,7 @@ def test_schedule_free_modes_reach_the_inner_optimizer(clock: GradientState) -> 
     AcceleratedOptimizer(torch.optim.SGD([parameter()], lr=0.1)).train()
 
 
-def test_an_optimizer_that_steps_in_backward_is_left_alone(clock: GradientState) -> None:
+def test_an_optimizer_that_steps_in_backward_is_left_alone(gradient_state: GradientState) -> None:
     lomo = type("Lomo", (torch.optim.SGD,), {"__module__": "lomo_optim.lomo"})
     weight = parameter()
     wrapped = AcceleratedOptimizer(lomo([weight], lr=0.1))

@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 
-from accelerate import probes
-from accelerate.devices import CPU, available_kind, kind_of
+from accelerate.devices import hardware as probes
+from accelerate.devices.table import CPU, available_kind, kind_of
 
 DEVICE_QUESTIONS = {
     name: f"is_{name}_available" for name in ("cuda", "mps", "mlu", "musa", "npu", "sdaa", "hpu", "xpu", "neuron")

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerate import processes
-from accelerate.errors import CollectiveError, PreparationError
-from accelerate.processes import (
+from accelerate.distributed import process_control as processes
+from accelerate.distributed.process_control import (
     in_order,
     local_main_process_first,
     main_process_first,
@@ -27,7 +26,8 @@ from accelerate.processes import (
     split_between_processes,
     wait_for_everyone,
 )
-from accelerate.world import World
+from accelerate.distributed.world import World
+from accelerate.errors import CollectiveError, PreparationError
 
 
 def parts(inputs: Any, size: int, apply_padding: bool = False) -> list[Any]:

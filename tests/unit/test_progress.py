@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate import world
+from accelerate.distributed import world
+from accelerate.distributed.world import World
 from accelerate.progress import tqdm
-from accelerate.world import World
 
 pytest.importorskip("tqdm")
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
-from accelerate.gradients import GradientState
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
+from accelerate.training.accumulation import GradientState
+from accelerate.training.optimizer import AcceleratedOptimizer
+from accelerate.training.scheduler import AcceleratedScheduler
 
 
 class Plugin:
@@ -21,7 +21,7 @@ class Plugin:
 
 
 @pytest.fixture(autouse=True)
-def clock() -> Iterator[GradientState]:
+def gradient_state() -> Iterator[GradientState]:
     GradientState._reset_state()
     yield GradientState.create()
     GradientState._reset_state()
@@ -63,15 +63,15 @@ def test_counted_in_updates_the_curve_does_not_depend_on_the_processes(processes
     assert rates(decay(target, num_processes=processes, mode="updates"), target, 3) == pytest.approx([0.9, 0.81, 0.729])
 
 
-def test_steps_inside_a_window_do_not_move_the_rate(clock: GradientState) -> None:
+def test_steps_inside_a_window_do_not_move_the_rate(gradient_state: GradientState) -> None:
     target = optimizer()
     scheduler = decay(target, num_processes=1)
-    clock.plugin_kwargs = {"adjust_scheduler": True}
-    clock.sync_gradients = False
+    gradient_state.plugin_kwargs = {"adjust_scheduler": True}
+    gradient_state.sync_gradients = False
     count = scheduler.scheduler._step_count
     scheduler.step()
     assert scheduler.get_last_lr() == [1.0] and scheduler.scheduler._step_count == count + 1
-    clock.sync_gradients = True
+    gradient_state.sync_gradients = True
     assert rates(scheduler, target, 1) == pytest.approx([0.9])
 
 
@@ -83,10 +83,10 @@ def test_a_skipped_update_does_not_move_the_rate() -> None:
     assert scheduler.get_last_lr() == [1.0]
 
 
-def test_not_bound_to_the_optimizer_it_steps_as_called(clock: GradientState) -> None:
+def test_not_bound_to_the_optimizer_it_steps_as_called(gradient_state: GradientState) -> None:
     target = optimizer()
     scheduler = decay(target, num_processes=8, step_with_optimizer=False)
-    clock.sync_gradients = False
+    gradient_state.sync_gradients = False
     target.optimizer.step()
     scheduler.step()
     assert scheduler.get_last_lr() == pytest.approx([0.9])

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from accelerate import seeding
-from accelerate.errors import SettingError
-from accelerate.seeding import (
+from accelerate.distributed import random as seeding
+from accelerate.distributed.random import (
     capture_rng_states,
     host_streams,
     restore_rng_states,
@@ -20,8 +19,9 @@ from accelerate.seeding import (
     synchronize_rng_state,
     synchronize_rng_states,
 )
+from accelerate.distributed.world import World
+from accelerate.errors import SettingError
 from accelerate.settings.labels import RNGType
-from accelerate.world import World
 
 
 def draw() -> tuple[float, float, float]:

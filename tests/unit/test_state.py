@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator, AutocastKwargs, DataLoaderConfiguration, FullyShardedDataParallelPlugin
-from accelerate.gradients import GradientState as OwnGradientState
+from accelerate.distributed.world import current_world, join_world
 from accelerate.settings.run import collect
 from accelerate.state import (
     AcceleratorState,
@@ -24,7 +24,7 @@ from accelerate.state import (
     do_nothing,
     is_initialized,
 )
-from accelerate.world import current_world, join_world
+from accelerate.training.accumulation import GradientState as OwnGradientState
 
 
 def fill(**arguments: Any) -> AcceleratorState:

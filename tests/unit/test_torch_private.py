@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from accelerate.errors import MissingDependency
-from accelerate.torch_private import fsdp, names, optim
+from accelerate.torch_private import fsdp, names
+from accelerate.torch_private import modules as optim
 from accelerate.torch_private.names import PrivateName, uses
 from tests import versions
 from tests.private_names import OPERATORS, TorchFiles, problems, registered
@@ -132,12 +133,12 @@ def test_gradients_of_shards_are_put_back_where_torch_keeps_whole_ones_on_the_pa
     record = Record()
     record._unsharded_param.grad = torch.tensor([1.0, 2.0])
     monkeypatch.setattr(fsdp, "managed_parameters", lambda model: [record])
-    from accelerate.strategies.base import remember_gradients
+    from accelerate.parallel.base import snapshot_gradients
 
     model: Any = torch.nn.Linear(1, 1)
-    put_back = fsdp.remember_shards(model, remember_gradients)
+    restore = fsdp.snapshot_sharded_gradients(model, snapshot_gradients)
     record._unsharded_param.grad += 5
-    put_back()
+    restore()
     assert torch.equal(record._unsharded_param.grad, torch.tensor([1.0, 2.0]))
 
 
@@ -182,13 +183,13 @@ def test_whole_gradients_are_found_and_given_back_where_a_torch_keeps_them(
         records[1].unsharded_accumulated_grad = second
     else:
         records[1]._unsharded_param.grad = second
-    found = fsdp.whole_gradients_of([])
+    found = fsdp.unsharded_gradients([])
     assert [id(piece) for piece, _ in found] == [id(record.sharded_param) for record in records[:2]]
     assert [gradient.tolist() for _, gradient in found] == [first.tolist(), second.tolist()]
 
     given = {id(piece): gradient for piece, gradient in found}
-    fsdp.take_whole_gradients([], lambda piece, whole: None)
-    assert fsdp.whole_gradients_of([]) == []
-    fsdp.take_whole_gradients([], lambda piece, whole: given.get(id(piece)))
-    assert [gradient.tolist() for _, gradient in fsdp.whole_gradients_of([])] == [first.tolist(), second.tolist()]
+    fsdp.set_unsharded_gradients([], lambda piece, whole: None)
+    assert fsdp.unsharded_gradients([]) == []
+    fsdp.set_unsharded_gradients([], lambda piece, whole: given.get(id(piece)))
+    assert [gradient.tolist() for _, gradient in fsdp.unsharded_gradients([])] == [first.tolist(), second.tolist()]
     assert [record.unsharded_accumulated_grad is None for record in records] == [False, False, True]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, weighting
+from accelerate import Accelerator
+from accelerate.training import accumulation as weighting
 
 LARGE = 2**24
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.checkpointing import locks
-from accelerate.checkpointing.portable import check_name, problem_on_windows
+from accelerate.checkpointing import store as locks
+from accelerate.checkpointing.paths import check_name, problem_on_windows
 from accelerate.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,7 +149,7 @@ def test_every_module_can_be_imported(tmp_path: Path) -> None:
             assert not hasattr(os, "fork")
             failed = []
             for module in pkgutil.walk_packages(accelerate.__path__, "accelerate."):
-                if ".scripts" in module.name or module.name.endswith(("__main__", "guardian")):
+                if ".scripts" in module.name or module.name.endswith(("__main__", "reaper")):
                     continue
                 try:
                     importlib.import_module(module.name)
@@ -238,8 +238,8 @@ def test_one_process_is_launched(tmp_path: Path) -> None:
 #: Windows can't replace a process; what is imported as `sys` by the one file that asks says that this is Windows.
 LAUNCH_THERE = """
     import sys, types
-    from accelerate.launch import simple
-    simple.sys = types.SimpleNamespace(platform="win32", stdout=sys.stdout, stderr=sys.stderr)
+    from accelerate.launch import local
+    local.sys = types.SimpleNamespace(platform="win32", stdout=sys.stdout, stderr=sys.stderr)
     from accelerate.commands.launch import main
     raise SystemExit(main(sys.argv[1:]))
 """
@@ -315,7 +315,7 @@ def test_folders_are_marked_by_a_locked_file_beside_them(tmp_path: Path, monkeyp
     (tmp_path / ".two.tmp-1").mkdir()
     os.close(locks.lock(tmp_path / ".two.tmp-1"))  # its process was killed
     assert not locks.is_locked(tmp_path / ".two.tmp-1")
-    locks.remove_mark(tmp_path / ".two.tmp-1")
+    locks.remove_lock_file(tmp_path / ".two.tmp-1")
     assert not (tmp_path / ".two.tmp-1.lock").exists()
 
 

@@ -11,11 +11,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from accelerate import cores, devices, world
-from accelerate.clusters import ClusterSeat
-from accelerate.errors import WorldError
-from accelerate.meeting import roll_call
-from accelerate.world import (
+from accelerate import cores
+from accelerate.devices import table as devices
+from accelerate.distributed import rendezvous, world
+from accelerate.distributed.environment import ProcessIdentity
+from accelerate.distributed.world import (
     World,
     current_world,
     expected_backend,
@@ -25,6 +25,7 @@ from accelerate.world import (
     release_before_leaving,
     release_ddp,
 )
+from accelerate.errors import WorldError
 
 
 def test_a_process_that_nobody_started_is_a_world_of_one() -> None:
@@ -102,39 +103,39 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> devices.DeviceKind:
     return devices.kind_of("cuda")
 
 
-def seat(local_rank: int, name: str = "torchrun") -> ClusterSeat:
-    return ClusterSeat(local_rank, 4, local_rank, 4, "127.0.0.1", 1, name)
+def identity(local_rank: int, name: str = "torchrun") -> ProcessIdentity:
+    return ProcessIdentity(local_rank, 4, local_rank, 4, "127.0.0.1", 1, name)
 
 
 def test_each_process_of_a_host_takes_its_own_device(two_gpus: devices.DeviceKind) -> None:
-    assert world._choose_device(two_gpus, None, seat(1)) == torch.device("cuda:1")
+    assert world._choose_device(two_gpus, None, identity(1)) == torch.device("cuda:1")
     assert world._choose_device(two_gpus, None, None) == torch.device("cuda:0")
-    assert world._choose_device(two_gpus, "cuda:1", seat(0)) == torch.device("cuda:1")
-    assert world._choose_device(two_gpus, "cuda", seat(1)) == torch.device("cuda:1")
+    assert world._choose_device(two_gpus, "cuda:1", identity(0)) == torch.device("cuda:1")
+    assert world._choose_device(two_gpus, "cuda", identity(1)) == torch.device("cuda:1")
 
 
 def test_more_processes_than_devices_are_refused(two_gpus: devices.DeviceKind) -> None:
     with pytest.raises(WorldError, match=r"process 2 of its host .* sees 2 cuda device.*CUDA_VISIBLE_DEVICES"):
-        world._choose_device(two_gpus, None, seat(2))
+        world._choose_device(two_gpus, None, identity(2))
 
 
 def test_a_scheduler_that_shows_each_task_one_device(
     two_gpus: devices.DeviceKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert world._choose_device(two_gpus, None, seat(3, "Slurm")) == torch.device("cuda:0")
+    assert world._choose_device(two_gpus, None, identity(3, "Slurm")) == torch.device("cuda:0")
 
 
 def test_the_backend_is_the_kinds_own_unless_asked_for(
     two_gpus: devices.DeviceKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert world._choose_backend(two_gpus, seat(0), None) == "nccl"
-    assert world._choose_backend(two_gpus, seat(0), "gloo") == "gloo"
-    assert world._choose_backend(devices.CPU, seat(0), None) == "gloo"
+    assert world._choose_backend(two_gpus, identity(0), None) == "nccl"
+    assert world._choose_backend(two_gpus, identity(0), "gloo") == "gloo"
+    assert world._choose_backend(devices.CPU, identity(0), None) == "gloo"
     monkeypatch.setattr(torch.distributed, "is_mpi_available", lambda: True)
-    assert world._choose_backend(devices.CPU, seat(0, "Open MPI"), None) == "mpi"
-    assert world._choose_backend(devices.CPU, seat(0), None) == "gloo"
-    assert world._choose_backend(devices.kind_of("mps"), seat(0), None) == "gloo"
+    assert world._choose_backend(devices.CPU, identity(0, "Open MPI"), None) == "mpi"
+    assert world._choose_backend(devices.CPU, identity(0), None) == "gloo"
+    assert world._choose_backend(devices.kind_of("mps"), identity(0), None) == "gloo"
 
 
 def test_threads_are_shared_between_the_processes_of_a_host(
@@ -143,14 +144,14 @@ def test_threads_are_shared_between_the_processes_of_a_host(
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(cores, "num_cores", lambda cpus=None: 16)
-    world._share_cores(seat(0))
+    world._share_cores(identity(0))
     assert chosen == []  # OMP_NUM_THREADS is set
     monkeypatch.delenv("OMP_NUM_THREADS")
-    world._share_cores(seat(0))
+    world._share_cores(identity(0))
     assert chosen == [4]
     assert "OMP_NUM_THREADS" in caplog.text
     caplog.clear()
-    world._share_cores(seat(1))
+    world._share_cores(identity(1))
     assert (chosen, caplog.text) == ([4, 4], "")
 
 
@@ -173,7 +174,7 @@ def test_releasers_run_once_newest_first_and_all_of_them(caplog: pytest.LogCaptu
 def test_a_rendezvous_that_nobody_keeps_is_an_error_that_says_where(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(roll_call, "WORD_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "NOTICE_SECONDS", 0.2)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -244,11 +245,11 @@ def test_an_accelerators_group_is_bound_to_its_device(
 ) -> None:
     formed: dict[str, object] = {}
 
-    def form_group(seat: ClusterSeat, backend: str, **options: object) -> torch.distributed.HashStore:
+    def form_group(identity: ProcessIdentity, backend: str, **options: object) -> torch.distributed.HashStore:
         formed.update(options, backend=backend)
         return torch.distributed.HashStore()
 
-    monkeypatch.setattr("accelerate.meeting.group.form_group", form_group)
+    monkeypatch.setattr("accelerate.distributed.rendezvous.form_group", form_group)
     monkeypatch.setattr(world.hardware, "refuse_missing_links", lambda kind: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: formed.update(set_device=device))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
@@ -256,8 +257,8 @@ def test_an_accelerators_group_is_bound_to_its_device(
     joined = join_world(timeout=timedelta(seconds=60))
     assert joined.label == "MULTI_GPU"
     assert joined.device == torch.device("cuda:1")
-    assert joined.meeting is not None
-    assert joined.meeting.timeout == timedelta(seconds=60)
+    assert joined.coordinator is not None
+    assert joined.coordinator.timeout == timedelta(seconds=60)
     assert formed["backend"] == "nccl"
     assert formed["device_id"] == formed["set_device"] == torch.device("cuda:1")
     forget_world()
@@ -283,12 +284,14 @@ def test_a_runtime_that_connects_its_processes_itself_is_asked(monkeypatch: pyte
     monkeypatch.setattr(
         "torch.distributed.init_process_group", lambda name, **options: formed.update(options, name=name)
     )
-    monkeypatch.setattr("accelerate.meeting.group.store_of_group", lambda number: torch.distributed.HashStore())
+    monkeypatch.setattr(
+        "accelerate.distributed.rendezvous.store_of_group", lambda number: torch.distributed.HashStore()
+    )
     joined = join_world()
     assert (joined.rank, joined.size, joined.local_rank, joined.local_size) == (3, 8, 1, 4)
     assert joined.label == "XLA"
     assert formed == {"name": "xla", "init_method": "xla://", "rank": 3, "world_size": 8}
-    assert joined.meeting is not None and joined.meeting.size == 8
+    assert joined.coordinator is not None and joined.coordinator.size == 8
 
 
 def test_one_program_for_all_devices_is_chosen_before_any_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,8 +309,8 @@ def test_one_program_for_all_devices_is_chosen_before_any_is_used(monkeypatch: p
     package._XLAC = locked  # type: ignore[attr-defined]
     for module in (package, runtime):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert join_world(one_program=True).size == 1
+    assert join_world(spmd=True).size == 1
     assert order == ["one program", "device"]
     forget_world()
     with pytest.raises(WorldError, match="Make the Accelerator before the first tensor"):
-        join_world(one_program=True)
+        join_world(spmd=True)

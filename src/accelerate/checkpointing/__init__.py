@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, hold no code, and say what they hold.
+"""Checkpoints: saved whole or not at all, without code, with a manifest of their files.
 
 ``Accelerator.save_state`` and ``load_state`` are one call each::
 
@@ -15,16 +15,16 @@
     )
     step = loaded.step
 
-Both are collectives of ``world`` (None: this process alone), and what fails on one rank raises on all.
+Both are collectives of ``world`` (None: this process alone), and a failure on one rank raises on all.
 
-- `draft`: a checkpoint that is being written; `store`: one folder, from staging to commit; `remote`: the same behind
-  a network; `place`: folders on a disk or elsewhere; `manifest`: what makes a folder a checkpoint.
-- `agreement`: all ranks or none; `content`: what is written, now or from a snapshot; `background`: meanwhile.
+- `saving`, `loading`: the state of a whole run; `series`: numbered checkpoints, and which of them are kept.
+- `store`: the folder of one checkpoint, from staging to commit; `remote`: the same behind a network; `storage`: folders
+  on a disk or elsewhere; `manifest`: the list of a checkpoint's files; `paths`: which file names are safe.
+- `agreement`: errors and messages between ranks; `items`: the pieces of state, written now or from a snapshot;
+  `background`: saving in a thread; `added_items`: items of ranks that come late.
 - `codec`: state dicts as JSON and tensors, old pickles through an allow-list; `tensor_files`: safetensors.
-- `layout`: what files are called; `weights`: the files of models; `objects`: single objects and the user's own.
-- `selection`: a part of a run; `export`: the layout of other libraries; `sharded`, `dcp`: state in shards; `merge`:
-  shards as one file.
-- `series`: numbered checkpoints, which to keep; `write` and `read`: a whole run; `meter`: how far it has come.
+- `layout`: file names; `weights`: the files of models, selections, export; `objects`: single objects, registered
+  objects and hooks; `sharded`: sharded state; `merge`: shards to one file.
 
 Names are resolved when they are used, because a listing (`series`) needs no torch.
 """
@@ -37,38 +37,34 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from .background import Background
     from .codec import EncodingError
-    from .draft import Draft
-    from .export import export_model
+    from .loading import LoadedCheckpoint, find_newest, load_accelerator_state, read_checkpoint, resume_checkpoint
     from .merge import merge_fsdp_weights
     from .objects import Hooks, check_registrable, load, load_custom_state, save, save_custom_state
-    from .read import (
-        LoadedCheckpoint,
-        find_newest,
-        load_accelerator_state,
-        read_checkpoint,
-        resume_checkpoint,
-    )
-    from .selection import Selection
+    from .saving import participants_of_save, save_accelerator_state, write_checkpoint
     from .series import list_checkpoints, pin, unpin
-    from .store import CheckpointStore
-    from .weights import clean_state_dict_for_safetensors, convert_file_size_to_int, load_weights, save_model
-    from .write import attend_save, save_accelerator_state, write_checkpoint
+    from .store import CheckpointStore, StagingDirectory
+    from .weights import (
+        Selection,
+        clean_state_dict_for_safetensors,
+        convert_file_size_to_int,
+        export_model,
+        load_weights,
+        save_model,
+    )
 
-_HOMES: Final[dict[str, str]] = {
+_MODULES: Final[dict[str, str]] = {
     name: home
     for home, names in {
         "background": "Background",
         "codec": "EncodingError",
-        "draft": "Draft",
-        "export": "export_model",
+        "store": "CheckpointStore StagingDirectory",
+        "weights": "export_model Selection"
+        " clean_state_dict_for_safetensors convert_file_size_to_int load_weights save_model",
         "merge": "merge_fsdp_weights",
         "objects": "Hooks check_registrable load load_custom_state save save_custom_state",
-        "read": "LoadedCheckpoint find_newest load_accelerator_state read_checkpoint resume_checkpoint",
-        "selection": "Selection",
+        "loading": "LoadedCheckpoint find_newest load_accelerator_state read_checkpoint resume_checkpoint",
         "series": "list_checkpoints pin unpin",
-        "store": "CheckpointStore",
-        "weights": "clean_state_dict_for_safetensors convert_file_size_to_int load_weights save_model",
-        "write": "attend_save save_accelerator_state write_checkpoint",
+        "saving": "participants_of_save save_accelerator_state write_checkpoint",
     }.items()
     for name in names.split()
 }
@@ -78,7 +74,7 @@ __all__ = [
     "Background",
     "LoadedCheckpoint",
     "Selection",
-    "attend_save",
+    "participants_of_save",
     "find_newest",
     "list_checkpoints",
     "load_accelerator_state",
@@ -101,7 +97,7 @@ __all__ = [
     "save_model",
     # what strategies and the Accelerator build on
     "CheckpointStore",
-    "Draft",
+    "StagingDirectory",
     "EncodingError",
     "Hooks",
     "check_registrable",
@@ -109,9 +105,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -10,29 +10,29 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
+from ..distributed.store_client import RequestThread, StoreTimeout
 from ..errors import CheckpointError, CollectiveError
-from ..meeting import Courier, Silence
 
 if TYPE_CHECKING:
-    from ..meeting import Meeting
-    from ..world import World
+    from ..distributed.store_client import Coordinator
+    from ..distributed.world import World
 
 T = TypeVar("T")
 
-#: How often a rank with a save in the background tells the others that it is alive.
-PULSE_SECONDS: Final = 2.0
-#: A rank that has said nothing for so long is taken for dead.
-SILENCE_SECONDS: Final = 60.0
+#: The interval of heartbeats of a rank with a save in the background.
+HEARTBEAT_SECONDS: Final = 2.0
+#: A rank without a heartbeat for so long is taken for dead.
+HEARTBEAT_TIMEOUT_SECONDS: Final = 60.0
 _SHORTEST_SLEEP_SECONDS: Final = 1e-4
 _LONGEST_SLEEP_SECONDS: Final = 0.05
 
 
 @final
 class Ranks:
-    """Who takes part, from a world or from one process by itself.
+    """The ranks that take part in one save or load: those of a world, or one process alone.
 
     Args:
-        conversation: how they talk where the training's own process group must be left alone.
+        store_collectives: the exchange to use where the training's own process group must be left alone.
         alone: this rank writes without the others.
 
     Attributes:
@@ -40,11 +40,11 @@ class Ranks:
     """
 
     def __init__(
-        self, world: World | None = None, conversation: Conversation | None = None, *, alone: bool = False
+        self, world: World | None = None, store_collectives: StoreCollectives | None = None, *, alone: bool = False
     ) -> None:
         self._world = None if alone else world
         self._alone = alone
-        self._conversation = conversation
+        self._store_collectives = store_collectives
         self.rank = world.rank if world else 0
         self.size = world.size if world and not alone else 1
         self.local_rank = world.local_rank if world else 0
@@ -61,39 +61,39 @@ class Ranks:
         """True on the first rank of each node."""
         return self.local_rank == 0 or self._alone
 
-    def everyone(self, value: T) -> list[T]:
-        """What every rank said, in rank order; all ranks wait here for each other."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order; wait until every rank has called this."""
         if self._world is None or not self._world.is_distributed:
             return [value]
-        if self._conversation is not None:
-            return self._conversation.everyone(value)
-        from ..collectives import gather_object
+        if self._store_collectives is not None:
+            return self._store_collectives.all_gather(value)
+        from ..distributed.collectives import gather_object
 
         return list(gather_object([value], world=self._world))
 
-    def to_main(self, value: T) -> list[T] | None:
-        """What every rank said, in rank order, on the main one; None elsewhere."""
-        if self._conversation is not None:
-            return self._conversation.to_main(value)
-        told = self.everyone(value)
-        return told if self.is_main else None
+    def gather(self, value: T) -> list[T] | None:
+        """Return the values of all ranks, in rank order, on the main one; None elsewhere."""
+        if self._store_collectives is not None:
+            return self._store_collectives.gather(value)
+        gathered = self.all_gather(value)
+        return gathered if self.is_main else None
 
-    def from_main(self, values: list[T] | None) -> T:
-        """This rank's of the values, one per rank, that the main one has."""
-        if self._conversation is not None:
-            return self._conversation.from_main(values)
-        everything = self.everyone(values)[0]
-        assert everything is not None
-        return everything[self.rank]
+    def scatter(self, values: list[T] | None) -> T:
+        """Return this rank's item of ``values``, the list that the main rank holds with one item per rank."""
+        if self._store_collectives is not None:
+            return self._store_collectives.scatter(values)
+        all_values = self.all_gather(values)[0]
+        assert all_values is not None
+        return all_values[self.rank]
 
     def agree(self, error: Exception | None, what: str, *, kind: type[CheckpointError] = CheckpointError) -> None:
-        """All ranks reached this line without an error.
+        """Raise on every rank if any rank comes with an error.
 
         Raises:
-            CheckpointError: some rank did not; the text names each that failed, and why.
+            CheckpointError: a rank failed; the text names each that did, and why.
         """
-        told = self.everyone(None if error is None else f"{type(error).__name__}: {error}")
-        failed = {rank: text for rank, text in enumerate(told) if text is not None}
+        gathered = self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+        failed = {rank: text for rank, text in enumerate(gathered) if text is not None}
         if not failed:
             return
         if error is not None and not isinstance(error, (OSError, CheckpointError)):
@@ -104,128 +104,130 @@ class Ranks:
         raise kind(f"can't {what}: {reasons}") from error
 
     def close(self) -> None:
-        """Every rank has heard everything that was said (or is dead); nothing more is said."""
-        if self._conversation is not None:
-            self._conversation.close()
+        """Wait until every living rank has read all messages, then stop exchanging any."""
+        if self._store_collectives is not None:
+            self._store_collectives.close()
 
 
-def written_by_main(
+def write_on_main(
     world: World | None, operation: str, target: str, write: Callable[[], None], what: str, *, moment: str = ""
 ) -> None:
-    """``write()`` has run on the main process, which waits for nobody; the ranks that call this too wait for it.
+    """Run ``write()`` on the main process, which waits for no other rank; other ranks that call this wait for it.
 
     Args:
-        moment: what tells this call from others that are made from the same line.
+        moment: tells this call from others that are made from the same line.
 
     Raises:
-        CheckpointError: on every rank that calls this, when it failed; ``what`` is what can't be done then.
+        CheckpointError: on every rank that calls this, when it failed; the text says that ``what`` can't be done.
     """
-    meeting = world.meeting if world is not None and world.is_distributed else None
-    attendance = meeting.calls.tell(operation, target, moment=moment) if meeting is not None else None
+    coordinator = world.coordinator if world is not None and world.is_distributed else None
+    participants = coordinator.calls.main_alone(operation, target, moment=moment) if coordinator is not None else None
     error: Exception | None = None
     try:
-        if attendance is None or attendance.is_main:
+        if participants is None or participants.is_main:
             write()
         else:
-            attendance.wait_for_outcome()
-    except Exception as problem:  # whatever it is, the waiting ranks are told, and it is raised below
+            participants.wait_for_outcome()
+    except Exception as problem:  # whatever it is, the waiting ranks get it too, and it is raised below
         error = problem
-    if attendance is not None and attendance.is_main:
-        attendance.finish(error=error)
+    if participants is not None and participants.is_main:
+        participants.finish(error=error)
     if error is None:
         return
-    if attendance is None or not isinstance(error, (OSError, CheckpointError, CollectiveError)):
+    if participants is None or not isinstance(error, (OSError, CheckpointError, CollectiveError)):
         raise error
     reason = str(error) if isinstance(error, CollectiveError) else f"rank 0: {type(error).__name__}: {error}"
     raise CheckpointError(f"can't {what}: {reason}") from error
 
 
 @final
-class Conversation:
-    """What the ranks of a world say to each other through its store, from any thread, beside the training.
+class StoreCollectives:
+    """All-gather, gather and scatter of objects over the ranks' store, from any thread, beside the training.
 
-    No collective is involved, so the training's process group is never touched, and a rank may take as long as its
-    disk does: each tells the others every few seconds that it is alive, and only one that falls silent is given up.
+    The training's process group is never touched, and a rank may take as long as its disk does: each sends a heartbeat
+    every few seconds, and only one whose heartbeats stop is taken for dead.
     """
 
-    def __init__(self, meeting: Meeting, name: str) -> None:
+    def __init__(self, coordinator: Coordinator, name: str) -> None:
         from ..torch_private.distributed import PrefixStore
 
-        self._store = PrefixStore(name, meeting.store)
-        self.rank, self.size = meeting.rank, meeting.size
+        self._store = PrefixStore(name, coordinator.store)
+        self.rank, self.size = coordinator.rank, coordinator.size
         self._number = 0
-        self._said: deque[str] = deque()  # keys of words that somebody may not have read yet
-        self._lost = False
-        self._courier = Courier("checkpoint courier")
-        self._over = threading.Event()
-        self._pulse = threading.Thread(target=self._beat, name="checkpoint pulse", daemon=True)
-        self._pulse.start()
+        self._published: deque[str] = deque()  # keys of messages that a rank may not have read yet
+        self._store_is_lost = False
+        self._requests = RequestThread("checkpoint store requests")
+        self._closed = threading.Event()
+        self._heartbeat = threading.Thread(target=self._send_heartbeats, name="checkpoint heartbeat", daemon=True)
+        self._heartbeat.start()
 
-    def everyone(self, value: T) -> list[T]:
-        """What every rank said as its n-th word.
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order.
 
         Raises:
             CheckpointError: a rank has died, or the store has gone with its process.
         """
         self._number += 1
-        self._say(self._key(self.rank), value)
-        told: list[T] = [self._hear(self._key(rank), rank) for rank in range(self.size)]
-        while self._said[0] != self._key(self.rank):  # all have come here, so nobody reads older words any more
-            self._forget(self._said.popleft())
-        return told
+        self._publish(self._key(self.rank), value)
+        gathered: list[T] = [self._receive(self._key(rank), rank) for rank in range(self.size)]
+        while self._published[0] != self._key(self.rank):  # all ranks are here: none reads older messages
+            self._delete(self._published.popleft())
+        return gathered
 
-    def to_main(self, value: T) -> list[T] | None:
-        """What every rank said as its n-th word, on rank 0; None elsewhere. Raises as :meth:`everyone`."""
+    def gather(self, value: T) -> list[T] | None:
+        """Return the values of all ranks on rank 0, in rank order; None elsewhere. Raises as :meth:`all_gather`."""
         self._number += 1
-        self._say(self._key(self.rank), value)
-        return None if self.rank else [self._hear(self._key(rank), rank) for rank in range(self.size)]
+        self._publish(self._key(self.rank), value)
+        return None if self.rank else [self._receive(self._key(rank), rank) for rank in range(self.size)]
 
-    def from_main(self, values: list[T] | None) -> T:
-        """This rank's of the n-th words of rank 0, one per rank. Raises as :meth:`everyone`."""
+    def scatter(self, values: list[T] | None) -> T:
+        """Return this rank's item of the values, one per rank, of rank 0. Raises as :meth:`all_gather`."""
         self._number += 1
         for rank, value in enumerate(values or ()):
-            self._say(self._key(rank), value)
-        return self._hear(self._key(self.rank), 0)
+            self._publish(self._key(rank), value)
+        return self._receive(self._key(self.rank), 0)
 
     def close(self) -> None:
-        """Every living rank has heard the last word, as far as this rank keeps the store for the others."""
-        with suppress(CheckpointError):  # the store's process has ended: nobody is left to be told
-            self._ask(lambda: self._store.add("closed", 1))
-            if self.rank == 0 and not self._lost:
-                last_news, seen = time.monotonic(), -1
-                while (count := self._ask(lambda: self._store.add("closed", 0))) < self.size:
+        """Stop the heartbeat; the rank that keeps the store first waits until every living rank has closed too."""
+        with suppress(CheckpointError):  # the store's process has ended: no rank can wait for this
+            self._request(lambda: self._store.add("closed", 1))
+            if self.rank == 0 and not self._store_is_lost:
+                last_change, seen = time.monotonic(), -1
+                while (count := self._request(lambda: self._store.add("closed", 0))) < self.size:
                     if count != seen:
-                        last_news, seen = time.monotonic(), count
-                    if time.monotonic() - last_news > SILENCE_SECONDS:
+                        last_change, seen = time.monotonic(), count
+                    if time.monotonic() - last_change > HEARTBEAT_TIMEOUT_SECONDS:
                         break
                     time.sleep(_LONGEST_SLEEP_SECONDS)
-        self._over.set()
-        self._courier.dismiss()
+        self._closed.set()
+        self._requests.stop()
 
-    # ------------------------------------------------------------------------------------------ the store
+    # -------------------------------------------------------------------------------- messages in the store
 
-    def _say(self, key: str, value: Any) -> None:
+    def _publish(self, key: str, value: Any) -> None:
         from .codec import encode, inline
 
-        word = json.dumps(inline(encode(value, "what a rank tells the others")))
-        self._ask(lambda: self._store.set(key, word))
-        self._said.append(key)
+        message = json.dumps(inline(encode(value, "a message between ranks")))
+        self._request(lambda: self._store.set(key, message))
+        self._published.append(key)
 
-    def _hear(self, key: str, rank: int) -> Any:
+    def _receive(self, key: str, rank: int) -> Any:
         from .codec import decode, inlined_tensor
 
-        heard: dict[str, Any] = json.loads(self._wait_for(key, rank))
-        return decode(heard["state"], lambda name: inlined_tensor(heard, name))
+        message: dict[str, Any] = json.loads(self._wait_for(key, rank))
+        return decode(message["state"], lambda name: inlined_tensor(message, name))
 
     def _key(self, rank: int) -> str:
         return f"{self._number}/{rank}"
 
-    def _ask(self, call: Callable[[], T]) -> T:
+    def _request(self, call: Callable[[], T]) -> T:
         try:
-            return self._courier.ask(call, SILENCE_SECONDS)
-        except Silence as error:
-            self._lost = True
-            raise CheckpointError(f"the ranks' store has given no answer for {SILENCE_SECONDS:.0f} s") from error
+            return self._requests.run(call, HEARTBEAT_TIMEOUT_SECONDS)
+        except StoreTimeout as error:
+            self._store_is_lost = True
+            raise CheckpointError(
+                f"the ranks' store has given no answer for {HEARTBEAT_TIMEOUT_SECONDS:.0f} s"
+            ) from error
         except RuntimeError as error:
             raise CheckpointError("the process that keeps the ranks' store (rank 0, or the launcher) has ended") from (
                 error
@@ -233,27 +235,27 @@ class Conversation:
 
     def _wait_for(self, key: str, rank: int) -> str:
         sleep_seconds = _SHORTEST_SLEEP_SECONDS
-        last_news, seen = time.monotonic(), -1
-        while not self._ask(lambda: self._store.check([key])):
+        last_beat, seen = time.monotonic(), -1
+        while not self._request(lambda: self._store.check([key])):
             now = time.monotonic()
             if sleep_seconds >= _LONGEST_SLEEP_SECONDS:
-                beats = self._ask(lambda: self._store.add(f"pulse/{rank}", 0))
+                beats = self._request(lambda: self._store.add(f"heartbeat/{rank}", 0))
                 if beats != seen:
-                    last_news, seen = now, beats
-                elif now - last_news > SILENCE_SECONDS:
-                    self._lost = True
-                    raise CheckpointError(f"rank {rank} has given no sign of life for {SILENCE_SECONDS:.0f} s")
+                    last_beat, seen = now, beats
+                elif now - last_beat > HEARTBEAT_TIMEOUT_SECONDS:
+                    self._store_is_lost = True
+                    raise CheckpointError(f"rank {rank} has sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS:.0f} s")
             time.sleep(sleep_seconds)
             sleep_seconds = min(_LONGEST_SLEEP_SECONDS, sleep_seconds * 1.5)
-        return self._ask(lambda: self._store.get(key)).decode()
+        return self._request(lambda: self._store.get(key)).decode()
 
-    def _forget(self, key: str) -> None:
-        with suppress(CheckpointError, NotImplementedError):  # a store that can't forget, such as a file
-            self._ask(lambda: self._store.delete_key(key))
+    def _delete(self, key: str) -> None:
+        with suppress(CheckpointError, NotImplementedError):  # a store that can't delete keys, such as a file
+            self._request(lambda: self._store.delete_key(key))
 
-    def _beat(self) -> None:
-        while not self._over.wait(PULSE_SECONDS):
+    def _send_heartbeats(self) -> None:
+        while not self._closed.wait(HEARTBEAT_SECONDS):
             try:
-                self._store.add(f"pulse/{self.rank}", 1)
+                self._store.add(f"heartbeat/{self.rank}", 1)
             except RuntimeError:
-                return  # the store is gone; whoever waits is told so by its own call
+                return  # the store is gone, on which the calls that wait for it fail themselves

@@ -1,4 +1,4 @@
-"""Saving while the run goes on: one save at a time, whose failure is raised at the next occasion and at the exit."""
+"""Saving in a background thread: one save at a time, whose failure is raised by the next call and at the exit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import final
 from weakref import WeakSet
 
+from ..distributed.world import release_before_leaving
 from ..errors import CheckpointError
-from ..world import release_before_leaving
-from .snapshot import HostMemory
+from .items import HostMemory
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Background:
 
     Attributes:
         failure: why the last save was not committed, until it is raised; read by the training loop at each step.
-        memory: where snapshots are kept. It is used again by the next save, so that must wait for this one.
+        memory: the memory of snapshots. It is used again by the next save, so that must wait for this one.
     """
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, save: Callable[[], object]) -> None:
-        """``save()`` runs beside the program; the program doesn't end before it has."""
+        """Run ``save()`` in a thread that the program waits for before it exits."""
         assert not self.is_running
-        _finish_before_the_world_is_left()
-        _living.add(self)
+        _finish_before_world_exit()
+        _instances.add(self)
         self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(save,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -54,13 +54,13 @@ class Background:
             self.failure = error
 
     def finish(self) -> None:
-        """No save is running any more; one that failed is still to be raised."""
+        """Wait for the running save; the error of one that failed stays to be raised."""
         thread, self._thread = self._thread, None
         if thread is not None and self._process_id == os.getpid():  # a forked child has no such thread
             thread.join()
 
     def wait(self) -> None:
-        """The last save is committed.
+        """Wait until the last save is committed.
 
         Raises:
             CheckpointError: it failed.
@@ -69,12 +69,12 @@ class Background:
         self.raise_failure()
 
     def release_memory(self) -> None:
-        """The memory of snapshots is given back, once nothing is written from it any more."""
+        """Free the memory of snapshots, after waiting for the save that writes from it."""
         self.finish()
         self.memory.release()
 
     def raise_failure(self) -> None:
-        """The last save didn't fail (or is still being written).
+        """Raise the error of the last save if it failed (not of one that is still being written).
 
         Raises:
             CheckpointError: it failed; raised once.
@@ -84,27 +84,27 @@ class Background:
             raise CheckpointError(f"a checkpoint that was being saved in the background failed: {failure}") from failure
 
 
-_living: WeakSet[Background] = WeakSet()
-_is_awaited = False
+_instances: WeakSet[Background] = WeakSet()
+_is_registered = False
 
 
-def _finish_before_the_world_is_left() -> None:
-    """A save needs the other ranks, so it ends before this one stops being one of them."""
-    global _is_awaited
-    if not _is_awaited:
-        _is_awaited = True
-        release_before_leaving(_finish_for_good)
+def _finish_before_world_exit() -> None:
+    """Have running saves finished before the process group is destroyed: they need the other ranks."""
+    global _is_registered
+    if not _is_registered:
+        _is_registered = True
+        release_before_leaving(_finish_at_world_exit)
 
 
-def _finish_for_good() -> None:
-    global _is_awaited
-    _is_awaited = False
+def _finish_at_world_exit() -> None:
+    global _is_registered
+    _is_registered = False
     _finish_all()
 
 
 def _finish_all() -> list[Exception]:
-    """What the saves that were still running at the exit of the program, or their owners never asked about, said."""
-    mine = [background for background in _living if background._process_id == os.getpid()]
+    """Wait for all running saves, and return the errors of those saves that nobody has asked about."""
+    mine = [background for background in _instances if background._process_id == os.getpid()]
     for background in mine:
         background.finish()
     return [background.failure for background in mine if background.failure is not None]
@@ -115,7 +115,7 @@ def _fail_the_program() -> None:
     failures = _finish_all()
     for failure in failures:
         _log.error("A checkpoint that was being saved in the background at the end of the program failed: %s", failure)
-    if failures:  # a launcher must learn that the last checkpoint is missing; only the status can tell it
+    if failures:  # only the exit status shows a launcher that the last checkpoint is missing
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

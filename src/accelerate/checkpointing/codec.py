@@ -1,7 +1,7 @@
-"""State dicts as JSON plus tensors, exactly and without pickle; and the only place that reads old pickles.
+"""State dicts as JSON plus tensors, exactly and without pickle; and the only module that reads old pickles.
 
 A value becomes two things: a *document* of JSON values, and the tensors that it holds, named by where they
-were found. What JSON has no word for is an object with the key ``"$"``::
+were found. A value that JSON has no type for is an object with the key ``"$"``::
 
     {"step": tensor(3.), "betas": (0.9, float("inf"))}
     -> {"step": {"$": "tensor", "key": "step"},
@@ -51,7 +51,7 @@ _FACTORY_NAMES: Final[dict[Any, str]] = {kind: name for name, kind in _FACTORIES
 
 
 class EncodingError(CheckpointError, TypeError):
-    """A value has no exact form without pickle; the text holds its path."""
+    """The error that a value has no exact form without pickle; the text holds its path."""
 
 
 def _class_name(kind: type) -> str:
@@ -59,7 +59,7 @@ def _class_name(kind: type) -> str:
 
 
 def refuse(path: str, value: object, why: str = "") -> EncodingError:
-    """The error that says where in a state dict a value lies that can't be written without pickle."""
+    """Return the error that says where in a state dict a value lies that can't be written without pickle."""
     reason = f" ({why})" if why else ""
     return EncodingError(
         f"{path}: {type(value)} can't be written without pickle{reason}. Let state_dict() return tensors, "
@@ -82,7 +82,7 @@ class Encoded:
 
     @property
     def num_tensor_bytes(self) -> int:
-        """How many bytes the tensors take."""
+        """The size of the tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
@@ -172,7 +172,7 @@ class _Encoder:
             raise refuse(path, value, "it lies on the meta device and has no values")
         if value.layout is not torch.strided or value.is_quantized:
             raise refuse(path, value, f"its layout is {value.layout}, quantized: {value.is_quantized}")
-        document: dict[str, Any] = {TAG: "tensor", "key": self.keep(value.detach(), name)}
+        document: dict[str, Any] = {TAG: "tensor", "key": self.add_tensor(value.detach(), name)}
         if value.dtype not in SAFETENSORS_NAMES:  # stored as bytes
             document |= {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
         if isinstance(value, torch.nn.Parameter):
@@ -181,8 +181,8 @@ class _Encoder:
             document["requires_grad"] = value.requires_grad
         return document
 
-    def keep(self, tensor: torch.Tensor, name: str) -> str:
-        """The key of a tensor; one that was met before keeps its first key, so that aliases stay aliases."""
+    def add_tensor(self, tensor: torch.Tensor, name: str) -> str:
+        """Store a tensor and return its key; one that was met before keeps its first key, so aliases stay aliases."""
         identity = _view_identity(tensor)
         if tensor.numel() and identity in self.seen:
             return self.seen[identity]
@@ -205,12 +205,12 @@ class _Encoder:
         if isinstance(value, np.generic):
             return {TAG: "number", "dtype": dtype, "data": _text(value.tobytes())}
         data = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8)) if value.nbytes else None
-        key = None if data is None else self.keep(data, name)
+        key = None if data is None else self.add_tensor(data, name)
         return {TAG: "array", "dtype": dtype, "shape": list(value.shape), "key": key}
 
 
 def encode(value: Any, name: str = "state") -> Encoded:
-    """``value`` as a document and tensors; ``name`` is how an error calls it.
+    """Encode ``value`` as a document and tensors; ``name`` is how an error calls it.
 
     Raises:
         EncodingError: something in it has no exact form; the text names its path, as ``state['foo'][3]``.
@@ -337,7 +337,7 @@ class _Decoder:
 
 
 def decode(document: Any, tensor_of: Callable[[str], torch.Tensor], name: str = "state") -> Any:
-    """The value that :func:`encode` wrote; ``tensor_of(key)`` gives tensors that the value may keep.
+    """Return the value that :func:`encode` wrote; ``tensor_of(key)`` gives tensors that the value may keep.
 
     Raises:
         CheckpointError: the document isn't one that this version can read.
@@ -361,7 +361,7 @@ def decode(document: Any, tensor_of: Callable[[str], torch.Tensor], name: str = 
 
 
 def _find_class(module: str, qualified_name: str) -> Any:
-    """The class of that name in a module that is already imported; nothing is imported and nothing called."""
+    """Return the class of that name in a module that is already imported, without importing or calling anything."""
     found: Any = sys.modules.get(module)
     if found is None:
         raise CheckpointError(f"class {module}.{qualified_name}: import {module} before loading this state")
@@ -459,11 +459,11 @@ _MAPPINGS: Final[dict[str, Callable[[dict[str, Any], list[tuple[Hashable, Any]]]
 }
 
 
-# -------------------------------------------------------------------------------------------- files of state
+# ----------------------------------------------------------------------------------------------- state files
 
 
 def inline(encoded: Encoded) -> Any:
-    """One JSON value that holds the document and the bytes of its tensors."""
+    """Return one JSON value that holds the document and the bytes of its tensors."""
     tensors = {
         key: {
             "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -476,7 +476,7 @@ def inline(encoded: Encoded) -> Any:
 
 
 def envelope(document: Any, *, inlined: dict[str, Any] | None = None, beside: str | None = None) -> dict[str, Any]:
-    """The JSON file around a document: what it is, and where its tensors are."""
+    """Return the content of a state file: format, version, the document, and where its tensors are."""
     header: dict[str, Any] = {"format": FORMAT, "version": FORMAT_VERSION}
     if beside is not None:
         header["tensors_in"] = beside
@@ -486,7 +486,7 @@ def envelope(document: Any, *, inlined: dict[str, Any] | None = None, beside: st
 
 
 def open_envelope(content: Any, name: str) -> dict[str, Any]:
-    """``content`` itself, when it is an envelope that this version can read.
+    """Return ``content`` itself after checking that it is a state file that this version can read.
 
     Raises:
         CheckpointError: it is something else, or newer.
@@ -502,7 +502,7 @@ def open_envelope(content: Any, name: str) -> dict[str, Any]:
 
 
 def inlined_tensor(content: dict[str, Any], key: str) -> torch.Tensor:
-    """A tensor that lies in the JSON file itself."""
+    """Return a tensor whose bytes lie in the JSON file itself."""
     entry = content["tensors"][key]
     dtype, data = _dtype(entry["dtype"]), bytearray(_bytes(entry))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
@@ -511,7 +511,7 @@ def inlined_tensor(content: dict[str, Any], key: str) -> torch.Tensor:
 
 # --------------------------------------------------------------------------------------------------- pickles
 
-#: What an old checkpoint's pickles may name besides tensors and plain containers: data, never behaviour.
+#: The classes that an old checkpoint's pickles may name besides tensors and plain containers: data, never code.
 _NUMPY_DTYPES: Final = tuple(
     type(np.dtype(code)) for code in ("?", "b", "B", "h", "H", "i", "I", "l", "L", "q", "Q", "e", "f", "d", "U", "S")
 )
@@ -545,7 +545,7 @@ def read_pickle(
     allow_pickle: bool = False,
     **load_kwargs: Any,
 ) -> Any:
-    """The object in an old file, read through an allow-list of data; ``allow_pickle`` lets code run.
+    """Read the object in an old file through an allow-list of data; ``allow_pickle`` lets code run.
 
     Raises:
         CheckpointError: the file is broken, or names something that isn't on the list.
@@ -566,7 +566,7 @@ def read_pickle(
 
 
 def read_described_pickle(source: Path | IO[bytes], allowed: Mapping[str, tuple[str, ...]], name: str = "") -> Any:
-    """The object in a pickle that may name only the classes of ``allowed``: module -> names.
+    """Read the object in a pickle that may name only the classes of ``allowed``: module -> names.
 
     ``name`` is how an error calls what is no file.
 
@@ -597,25 +597,25 @@ def read_described_pickle(source: Path | IO[bytes], allowed: Mapping[str, tuple[
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """The member ``name`` of an enumeration: what Python 3.11.0 to 3.11.3 write as ``getattr(kind, name)``."""
+    """Return the member ``name`` of an enumeration, which Python 3.11.0 to 3.11.3 write as ``getattr(kind, name)``."""
     if not isinstance(kind, EnumMeta) or name not in kind.__members__:
         raise pickle.UnpicklingError(f"Unsupported attribute {name!r} of {kind!r}")
     return kind.__members__[name]
 
 
 def _attribute(module_name: str, name: str) -> Any:
-    """What a module that is imported already calls ``name``; nothing is imported."""
+    """Return the attribute ``name`` of a module that is imported already, without importing anything."""
     module = sys.modules.get(module_name)
     return None if module is None else vars(module).get(name)
 
 
 def write_pickle(obj: Any, file: Any, **save_kwargs: Any) -> None:
-    """``file`` holds ``obj`` as ``torch.save`` writes it."""
+    """Write ``obj`` to ``file`` as ``torch.save`` does."""
     torch.save(obj, file, **save_kwargs)
 
 
 def write_plain_pickle(obj: Any, file: IO[bytes]) -> None:
-    """``file`` holds ``obj`` as :func:`read_described_pickle` reads it."""
+    """Write ``obj`` to ``file`` as :func:`read_described_pickle` reads it."""
     pickle.dump(obj, file)
 
 

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint are called, in the safe format and in the classic one.
+"""The file names of a checkpoint's state, in the safe format and in the classic one.
 
 | state | safe | classic |
 |---|---|---|
@@ -22,23 +22,18 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from ..errors import CheckpointNotFound
-from ..names import (
-    CUSTOM_CHECKPOINT_NAME,
-    OPTIMIZER_NAME,
-    RNG_STATE_NAME,
-    SAMPLER_NAME,
-    SCHEDULER_NAME,
-)
+from ..errors import CheckpointError, CheckpointNotFound
+from ..names import CUSTOM_CHECKPOINT_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCHEDULER_NAME, engine_tag
+from ..optional import require
 from .codec import read_pickle, write_pickle
-from .draft import Create
 from .objects import read_state
+from .store import Create
 
 
 @dataclass(frozen=True)
 @final
-class Slot:
-    """One kind of state: its file names, and whether its tensors get a file of their own."""
+class StateFiles:
+    """The file names of one kind of state, and whether its tensors get a file of their own."""
 
     stem: str
     classic_stem: str
@@ -50,24 +45,24 @@ class Slot:
         return f"_{number}" if number or self.always_numbered else ""
 
     def name(self, number: int = 0) -> str:
-        """The stem of the safe files of object ``number``."""
+        """Return the stem of the safe files of object ``number``."""
         return self.stem + self._suffix(number)
 
     def classic_name(self, number: int = 0) -> str:
-        """The classic file of object ``number``."""
+        """Return the name of the classic file of object ``number``."""
         return f"{self.classic_stem}{self._suffix(number)}.{self.classic_extension}"
 
     def write_pickle(self, create: Create, value: Any, number: int = 0) -> None:
-        """The state of object ``number`` is in its classic file."""
+        """Write the state of object ``number`` into its classic file."""
         with create(self.classic_name(number), pickle=True) as file:
             write_pickle(value, file)
 
     def holds(self, folder: Path, number: int = 0) -> bool:
-        """Whether ``folder`` has the state of object ``number``, in either format."""
+        """Return whether ``folder`` has the state of object ``number``, in either format."""
         return any((folder / name).is_file() for name in (f"{self.name(number)}.json", self.classic_name(number)))
 
     def read(self, folder: Path, number: int = 0, **pickle_options: Any) -> Any:
-        """The state of object ``number``.
+        """Read the state of object ``number``.
 
         Raises:
             CheckpointNotFound: ``folder`` has neither file.
@@ -79,20 +74,22 @@ class Slot:
         raise CheckpointNotFound(f"{folder} holds no {self.name(number)}.json and no {self.classic_name(number)}")
 
 
-OPTIMIZER: Final = Slot(OPTIMIZER_NAME, OPTIMIZER_NAME, "bin", tensors_beside=True)
-SCHEDULER: Final = Slot(SCHEDULER_NAME, SCHEDULER_NAME, "bin", tensors_beside=False)
-LOADER: Final = Slot(SAMPLER_NAME, "dl_state_dict", "bin", tensors_beside=False)
-SCALER: Final = Slot("scaler", "scaler", "pt", tensors_beside=False)
-RANDOM: Final = Slot(RNG_STATE_NAME, RNG_STATE_NAME, "pkl", tensors_beside=False, always_numbered=True)
-GRADIENTS: Final = Slot("gradients", "gradients", "pkl", tensors_beside=True, always_numbered=True)
-CUSTOM: Final = Slot(CUSTOM_CHECKPOINT_NAME, CUSTOM_CHECKPOINT_NAME, "pkl", tensors_beside=True, always_numbered=True)
+OPTIMIZER: Final = StateFiles(OPTIMIZER_NAME, OPTIMIZER_NAME, "bin", tensors_beside=True)
+SCHEDULER: Final = StateFiles(SCHEDULER_NAME, SCHEDULER_NAME, "bin", tensors_beside=False)
+LOADER: Final = StateFiles(SAMPLER_NAME, "dl_state_dict", "bin", tensors_beside=False)
+SCALER: Final = StateFiles("scaler", "scaler", "pt", tensors_beside=False)
+RANDOM: Final = StateFiles(RNG_STATE_NAME, RNG_STATE_NAME, "pkl", tensors_beside=False, always_numbered=True)
+GRADIENTS: Final = StateFiles("gradients", "gradients", "pkl", tensors_beside=True, always_numbered=True)
+CUSTOM: Final = StateFiles(
+    CUSTOM_CHECKPOINT_NAME, CUSTOM_CHECKPOINT_NAME, "pkl", tensors_beside=True, always_numbered=True
+)
 
 #: In the details of a manifest: gradients of an open window are a part of the checkpoint.
 OPEN_WINDOW: Final = "open_window"
 #: In the details of a manifest that one rank wrote: all ranks had the same seed, so that their streams are in step.
 STREAMS_ALIKE: Final = "streams_alike"
 
-# -- random streams under their classic names --------------------------------------------------------------
+# ----------------------------------------------------------------- random streams under their classic names
 
 _CLASSIC_HOST_STREAMS: Final = {
     "random_state": "python",
@@ -102,7 +99,7 @@ _CLASSIC_HOST_STREAMS: Final = {
 
 
 def to_classic_streams(streams: Mapping[str, Any]) -> dict[str, Any]:
-    """Random streams by their classic names, in the shapes that ``random`` and ``numpy`` take back."""
+    """Convert random streams to their classic names, in the shapes that ``random`` and ``numpy`` take back."""
     classic: dict[str, Any] = {}
     for name, state in streams.items():
         if name == "python":
@@ -121,7 +118,7 @@ def to_classic_streams(streams: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_classic_streams(classic: Mapping[str, Any]) -> dict[str, Any]:
-    """The random streams of a classic file under today's names."""
+    """Convert the random streams of a classic file to today's names."""
     streams: dict[str, Any] = {}
     for name, state in classic.items():
         known = _CLASSIC_HOST_STREAMS.get(name)
@@ -136,3 +133,31 @@ def from_classic_streams(classic: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "step":
             streams["step"] = state
     return streams
+
+
+# -------------------------------------------------- weights in DeepSpeed's own shards, read without its engine
+
+
+def holds_engine_state(folder: Path, index: int = 0) -> bool:
+    """Return whether DeepSpeed's engine saved model ``index`` into ``folder``."""
+    return (folder / engine_tag(index)).is_dir()
+
+
+def read_engine_weights(folder: Path, index: int = 0, *, trusted: bool = False) -> dict[str, Any]:
+    """Read the full-precision weights of model ``index``, out of the shards of all ranks.
+
+    Args:
+        trusted: DeepSpeed's files are pickles, which can run code when they are read.
+
+    Raises:
+        CheckpointError: they are not trusted.
+        MissingDependency: DeepSpeed isn't installed.
+    """
+    if not trusted:
+        raise CheckpointError(
+            f"{folder} holds weights in DeepSpeed's own shards only, which are pickles and can run code. If you trust "
+            "them, pass load_kwargs={'weights_only': False}, or run `python zero_to_fp32.py . . --safe_serialization` "
+            "in that folder; to have whole weights in the next checkpoint, save with zero3_save_16bit_model=True."
+        )
+    library = require("deepspeed.utils.zero_to_fp32", "deepspeed", purpose=f"reading {folder / engine_tag(index)}")
+    return library.get_fp32_state_dict_from_zero_checkpoint(str(folder), engine_tag(index))

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, byte for byte; its presence makes a folder a checkpoint.
+"""The manifest, which lists a checkpoint's files with sizes and checksums; its presence makes a folder a checkpoint.
 
 Sizes and CRC-32 sums catch what disks, copies and crashes do to files. CRC-32 because it is the fastest sum of
 the standard library (6 GB/s on the machine this was measured on; BLAKE2b 1.2, SHA-1 1.9, SHA-256 1.8), faster
@@ -9,26 +9,93 @@ from a checkpoint for that reason.
 from __future__ import annotations
 
 import json
+import sys
+import threading
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final, cast, final
+from types import TracebackType
+from typing import Any, Final, TextIO, cast, final
 from uuid import uuid4
 
 from ..errors import CheckpointError
 from ..names import MANIFEST_NAME
-from .inside import inside, reason_against
-from .meter import SILENT, Meter
-from .place import Place, place_of
+from .paths import inside, reason_against
+from .storage import Storage, storage_of
+
+#: Progress is shown only of operations that take longer.
+QUIET_SECONDS: Final = 1.0
+_REDRAW_SECONDS: Final = 0.2
+_UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Format a number of bytes: ``1234567`` as ``1.2 MB``."""
+    size, unit = float(num_bytes), 0
+    while size >= 999.95 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.0f} {_UNITS[unit]}" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
+
+
+@final
+class ByteProgress:
+    """A progress line of bytes done of bytes to do; silent where the output is no terminal, or ``shown`` is False."""
+
+    def __init__(self, what: str, num_bytes: int, *, shown: bool = True, output: TextIO | None = None) -> None:
+        self._what = what
+        self._total = num_bytes
+        self._output = output or sys.stderr
+        self._is_shown = shown and self._output.isatty()
+        self._done = 0
+        self._width = 0
+        self._start = time.monotonic()
+        self._next_draw = self._start + QUIET_SECONDS
+        self._lock = threading.Lock()  # files are read by several threads
+
+    def advance(self, num_bytes: int) -> None:
+        """Count ``num_bytes`` more bytes as done."""
+        if not self._is_shown:
+            return
+        with self._lock:
+            self._done += num_bytes
+            now = time.monotonic()
+            if now >= self._next_draw:
+                self._next_draw = now + _REDRAW_SECONDS
+                self._draw(now - self._start)
+
+    def _draw(self, seconds: float) -> None:
+        total = max(self._total, self._done)
+        share = f"{100 * self._done // total}%" if total else ""
+        rate = format_bytes(self._done / seconds)
+        line = f"{self._what}: {share} {format_bytes(self._done)} of {format_bytes(total)}, {rate}/s"
+        self._output.write("\r" + line.ljust(self._width))
+        self._output.flush()
+        self._width = len(line)
+
+    def __enter__(self) -> ByteProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._width:
+            self._output.write("\r" + " " * self._width + "\r")
+            self._output.flush()
+
+
+SILENT: Final = ByteProgress("", 0, shown=False)
+
+# --------------------------------------------------------------------------------------------- the manifest
 
 FORMAT: Final = "accelerate-checkpoint"
 FORMAT_VERSION: Final = 1
-#: A file of this name keeps a checkpoint for good. The manifest doesn't list it: it may come and go.
+#: A checkpoint with a file of this name is never pruned. The manifest doesn't list it, as pins can be removed.
 PIN_NAME: Final = "pinned"
-#: Where files arrive one by one, this one is the first to come and the last to go.
+#: The file that marks a folder while its files are written one by one: the first to be written, the last to go.
 UNFINISHED_NAME: Final = ".unfinished"
 _CHUNK_BYTES: Final = 2 << 20
 _NUM_READERS: Final = 4
@@ -37,13 +104,13 @@ _NUM_READERS: Final = 4
 @dataclass(frozen=True)
 @final
 class FileRecord:
-    """What one file of a checkpoint must be."""
+    """The size and checksum of one file of a checkpoint."""
 
     size: int
     crc32: int
 
     def difference(self, found: FileRecord) -> str | None:
-        """In words, how ``found`` differs; None when it doesn't."""
+        """Describe how ``found`` differs; None when it doesn't."""
         if found.size != self.size:
             verb = "truncated to" if found.size < self.size else "grown to"
             return f"{verb} {found.size} bytes of {self.size}"
@@ -55,7 +122,7 @@ class FileRecord:
 @dataclass(frozen=True)
 @final
 class Manifest:
-    """What was saved, by whom, and the files that hold it."""
+    """The description of a checkpoint: its files with sizes and checksums, who saved it and what was saved."""
 
     files: dict[str, FileRecord]
     step: int = 0
@@ -68,13 +135,13 @@ class Manifest:
     written_at: str = ""
     identity: str = ""
 
-    def signed(self) -> Manifest:
-        """The same manifest with the time and an identity."""
+    def with_identity(self) -> Manifest:
+        """Return the same manifest with the time and an identity."""
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         return replace(self, written_at=now, identity=uuid4().hex)
 
     def to_bytes(self) -> bytes:
-        """The file ``manifest.json``."""
+        """Serialize the manifest as the content of ``manifest.json``."""
         content: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         content["files"] = {
             name: {"size": record.size, "crc32": f"{record.crc32:08x}"} for name, record in sorted(self.files.items())
@@ -83,7 +150,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """The manifest in a file's bytes.
+        """Parse the content of ``manifest.json``.
 
         Raises:
             CheckpointError: it is torn, something else's, or of a newer format.
@@ -123,15 +190,15 @@ def _refuse_name(name: str) -> None:
         raise ValueError(f"the file name {name!r} {reason}")
 
 
-def read_manifest(folder: Path | Place) -> Manifest | None:
-    """The manifest of the checkpoint in ``folder``; None when there is none.
+def read_manifest(folder: Path | Storage) -> Manifest | None:
+    """Read the manifest of the checkpoint in ``folder``; None when there is none.
 
     Raises:
         CheckpointError: there is one that can't be trusted.
     """
-    place = place_of(folder)
+    storage = storage_of(folder)
     try:
-        data = place.read(MANIFEST_NAME)
+        data = storage.read(MANIFEST_NAME)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -139,8 +206,8 @@ def read_manifest(folder: Path | Place) -> Manifest | None:
     return Manifest.from_bytes(data)
 
 
-def measure(path: Path, meter: Meter = SILENT) -> FileRecord:
-    """The size and checksum of a file as it lies on disk."""
+def measure(path: Path, progress: ByteProgress = SILENT) -> FileRecord:
+    """Read a file and return its size and checksum."""
     checksum = size = 0
     buffer = bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)
@@ -148,7 +215,7 @@ def measure(path: Path, meter: Meter = SILENT) -> FileRecord:
         while count := file.readinto(buffer):
             checksum = zlib.crc32(view[:count], checksum)
             size += count
-            meter.advance(count)
+            progress.advance(count)
     return FileRecord(size, checksum)
 
 
@@ -158,13 +225,13 @@ def problems(
     *,
     contents: bool,
     names: Iterable[str] | None = None,
-    meter: Meter = SILENT,
+    progress: ByteProgress = SILENT,
 ) -> list[str]:
-    """Each way in which files in ``folder`` differ from ``files``; with ``contents``, every byte is read."""
+    """Describe each file in ``folder`` that differs from ``files``; with ``contents``, every byte is read."""
     chosen = sorted(files) if names is None else list(names)
 
     def check(name: str) -> str | None:
-        return _problem(inside(folder, name, folder / MANIFEST_NAME), files[name], contents, meter)
+        return _problem(inside(folder, name, folder / MANIFEST_NAME), files[name], contents, progress)
 
     if contents and len(chosen) > 1:  # summing leaves the interpreter free for the next file
         with ThreadPoolExecutor(min(len(chosen), _NUM_READERS)) as pool:
@@ -174,11 +241,11 @@ def problems(
     return [f"{name}: {reason}" for name, reason in zip(chosen, found, strict=True) if reason is not None]
 
 
-def _problem(path: Path, record: FileRecord, contents: bool, meter: Meter) -> str | None:
+def _problem(path: Path, record: FileRecord, contents: bool, progress: ByteProgress) -> str | None:
     try:
         size = path.stat().st_size
         differs = size != record.size or not contents
-        return record.difference(FileRecord(size, record.crc32) if differs else measure(path, meter))
+        return record.difference(FileRecord(size, record.crc32) if differs else measure(path, progress))
     except FileNotFoundError:
         return "missing"
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The weights of a sharded checkpoint in one file."""
+"""Merging the weights of a sharded checkpoint into one file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import FSDP_MODEL_NAME, SAFE_WEIGHTS_INDEX_NAME
-from .dcp import METADATA_NAME, is_distributed_checkpoint, plain_names, read_metadata, read_tensors, shapes_of
-from .objects import created_in
+from .objects import atomic_file
+from .sharded import METADATA_NAME, is_distributed_checkpoint, plain_names, read_metadata, read_tensors, shapes_of
 from .tensor_files import file_order, write_tensors
 from .weights import WeightNames, open_weights, write_weights
 
-#: How much of a checkpoint lies in memory while it is merged, unless a single tensor is larger.
+#: The bytes of a checkpoint that are in memory while it is merged, unless a single tensor is larger.
 _CHUNK_BYTES: Final = 1 << 30
 
 
@@ -28,10 +28,10 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> str:
-    """``output_path`` holds the weights of a sharded checkpoint in one file, whose path is handed back.
+    """Merge the weights of a sharded checkpoint into one file in ``output_path``; return the file's path.
 
     ``checkpoint_dir`` is a folder of torch's distributed checkpoint, or a checkpoint with one, or a folder of
-    safetensors shards with an index. What can't be merged is left as it is.
+    safetensors shards with an index. A folder that can't be merged is left as it is.
 
     Raises:
         CheckpointNotFound: it is none of these; the text names folders nearby that are.
@@ -44,7 +44,7 @@ def merge_fsdp_weights(
         _merge_distributed(folder, output, safe_serialization)
     else:
         with open_weights(folder) as weights:
-            write_weights(partial(created_in, output), weights.state_dict(), safe_serialization=safe_serialization)
+            write_weights(partial(atomic_file, output), weights.state_dict(), safe_serialization=safe_serialization)
     if remove_checkpoint_dir:
         _remove(folder, output)
     return str(output / name)
@@ -57,7 +57,7 @@ def _merge_distributed(folder: Path, output: Path, safe_serialization: bool) -> 
         raise CheckpointError(f"{folder} holds no tensors")
     if not safe_serialization:
         state = {names[key]: tensor for key, tensor in read_tensors(folder, found, names).items()}
-        write_weights(partial(created_in, output), state, safe_serialization=False)
+        write_weights(partial(atomic_file, output), state, safe_serialization=False)
         return
     keys = {name: key for key, name in names.items()}
     shapes = shapes_of(found)
@@ -71,22 +71,22 @@ def _merge_distributed(folder: Path, output: Path, safe_serialization: bool) -> 
             ready.update(read_tensors(folder, found, _first_chunk(waiting, shapes)))
         return ready[keys[name]]
 
-    with created_in(output, WeightNames.of(0, safe=True).whole) as file:
+    with atomic_file(output, WeightNames.of(0, safe=True).whole) as file:
         write_tensors(file, described, {"format": "pt"}, value_of=value_of)
 
 
 def _first_chunk(waiting: list[str], shapes: Mapping[str, torch.Tensor]) -> list[str]:
-    """The first keys, as many as may lie in memory at once; they wait no longer."""
+    """Remove from ``waiting`` as many of the first keys as may lie in memory at once, and return them."""
     chunk: list[str] = []
-    room = _CHUNK_BYTES
-    while waiting and (not chunk or shapes[waiting[0]].nbytes <= room):
-        room -= shapes[waiting[0]].nbytes
+    bytes_left = _CHUNK_BYTES
+    while waiting and (not chunk or shapes[waiting[0]].nbytes <= bytes_left):
+        bytes_left -= shapes[waiting[0]].nbytes
         chunk.append(waiting.pop(0))
     return chunk
 
 
 def _remove(folder: Path, output: Path) -> None:
-    """The shards are gone, and nothing of the output with them."""
+    """Remove the folder of shards, unless the output lies in it."""
     if folder.resolve() in (output.resolve(), *output.resolve().parents):
         raise CheckpointError(f"{folder} is not removed: the merged weights lie in it, in {output}")
     shutil.rmtree(folder)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import IO, Any, Final, Protocol, final, runtime_checkable
@@ -16,24 +17,14 @@ from uuid import uuid4
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..distributed.world import current_world
 from ..errors import CheckpointError, CheckpointNotFound, SettingError
-from ..names import CUSTOM_CHECKPOINT_NAME
-from ..world import current_world
+from ..names import CUSTOM_CHECKPOINT_NAME, MANIFEST_NAME
 from .agreement import Ranks
-from .codec import (
-    Encoded,
-    decode,
-    encode,
-    envelope,
-    inline,
-    inlined_tensor,
-    open_envelope,
-    read_pickle,
-    write_pickle,
-)
-from .draft import Create, SealedFile
-from .inside import inside
-from .store import flush
+from .codec import Encoded, decode, encode, envelope, inline, inlined_tensor, open_envelope, read_pickle, write_pickle
+from .manifest import UNFINISHED_NAME, Manifest, read_manifest
+from .paths import inside
+from .store import CheckpointStore, Create, DurableFile, StagingDirectory, Store, file_names, fsync_path
 from .tensor_files import open_tensors, write_tensors
 from .weights import clean_state_dict_for_safetensors
 
@@ -45,14 +36,14 @@ INLINE_LIMIT_BYTES: Final = 16 << 20
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be saved and restored: modules, optimizers, schedulers, and anything else with these two."""
+    """An object that can be saved and restored: a module, optimizer, scheduler, or any other with these two methods."""
 
     def state_dict(self) -> Any:
-        """Everything that must be restored."""
+        """Return the state that has to be restored."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """The state is the one that ``state_dict`` gave."""
+        """Restore the state that ``state_dict`` returned."""
         ...
 
 
@@ -64,7 +55,7 @@ class Hooks:
         self._hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
     def add(self, hook: Callable[..., None]) -> RemovableHandle:
-        """``hook`` runs from now on, until ``remove()`` of what is handed back."""
+        """Have ``hook`` run until ``remove()`` of the returned handle."""
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
         return handle
@@ -77,12 +68,12 @@ class Hooks:
 
 
 def check_registrable(objects: Iterable[object], *, first: int = 0, may_pickle: bool = False) -> None:
-    """Every object can be saved with a checkpoint; ``first`` is the number that the first of them gets.
+    """Raise unless every object can be saved with a checkpoint; ``first`` is the number that the first of them gets.
 
     Raises:
         SettingError: some lack ``state_dict`` or ``load_state_dict``; the text lists them.
         EncodingError: the state of one can't be written without pickle, and ``may_pickle`` is false; the text names the
-            object and the place in its state.
+            object and the path in its state.
     """
     objects = list(objects)
     offenders = [
@@ -107,11 +98,11 @@ def check_registrable(objects: Iterable[object], *, first: int = 0, may_pickle: 
         encode(state, f"registered object {number} ({type(obj).__qualname__}).state_dict()")
 
 
-# ------------------------------------------------------------------------------------ states in a folder
+# ------------------------------------------------------------------------------------ state files of a folder
 
 
 def write_state(create: Create, stem: str, value: Any, *, name: str, beside: bool) -> None:
-    """``{stem}.json`` holds ``value``; its tensors lie in it, or in ``{stem}.safetensors`` with ``beside``.
+    """Write ``value`` to ``{stem}.json``, its tensors with it, or with ``beside`` to ``{stem}.safetensors``.
 
     Raises:
         EncodingError: part of the value has no form without pickle; the text begins with its path under ``name``.
@@ -121,7 +112,7 @@ def write_state(create: Create, stem: str, value: Any, *, name: str, beside: boo
 
 
 def write_encoded(create: Create, stem: str, encoded: Encoded, *, beside: bool) -> None:
-    """``{stem}.json``, and with ``beside`` ``{stem}.safetensors``, hold an encoded state."""
+    """Write an encoded state to ``{stem}.json``, and with ``beside`` its tensors to ``{stem}.safetensors``."""
     tensor_file = f"{stem}.safetensors"
     content = envelope(encoded.document, beside=tensor_file) if beside else inline(encoded)
     if beside:
@@ -132,7 +123,7 @@ def write_encoded(create: Create, stem: str, encoded: Encoded, *, beside: bool) 
 
 
 def read_state(folder: Path, stem: str) -> Any:
-    """The value in ``{stem}.json``; its tensors are in host memory of their own.
+    """Read the value in ``{stem}.json``; its tensors are in host memory of their own.
 
     Raises:
         CheckpointNotFound: there is no such file.
@@ -158,31 +149,31 @@ def read_state(folder: Path, stem: str) -> Any:
 
 
 @contextmanager
-def created_in(folder: Path, name: str, *, pickle: bool = False) -> Iterator[SealedFile]:
-    """A file that appears in ``folder`` whole and on disk at the end of the block, or not at all."""
+def atomic_file(folder: Path, name: str, *, pickle: bool = False) -> Iterator[DurableFile]:
+    """Yield a file that appears in ``folder`` whole and on disk at the end of the block, or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f".{name}.{uuid4().hex}"
-    file = SealedFile(beside)
+    file = DurableFile(beside)
     try:
         yield file
-        file.seal()
+        file.fsync_and_close()
         os.replace(beside, folder / name)
-        flush(folder)
+        fsync_path(folder)
     finally:
         file.close()
         beside.unlink(missing_ok=True)
 
 
-# -------------------------------------------------------------------------------------- objects of the user
+# ------------------------------------------------------------------------------- registered objects of the user
 
 
 def custom_name(index: int) -> str:
-    """What the files of the registered object at ``index`` are called."""
+    """Return the stem of the files of the registered object at ``index``."""
     return f"{CUSTOM_CHECKPOINT_NAME}_{index}"
 
 
 def save_custom_state(obj: Any, path: str | PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:
-    """Folder ``path`` holds the state of ``obj`` as its object ``index``, written by the main process.
+    """Save the state of ``obj`` to folder ``path`` as its object ``index``, on the main process.
 
     Raises:
         EncodingError: its state can't be written without pickle; the text names where.
@@ -193,13 +184,13 @@ def save_custom_state(obj: Any, path: str | PathLike[str], index: int = 0, save_
     name = f"{type(obj).__qualname__}.state_dict()"
 
     def create(file_name: str) -> Any:
-        return created_in(folder, file_name)
+        return atomic_file(folder, file_name)
 
     write_state(create, custom_name(index), obj.state_dict(), name=name, beside=True)
 
 
 def load_custom_state(obj: Any, path: str | PathLike[str], index: int = 0, *, allow_pickle: bool = False) -> None:
-    """``obj`` has the state that folder ``path`` holds as its object ``index``.
+    """Load the state that folder ``path`` holds as its object ``index`` into ``obj``.
 
     Old ``.pkl`` files are read through an allow-list of data; ``allow_pickle`` lets them run code.
 
@@ -211,7 +202,7 @@ def load_custom_state(obj: Any, path: str | PathLike[str], index: int = 0, *, al
 
 
 def read_custom_state(folder: Path, index: int, *, allow_pickle: bool = False) -> Any:
-    """The saved state of object ``index``, in either format."""
+    """Read the saved state of object ``index``, in either format."""
     stem = custom_name(index)
     if (folder / f"{stem}.json").is_file():
         return read_state(folder, stem)
@@ -220,7 +211,7 @@ def read_custom_state(folder: Path, index: int, *, allow_pickle: bool = False) -
     raise CheckpointNotFound(f"{folder} holds no {stem}.json and no {stem}.pkl")
 
 
-# ------------------------------------------------------------------------------------------- single objects
+# --------------------------------------------------------------------------- save() and load() of single objects
 
 
 def _is_writer(save_on_each_node: bool) -> bool:
@@ -234,7 +225,7 @@ def save(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """``f`` holds ``obj``, written by the main process (of each node with ``save_on_each_node``).
+    """Save ``obj`` to ``f`` on the main process (of each node with ``save_on_each_node``).
 
     With ``safe_serialization``, ``obj`` is a dict of tensors and the file is safetensors; else it is a
     ``torch.save`` file, which is a pickle. A file appears whole or not at all. A link stays one: its target is
@@ -247,7 +238,7 @@ def save(
         return
     path = Path(os.path.realpath(f))
     is_device = path.exists() and not path.is_file() and not path.is_dir()
-    with open(path, "wb") if is_device else created_in(path.parent, path.name) as file:
+    with open(path, "wb") if is_device else atomic_file(path.parent, path.name) as file:
         _write_object(obj, file, safe_serialization)
 
 
@@ -264,7 +255,7 @@ def _write_object(obj: Any, file: Any, safe_serialization: bool) -> None:
 
 
 def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """What :func:`save` wrote; pickles are read through an allow-list unless ``weights_only=False`` is given.
+    """Load what :func:`save` wrote; pickles are read through an allow-list unless ``weights_only=False`` is given.
 
     Raises:
         CheckpointError: the file is broken, or reading it could run code.
@@ -277,3 +268,117 @@ def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs:
 
 def _placed(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
     return tensor if map_location is None else tensor.to(map_location)
+
+
+# -------------------------------------------------------------------------------------------------- save hooks
+#
+# Save hooks get the folder where the checkpoint will be; the files that they write there are moved to the staging
+# directory. A folder that isn't there yet is made for the hooks, marked as unfinished, and removed again until the
+# commit. A checkpoint that is there already is set aside first, its manifest before its files, so that hooks can't
+# overwrite it: after a crash the next reader restores it (:meth:`CheckpointStore.recover`).
+
+Hook = Callable[[str], None]
+
+
+def run_hooks(store: Store, staging: StagingDirectory, hooks: Sequence[Hook]) -> None:
+    """Run every hook with the checkpoint's folder, and stage the files that it writes there; called by all ranks.
+
+    Behind a network, hooks get the staging directory: their files must be on a local disk first.
+    """
+    if not any(store.ranks.all_gather(bool(hooks))):
+        return
+    if not isinstance(store, CheckpointStore):
+        for hook in hooks:
+            hook(str(staging.folder))
+        return
+    what = f"save {store.folder}"
+    hook_folder = _HookFolder(store, staging)
+    error: Exception | None = None
+    try:
+        try:
+            if staging.is_committer:
+                hook_folder.prepare()
+        except (OSError, CheckpointError) as problem:
+            error = problem
+        store.ranks.agree(error, what)
+        try:
+            for hook in hooks:
+                hook(str(store.folder))
+        except Exception as problem:  # a hook's own; raised again once every rank's hooks have ended
+            error = problem
+        store.ranks.agree(error, what)
+    finally:
+        if staging.is_committer:
+            hook_folder.close()
+
+
+@final
+class _HookFolder:
+    """The folder of a checkpoint while hooks write into it."""
+
+    def __init__(self, store: CheckpointStore, staging: StagingDirectory) -> None:
+        self._folder, self._store, self._staging = store.folder, store, staging
+        self._is_new = False
+        self._aside: Path | None = None
+        self._before: dict[str, tuple[int, ...]] | None = None  # until the folder is ready for hooks
+        self._folders_before: set[str] = set()
+
+    def prepare(self) -> None:
+        """Make the folder, or set aside the checkpoint in it, and note which files are there."""
+        if (self._folder / UNFINISHED_NAME).exists() and not (self._folder / MANIFEST_NAME).exists():
+            shutil.rmtree(self._folder, ignore_errors=True)  # of hooks that were killed
+        if not self._folder.exists():
+            self._folder.mkdir()
+            self._is_new = True
+            (self._folder / UNFINISHED_NAME).touch()
+        elif (manifest := read_manifest(self._folder)) is not None:
+            self._set_aside(manifest)
+        self._folders_before = {parent for parent, _, _ in os.walk(self._folder)}
+        self._before = {name: self._stamp(name) for name in self._names()}
+
+    def _set_aside(self, manifest: Manifest) -> None:
+        for name in manifest.files:
+            inside(self._folder, name, self._folder / MANIFEST_NAME, is_replaced=True)
+        self._aside = self._store.make_beside(self._staging)
+        for name in (MANIFEST_NAME, *manifest.files):
+            if (self._folder / name).exists():
+                (self._aside / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(self._folder / name, self._aside / name)
+        fsync_path(self._aside)
+
+    def close(self) -> None:
+        """Move the hooks' files into the staging directory, and restore the folder as it was."""
+        if self._before is not None:
+            self._collect(self._before)
+        if self._is_new:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        elif self._aside is not None:
+            self._store.restore(self._aside)
+
+    def _collect(self, before: dict[str, tuple[int, ...]]) -> None:
+        """Move the files that hooks wrote into the staging directory; copy those that were in the folder before."""
+        for name in self._names():
+            if before.get(name) == self._stamp(name):
+                continue
+            target = self._staging.folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if name in before:
+                shutil.copy2(self._folder / name, target)  # another program's: it stays, also if the save fails
+            else:
+                os.replace(self._folder / name, target)
+        if self._is_new:
+            return
+        for parent, _, _ in os.walk(self._folder, topdown=False):
+            if parent not in self._folders_before:
+                with suppress(OSError):  # not empty
+                    os.rmdir(parent)
+
+    def _names(self) -> list[str]:
+        """Return the files in the folder, without those of staging directories that lie in it."""
+        own = f".{self._folder.name}.tmp-"
+        found = file_names(self._folder) if self._folder.is_dir() else []
+        return [name for name in found if name != UNFINISHED_NAME and not name.startswith(own)]
+
+    def _stamp(self, name: str) -> tuple[int, ...]:
+        found = (self._folder / name).stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Numbered checkpoints of one run, ``{project_dir}/checkpoints/checkpoint_{n}``: which are there, which may go.
+"""Numbered checkpoints of one run, ``{project_dir}/checkpoints/checkpoint_{n}``: listing, pinning and pruning.
 
 Needs no torch: a listing is quick.
 """
@@ -14,54 +14,54 @@ from typing import Any, Final, final
 
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import CHECKPOINT_NAME, CHECKPOINTS_FOLDER, RNG_STATE_NAME
-from ..settings.project import ProjectOptions
+from ..settings.training import ProjectOptions
 from .manifest import PIN_NAME, UNFINISHED_NAME, Manifest, problems, read_manifest
-from .place import LocalPlace, Place, place_of
+from .storage import LocalStorage, Storage, storage_of
 
 _NUMBERED: Final = re.compile(rf"{CHECKPOINT_NAME}_(\d+)")
 _TRASH: Final = re.compile(rf"\.{CHECKPOINT_NAME}_\d+\.trash-[0-9a-f]+")
 
 
-def series_place(project_dir: str | PathLike[str]) -> Place:
-    """Where a project's numbered checkpoints lie."""
-    return place_of(project_dir).child(CHECKPOINTS_FOLDER)
+def series_storage(project_dir: str | PathLike[str]) -> Storage:
+    """Return the folder of a project's numbered checkpoints."""
+    return storage_of(project_dir).child(CHECKPOINTS_FOLDER)
 
 
-def numbered(root: Place) -> list[tuple[int, Place]]:
-    """The numbered folders in ``root``, oldest first, whether they are whole or not."""
+def numbered(root: Storage) -> list[tuple[int, Storage]]:
+    """List the numbered folders in ``root``, oldest first, whether they are whole or not."""
     found = [(match, name) for name in root.folders() if (match := _NUMBERED.fullmatch(name))]
     return [(number, root.child(name)) for number, name in sorted((int(match[1]), name) for match, name in found)]
 
 
-def next_number(root: Place, at_least: int = 0) -> int:
-    """The number of the next checkpoint: after every one that is there, and not before ``at_least``."""
+def next_number(root: Storage, at_least: int = 0) -> int:
+    """Return the number of the next checkpoint: after every one that is there, and not before ``at_least``."""
     return max([at_least, *(number + 1 for number, _ in numbered(root))])
 
 
-def numbered_place(root: Place, number: int) -> Place:
-    """The folder of checkpoint ``number``."""
+def numbered_storage(root: Storage, number: int) -> Storage:
+    """Return the folder of checkpoint ``number``."""
     return root.child(f"{CHECKPOINT_NAME}_{number}")
 
 
 def number_of(address: str) -> int:
-    """The number in the address of a numbered checkpoint."""
+    """Return the number in the address of a numbered checkpoint."""
     return int(address.rpartition("_")[2])
 
 
-def is_classic(place: Place) -> bool:
-    """True for a folder without a manifest that another program saved in the classic layout."""
-    return place.holds(f"{RNG_STATE_NAME}_0.pkl") and not place.holds(UNFINISHED_NAME)
+def is_classic(storage: Storage) -> bool:
+    """Return whether it is a folder without a manifest that another program saved in the classic layout."""
+    return storage.holds(f"{RNG_STATE_NAME}_0.pkl") and not storage.holds(UNFINISHED_NAME)
 
 
-# ------------------------------------------------------------------------------------------------ a listing
+# -------------------------------------------------------------------------------------------------- listing
 
 
 @dataclass(frozen=True)
 @final
 class Entry:
-    """One checkpoint as a listing shows it: ``problem`` says why it can't be loaded, None when it can."""
+    """One checkpoint of a listing; ``problem`` is the reason why it can't be loaded, None when it can."""
 
-    place: Place
+    storage: Storage
     manifest: Manifest | None
     problem: str | None
     num_bytes: int = 0
@@ -70,7 +70,7 @@ class Entry:
     @property
     def name(self) -> str:
         """The folder's name."""
-        return self.place.name
+        return self.storage.name
 
     @property
     def number(self) -> int | None:
@@ -80,24 +80,24 @@ class Entry:
 
     @property
     def step(self) -> int | None:
-        """The step that was told to ``save_state``, or else the Accelerator's own count."""
+        """The step that was given to ``save_state``, or else the Accelerator's own count."""
         return None if self.manifest is None else self.manifest.details.get("step", self.manifest.step)
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that was told to ``save_state``, or else that of its first loader."""
+        """The epoch that was given to ``save_state``, or else that of its first loader."""
         return None if self.manifest is None else self.manifest.details.get("epoch")
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The metrics that were told to ``save_state``."""
+        """The metrics that were given to ``save_state``."""
         return {} if self.manifest is None else self.manifest.details.get("metrics", {})
 
     def as_json(self) -> dict[str, Any]:
-        """Everything that a listing shows, as JSON values."""
+        """Return everything that a listing shows, as JSON values."""
         manifest = self.manifest
         return {
-            "folder": str(self.place),
+            "folder": str(self.storage),
             "name": self.name,
             "valid": self.problem is None,
             "problem": self.problem,
@@ -115,27 +115,27 @@ class Entry:
         }
 
 
-def inspect(folder: str | PathLike[str] | Place, *, contents: bool = False) -> Entry:
-    """What is in ``folder``; with ``contents`` every byte of it, on a disk, is compared with the manifest."""
-    place = place_of(folder)
-    files = place.files()
+def inspect(folder: str | PathLike[str] | Storage, *, contents: bool = False) -> Entry:
+    """Return the listing entry of ``folder``; ``contents`` compares every byte of it, on a disk, with the manifest."""
+    storage = storage_of(folder)
+    files = storage.files()
     is_pinned = PIN_NAME in files
     try:
-        manifest = read_manifest(place)
+        manifest = read_manifest(storage)
     except CheckpointError as error:
-        return Entry(place, None, str(error), sum(files.values()), is_pinned)
+        return Entry(storage, None, str(error), sum(files.values()), is_pinned)
     if manifest is None:
-        problem = None if is_classic(place) else "no manifest: the save never finished"
-        return Entry(place, None, problem, sum(files.values()), is_pinned)
-    if isinstance(place, LocalPlace):
+        problem = None if is_classic(storage) else "no manifest: the save never finished"
+        return Entry(storage, None, problem, sum(files.values()), is_pinned)
+    if isinstance(storage, LocalStorage):
         try:
-            found = problems(place.path, manifest.files, contents=contents)
+            found = problems(storage.path, manifest.files, contents=contents)
         except CheckpointError as error:  # a link that leads out
             found = [str(error)]
     else:
         found = [f"{name}: {reason}" for name, reason in _differences(manifest, files).items()]
     num_bytes = sum(record.size for record in manifest.files.values())
-    return Entry(place, manifest, "; ".join(found) or None, num_bytes, is_pinned)
+    return Entry(storage, manifest, "; ".join(found) or None, num_bytes, is_pinned)
 
 
 def _differences(manifest: Manifest, files: Mapping[str, int]) -> dict[str, str]:
@@ -147,70 +147,70 @@ def _differences(manifest: Manifest, files: Mapping[str, int]) -> dict[str, str]
     }
 
 
-def list_checkpoints(root: str | PathLike[str] | Place, *, contents: bool = False) -> list[Entry]:
-    """Every checkpoint in ``root``, oldest first.
+def list_checkpoints(root: str | PathLike[str] | Storage, *, contents: bool = False) -> list[Entry]:
+    """List all checkpoints in ``root``, oldest first.
 
     ``root`` is the folder that holds them, or the project's folder, or one checkpoint itself. Where nothing is
     numbered, every folder with a manifest counts, in the order in which they were written.
     """
-    place = _root_of(root)
-    return [inspect(one, contents=contents) for _, one in numbered(place) or written(place)]
+    storage = _root_of(root)
+    return [inspect(one, contents=contents) for _, one in numbered(storage) or list_committed(storage)]
 
 
-def _root_of(root: str | PathLike[str] | Place) -> Place:
-    place = place_of(root)
-    inner = place.child(CHECKPOINTS_FOLDER)
-    return inner if not numbered(place) and numbered(inner) else place
+def _root_of(root: str | PathLike[str] | Storage) -> Storage:
+    storage = storage_of(root)
+    inner = storage.child(CHECKPOINTS_FOLDER)
+    return inner if not numbered(storage) and numbered(inner) else storage
 
 
-def written(root: str | PathLike[str] | Place) -> list[tuple[Any, Place]]:
-    """The committed checkpoints in ``root``, whole or not, in the order of their numbers, or else of their dates."""
-    place = _root_of(root)
-    names = place.folders()
-    series = numbered(place)
+def list_committed(root: str | PathLike[str] | Storage) -> list[tuple[Any, Storage]]:
+    """List the committed checkpoints in ``root``, whole or not, in the order of their numbers, or else their dates."""
+    storage = _root_of(root)
+    names = storage.folders()
+    series = numbered(storage)
     if series:
         return [(number, one) for number, one in series if is_classic(one) or _date(one, names) is not None]
-    dates = {place: _date(place, place.parent().folders())}
-    dates |= {one: _date(one, names) for name in names if not name.startswith(".") for one in [place.child(name)]}
+    dates = {storage: _date(storage, storage.parent().folders())}
+    dates |= {one: _date(one, names) for name in names if not name.startswith(".") for one in [storage.child(name)]}
     found = [((date, one.name), one) for one, date in dates.items() if date is not None]
     return sorted(found, key=lambda item: item[0])
 
 
-def _date(place: Place, siblings: list[str]) -> str | None:
-    """When the checkpoint was written; None where there is none, not even one that a crash left half moved."""
-    beside = [place.parent().child(name) for name in siblings if name.startswith(f".{place.name}.tmp-")]
-    for one in (place, *beside):
+def _date(storage: Storage, siblings: list[str]) -> str | None:
+    """Return when the checkpoint was written; None where there is none, not even one that a crash left half moved."""
+    beside = [storage.parent().child(name) for name in siblings if name.startswith(f".{storage.name}.tmp-")]
+    for one in (storage, *beside):
         try:
             manifest = read_manifest(one)
         except CheckpointError:
-            return ""  # the oldest of all: what is whole is tried before it
+            return ""  # the oldest of all: whole ones are tried before it
         if manifest is not None:
             return manifest.written_at
     return None
 
 
-# -------------------------------------------------------------------------------------------- keeping some
+# ------------------------------------------------------------------------------------- pinning and pruning
 
 
-def pin(folder: str | PathLike[str] | Place) -> None:
-    """The checkpoint is kept, whatever the limits say.
+def pin(folder: str | PathLike[str] | Storage) -> None:
+    """Mark the checkpoint as one that is kept, whatever the limits say.
 
     Raises:
         CheckpointNotFound: there is no such folder.
     """
-    place = place_of(folder)
-    if not place.files():
-        raise CheckpointNotFound(f"no checkpoint at {place}")
-    place.write(PIN_NAME, b"")
+    storage = storage_of(folder)
+    if not storage.files():
+        raise CheckpointNotFound(f"no checkpoint at {storage}")
+    storage.write(PIN_NAME, b"")
 
 
-def unpin(folder: str | PathLike[str] | Place) -> None:
-    """The checkpoint is subject to the limits again."""
-    place_of(folder).delete(PIN_NAME)
+def unpin(folder: str | PathLike[str] | Storage) -> None:
+    """Make the checkpoint subject to the limits again."""
+    storage_of(folder).delete(PIN_NAME)
 
 
-def kept(entries: list[Entry], options: ProjectOptions) -> set[str]:
-    """The names of those (whole, oldest first) that the options keep.
+def names_to_keep(entries: list[Entry], options: ProjectOptions) -> set[str]:
+    """Return the names of the checkpoints (whole ones, oldest first) that the options keep.
 
     They are the newest ``total_limit``; and besides: every ``keep_every``-th by number, the ``keep_best`` by the
     metric of that name, and those that are pinned.
@@ -224,7 +224,7 @@ def kept(entries: list[Entry], options: ProjectOptions) -> set[str]:
 
 
 def best(entries: list[Entry], options: ProjectOptions) -> list[Entry]:
-    """The ``keep_best`` checkpoints by the metric, best first; of equals the newer one."""
+    """Return the ``keep_best`` checkpoints by the metric, best first; of equals the newer one."""
     name = options.best_metric
     if name is None:
         return []
@@ -237,20 +237,20 @@ def best(entries: list[Entry], options: ProjectOptions) -> list[Entry]:
     return [entry for _, _, entry in sorted(rated, key=lambda item: item[:2])[: options.keep_best]]
 
 
-def prune(root: Place, options: ProjectOptions, committed: str) -> list[str]:
-    """Of the checkpoints up to ``committed``, only those that the options keep are left; names of the removed ones.
+def prune(root: Storage, options: ProjectOptions, committed: str) -> list[str]:
+    """Remove the checkpoints up to ``committed`` that the options don't keep; return their names.
 
-    Broken ones that are older than ``committed`` count for nothing and go.
+    Broken ones that are older than ``committed`` don't count, and are removed.
     """
-    if isinstance(root, LocalPlace):
+    if isinstance(root, LocalStorage):
         for leftover in root.folders():  # a crash while an earlier one was emptied
             if _TRASH.fullmatch(leftover):
                 root.child(leftover).remove()
     mine = _NUMBERED.fullmatch(committed)
-    older = [place for number, place in numbered(root) if mine is None or number <= int(mine[1])]
-    entries = {place.name: inspect(place) for place in older}
+    older = [storage for number, storage in numbered(root) if mine is None or number <= int(mine[1])]
+    entries = {storage.name: inspect(storage) for storage in older}
     whole = [entry for entry in entries.values() if entry.problem is None]
-    stay = kept(whole, options) | {committed}
+    stay = names_to_keep(whole, options) | {committed}
     removed = [name for name, entry in entries.items() if name not in stay and not entry.is_pinned]
     for name in removed:
         root.child(name).remove()

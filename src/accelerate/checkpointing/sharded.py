@@ -1,119 +1,399 @@
-"""State in shards: every rank writes its own pieces, any number of ranks reads them (torch's distributed checkpoint).
+"""Sharded state: every rank writes its own shards, any number of ranks reads them (torch's distributed checkpoint).
 
 `pytorch_model_fsdp_{i}/` holds the weights of model ``i``, `optimizer_{i}/` the state of optimizer ``i``, under the
-names of the parameters. How an object gives and takes its pieces is a :class:`StateAccess`; the one for tensors that
-lie in place, whole or as DTensors, is here.
+names of the parameters. A :class:`StateAccess` gets the shards of an object and loads them; the one for ordinary
+tensors and DTensors is here.
 """
 
 from __future__ import annotations
 
+import inspect
+import io
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import torch
 
-from ..errors import CheckpointError
+from ..distributed.world import current_world
+from ..errors import CheckpointError, CheckpointNotFound
 from ..names import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from ..torch_private.distributed import cut_locally
+from ..torch_private.distributed import shard_locally
 from ..torch_private.modules import loaded
-from ..world import current_world
 from .agreement import Ranks
-from .dcp import is_distributed_checkpoint, read_into, read_metadata
-from .shard_files import Shards
+from .codec import read_described_pickle, read_pickle, write_pickle, write_plain_pickle
+from .items import CheckpointItem
+from .manifest import measure
+from .paths import inside
+from .store import Create, StagingDirectory
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import WriteItem
+
+METADATA_NAME: Final = ".metadata"
+#: The classes that the index may name, which describe tensors and their locations in files.
+DESCRIPTIONS: Final[dict[str, tuple[str, ...]]] = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"),
+    "collections": ("OrderedDict",),
+}
+
+
+def is_distributed_checkpoint(folder: Path) -> bool:
+    """Return whether ``folder`` is a folder of torch's distributed checkpoint."""
+    return (folder / METADATA_NAME).is_file()
+
+
+def read_metadata(folder: str | PathLike[str]) -> Metadata:
+    """Read the index of a folder of torch's distributed checkpoint.
+
+    Raises:
+        CheckpointNotFound: it is no folder of a distributed checkpoint.
+        CheckpointError: its index can't be read, or names something that could run code.
+    """
+    import torch.distributed.checkpoint  # whose classes the index may name  # noqa: F401
+
+    path = Path(folder) / METADATA_NAME
+    if not path.is_file():
+        raise CheckpointNotFound(f"{folder} is no folder of a distributed checkpoint: it has no {METADATA_NAME}")
+    found = read_described_pickle(path, DESCRIPTIONS)
+    locations: Mapping[Any, Any] = getattr(found, "storage_data", None) or {}
+    for name in {getattr(location, "relative_path", None) for location in locations.values()}:
+        inside(folder, name, path)
+    return found
+
+
+def shapes_of(found: Metadata) -> dict[str, torch.Tensor]:
+    """Return every tensor of the checkpoint by key, on the meta device."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    return {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for key, entry in found.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read_tensors(folder: str | PathLike[str], found: Metadata, keys: Iterable[str]) -> dict[str, Any]:
+    """Read the named tensors, whole, into host memory, without a process group."""
+    shapes = shapes_of(found)
+    tensors = {key: torch.empty(shapes[key].shape, dtype=shapes[key].dtype) for key in keys}
+    read_into(folder, tensors, alone=True)
+    return tensors
+
+
+def read_into(folder: str | PathLike[str], state: dict[str, Any], *, alone: bool) -> None:
+    """Read the saved values into the tensors of ``state``, replacing other entries; a collective unless ``alone``."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    # older versions notice by themselves that there is no process group, and have no option to ignore one
+    options: dict[str, Any] = {"no_dist": alone} if "no_dist" in inspect.signature(load).parameters else {}
+    reader, planner = _load_classes()
+    with convert_torch_errors(f"load {folder}"):
+        load(state, storage_reader=reader(str(folder)), planner=planner(), **options)
+
+
+@contextmanager
+def convert_torch_errors(what: str) -> Iterator[None]:
+    """Convert torch's errors to ours, and silence its warnings about a single process and its own deprecations.
+
+    Raises:
+        CheckpointError: on every rank, when torch failed on any; torch's own is no Exception at all.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        except CheckpointException as error:
+            reasons = "; ".join(f"rank {rank}: {reason[0]}" for rank, reason in sorted(error.failures.items()))
+            raise CheckpointError(f"can't {what}: {reasons}") from error
+
+
+@cache  # made when first needed: importing torch's part takes half a second
+def _load_classes() -> tuple[type, type]:
+    """Return a reader and a planner as torch's own, except that pickles are read through an allow-list."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.planner import ReadItem
+
+    @final
+    class Reader(FileSystemReader):  # type: ignore[misc]
+        def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
+            return read_metadata(str(self.path))
+
+    @final
+    class Planner(DefaultLoadPlanner):
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+            try:
+                entry = read_pickle(value)
+            except CheckpointError as error:
+                raise CheckpointError(f"{read_item.dest_index.fqn}: {error}") from error
+            if not self.flatten_state_dict:
+                self.state_dict[read_item.dest_index.fqn] = entry
+                return
+            safe = io.BytesIO()
+            write_pickle(entry, safe)  # what has been read is data, so the original may read it in its own way
+            safe.seek(0)
+            super().load_bytes(read_item, safe)
+
+    return Reader, Planner
+
+
+def plain_names(found: Metadata) -> dict[str, str]:
+    """Map the keys of the tensors to the names that they have in the model.
+
+    A state dict that was saved as ``{"model": state_dict}`` has ``model.`` in front of every name.
+    """
+    paths: Mapping[str, tuple[Any, ...]] = found.planner_data or {}
+    keys = list(shapes_of(found))
+    tops = {paths[key][0] if key in paths else None for key in keys}
+    wrapped = len(tops) == 1 and None not in tops and all(len(path) > 1 for path in paths.values())
+    top = f"{next(iter(tops))}." if wrapped else ""
+    return {key: key.removeprefix(top) for key in keys}
+
+
+# -------------------------------------------------------------------------------------- the item of sharded state
+#
+# torch plans and writes the files; the messages between ranks are ours. So the ranks can exchange plans without the
+# training's process group, and the same state gives the same bytes whether the training waits for them or not.
+
+T = TypeVar("T")
+
+#: The classes that messages between ranks may name, besides those of an index.
+_PLANS = {
+    "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
+    "torch.distributed.checkpoint.storage": ("WriteResult",),
+}
+
+
+@final
+class ShardsItem(CheckpointItem):
+    """This rank's shards of one state, written as files of ``folder``.
+
+    Args:
+        state: nested dicts and lists; tensors may be whole, or DTensors and ShardedTensors.
+        ranks: the ranks that write the folder together.
+        staging: the staging directory that the folder is in.
+    """
+
+    def __init__(
+        self, folder: Path, state: dict[str, Any], ranks: Ranks, staging: StagingDirectory | None = None
+    ) -> None:
+        self._folder, self._ranks, self._staging = folder, ranks, staging
+        planner, writer = _save_classes()
+        self._planner: Any = planner()
+        self._writer: Any = writer(folder)
+        self._planner.set_up_planner(state, self._writer.storage_meta(), ranks.is_main)
+        self._plan = self._planner.create_local_plan()
+        self._planner.take(self._plan.items)
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Return this rank's shards."""
+        return [value for value in self._planner.values.values() if isinstance(value, torch.Tensor)]
+
+    def use_copies(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Replace the shards by the copies; entries that are no tensors are held as bytes already."""
+        values: dict[Any, Any] = self._planner.values
+        self._planner.values = {
+            index: copies[id(value)] if isinstance(value, torch.Tensor) else value for index, value in values.items()
+        }
+
+    def write(self, create: Create) -> None:
+        """Write the shards of all ranks into the folder; all ranks of the folder call this."""
+        with convert_torch_errors(f"save {self._folder}"):
+            self._write()
+
+    def _write(self) -> None:
+        is_main, plans, metadata = self._ranks.is_main, None, None
+        self._step(self._prepare)
+        local_plans = self._ranks.gather(_packed(self._plan))
+        if is_main:
+            plans, metadata = self._step(lambda: self._planned(local_plans))
+        else:
+            self._step(lambda: None)
+        mine = self._ranks.scatter(plans)
+        results = self._step(lambda: self._data(_unpacked(mine)))
+        all_results = self._ranks.gather(_packed(results))
+        self._step(
+            lambda: self._writer.finish(metadata, [_unpacked(one) for one in all_results or ()]) if is_main else None
+        )
+        names = {result.storage_data.relative_path for result in results}
+        self._step(lambda: self._record(names))
+
+    def _step(self, act: Callable[[], T]) -> T:
+        """Return the result of ``act()`` once it has succeeded on every rank; raise on all otherwise."""
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = act()
+        except Exception as problem:  # raised again on every rank by agree()
+            error = problem
+        self._ranks.agree(error, f"save {self._folder}")
+        return result
+
+    def _prepare(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._writer.set_up_storage_writer(self._ranks.is_main)
+        self._plan = self._writer.prepare_local_plan(self._plan)
+
+    def _planned(self, local_plans: list[bytes] | None) -> tuple[list[bytes], Any]:
+        plans, metadata = self._planner.create_global_plan([_unpacked(plan) for plan in local_plans or ()])
+        return [_packed(plan) for plan in self._writer.prepare_global_plan(plans)], metadata
+
+    def _data(self, plan: Any) -> list[Any]:
+        writing = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
+        writing.wait()
+        return writing.value()
+
+    def _record(self, names: Iterable[str]) -> None:
+        """Measure the files that this rank has written."""
+        if self._staging is None:
+            return
+        for name in names:
+            record = measure(self._folder / name)
+            self._staging.records[f"{self._folder.relative_to(self._staging.folder).as_posix()}/{name}"] = record
+            self._staging.progress.advance(record.size)
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    write_plain_pickle(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return read_described_pickle(io.BytesIO(data), {**DESCRIPTIONS, **_PLANS}, "a message from another rank")
+
+
+@cache  # made when first needed: importing torch's part takes half a second
+def _save_classes() -> tuple[type, type]:
+    """Return a planner that holds the values to write, and a writer that records no time and no path."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    @final
+    class Planner(DefaultSavePlanner):
+        def take(self, items: Iterable[WriteItem]) -> None:
+            self.values = {item.index: super(Planner, self).resolve_data(item) for item in items}
+
+        def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+            value: Any = self.values[write_item.index]
+            return value.detach().contiguous() if isinstance(value, torch.Tensor) else value
+
+    @final
+    class Writer(FileSystemWriter):
+        def storage_meta(self) -> StorageMeta:
+            return StorageMeta()
+
+    return Planner, Writer
+
+
+# ------------------------------------------------------------------------------------ saving and loading shards
 
 NamedParameters = Callable[[Any], Iterable[tuple[str, torch.Tensor]]]
 
 
 def weights_folder(folder: str | PathLike[str], index: int = 0) -> Path:
-    """Where the weights of model ``index`` lie in shards."""
+    """Return the folder of the weights of model ``index`` in shards."""
     return Path(folder) / f"{FSDP_MODEL_NAME}_{index}"
 
 
 def optimizer_folder(folder: str | PathLike[str], index: int = 0) -> Path:
-    """Where the state of optimizer ``index`` lies in shards."""
+    """Return the folder of the state of optimizer ``index`` in shards."""
     return Path(folder) / f"{OPTIMIZER_NAME}_{index}"
 
 
 def classic_weights(folder: str | PathLike[str], index: int = 0) -> Path:
-    """The pickle with all weights of a sharded model ``index``."""
+    """Return the path of the pickle with all weights of a sharded model ``index``."""
     return Path(folder) / f"{FSDP_MODEL_NAME}{f'_{index}' if index else ''}.bin"
 
 
 def is_sharded(folder: Path) -> bool:
-    """Whether ``folder`` is one that shards were written into."""
+    """Return whether ``folder`` holds shards."""
     return is_distributed_checkpoint(folder)
 
 
 class StateAccess(ABC):
-    """How the state of a model or an optimizer that lies over the ranks is given and taken. Everything here is a
-    collective."""
+    """The way to get and set the state of a model or an optimizer that is sharded over the ranks."""
 
-    #: Whether files of DeepSpeed's engine, which are pickles, are read without being asked.
+    #: Whether files of DeepSpeed's engine, which are pickles, are read without ``weights_only=False``.
     trusts_engine: bool = False
 
     def restore(self, model: Any, folder: Path, index: int, *, model_only: bool = False, **options: Any) -> bool:
-        """Whether ``folder`` held the state of ``model`` in a form of the strategy's own, and ``model`` now has it."""
+        """Load ``model`` from a form of the strategy's own, if ``folder`` has one; return whether it had."""
         return False
 
     @abstractmethod
-    def receiver(self, model: Any) -> Any:
-        """An object with ``state_dict`` and ``load_state_dict(state, strict=)`` for whole tensors."""
+    def load_target(self, model: Any) -> Any:
+        """Return an object with ``state_dict`` and ``load_state_dict(state, strict=)`` for whole tensors."""
 
     @abstractmethod
-    def whole_model(self, model: Any, keeps: bool) -> dict[str, Any]:
-        """The state dict of ``model`` with whole tensors in CPU memory where ``keeps``; empty elsewhere."""
+    def full_model_state(self, model: Any, keeps: bool) -> dict[str, Any]:
+        """Return the state dict of ``model`` with whole tensors in CPU memory where ``keeps``; empty elsewhere."""
 
     @abstractmethod
     def model_shards(self, model: Any) -> dict[str, Any]:
-        """This rank's pieces by name; what lies on other ranks alone is on the meta device (:func:`own_shards`)."""
+        """Return this rank's shards by name; tensors of other ranks are on the meta device (:func:`own_shards`)."""
 
     @abstractmethod
-    def take_model(self, model: Any, shards: dict[str, Any]) -> None:
-        """``model`` has what was read into ``shards``."""
+    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
+        """Load the values that were read into ``shards`` into ``model``."""
 
     @abstractmethod
     def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """By parameter name a tensor of the parameter's whole shape, cut as optimizer state for it is."""
+        """Return by parameter name a tensor of the parameter's whole shape, sharded as optimizer state for it is."""
 
     @abstractmethod
     def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
-        """``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, tensors in pieces."""
+        """Return ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, with sharded tensors."""
 
     @abstractmethod
-    def take_optimizer(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
-        """``optimizer`` has ``shards``."""
+    def load_optimizer_shards(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
+        """Load ``shards`` into ``optimizer``."""
 
     @abstractmethod
-    def whole_optimizer(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
-        """The state dict of an optimizer of whole tensors, where ``keeps``."""
+    def full_optimizer_state(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
+        """Return the optimizer's state dict with whole tensors where ``keeps``; empty elsewhere."""
 
     @abstractmethod
-    def take_whole_optimizer(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
-        """``optimizer`` has ``state``, the state dict of an optimizer of whole tensors."""
+    def load_full_optimizer_state(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
+        """Load ``state``, a state dict of whole tensors, into ``optimizer``."""
 
 
 # ------------------------------------------------------------------------------------------------- writing
 
 
 def write_model_shards(folder: Path, shards: Mapping[str, Any]) -> None:
-    """``folder`` holds the weights; a collective."""
+    """Write the weights into ``folder``; a collective."""
     _write(folder, {"model": own_shards(shards)})
 
 
 def write_optimizer_shards(folder: Path, shards: Mapping[str, Any]) -> None:
-    """``folder`` holds the optimizer's state; a collective."""
+    """Write the optimizer's state into ``folder``; a collective."""
     _write(folder, {"optimizer": dict(shards)})
 
 
 def _write(folder: Path, state: dict[str, Any]) -> None:
-    Shards(folder, state, Ranks(None if _alone() else current_world())).write(_no_file)
+    ShardsItem(folder, state, Ranks(None if _alone() else current_world())).write(_no_file)
 
 
 def _no_file(name: str, *, pickle: bool = False) -> Any:
-    raise AssertionError(f"shards open their own files, {name!r} is none of them")
+    raise AssertionError(f"torch opens the files of shards itself, {name!r} is none of them")
 
 
 def _alone() -> bool:
@@ -124,7 +404,7 @@ def _alone() -> bool:
 
 
 def read_model_shards(access: StateAccess, model: Any, folder: Path, *, strict: bool = True, **_: Any) -> None:
-    """``model`` has the weights in ``folder``; a collective.
+    """Load the weights in ``folder`` into ``model``; a collective.
 
     Raises:
         CheckpointError: with ``strict``, names that are missing on either side.
@@ -140,11 +420,11 @@ def read_model_shards(access: StateAccess, model: Any, folder: Path, *, strict: 
         )
     found = {name: value for name, value in own_shards(shards).items() if name in saved}
     _read(folder, {"model": found})
-    access.take_model(model, {**shards, **found})
+    access.load_model_shards(model, {**shards, **found})
 
 
 def own_shards(shards: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``shards`` of which something lies on this rank."""
+    """Return those of ``shards`` that are not entirely on other ranks."""
     return {name: value for name, value in shards.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}
 
 
@@ -153,7 +433,7 @@ def _listed(what: str, names: list[str]) -> str:
 
 
 def _shared(state: Mapping[str, Any]) -> dict[str, str]:
-    """Of names of one tensor, the others' by each."""
+    """Map each of the names of a tied tensor to another of its names."""
     first: dict[int, str] = {}
     other: dict[str, str] = {}
     for name, value in state.items():
@@ -164,7 +444,7 @@ def _shared(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_optimizer_shards(access: StateAccess, optimizer: Any, models: Sequence[Any], folder: Path) -> None:
-    """``optimizer`` has the state in ``folder``; a collective.
+    """Load the state in ``folder`` into ``optimizer``; a collective.
 
     Raises:
         CheckpointError: the folder holds state of parameters that the models don't have.
@@ -179,14 +459,14 @@ def read_optimizer_shards(access: StateAccess, optimizer: Any, models: Sequence[
             raise CheckpointError(f"{folder} holds optimizer state of {path[1]!r}, which the models don't have")
         layout = layouts[str(path[1])] if path[0] == "state" else None
         if layout is not None and layout.is_meta:
-            continue  # of another stage
+            continue  # of another pipeline stage
         _put(state, path, _empty(_metadata(folder)[key], layout))
     _read(folder, target)
-    access.take_optimizer(optimizer, models, {"state": {}, "param_groups": [], **target["optimizer"]})
+    access.load_optimizer_shards(optimizer, models, {"state": {}, "param_groups": [], **target["optimizer"]})
 
 
 def _put(tree: Any, path: Sequence[Any], value: Any) -> None:
-    """``value`` is in ``tree`` at ``path``, where a number is a place in a list."""
+    """Put ``value`` into ``tree`` at ``path``, where a number is an index of a list."""
     for position, key in enumerate(path):
         last = position == len(path) - 1
         new = value if last else ([] if isinstance(path[position + 1], int) else {})
@@ -214,7 +494,7 @@ def _metadata(folder: Path) -> dict[str, Any]:
 
 
 def _saved(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """What ``folder`` holds: by key the path that leads to it."""
+    """Return the keys of the checkpoint in ``folder``, each with the path that leads to it in the state dict."""
     metadata = read_metadata(folder)
     paths: dict[str, tuple[Any, ...]] = metadata.planner_data or {}
     return {key: tuple(paths.get(key, key.split(".", 1))) for key in metadata.state_dict_metadata}
@@ -224,17 +504,17 @@ def _read(folder: Path, state: dict[str, Any]) -> None:
     read_into(folder, state, alone=_alone())
 
 
-# ------------------------------------------------------------------------------------------ tensors in place
+# ------------------------------------------------------------------------- models of ordinary tensors and DTensors
 
 
 @final
 class InPlace(StateAccess):
-    """Models whose parameters are ordinary tensors or DTensors, and optimizers over them.
+    """Access to models whose parameters are ordinary tensors or DTensors, and to optimizers over them.
 
     Args:
         named_parameters: the parameters of a model under every name of the user's own model.
         canonical: a name in a model's state dict as the user's own model has it.
-        restores: takes the place of :meth:`restore`: ``(model, folder, index)``.
+        restores: called by :meth:`restore` as ``(model, folder, index)``.
     """
 
     def __init__(
@@ -248,36 +528,36 @@ class InPlace(StateAccess):
         self._restores = restores
 
     def restore(self, model: Any, folder: Path, index: int, *, model_only: bool = False, **options: Any) -> bool:
-        """Whether an engine has taken its own form of state."""
+        """Call ``restores``, if one was given; return whether it has loaded the model."""
         return self._restores is not None and self._restores(model, folder, index)
 
-    def receiver(self, model: Any) -> Any:
-        """The model itself, unless it has DTensors."""
+    def load_target(self, model: Any) -> Any:
+        """Return the model itself, or a wrapper that shards whole tensors if it has DTensors."""
         has_pieces = isinstance(model, torch.nn.Module) and any(map(_is_dtensor, model.parameters()))
-        return _Pieces(self, model) if has_pieces else model
+        return _ShardedModel(self, model) if has_pieces else model
 
-    def whole_model(self, model: Any, keeps: bool) -> dict[str, Any]:
-        """One tensor after the other is gathered; tied names share one tensor in the result too."""
+    def full_model_state(self, model: Any, keeps: bool) -> dict[str, Any]:
+        """Gather one tensor after the other; tied names share one tensor in the result too."""
         gathered: dict[int, Any] = {}
         state: dict[str, Any] = {}
         for name, value in self.model_shards(model).items():
             if id(value) not in gathered:
-                gathered[id(value)] = whole(value, keeps)
+                gathered[id(value)] = gather_to_cpu(value, keeps)
             if keeps:
                 state[name] = gathered[id(value)]
         return state
 
     def model_shards(self, model: Any) -> dict[str, Any]:
-        """The live tensors, detached from gradients; tied names have the same object."""
+        """Return the live tensors, detached from gradients; tied names have the same object."""
         state = model.state_dict(keep_vars=True)
         detached = {id(value): value.detach() if isinstance(value, torch.Tensor) else value for value in state.values()}
         return {self._canonical(name): detached[id(value)] for name, value in state.items()}
 
-    def take_model(self, model: Any, shards: dict[str, Any]) -> None:
-        """The tensors are the model's own: they have been read in place."""
+    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
+        """Do nothing: the tensors are the model's own and have been read in place."""
 
     def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """The parameters themselves."""
+        """Return the parameters themselves, detached."""
         return {name: parameter.detach() for parameter, name in self._names(models)}
 
     def _names(self, models: Sequence[Any]) -> Iterator[tuple[torch.Tensor, str]]:
@@ -295,7 +575,7 @@ class InPlace(StateAccess):
         return names
 
     def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
-        """The live tensors under the parameters' names."""
+        """Return the live tensors under the parameters' names."""
         names = self._name_of(models)
         strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
         if strange:
@@ -309,8 +589,8 @@ class InPlace(StateAccess):
         ]
         return {"state": {names[id(p)]: dict(state) for p, state in optimizer.state.items()}, "param_groups": groups}
 
-    def take_optimizer(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
-        """As ``load_state_dict`` would, with names in place of numbers."""
+    def load_optimizer_shards(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
+        """Load as ``load_state_dict`` does, with names in place of numbers."""
         names = self._name_of(models)
         settings = {name: group for group in shards["param_groups"] for name in group.get("params", ())}
         groups: list[dict[str, Any]] = []
@@ -326,50 +606,50 @@ class InPlace(StateAccess):
                 number += 1
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def whole_optimizer(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
-        """The optimizer's state dict with every tensor whole, on the CPU."""
+    def full_optimizer_state(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
+        """Return the optimizer's state dict with every tensor whole, on the CPU."""
         state = optimizer.state_dict()
         gathered = {
-            number: {name: whole(value, keeps) for name, value in entries.items()}
+            number: {name: gather_to_cpu(value, keeps) for name, value in entries.items()}
             for number, entries in state["state"].items()
         }
         return {**state, "state": gathered} if keeps else {}
 
-    def take_whole_optimizer(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
-        """Tensors of a parameter's shape are cut as the parameter is."""
+    def load_full_optimizer_state(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
+        """Load whole tensors; those of a parameter's shape are sharded as the parameter is."""
         parameters = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
         if _is_named(state):  # the classic form of FSDP
             layouts = self.layouts(models)
             named = {
-                name: {key: laid_like(value, layouts[name]) for key, value in entries.items()}
+                name: {key: shard_like(value, layouts[name]) for key, value in entries.items()}
                 for name, entries in state["state"].items()
             }
-            self.take_optimizer(optimizer, models, {**state, "state": named})
+            self.load_optimizer_shards(optimizer, models, {**state, "state": named})
             return
         if not any(map(_is_dtensor, parameters)):
             optimizer.load_state_dict(state)
             return
         cut = {
-            number: {name: laid_like(value, parameters[number]) for name, value in entries.items()}
+            number: {name: shard_like(value, parameters[number]) for name, value in entries.items()}
             for number, entries in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": cut})
 
 
 @final
-class _Pieces:
-    """A model with DTensors as something that whole tensors can be loaded into."""
+class _ShardedModel:
+    """A model with DTensors as an object that whole tensors can be loaded into."""
 
     def __init__(self, access: InPlace, model: Any) -> None:
         self._access = access
         self._model = model
 
     def state_dict(self, keep_vars: bool = True) -> dict[str, Any]:
-        """The live tensors."""
+        """Return the live tensors."""
         return self._access.model_shards(self._model)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
-        """Every tensor has its part of the value of its name."""
+        """Copy to every tensor its shard of the value of its name."""
         own = self.state_dict()
         filled = {id(own[name]) for name in state if name in own}  # a tied tensor comes under one of its names
         missing = [name for name, tensor in own.items() if id(tensor) not in filled]
@@ -382,7 +662,7 @@ class _Pieces:
                     raise RuntimeError(
                         f" {name!r} has shape {list(state[name].shape)} there, and {list(tensor.shape)} here."
                     )
-                tensor.copy_(laid_like(state[name].to(tensor.dtype), tensor))
+                tensor.copy_(shard_like(state[name].to(tensor.dtype), tensor))
         return loaded(missing, unexpected)
 
 
@@ -400,26 +680,26 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def whole(value: Any, keeps: bool) -> Any:
-    """``value`` with the pieces of all ranks together, in CPU memory, where ``keeps``. A collective for pieces."""
+def gather_to_cpu(value: Any, keeps: bool) -> Any:
+    """Return ``value`` gathered from all ranks, in CPU memory, where ``keeps``; a collective for shards."""
     if not isinstance(value, torch.Tensor):
         return value
-    value = together(value)
+    value = gather_tensor(value)
     return value.cpu() if keeps else None
 
 
-def together(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of ``tensor``, where it computes. A collective for pieces."""
-    piece: Any = tensor.detach()
-    if not _is_dtensor(piece):
-        return piece
-    if piece.to_local().device.type != piece.device_mesh.device_type:  # offloaded
-        piece = piece.to(piece.device_mesh.device_type)
-    return piece.full_tensor()
+def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of ``tensor``, on the device where it computes. A collective for shards."""
+    data: Any = tensor.detach()
+    if not _is_dtensor(data):
+        return data
+    if data.to_local().device.type != data.device_mesh.device_type:  # offloaded
+        data = data.to(data.device_mesh.device_type)
+    return data.full_tensor()
 
 
-def laid_like(value: Any, tensor: torch.Tensor) -> Any:
-    """``value``, whole on every rank, in the pieces and on the device in which ``tensor`` of its shape lies."""
+def shard_like(value: Any, tensor: torch.Tensor) -> Any:
+    """Return ``value``, whole on every rank, sharded and placed as ``tensor`` of the same shape is."""
     if not isinstance(value, torch.Tensor) or value.shape != tensor.shape or _is_dtensor(value):
         return value
     data: Any = tensor.detach()
@@ -427,5 +707,5 @@ def laid_like(value: Any, tensor: torch.Tensor) -> Any:
         return value.to(data.device)
     home = data.to_local().device
     mesh = data.device_mesh
-    laid = cut_locally(value.to(mesh.device_type), mesh, data.placements)
+    laid = shard_locally(value.to(mesh.device_type), mesh, data.placements)
     return laid if laid.to_local().device == home else laid.to(home)

@@ -3,12 +3,12 @@
 A save goes through these states; a crash between any two leaves a checkpoint that loads:
 
 1. ``.X.tmp-<uuid>`` beside ``X`` takes every file; hooks and strategies write there too.
-2. Every file is flushed to disk and measured, and all ranks agree that theirs are.
-3. The manifest is written into the staging folder, last, and flushed: from here the save can only go forward.
+2. Every file is fsynced and measured, and all ranks agree that theirs are.
+3. The manifest is written into the staging directory, last, and fsynced: from here on, the save can't be undone.
 4. A target that doesn't exist appears by one rename. Into one that does, the files move one by one and the
-   manifest last; other people's files stay, files of the checkpoint that was there go. A reader that finds a
+   manifest last; other programs' files stay, files of the checkpoint that was there are removed. A reader that finds a
    target without a manifest finishes a move that a crash cut short (:meth:`CheckpointStore.recover`).
-5. All ranks agree that it is done; only now may older checkpoints be pruned.
+5. All ranks agree that it is done; only then are older checkpoints pruned.
 
 Where nodes don't share a disk, each node's first rank stages and commits the folder of its node.
 """
@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import replace
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
@@ -27,15 +30,274 @@ from uuid import uuid4
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import MANIFEST_NAME
 from .agreement import Ranks
-from .draft import Draft, Store
-from .inside import inside
-from .locks import is_locked, lock, remove_mark, unlock
-from .manifest import PIN_NAME, FileRecord, Manifest, measure, problems, read_manifest
-from .meter import Meter
-from .portable import check_name
+from .manifest import PIN_NAME, SILENT, ByteProgress, FileRecord, Manifest, measure, problems, read_manifest
+from .paths import check_name, inside
 
 if TYPE_CHECKING:
-    from ..world import World
+    from ..distributed.world import World
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl: Any = None
+try:
+    import msvcrt
+except ImportError:  # every other system
+    msvcrt: Any = None
+
+_LOCK_SUFFIX: Final = ".lock"
+_locks: dict[int, Path | None] = {}  # descriptor -> the file to remove, where one was made
+
+
+def lock(folder: Path) -> int:
+    """Mark ``folder`` as in use until :func:`unlock`, or until this process dies; return the lock's descriptor."""
+    beside = None if fcntl is not None else _lock_file_of(folder)
+    descriptor = os.open(folder, os.O_RDONLY) if beside is None else os.open(beside, os.O_RDWR | os.O_CREAT)
+    with suppress(OSError):  # a file system without locks: leftovers there look abandoned at once
+        _try_to_lock(descriptor)
+    _locks[descriptor] = beside
+    return descriptor
+
+
+def unlock(descriptor: int) -> None:
+    """Release the lock that :func:`lock` returned the descriptor of."""
+    if descriptor not in _locks:  # a forked child, whose copy is closed already
+        return
+    beside = _locks.pop(descriptor)
+    os.close(descriptor)
+    if beside is not None:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process that is still alive, this one included, writes into ``folder``."""
+    beside = None if fcntl is not None else _lock_file_of(folder)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY) if beside is None else os.open(beside, os.O_RDWR)
+    except FileNotFoundError:
+        if beside is None:
+            raise
+        return False
+    try:
+        _try_to_lock(descriptor)
+    except OSError as error:
+        return fcntl is None or isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def remove_lock_file(folder: Path) -> None:
+    """Remove the lock file that a killed process left beside ``folder``."""
+    if fcntl is None:
+        with suppress(OSError):
+            _lock_file_of(folder).unlink()
+
+
+def _lock_file_of(folder: Path) -> Path:
+    return folder.with_name(folder.name + _LOCK_SUFFIX)
+
+
+def _try_to_lock(descriptor: int) -> None:
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    elif msvcrt is not None:
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+
+
+def _close_in_child() -> None:
+    """Close all locks in a forked child: a loader's worker that outlives its parent would hold them."""
+    while _locks:
+        os.close(_locks.popitem()[0])
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+# ----------------------------------------------------------- the staging directory, and the interface of stores
+
+
+@final
+class DurableFile:
+    """A file whose size and checksum are computed while it is written, and that is fsynced at the end."""
+
+    def __init__(self, path: Path, progress: ByteProgress = SILENT) -> None:
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by close())
+        self._progress = progress
+        self._size = 0
+        self._checksum = 0
+
+    def write(self, data: Any, /) -> int:
+        """Write all of ``data`` to the file (not yet to disk)."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            count = self._file.write(rest)
+            self._checksum = zlib.crc32(rest[:count], self._checksum)
+            self._size += count
+            self._progress.advance(count)
+            rest = rest[count:]
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Do nothing: the file has no buffer."""
+
+    def fsync_and_close(self) -> FileRecord:
+        """Fsync and close the file; return its size and checksum."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileRecord(self._size, self._checksum)
+
+    def close(self) -> None:
+        """Close the file, on disk or not."""
+        self._file.close()
+
+
+@dataclass
+@final
+class StagingDirectory:
+    """The staging directory of a checkpoint that is being written, and which of its files this rank writes.
+
+    Attributes:
+        folder: the directory; hooks and strategies may write into it by any means.
+        is_writer: whether this rank writes the files that all ranks have in common.
+        ranks: the processes that write this checkpoint together.
+        is_committer: whether this rank commits the staging directory of its node.
+        description: the manifest to be, without files.
+        records: size and checksum of the files that this rank has written.
+        pickled: the names of those files that are pickles.
+        details: JSON values for the manifest, beside those of ``description``.
+    """
+
+    folder: Path
+    is_writer: bool
+    ranks: Ranks
+    is_committer: bool = True
+    description: Manifest = field(default_factory=lambda: Manifest({}))
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    pickled: list[str] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+    progress: ByteProgress = SILENT
+    held: ExitStack = field(default_factory=ExitStack)  # the locks that mark the staging directory as in use
+
+    @contextmanager
+    def create(self, name: str, *, pickle: bool = False) -> Iterator[DurableFile]:
+        """Yield a new file of the checkpoint, measured and fsynced at the end of the block."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = DurableFile(path, self.progress)
+        try:
+            yield file
+            self.records[name] = file.fsync_and_close()
+        finally:
+            file.close()
+        if pickle:
+            self.pickled.append(name)
+
+
+class Store(ABC):
+    """The folder of one checkpoint, on a disk or behind a network.
+
+    Attributes:
+        ranks: the processes that write or read it together. All of them call every method.
+    """
+
+    ranks: Ranks
+    identity: str = ""  # of the manifest that this process has committed here
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """The path or URL of the folder."""
+
+    # ------------------------------------------------------------------------------------------- writing
+
+    @abstractmethod
+    def begin(self, description: Manifest | None = None) -> StagingDirectory:
+        """Make a staging directory; ``description`` is the manifest to be, without files."""
+
+    @abstractmethod
+    def commit(self, staging: StagingDirectory) -> None:
+        """Make the staged files the checkpoint in this folder."""
+
+    @abstractmethod
+    def abandon(self, staging: StagingDirectory) -> None:
+        """Remove a staging directory that is not committed."""
+
+    @contextmanager
+    def abandon_on_error(self, staging: StagingDirectory) -> Iterator[None]:
+        """Yield a block; if it fails on any rank, abandon the staging directory and raise on all.
+
+        Raises:
+            CheckpointError: on every rank, when any rank failed; the text names that rank and its reason.
+        """
+        what = f"save {self.address}"
+        try:
+            try:
+                yield
+            except Exception as error:  # raised again once the other ranks know of it
+                self.ranks.agree(error, what)
+                raise
+            self.ranks.agree(None, what)
+        except BaseException:  # also when the program is being ended
+            self.abandon(staging)
+            raise
+
+    @contextmanager
+    def committing(self, staging: StagingDirectory) -> Iterator[None]:
+        """Yield a block that :meth:`abandon_on_error` watches, then commit the staging directory."""
+        with staging.held:
+            with self.abandon_on_error(staging):
+                yield
+            try:
+                self.commit(staging)
+            except BaseException:  # also when the program is being ended
+                self.abandon(staging)
+                raise
+
+    @contextmanager
+    def transaction(self, description: Manifest | None = None) -> Iterator[StagingDirectory]:
+        """Yield a staging directory, and commit it when the block has succeeded on every rank."""
+        staging = self.begin(description)
+        with self.committing(staging):
+            yield staging
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    @abstractmethod
+    def manifest(self) -> Manifest | None:
+        """Read the manifest of the checkpoint here; None for a folder without one.
+
+        Raises:
+            CheckpointError: it is torn, foreign, or of a newer format.
+        """
+
+    @abstractmethod
+    def require(self) -> None:
+        """Raise unless the folder is there.
+
+        Raises:
+            CheckpointNotFound: on every rank, when any rank doesn't see it.
+        """
+
+    @abstractmethod
+    def problem(self) -> str | None:
+        """Read every byte and describe why the checkpoint here must not be loaded; None when it is whole."""
+
+    @property
+    @abstractmethod
+    def readable(self) -> Path:
+        """The folder from which its files can be read, once :meth:`problem` has looked at them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove files that were downloaded to be read."""
+
+
+#: A function ``create(name, pickle=)`` that opens a new file of a checkpoint.
+Create = Callable[..., Any]
+
+# ------------------------------------------------------------------------------------ checkpoints on a local disk
 
 _STAGING: Final = ".{name}.tmp-"
 
@@ -45,11 +307,11 @@ class CheckpointStore(Store):
     """The folder of one checkpoint, on a disk.
 
     Args:
-        folder: where the checkpoint is, or will be.
-        world: who takes part; None is one process by itself.
+        folder: the folder of the checkpoint, which need not exist.
+        world: the processes that take part; None is one process by itself.
         on_each_node: the common files are written once per node instead of once (nodes that share the folder
             share the files).
-        ranks: who takes part and how they talk, in place of ``world``.
+        ranks: the processes that take part, in place of ``world``.
     """
 
     def __init__(
@@ -72,44 +334,44 @@ class CheckpointStore(Store):
 
     # ------------------------------------------------------------------------------------------- writing
 
-    def begin(self, description: Manifest | None = None) -> Draft:
-        """A staging folder beside this one: on each node one, where nodes don't share the disk."""
-        draft = Draft(Path(), False, self.ranks, False, description or Manifest({}))
+    def begin(self, description: Manifest | None = None) -> StagingDirectory:
+        """Make a staging directory beside this folder: one on each node, where nodes don't share the disk."""
+        staging = StagingDirectory(Path(), False, self.ranks, False, description or Manifest({}))
         try:
-            self._stage(draft)
+            self._stage(staging)
         except BaseException:  # a rank that has made its folder learns here that another could not
-            self.abandon(draft)
+            self.abandon(staging)
             raise
-        return draft
+        return staging
 
-    def _stage(self, draft: Draft) -> None:
+    def _stage(self, staging: StagingDirectory) -> None:
         what = f"save {self.folder}"
         error: Exception | None = None
         try:
             if self.ranks.is_main:
-                self._make_staging(draft)
+                self._make_staging(staging)
         except OSError as problem:
             error = problem
         self.ranks.agree(error, what)
-        first = next(path for path in self._staged(draft) if path is not None)
+        first = next(path for path in self._staged(staging) if path is not None)
         try:
             if self.ranks.is_local_main and not first.exists():
-                self._make_staging(draft)  # this node has a disk of its own
+                self._make_staging(staging)  # this node has a disk of its own
         except OSError as problem:
             error = problem
         self.ranks.agree(error, what)
-        folders = [path for path in self._staged(draft) if path is not None]
+        folders = [path for path in self._staged(staging) if path is not None]
         visible = [path for path in folders if path.exists()]
         if not visible:
             error = FileNotFoundError(f"none of the staging folders is visible on this rank: {folders[0]}")
         self.ranks.agree(error, what)
-        draft.folder = visible[0]
-        draft.is_writer = draft.is_committer and (self.ranks.is_main or self.on_each_node)
+        staging.folder = visible[0]
+        staging.is_writer = staging.is_committer and (self.ranks.is_main or self.on_each_node)
 
-    def _staged(self, draft: Draft) -> list[Path | None]:
-        return self.ranks.everyone(draft.folder if draft.is_committer else None)
+    def _staged(self, staging: StagingDirectory) -> list[Path | None]:
+        return self.ranks.all_gather(staging.folder if staging.is_committer else None)
 
-    def _make_staging(self, draft: Draft) -> None:
+    def _make_staging(self, staging: StagingDirectory) -> None:
         check_name(self.folder)
         parent = self.folder.parent
         if self.folder.exists():
@@ -119,77 +381,77 @@ class CheckpointStore(Store):
             if mounted or not os.access(parent, os.W_OK):
                 parent = self.folder  # files can only be moved within one file system
         parent.mkdir(parents=True, exist_ok=True)
-        staging = parent / f"{_STAGING.format(name=self.folder.name)}{uuid4().hex}"
-        staging.mkdir()
-        draft.held.callback(unlock, lock(staging))
-        draft.folder, draft.is_committer = staging, True
+        staging_path = parent / f"{_STAGING.format(name=self.folder.name)}{uuid4().hex}"
+        staging_path.mkdir()
+        staging.held.callback(unlock, lock(staging_path))
+        staging.folder, staging.is_committer = staging_path, True
 
-    def make_beside(self, draft: Draft) -> Path:
-        """A folder beside a draft, in use as long as the draft is, whose manifest a reader finds after a crash."""
-        beside = draft.folder.with_name(f"{_STAGING.format(name=self.folder.name)}{uuid4().hex}")
+    def make_beside(self, staging: StagingDirectory) -> Path:
+        """Make a locked folder beside a staging directory, whose manifest a reader finds after a crash."""
+        beside = staging.folder.with_name(f"{_STAGING.format(name=self.folder.name)}{uuid4().hex}")
         beside.mkdir()
-        draft.held.callback(unlock, lock(beside))
+        staging.held.callback(unlock, lock(beside))
         return beside
 
-    def put_back(self, beside: Path) -> None:
-        """The checkpoint that was moved into a folder of :meth:`make_beside` is here again."""
+    def restore(self, beside: Path) -> None:
+        """Move the checkpoint in a folder of :meth:`make_beside` back here."""
         if (beside / MANIFEST_NAME).exists():
             self._move_in(beside)
         else:
             shutil.rmtree(beside, ignore_errors=True)
 
-    def abandon(self, draft: Draft) -> None:
-        """The staging folder is gone, unless its files are on the move already: then the next reader finishes that."""
-        draft.held.close()
-        if draft.is_committer and not self._moving:
-            shutil.rmtree(draft.folder, ignore_errors=True)
+    def abandon(self, staging: StagingDirectory) -> None:
+        """Remove the staging directory, unless its files are being moved already: the next reader finishes that."""
+        staging.held.close()
+        if staging.is_committer and not self._moving:
+            shutil.rmtree(staging.folder, ignore_errors=True)
 
-    def commit(self, draft: Draft) -> None:
-        """The staged files, measured and on disk, and the manifest are in the folder."""
+    def commit(self, staging: StagingDirectory) -> None:
+        """Write the manifest of the staged files, and move all of them into the folder."""
         what = f"commit {self.folder}"
-        records = {name: (record.size, record.crc32) for name, record in draft.records.items()}
-        told = self.ranks.everyone((draft.folder, records, draft.pickled, draft.details))
+        records = {name: (record.size, record.crc32) for name, record in staging.records.items()}
+        gathered = self.ranks.all_gather((staging.folder, records, staging.pickled, staging.details))
         error: Exception | None = None
         try:
-            if draft.is_committer:
-                mine = [entry for entry in told if entry[0] == draft.folder]
-                self._write_manifest(draft.folder, mine, draft.description)
+            if staging.is_committer:
+                mine = [entry for entry in gathered if entry[0] == staging.folder]
+                self._write_manifest(staging.folder, mine, staging.description)
         except (OSError, CheckpointError) as problem:
             error = problem
         self.ranks.agree(error, what)
         try:
-            if draft.is_committer:
-                self._publish(draft.folder)
+            if staging.is_committer:
+                self._move_to_target(staging.folder)
         except (OSError, CheckpointError) as problem:
             error = problem
         self.ranks.agree(error, what)
-        if draft.is_committer:
+        if staging.is_committer:
             self._remove_leftovers()
 
     def _write_manifest(
         self,
-        staging: Path,
-        told: list[tuple[Path, dict[str, tuple[int, int]], list[str], dict[str, Any]]],
+        staging_path: Path,
+        gathered: list[tuple[Path, dict[str, tuple[int, int]], list[str], dict[str, Any]]],
         description: Manifest,
     ) -> None:
-        recorded = {name: FileRecord(*record) for entry in told for name, record in entry[1].items()}
-        pickled = tuple(sorted({*(name for entry in told for name in entry[2]), *_shards(staging)}))
+        recorded = {name: FileRecord(*record) for entry in gathered for name, record in entry[1].items()}
+        pickled = tuple(sorted({*(name for entry in gathered for name in entry[2]), *_shards(staging_path)}))
         details = {**description.details}
-        for entry in reversed(told):
+        for entry in reversed(gathered):
             details.update(entry[3])
         files: dict[str, FileRecord] = {}
-        for name in file_names(staging):
+        for name in file_names(staging_path):
             if name == MANIFEST_NAME:
                 raise CheckpointError(f"{name} in a checkpoint folder is this library's own; write another name")
             if name == PIN_NAME:
                 continue
             record = recorded.get(name)
-            if record is None or (staging / name).stat().st_size != record.size:
-                flush(staging / name)
-                record = measure(staging / name)
+            if record is None or (staging_path / name).stat().st_size != record.size:
+                fsync_path(staging_path / name)
+                record = measure(staging_path / name)
             files[name] = record
-        for folder in {(staging / name).parent for name in files} | {staging}:
-            flush(folder)
+        for folder in {(staging_path / name).parent for name in files} | {staging_path}:
+            fsync_path(folder)
         manifest = replace(
             description,
             files=files,
@@ -197,31 +459,31 @@ class CheckpointStore(Store):
             details=details,
             world_size=self.ranks.world_size,
             replaces=self._replaced(files),
-        ).signed()
+        ).with_identity()
         self.identity = manifest.identity
-        write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
+        write_durably(staging_path / MANIFEST_NAME, manifest.to_bytes())
 
     def _replaced(self, files: Mapping[str, FileRecord]) -> tuple[str, ...]:
-        """Files of the checkpoint that is here now and that the new one doesn't have."""
+        """Return the files of the checkpoint that is here now and that the new one doesn't have."""
         try:
             before = read_manifest(self.folder)
         except CheckpointError:
-            return ()  # torn or foreign: nothing says which files were a checkpoint's
+            return ()  # torn or foreign: which files were a checkpoint's is unknown
         gone = sorted(set(before.files) - set(files)) if before else []
         for name in gone:
             inside(self.folder, name, self.folder / MANIFEST_NAME, is_replaced=True)
         return tuple(gone)
 
-    def _publish(self, staging: Path) -> None:
+    def _move_to_target(self, staging_path: Path) -> None:
         if not self.folder.exists():
-            os.rename(staging, self.folder)
-            flush(self.folder.parent)
+            os.rename(staging_path, self.folder)
+            fsync_path(self.folder.parent)
             return
-        self._check_manifest_place()
-        self._move_in(staging)
+        self._check_manifest_is_ours()
+        self._move_in(staging_path)
 
-    def _check_manifest_place(self) -> None:
-        """A file of that name that something else wrote is not ours to replace."""
+    def _check_manifest_is_ours(self) -> None:
+        """Refuse to replace a file of the manifest's name that another program wrote."""
         try:
             read_manifest(self.folder)
         except CheckpointError as error:
@@ -230,27 +492,27 @@ class CheckpointStore(Store):
                     f"{self.folder / MANIFEST_NAME} exists and {error}; choose another folder"
                 ) from None
 
-    def _move_in(self, staging: Path) -> None:
-        manifest = read_manifest(staging)
+    def _move_in(self, staging_path: Path) -> None:
+        manifest = read_manifest(staging_path)
         assert manifest is not None
         for name in (*manifest.files, *manifest.replaces):
-            inside(self.folder, name, staging / MANIFEST_NAME, is_replaced=True)
+            inside(self.folder, name, staging_path / MANIFEST_NAME, is_replaced=True)
         self._moving = True
         (self.folder / MANIFEST_NAME).unlink(missing_ok=True)
-        flush(self.folder)
+        fsync_path(self.folder)
         for name in manifest.files:
             target = self.folder / name
-            if (staging / name).exists():  # else it was moved before a crash
+            if (staging_path / name).exists():  # else it was moved before a crash
                 target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(staging / name, target)
+                os.replace(staging_path / name, target)
         for name in manifest.replaces:
             (self.folder / name).unlink(missing_ok=True)
         for folder in {(self.folder / name).parent for name in manifest.files} | {self.folder}:
-            flush(folder)
-        os.replace(staging / MANIFEST_NAME, self.folder / MANIFEST_NAME)
-        flush(self.folder)
+            fsync_path(folder)
+        os.replace(staging_path / MANIFEST_NAME, self.folder / MANIFEST_NAME)
+        fsync_path(self.folder)
         self._moving = False
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(staging_path, ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------- reading
 
@@ -260,44 +522,44 @@ class CheckpointStore(Store):
         return self.folder
 
     def close(self) -> None:
-        """Nothing was fetched."""
+        """Do nothing: no files were downloaded."""
 
     def manifest(self) -> Manifest | None:
-        """The manifest of the checkpoint here; None for a folder without one."""
+        """Read the manifest of the checkpoint here; None for a folder without one."""
         return read_manifest(self.folder)
 
     def recover(self) -> bool:
-        """A commit that a crash cut short is finished; True when there was one."""
+        """Finish a commit that a crash cut short; return whether there was one."""
         if (self.folder / MANIFEST_NAME).exists():
             return False
         complete: list[tuple[str, Path]] = []
-        for staging in self._stagings():
+        for staging_path in self._staging_paths():
             try:
-                manifest = read_manifest(staging)
+                manifest = read_manifest(staging_path)
             except CheckpointError:
                 continue
-            if manifest is not None and not is_locked(staging) and self._can_finish(staging, manifest):
-                complete.append((manifest.written_at, staging))
+            if manifest is not None and not is_locked(staging_path) and self._can_finish(staging_path, manifest):
+                complete.append((manifest.written_at, staging_path))
         if not complete:
             return False
-        self._publish(max(complete)[1])
+        self._move_to_target(max(complete)[1])
         return True
 
-    def _can_finish(self, staging: Path, manifest: Manifest) -> bool:
-        left = [name for name in manifest.files if (staging / name).exists()]
+    def _can_finish(self, staging_path: Path, manifest: Manifest) -> bool:
+        left = [name for name in manifest.files if (staging_path / name).exists()]
         moved = [name for name in manifest.files if name not in left]
-        return not problems(staging, manifest.files, contents=False, names=left) and not problems(
+        return not problems(staging_path, manifest.files, contents=False, names=left) and not problems(
             self.folder, manifest.files, contents=True, names=moved
         )
 
     def problem(self) -> str | None:
-        """Why the checkpoint here must not be loaded; the ranks of a node share the reading."""
+        """Describe why the checkpoint here must not be loaded; the ranks of a node share the reading."""
         reason: str | None = None
         try:
             reason = self._problem_here()
         except CheckpointError as error:
             reason = str(error)
-        found = self.ranks.everyone(reason)
+        found = self.ranks.all_gather(reason)
         return "; ".join(dict.fromkeys(text for text in found if text)) or None
 
     def _problem_here(self) -> str | None:
@@ -308,11 +570,13 @@ class CheckpointStore(Store):
         names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
         names = names[self.ranks.local_rank :: self.ranks.local_size]
         num_bytes = sum(manifest.files[name].size for name in names)
-        with Meter(f"Checking {self.folder.name}", num_bytes, shown=self.ranks.is_main) as meter:
-            return "; ".join(problems(self.folder, manifest.files, contents=True, names=names, meter=meter)) or None
+        with ByteProgress(f"Checking {self.folder.name}", num_bytes, shown=self.ranks.is_main) as progress:
+            return (
+                "; ".join(problems(self.folder, manifest.files, contents=True, names=names, progress=progress)) or None
+            )
 
     def require(self) -> None:
-        """The folder is there (a crash's unfinished commit is finished first).
+        """Raise unless the folder is there, after finishing a commit that a crash cut short.
 
         Raises:
             CheckpointNotFound: on every rank, when any rank doesn't see it.
@@ -331,23 +595,23 @@ class CheckpointStore(Store):
 
     # ------------------------------------------------------------------------------------------ leftovers
 
-    def _stagings(self) -> list[Path]:
+    def _staging_paths(self) -> list[Path]:
         prefix = _STAGING.format(name=self.folder.name)
         return [
             path
             for parent in (self.folder.parent, self.folder)
             if parent.is_dir()
             for path in sorted(parent.iterdir())
-            # a link isn't ours: what it leads to would be moved away
+            # a link isn't ours: its target would be moved away
             if path.name.startswith(prefix) and path.is_dir() and not path.is_symlink()
         ]
 
     def _remove_leftovers(self) -> None:
-        """What earlier, killed saves of this folder left is gone; failing to remove it harms nothing."""
-        for staging in self._stagings():
-            if not is_locked(staging):
-                shutil.rmtree(staging, ignore_errors=True)
-                remove_mark(staging)
+        """Remove staging directories of earlier, killed saves of this folder; failing to do so harms nothing."""
+        for staging_path in self._staging_paths():
+            if not is_locked(staging_path):
+                shutil.rmtree(staging_path, ignore_errors=True)
+                remove_lock_file(staging_path)
 
 
 def file_names(folder: Path) -> list[str]:
@@ -358,12 +622,12 @@ def file_names(folder: Path) -> list[str]:
 
 
 def _shards(folder: Path) -> list[str]:
-    """The files of torch's distributed checkpoints: their index is a pickle, and what isn't a tensor in them too."""
+    """Return the files of torch's distributed checkpoints: their index and entries without tensors are pickles."""
     return [name for name in file_names(folder) if name.endswith((".metadata", ".distcp"))]
 
 
-def flush(path: Path) -> None:
-    """A file's content, or a folder's list of names, is on disk; Windows writes the latter by itself."""
+def fsync_path(path: Path) -> None:
+    """Fsync a file, or a folder's list of names; Windows writes the latter by itself."""
     try:
         descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # fsync needs a writer there
     except PermissionError:
@@ -374,13 +638,13 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     except OSError:
         if path.is_file():
-            raise  # some file systems can't flush folders; every one can flush a file
+            raise  # some file systems can't fsync folders; all can fsync a file
     finally:
         os.close(descriptor)
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """``path`` holds ``data``, whole and on disk, or is what it was before."""
+    """Write ``data`` to ``path``, whole and fsynced, or leave the file as it was."""
     beside = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with open(beside, "wb") as file:
@@ -388,7 +652,7 @@ def write_durably(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except BaseException:  # half a file is no file, whatever stopped the writing
+    except BaseException:  # leave no half file, whatever stopped the writing
         beside.unlink(missing_ok=True)
         raise
-    flush(path.parent)
+    fsync_path(path.parent)

@@ -18,7 +18,7 @@ import torch
 
 from ..errors import CheckpointError
 
-#: How the format spells the dtypes that every reader since safetensors 0.4.3 understands.
+#: The format's names of the dtypes that every reader since safetensors 0.4.3 understands.
 SAFETENSORS_NAMES: Final[dict[torch.dtype, str]] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -40,21 +40,21 @@ _CHUNK_BYTES: Final = 16 << 20
 
 
 class Writable(Protocol):
-    """Something that takes bytes."""
+    """An object that bytes can be written to."""
 
     def write(self, data: Any, /) -> Any:
-        """Take all of ``data``."""
+        """Write all of ``data``."""
         ...
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The values of a tensor in row-major order, copied only where they don't lie so in host memory."""
+    """Return the values of a tensor in row-major order, copied only where they don't lie so in host memory."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return memoryview(cast(Any, flat.view(torch.uint8).numpy())) if flat.numel() else memoryview(b"")
 
 
 def check_tensor(name: str, tensor: torch.Tensor) -> str:
-    """How the format spells the tensor's dtype.
+    """Return the format's name of the tensor's dtype.
 
     Raises:
         CheckpointError: the tensor has a dtype or a layout that the format doesn't know.
@@ -83,7 +83,7 @@ def _header(tensors: Mapping[str, torch.Tensor], names: list[str], metadata: Map
 
 
 def file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names in the order in which their values lie in a file.
+    """Return the names in the order in which their values lie in a file.
 
     Widest elements first, as the format's own library does: every tensor is then aligned to its element.
     """
@@ -97,9 +97,9 @@ def write_tensors(
     *,
     value_of: Callable[[str], torch.Tensor] | None = None,
 ) -> None:
-    """``file`` holds ``tensors`` in the safetensors format.
+    """Write ``tensors`` to ``file`` in the safetensors format.
 
-    ``value_of(name)`` gives the values where ``tensors`` has only shapes; it is asked once per name, in file order.
+    ``value_of(name)`` gives the values where ``tensors`` has only shapes; it is called once per name, in file order.
 
     Raises:
         CheckpointError: a tensor has a dtype or a layout that the format doesn't know.
@@ -120,29 +120,29 @@ class TensorFile:
         self._handle = handle
 
     def keys(self) -> list[str]:
-        """The names of the tensors."""
+        """Return the names of the tensors."""
         return list(self._handle.keys())
 
     def metadata(self) -> dict[str, str]:
-        """The text that was written beside the tensors."""
+        """Return the text that was written beside the tensors."""
         return dict(self._handle.metadata() or {})
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
+        """Return the shape of a tensor, without reading it."""
         return tuple(self._handle.get_slice(name).get_shape())
 
     def mapped(self, name: str) -> torch.Tensor:
-        """A tensor whose values may still lie in the file: copy it before the file can change."""
+        """Return a tensor whose values may still lie in the file: copy it before the file can change."""
         return cast(torch.Tensor, self._handle.get_tensor(name))
 
     def owned(self, name: str) -> torch.Tensor:
-        """A tensor in memory of its own."""
+        """Return a tensor in memory of its own."""
         return self.mapped(name).clone()
 
 
 @contextmanager
 def open_tensors(path: str | PathLike[str], device: str = "cpu") -> Iterator[TensorFile]:
-    """The safetensors file at ``path``, open for the block.
+    """Open the safetensors file at ``path`` for the block.
 
     Raises:
         CheckpointError: it isn't a whole safetensors file.

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from os import PathLike
 from pathlib import Path
@@ -22,17 +23,16 @@ from uuid import uuid4
 
 import torch
 
-from ..errors import CheckpointError, CheckpointNotFound
+from ..errors import CheckpointError, CheckpointNotFound, SettingError
 from ..names import MODEL_NAME, SAFE_MODEL_NAME
-from .agreement import Ranks, written_by_main
+from .agreement import Ranks, write_on_main
 from .codec import read_pickle, write_pickle
-from .draft import Create, SealedFile
-from .inside import inside
-from .store import flush
+from .paths import inside
+from .store import Create, DurableFile, fsync_path
 from .tensor_files import TensorFile, check_tensor, open_tensors, write_tensors
 
 if TYPE_CHECKING:
-    from ..world import World
+    from ..distributed.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _POWERS: Final = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """The number of bytes that ``size`` names: ``"1GB"`` is 10**9, ``"1GiB"`` 2**30, ``"1Gb"`` (bits) 125 * 10**6.
+    """Return the number of bytes of ``size``: ``"1GB"`` is 10**9, ``"1GiB"`` 2**30, ``"1Gb"`` (bits) 125 * 10**6.
 
     Raises:
         CheckpointError: it is no such text (also a ValueError).
@@ -66,16 +66,16 @@ class SizeError(CheckpointError, ValueError):
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """What two names of one and the same tensor share; None where there is nothing to share."""
+    """Return a key that is equal for tensors of the same memory and view; None for a tensor without memory."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain or not tensor.numel() or tensor.is_meta:
         return None
-    # Without an address (XLA), a tensor is the same as itself only.
+    # without an address (XLA), a tensor is the same as itself only
     return (tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 def shared_names(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """Names whose tensor has an earlier name, with that name."""
+    """Map names of tied tensors, except each one's first name, to that first name."""
     first: dict[tuple[Any, ...], str] = {}
     later: dict[str, str] = {}
     for name, value in state_dict.items():
@@ -86,7 +86,7 @@ def shared_names(state_dict: Mapping[str, Any]) -> dict[str, str]:
 
 
 @cache  # once per run for the same names
-def _tell_removed(names: tuple[str, ...]) -> None:
+def _warn_removed(names: tuple[str, ...]) -> None:
     _log.warning(
         "Tensors with two names are saved once: left out %s. Loading into a model that ties them restores both. "
         "Silence this with logging.getLogger('accelerate.checkpointing').setLevel('ERROR').",
@@ -95,10 +95,10 @@ def _tell_removed(names: tuple[str, ...]) -> None:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """``state_dict`` with one name per tensor, each contiguous; the argument is unchanged."""
+    """Return ``state_dict`` with one name per tensor, each contiguous; the argument is unchanged."""
     removed = shared_names(state_dict)
     if removed:
-        _tell_removed(tuple(removed))
+        _warn_removed(tuple(removed))
     return {
         name: value.contiguous() if isinstance(value, torch.Tensor) else value
         for name, value in state_dict.items()
@@ -107,7 +107,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
 
 
 def check_weights(state_dict: Mapping[str, Any], *, safe_serialization: bool) -> None:
-    """The weights can be written.
+    """Raise unless the weights can be written.
 
     Raises:
         CheckpointError: a tensor has no values, or no place in the format.
@@ -135,39 +135,39 @@ def check_weights(state_dict: Mapping[str, Any], *, safe_serialization: bool) ->
 @dataclass(frozen=True)
 @final
 class WeightNames:
-    """What the weight files of one model are called."""
+    """The names of the weight files of one model."""
 
     stem: str
     extension: str
 
     @classmethod
     def of(cls, index: int, *, safe: bool) -> WeightNames:
-        """The names for the model at ``index`` of a checkpoint."""
+        """Return the names for the model at ``index`` of a checkpoint."""
         suffix = f"_{index}" if index else ""
         return cls(SAFE_MODEL_NAME + suffix, "safetensors") if safe else cls(MODEL_NAME + suffix, "bin")
 
     @property
     def whole(self) -> str:
-        """The file that holds everything."""
+        """The file that holds all weights where there are no shards."""
         return f"{self.stem}.{self.extension}"
 
     @property
     def index(self) -> str:
-        """The file that says which shard holds what."""
+        """The file that lists the shard of each weight."""
         return f"{self.whole}.index.json"
 
     def shard(self, number: int, count: int) -> str:
-        """Shard ``number`` of ``count``, from 1."""
+        """Return the name of shard ``number`` of ``count``, from 1."""
         return f"{self.stem}-{number:05d}-of-{count:05d}.{self.extension}"
 
     def owns(self, name: str) -> bool:
-        """True for every file that a model saved under these names could have."""
+        """Return whether ``name`` is that of a file that a model saved under these names could have."""
         shard = re.fullmatch(rf"{re.escape(self.stem)}-\d{{5}}-of-\d{{5}}\.{re.escape(self.extension)}", name)
         return name in (self.whole, self.index) or shard is not None
 
 
 def _split(state_dict: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[list[str]]:
-    """Names in order, cut so that no shard passes the limit; a tensor that does by itself has a shard of its own.
+    """Divide the names, in order, into shards below the limit; a tensor above the limit has a shard of its own.
 
     Shards are numbered in the order in which they are complete, as in other writers of this format.
     """
@@ -196,7 +196,7 @@ def write_weights(
     safe_serialization: bool = True,
     max_shard_size: int | str | None = None,
 ) -> None:
-    """The weights lie in new files under the documented names; ``create(name, pickle=)`` opens each.
+    """Write the weights into new files under the documented names; ``create(name, pickle=)`` opens each.
 
     Raises:
         CheckpointError: a tensor has no values, or no place in the format.
@@ -246,7 +246,7 @@ def save_model(
     on_each_node: bool = False,
     moment: str = "",
 ) -> None:
-    """``save_directory`` holds exactly these weights (other files in it stay), on every rank's return.
+    """Save exactly these weights to ``save_directory`` (other files in it stay).
 
     Called by all ranks, or by the main process alone; with ``on_each_node`` by all ranks. ``moment`` tells this call
     from others that are made from the same line.
@@ -257,13 +257,13 @@ def save_model(
 
     def write() -> None:
         if safe_serialization and (removed := shared_names(state_dict)):
-            _tell_removed(tuple(removed))
-        with new_files(Path(save_directory)) as (_, create):
+            _warn_removed(tuple(removed))
+        with staged_files(Path(save_directory)) as (_, create):
             write_weights(create, state_dict, safe_serialization=safe_serialization, max_shard_size=max_shard_size)
 
     what = f"save the model to {save_directory}"
     if not on_each_node:
-        written_by_main(world, "save_model", str(save_directory), write, what, moment=moment)
+        write_on_main(world, "save_model", str(save_directory), write, what, moment=moment)
         return
     ranks, error = Ranks(world), None
     try:
@@ -275,8 +275,8 @@ def save_model(
 
 
 @contextmanager
-def new_files(folder: Path) -> Iterator[tuple[Path, Create]]:
-    """A staging folder, and how to write a file there; after the block its files are in ``folder``.
+def staged_files(folder: Path) -> Iterator[tuple[Path, Create]]:
+    """Yield a staging folder and a function that creates a file there; then move its files into ``folder``.
 
     Where weights are among them, no older weights are left; they are findable only when all are there.
 
@@ -290,11 +290,11 @@ def new_files(folder: Path) -> Iterator[tuple[Path, Create]]:
     staging.mkdir()
 
     @contextmanager
-    def create(name: str, *, pickle: bool = False) -> Iterator[SealedFile]:
-        file = SealedFile(staging / name)
+    def create(name: str, *, pickle: bool = False) -> Iterator[DurableFile]:
+        file = DurableFile(staging / name)
         try:
             yield file
-            file.seal()
+            file.fsync_and_close()
         finally:
             file.close()
 
@@ -305,9 +305,9 @@ def new_files(folder: Path) -> Iterator[tuple[Path, Create]]:
             for name in stale_weights(folder, 0, written):
                 (folder / name).unlink()
         for name in written:
-            flush(staging / name)
+            fsync_path(staging / name)
             os.replace(staging / name, folder / name)
-        flush(folder)
+        fsync_path(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -317,7 +317,7 @@ def _is_weights(name: str, index: int) -> bool:
 
 
 def stale_weights(folder: Path, index: int, written: list[str]) -> list[str]:
-    """Weight files of the model at ``index`` in ``folder`` that aren't among the ones just written."""
+    """Return the weight files of the model at ``index`` in ``folder`` that aren't among the ones just written."""
     names = sorted(path.name for path in folder.iterdir())
     return [name for name in names if name not in written and _is_weights(name, index)]
 
@@ -327,7 +327,7 @@ def stale_weights(folder: Path, index: int, written: list[str]) -> list[str]:
 
 @final
 class WeightFiles:
-    """The weights of one model as they lie on disk: names at once, values when asked for."""
+    """The weights of one model in open files: names at once, values when asked for."""
 
     def __init__(self, files: dict[str, Path], tensors: Callable[[str], Any], keys: list[str]) -> None:
         self.files = files
@@ -335,7 +335,7 @@ class WeightFiles:
         self.keys = keys
 
     def state_dict(self) -> dict[str, Any]:
-        """Every tensor by name; those of safetensors files are mapped, so copy them before the files change."""
+        """Return all tensors by name; those of safetensors files are mapped, so copy them before the files change."""
         return {key: self._tensors(key) for key in self.keys}
 
 
@@ -347,7 +347,7 @@ def open_weights(
     map_location: Any = "cpu",
     **pickle_options: Any,
 ) -> Iterator[WeightFiles]:
-    """The weights of the model at ``index`` in ``folder`` (or in that one file), open for the block.
+    """Open the weights of the model at ``index`` in ``folder`` (or in that one file) for the block.
 
     Safetensors are preferred to pickles, a whole file to shards.
 
@@ -370,7 +370,7 @@ def open_weights(
 
 
 def holds_weights(folder: Path, index: int = 0) -> bool:
-    """Whether ``folder`` has the whole weights of the model at ``index``, in any of their files."""
+    """Return whether ``folder`` has the whole weights of the model at ``index``, in any of their files."""
     names = [WeightNames.of(index, safe=safe) for safe in (True, False)]
     return any((folder / name).is_file() for one in names for name in (one.whole, one.index))
 
@@ -412,7 +412,7 @@ def load_weights(
     may_lack: Callable[[str], bool] | None = None,
     **load_state_dict_options: Any,
 ) -> LoadedWeights:
-    """``model`` has the weights in ``folder``.
+    """Load the weights in ``folder`` into ``model``.
 
     A name that was left out because it shares its tensor with another is filled where the model ties them too.
     ``may_lack(name)`` is true for weights that were left out on purpose: the model keeps its own.
@@ -441,7 +441,204 @@ def load_weights(
 @dataclass(frozen=True)
 @final
 class LoadedWeights:
-    """What ``load_state_dict`` said about names, and the files that were read."""
+    """The result of ``load_state_dict``, and the files that were read."""
 
     keys: Any
     files: list[str]
+
+
+# ------------------------------------------------------------- selections: some weights, another dtype, models only
+
+#: The prefixes of the parts of a name by which weights of adapter libraries are known.
+ADAPTER_PREFIXES: Final = (
+    *("lora_", "adapter_", "ia3_", "hada_", "lokr_", "oft_", "boft_", "vera_lambda_", "randlora_", "fourierft_"),
+    *("hra_", "bone_", "prompt_encoder", "prompt_embeddings", "prefix_", "modules_to_save", "trainable_tokens_"),
+)
+
+
+@dataclass(frozen=True)
+@final
+class Selection:
+    """The parts that ``save_state`` and ``save_model`` leave out, and the dtype that they convert to.
+
+    Attributes:
+        exclude: weights whose names match one of these patterns (``"*.bias"``, ``"teacher.*"``) are left out.
+        dtype: floating-point weights are saved in this precision (``"bfloat16"``).
+        adapters_only: of the weights, only those that adapter libraries add.
+        model_only: no optimizers, schedulers, loaders, random streams and registered objects.
+    """
+
+    exclude: tuple[str, ...] = ()
+    dtype: torch.dtype | str | None = None
+    adapters_only: bool = False
+    model_only: bool = False
+
+    def __post_init__(self) -> None:
+        patterns = (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude)
+        object.__setattr__(self, "exclude", patterns)
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", _dtype_of(self.dtype))
+
+    def holds(self, name: str) -> bool:
+        """Return whether a weight of that name is saved."""
+        if self.adapters_only and not is_adapter(name):
+            return False
+        return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def leaves_out(self, name: str) -> bool:
+        """Return whether a weight of that name is not saved."""
+        return not self.holds(name)
+
+    def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the selected weights of a state dict; the argument is unchanged.
+
+        Raises:
+            CheckpointError: nothing is left.
+        """
+        chosen = {name: value for name, value in state.items() if self.holds(name)}
+        if state and not chosen:
+            raise CheckpointError(
+                f"{self} leaves none of the {len(state)} weights of the model (the first is {next(iter(state))!r})"
+            )
+        first = shared_names(chosen)  # tied weights stay tied
+        converted = {name: self._converted(value) for name, value in chosen.items() if name not in first}
+        return {name: converted[first.get(name, name)] for name in chosen}
+
+    def _converted(self, value: Any) -> Any:
+        if isinstance(self.dtype, torch.dtype) and isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.detach().to(self.dtype)
+        return value
+
+    def to_details(self) -> dict[str, Any]:
+        """Return the fields that differ from the defaults, as a manifest records them."""
+        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        fields = {
+            "exclude": list(self.exclude),
+            "dtype": dtype,
+            "adapters_only": self.adapters_only,
+            "model_only": self.model_only,
+        }
+        return {name: value for name, value in fields.items() if value}
+
+    @classmethod
+    def from_details(cls, details: Mapping[str, Any]) -> Selection:
+        """Return the selection that a manifest records; the default one where it records none."""
+        return cls(**details.get("selection", {}))
+
+
+EVERYTHING: Final = Selection()
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a weight of that name belongs to an adapter."""
+    return any(part.startswith(ADAPTER_PREFIXES) for part in name.split("."))
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(name, name)
+    dtype = vars(torch).get(short.removeprefix("torch."))
+    if not isinstance(dtype, torch.dtype):
+        raise SettingError(f"Selection(dtype={name!r}): no such dtype; expected one such as 'bfloat16' or 'float16'.")
+    return dtype
+
+
+# ---------------------------------------------------------- export for `from_pretrained` of transformers and PEFT
+#
+# A folder of transformers is ``config.json`` beside ``model.safetensors`` (or shards and their index); one of PEFT is
+# ``adapter_config.json`` beside ``adapter_model.safetensors``, whose names don't contain the adapter's own. A model
+# that can write itself does (``save_pretrained``), because its names on disk may differ.
+
+ADAPTER_WEIGHTS_NAME: Final = "adapter_model.safetensors"
+ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
+_CONFIGS: Final = (("config", "config.json"), ("generation_config", "generation_config.json"))
+
+
+def export_model(
+    model: Any,
+    state_dict: Mapping[str, Any],
+    save_directory: str | PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    select: Selection | None = None,
+    world: World | None = None,
+    moment: str = "",
+) -> None:
+    """Write a folder that ``from_pretrained`` loads, on every rank's return.
+
+    With ``Selection(adapters_only=True)`` it holds the adapters of a PEFT model, else the whole model. Called by all
+    ranks, or by the main process alone; ``moment`` tells this call from others that are made from the same line.
+
+    Raises:
+        CheckpointError: on every rank, when the main process couldn't write; also for a model without configuration.
+    """
+    select = select or EVERYTHING
+
+    def write() -> None:
+        with staged_files(Path(save_directory)) as (staging, create):
+            if select.adapters_only:
+                _write_adapters(model, state_dict, select, create)
+            elif callable(getattr(model, "save_pretrained", None)):
+                # the model's own tensors would be written where no state dict is given: parts may be sharded
+                chosen = dict(select.of(state_dict))
+                model.save_pretrained(str(staging), state_dict=chosen, max_shard_size=max_shard_size)
+            else:
+                _write_configs(model, create)
+                write_weights(create, select.of(state_dict), max_shard_size=max_shard_size)
+
+    what = f"export the model to {save_directory}"
+    write_on_main(world, "export_model", str(save_directory), write, what, moment=moment)
+
+
+def _write_configs(model: Any, create: Create) -> None:
+    found = {name: _as_dict(getattr(model, attribute, None)) for attribute, name in _CONFIGS}
+    if found["config.json"] is None:
+        raise CheckpointError(
+            f"{type(model).__qualname__} has no `config` that can be written as config.json, which from_pretrained "
+            "needs. save_model() writes the weights alone."
+        )
+    for name, content in found.items():
+        if content is not None:
+            _write_json(create, name, content)
+
+
+def _as_dict(config: Any) -> dict[str, Any] | None:
+    to_dict: Callable[[], Any] | None = getattr(config, "to_dict", None)
+    if callable(to_dict):
+        return dict(to_dict())
+    return dict(config) if isinstance(config, Mapping) else None
+
+
+def _write_json(create: Create, name: str, content: dict[str, Any]) -> None:
+    with create(name) as file:
+        file.write((json.dumps(content, indent=2, sort_keys=True, default=_plain) + "\n").encode())
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value that JSON can't hold, in configurations of others: sets, enum members, dtypes."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return getattr(value, "value", None) or str(value).removeprefix("torch.")
+
+
+def _adapter_of(model: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name of a model's active adapter, and its configuration."""
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, Mapping) or not configs:
+        raise CheckpointError(f"{type(model).__qualname__} has no `peft_config`: it is no model with PEFT adapters")
+    name = getattr(model, "active_adapter", None)
+    name = name if isinstance(name, str) and name in configs else next(iter(configs))
+    content = _as_dict(configs[name])
+    if content is None:
+        raise CheckpointError(f"the configuration of adapter {name!r} can't be written ({type(configs[name])})")
+    return name, content
+
+
+def _write_adapters(model: Any, state_dict: Mapping[str, Any], select: Selection, create: Create) -> None:
+    name, content = _adapter_of(model)
+    own = {key: value for key, value in select.of(state_dict).items() if f".{name}" in key}
+    if not own:
+        raise CheckpointError(f"the model holds no weights of adapter {name!r}")
+    named = {key.replace(f".{name}", "").replace("modules_to_save.", ""): value for key, value in own.items()}
+    with create(ADAPTER_WEIGHTS_NAME) as file:
+        write_tensors(file, clean_state_dict_for_safetensors(named), {"format": "pt"})
+    _write_json(create, ADAPTER_CONFIG_NAME, {**content, "inference_mode": True})

@@ -18,7 +18,7 @@ _DESCRIPTION = "List the checkpoints in a folder: step, epoch, metrics, size, an
 
 
 def checkpoints_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate checkpoints``."""
+    """Create the parser of ``accelerate checkpoints``."""
     if subparsers is not None:
         parser = subparsers.add_parser("checkpoints", description=_DESCRIPTION, allow_abbrev=False)
     else:
@@ -45,20 +45,20 @@ def checkpoints_command_parser(subparsers: Any = None) -> argparse.ArgumentParse
 
 
 def checkpoints_command(args: argparse.Namespace) -> int:
-    """The listing is printed; 0 when at least one checkpoint loads, else 1.
+    """Print the listing and return 0 when at least one checkpoint loads, else 1.
 
     Raises:
         CheckpointNotFound: there is no checkpoint in the folder, or none of the given name.
     """
     from ..checkpointing.series import best, list_checkpoints, pin, unpin
-    from ..settings.project import ProjectOptions
+    from ..settings.training import ProjectOptions
 
     entries = list_checkpoints(args.folder, contents=args.check)
     if not entries:
         raise CheckpointNotFound(f"no checkpoint in {args.folder}")
     for name, change in ((args.pin, pin), (args.unpin, unpin)):
         if name is not None:
-            change(_named(name, entries).place)
+            change(_named(name, entries).storage)
     if args.pin is not None or args.unpin is not None:
         entries = list_checkpoints(args.folder, contents=args.check)
     options = ProjectOptions(best_metric=args.best_metric, best_mode=args.best_mode)
@@ -72,14 +72,14 @@ def checkpoints_command(args: argparse.Namespace) -> int:
 
 def _named(name: str, entries: Sequence[Entry]) -> Entry:
     for entry in entries:
-        if name in (entry.name, str(entry.place), str(entry.number)):
+        if name in (entry.name, str(entry.storage), str(entry.number)):
             return entry
     raise CheckpointNotFound(f"no checkpoint {name!r}; there are {', '.join(entry.name for entry in entries)}")
 
 
 def table(entries: Sequence[Entry], best: set[str]) -> str:
-    """The listing for people: one line a checkpoint, and below it what is wrong with those that don't load."""
-    from ..checkpointing.meter import as_text
+    """Format the listing: one line per checkpoint, and below it the problems of those that don't load."""
+    from ..checkpointing.manifest import format_bytes
 
     rows = [("checkpoint", "step", "epoch", "metrics", "size", "ranks", "strategy", "valid")]
     for entry in entries:
@@ -90,7 +90,7 @@ def table(entries: Sequence[Entry], best: set[str]) -> str:
                 "-" if entry.step is None else str(entry.step),
                 "-" if entry.epoch is None else str(entry.epoch),
                 " ".join(f"{name}={value:.6g}" for name, value in entry.metrics.items()) or "-",
-                as_text(entry.num_bytes),
+                format_bytes(entry.num_bytes),
                 str(manifest.world_size) if manifest else "-",
                 manifest.strategy if manifest else "-",
                 "yes" if entry.problem is None else "no",
@@ -103,7 +103,7 @@ def table(entries: Sequence[Entry], best: set[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``accelerate checkpoints``."""
+    """Run ``accelerate checkpoints`` and return its exit code."""
     from .launch import complain
 
     args = checkpoints_command_parser().parse_args(None if arguments is None else list(arguments))

@@ -35,7 +35,7 @@ complete -o default -F _accelerate accelerate
 
 
 def script(shell: str) -> str:
-    """The completion script for the shell."""
+    """Return the completion script for the shell."""
     from .main import COMMANDS
 
     values: list[str] = []
@@ -47,8 +47,8 @@ def script(shell: str) -> str:
             pattern = "|".join(f"launch:{flag}" for flag in option.flags)
             values.append(f'    {pattern}) COMPREPLY=($(compgen -W "{" ".join(choices)}" -- "$word")); return ;;')
     subcommands = [
-        f'    {name}:*) [[ $COMP_CWORD -eq 2 ]] && COMPREPLY=($(compgen -W "{words}" -- "$word")) ;;'
-        for name, words in _SUBCOMMANDS.items()
+        f'    {name}:*) [[ $COMP_CWORD -eq 2 ]] && COMPREPLY=($(compgen -W "{arguments}" -- "$word")) ;;'
+        for name, arguments in _SUBCOMMANDS.items()
     ]
     return _TEMPLATE.format(
         name=shell,
@@ -61,7 +61,7 @@ def script(shell: str) -> str:
 
 
 def completion_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate completion``."""
+    """Create the parser of ``accelerate completion``."""
     description = 'Print a completion script: eval "$(accelerate completion bash)"'
     if subparsers is not None:
         parser = subparsers.add_parser("completion", description=description, allow_abbrev=False)
@@ -72,7 +72,7 @@ def completion_command_parser(subparsers: Any = None) -> argparse.ArgumentParser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0, after the script has been printed."""
+    """Print the completion script and return 0."""
     args = completion_command_parser().parse_args(None if arguments is None else list(arguments))
     print(script(args.shell), end="")
     return 0

@@ -1,4 +1,4 @@
-"""``accelerate env``: what a person who helps has to know."""
+"""``accelerate env``: versions, devices and configuration, for a bug report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CLUSTER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "O
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate env``."""
+    """Create the parser of ``accelerate env``."""
     description = "Print versions, devices and the configuration."
     if subparsers is not None:
         parser = subparsers.add_parser("env", description=description, allow_abbrev=False)
@@ -42,11 +42,11 @@ def _memory() -> str:
 
 
 def facts() -> dict[str, str]:
-    """Everything worth knowing, in the order in which it is shown."""
+    """Return versions, devices and memory of this machine, in the order in which they are shown."""
     import numpy
     import torch
 
-    from ..devices import CPU, present
+    from ..devices.table import CPU, present
 
     package = sys.modules[__name__.partition(".")[0]]
     kind, count = present()
@@ -77,7 +77,7 @@ def facts() -> dict[str, str]:
 
 
 def env_command(args: argparse.Namespace) -> dict[str, str]:
-    """The facts, which have been printed as a block to be copied."""
+    """Print the facts as a block to be copied, and return them."""
     found = facts()
     print("\nCopy the lines below into your report.\n")
     for name, value in found.items():
@@ -100,7 +100,7 @@ def env_command(args: argparse.Namespace) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``accelerate env``."""
+    """Run ``accelerate env`` and return its exit code."""
     args = env_command_parser().parse_args(None if arguments is None else list(arguments))
     try:
         env_command(args)

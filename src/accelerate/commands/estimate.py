@@ -1,4 +1,4 @@
-"""``accelerate estimate-memory``: what a model takes, in each precision and on each rank of a training run."""
+"""``accelerate estimate-memory``: the memory of a model, in each precision and on each rank of a training run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DESCRIPTION = "Say how much memory a model needs, stored and in training, alone
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate estimate-memory``."""
+    """Create the parser of ``accelerate estimate-memory``."""
     if subparsers is not None:
         parser = subparsers.add_parser("estimate-memory", description=_DESCRIPTION, allow_abbrev=False)
     else:
@@ -82,13 +82,13 @@ def count(text: str) -> int:
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """Return the name as timm wants it: with a prefix for a model of the hub ("user/model"), timm's own as they are."""
+    """Return the name that timm expects: with a prefix for a model of the hub ("user/model"), timm's own unchanged."""
     is_of_hub = "/" in model_name and not model_name.startswith(("hf_hub:", "hf-hub:"))
     return f"hf-hub:{model_name}" if is_of_hub else model_name
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
-    """Return what the hub knows about the model: its information, "gated" or "repo" when it can't be seen, or False."""
+    """Return the hub's information about the model, "gated" or "repo" when it can't be seen, or False."""
     hub = require("huggingface_hub", "hub", purpose=f"Looking for the model {repo!r} on the hub")
     try:
         return hub.model_info(repo, token=token)
@@ -144,7 +144,7 @@ def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) ->
 
 
 def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
-    """Return the bytes that training with Adam takes, by what for; -1 where a model of this precision isn't trained.
+    """Return the bytes that training with Adam takes, by purpose; -1 where a model of this precision isn't trained.
 
     ``bytes`` is the size of the weights in float32.
     """
@@ -160,7 +160,7 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
-    """The rows of the first table: precision, bytes of the largest layer, of the model, and of training with Adam.
+    """Return the rows of the first table: precision, bytes of the largest layer, the model, and training with Adam.
 
     Raises:
         AccelerateError: the model isn't known, or can't be built here.
@@ -173,7 +173,7 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """The tables have been printed, and the bars drawn if asked.
+    """Print the tables, and draw the bars if asked.
 
     Raises:
         AccelerateError: the model isn't known, or can't be built here.
@@ -202,7 +202,7 @@ def estimate_command(args: argparse.Namespace) -> None:
 
 
 def _layouts(args: argparse.Namespace) -> list[Any]:
-    from ..estimate.layout import Layout
+    from ..estimate.plan import Layout
 
     found: list[Layout] = []
     for ranks in args.num_processes:
@@ -211,7 +211,7 @@ def _layouts(args: argparse.Namespace) -> list[Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``accelerate estimate-memory``."""
+    """Run ``accelerate estimate-memory`` and return its exit code."""
     from .launch import complain
 
     args = estimate_command_parser().parse_args(None if arguments is None else list(arguments))

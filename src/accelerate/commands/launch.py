@@ -1,6 +1,4 @@
-"""``accelerate launch``: flags, file and environment become settings, settings become a plan, the plan is
-run.
-"""
+"""``accelerate launch``: settings from flags, file and environment, a plan made of them, and its run."""
 
 from __future__ import annotations
 
@@ -16,13 +14,11 @@ from ..errors import AccelerateError
 from ..launch.arguments import complete, config_path, program_of, settings_of
 from ..launch.choose import choose
 from ..launch.engine import is_cpu_run
-from ..launch.host import Host, this_host
-from ..launch.local import LocalProcesses
+from ..launch.local import LocalProcesses, OneProcess, ProcessFailed
 from ..launch.plan import LaunchPlan
-from ..launch.preflight import check_cheap
+from ..launch.preflight import Host, check_cheap, this_host
 from ..launch.prepared import prepared_for_sagemaker
 from ..launch.sagemaker import SageMaker
-from ..launch.simple import OneProcess, ProcessFailed
 from ..launch.streams import open_standard_descriptors
 from ..launch.tpu import Tpu
 from ..ports import claim_port, release_ports
@@ -49,7 +45,7 @@ __all__ = [
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of the launcher's command line; what follows the script is left as it is."""
+    """Create the parser of the launcher's command line, which leaves the script's own arguments unparsed."""
     if subparsers is not None:
         parser = subparsers.add_parser("launch", add_help=False, allow_abbrev=False)
         parser.set_defaults(func=launch_command)
@@ -120,7 +116,7 @@ def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespa
 def plan_launch(
     args: argparse.Namespace, engine: LaunchEngine | None = None
 ) -> tuple[Settings, LaunchEngine, LaunchPlan]:
-    """Return (settings, engine, plan) of a launch, through ``engine`` if given; nothing has been started."""
+    """Return (settings, engine, plan) of a launch, through ``engine`` if given; nothing is started."""
     settings = settings_of(args)
     program = program_of(args, settings)
     host: Host = this_host(env.snapshot(), cpu=is_cpu_run(settings), port=settings.launch.main_process_port)
@@ -140,7 +136,7 @@ def _check_and_announce(plan: LaunchPlan, settings: Settings) -> None:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """The program has run to its end.
+    """Run the program until it ends.
 
     Raises:
         ProcessFailed: it ended with another exit code than 0 (also a ``subprocess.CalledProcessError``).
@@ -150,18 +146,18 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def _shown_instead(args: argparse.Namespace, settings: Settings, engine: LaunchEngine, plan: LaunchPlan) -> bool:
-    """Whether the user only wanted to look."""
+    """Print the settings or the plan for ``--explain`` and ``--dry-run``, and return whether one was asked for."""
     if getattr(args, "explain", False):
         print(settings.explain())
         return True
     if getattr(args, "dry_run", False):
-        engine.rehearse(plan)
+        engine.dry_run(plan)
         return True
     return False
 
 
-def run_launch(args: argparse.Namespace, *, become: bool = False) -> int:
-    """The exit code of the program; with ``become``, one process takes the place of this one."""
+def run_launch(args: argparse.Namespace, *, replace_process: bool = False) -> int:
+    """Run the program and return its exit code; with ``replace_process``, a single process replaces this one."""
     open_standard_descriptors()
     with contextlib.ExitStack() as after:
         after.callback(release_ports)
@@ -169,36 +165,36 @@ def run_launch(args: argparse.Namespace, *, become: bool = False) -> int:
         if _shown_instead(args, settings, engine, plan):
             return 0
         _check_and_announce(plan, settings)
-        return engine.become(plan) if become and isinstance(engine, OneProcess) else engine.run(plan)
+        return engine.replace_process(plan) if replace_process and isinstance(engine, OneProcess) else engine.run(plan)
 
 
 def complain(command: str, error: Exception) -> int:
-    """The exit code 2, after at most five lines about what is wrong."""
+    """Print at most five lines about the error and return the exit code 2."""
     text = str(error).strip() or type(error).__name__
     print("\n".join(f"{command}: {text}".splitlines()[:5]), file=sys.stderr)
     return 2
 
 
 def _show_in_one_line(message: Warning | str, category: type[Warning], *_: object) -> None:
-    """The warning without the place in our source and the line there, which tell a user nothing."""
+    """Print the warning without its source location and source line, which don't help a user."""
     print(f"accelerate launch: {category.__name__}: {message}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None, *, replace: bool | None = None) -> int:
-    """The exit code of ``accelerate launch``: the program's own, or 2 when the launch was refused.
+    """Run ``accelerate launch`` and return the program's own exit code, or 2 when the launch was refused.
 
-    Called as a command (without ``arguments``), one process takes the place of this one (``replace``).
+    Called as a command (without ``arguments``), a single process replaces this one (``replace``).
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     parser = launch_command_parser()
-    if not words:
+    if not argv:
         parser.print_help()
         return 1
     is_command = arguments is None if replace is None else replace
-    if is_command:  # this process is nobody else's
+    if is_command:  # no other code runs in this process
         warnings.showwarning = _show_in_one_line
     try:
-        return run_launch(parser.parse_args(words), become=is_command)
+        return run_launch(parser.parse_args(argv), replace_process=is_command)
     except (AccelerateError, FileNotFoundError) as error:
         return complain("accelerate launch", error)
 

@@ -26,7 +26,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
 
 
 def usage() -> str:
-    """The help of the command itself."""
+    """Return the help of the command ``accelerate`` itself."""
     lines = ["Usage: accelerate COMMAND [options]", ""]
     lines += [f"  {name:<18}{help}" for name, (_, help) in COMMANDS.items()]
     lines += [
@@ -37,17 +37,17 @@ def usage() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of the subcommand; 1, after the help, without one."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words:
+    """Run the subcommand and return its exit code; without one, print the help and return 1."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if not argv:
         print(usage())
         return 1
-    name, *rest = words
+    name, *rest = argv
     if name in ("-h", "--help"):
         print(usage())
         return 0
     if name == "--version":
-        package = sys.modules["accelerate"]  # this very package, whose front door is open already
+        package = sys.modules["accelerate"]  # this very package, which is imported already
         print(f"accelerate {package.__version__}")
         return 0
     if name not in COMMANDS:
@@ -59,10 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     module = importlib.import_module(f"accelerate.commands.{COMMANDS[name][0]}")
     try:
-        if name == "launch" and arguments is None:  # this process is the command, and nobody's else
+        if name == "launch" and arguments is None:  # no other code runs in this process
             return module.main(rest, replace=True)
         return module.main(rest)
-    except BrokenPipeError:  # `accelerate ... | head`: the reader has seen enough
+    except BrokenPipeError:  # `accelerate ... | head`: the reader has closed the pipe
         sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]  (nothing is left to flush at exit)
         return 141
 

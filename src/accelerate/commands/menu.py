@@ -1,4 +1,4 @@
-"""Old address: a menu in the terminal."""
+"""Import path kept for compatibility: a menu in the terminal."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from .parser import Parser, spellings
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate merge-weights``."""
+    """Create the parser of ``accelerate merge-weights``."""
     description = "Merge the sharded weights of a checkpoint into one file."
     if subparsers is not None:
         parser = subparsers.add_parser("merge-weights", description=description, allow_abbrev=False)
@@ -37,7 +37,7 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def merge_command(args: argparse.Namespace) -> None:
-    """The merged weights are in the output folder.
+    """Merge the weights into the output folder and print the path.
 
     Raises:
         CheckpointError: they can't be merged; nothing is removed then.
@@ -54,7 +54,7 @@ def merge_command(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``accelerate merge-weights``."""
+    """Run ``accelerate merge-weights`` and return its exit code."""
     from .launch import complain
 
     args = merge_command_parser().parse_args(None if arguments is None else list(arguments))

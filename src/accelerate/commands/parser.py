@@ -1,6 +1,4 @@
-"""The launcher's command line: flags made from the option declarations, help in two lengths, a script that is
-found exactly, and everything after it left alone.
-"""
+"""The launcher's command line: flags from the option declarations, short and full help, the script's arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any, Final, NoReturn, final
 from ..errors import SettingError
 from ..settings.option import OptionInfo, Source, nearest
 
-#: What the short help shows, in this order; everything else is in ``--help-all``.
+#: The options of the short help, in this order; all others are in ``--help-all`` only.
 COMMON: Final = (
     "--config_file",
     "--num_processes",
@@ -46,7 +44,7 @@ _COLUMN: Final = 34
 
 
 def unknown_option(parser: argparse.ArgumentParser, text: str) -> str:
-    """What is said about an option that doesn't exist: the one that was probably meant."""
+    """Return the message for an unknown option, with the name that was probably meant."""
     name = text.split("=", 1)[0]
     known = [option for option in parser._option_string_actions if len(option) > 2]
     near = nearest(name.replace("-", "_"), known)
@@ -55,25 +53,25 @@ def unknown_option(parser: argparse.ArgumentParser, text: str) -> str:
 
 
 def complain_and_exit(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """The program ends with code 2 after one line."""
+    """Print the message in one line and exit with code 2."""
     marker = "unrecognized arguments: "
     if message.startswith(marker):
         message = unknown_option(parser, message.removeprefix(marker).split()[0])
-    elif message.startswith("argument ") and ": `" in message:  # ours name the option themselves
+    elif message.startswith("argument ") and ": `" in message:  # this package's own messages name the option themselves
         message = message.partition(": ")[2]
     parser.exit(2, f"{parser.prog}: {message}\n")
 
 
 @final
 class Parser(argparse.ArgumentParser):
-    """An argument parser without abbreviations, whose complaints fit in a line."""
+    """An argument parser without abbreviations, whose error messages fit in a line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """The program ends with code 2."""
+        """Print the message and exit with code 2."""
         complain_and_exit(self, message)
 
 
@@ -97,7 +95,7 @@ class CustomArgumentParser(argparse.ArgumentParser):
 
 
 def _all_spellings(names: Sequence[str]) -> tuple[str, ...]:
-    """The names of an option with ``_`` first, which is what argparse stores it under."""
+    """Return the spellings of an option, ``_`` first, under which argparse stores it."""
     short = tuple(name for name in names if not name.startswith("--"))
     long = [name[:2] + name[2:].replace("-", "_") for name in names if name.startswith("--")]
     return (*short, *spellings(*long))
@@ -105,31 +103,31 @@ def _all_spellings(names: Sequence[str]) -> tuple[str, ...]:
 
 @final
 class LaunchParser(argparse.ArgumentParser):
-    """Options, then the program, then the program's own arguments: exactly as they were given."""
+    """A parser of options, then the program, then the program's own arguments, which stay exactly as given."""
 
     rows: Sequence[OptionInfo] = ()
 
     def error(self, message: str) -> NoReturn:
-        """The program ends with code 2."""
+        """Print the message and exit with code 2."""
         complain_and_exit(self, message)
 
     def format_help(self) -> str:
-        """The short help."""
+        """Return the short help."""
         return short_help(self.rows) + "\n"
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """The options before the program are parsed; what follows the program isn't looked at."""
+        """Parse the options before the program, and leave what follows it unparsed."""
         import sys
 
-        words = list(sys.argv[1:] if args is None else args)
+        argv = list(sys.argv[1:] if args is None else args)
         given = {"training_script", "training_script_args"}
-        place = self._program_place(words, given)
-        parsed, unknown = super().parse_known_args(words[:place], namespace or argparse.Namespace())
+        index = self._program_index(argv, given)
+        parsed, unknown = super().parse_known_args(argv[:index], namespace or argparse.Namespace())
         if unknown:
             self.error(unknown_option(self, unknown[0]))
-        rest = words[place:]
+        rest = argv[index:]
         if rest[:1] == ["--"]:
             rest = rest[1:]
         if not rest and getattr(parsed, "preflight", None):
@@ -140,27 +138,27 @@ class LaunchParser(argparse.ArgumentParser):
         parsed.nondefault = given  # the documented name of what the command line gave, the rest being defaults
         return parsed, []
 
-    def _program_place(self, words: Sequence[str], given: set[str]) -> int:
-        """Return the index of the first word that is neither an option nor its value; ``given`` gets the options."""
+    def _program_index(self, argv: Sequence[str], given: set[str]) -> int:
+        """Return the index of the first argument that is no option nor its value; ``given`` gets the options."""
         index = 0
-        while index < len(words):
-            word = words[index]
-            if word == "--" or not word.startswith("-") or word == "-":
+        while index < len(argv):
+            argument = argv[index]
+            if argument == "--" or not argument.startswith("-") or argument == "-":
                 return index
-            name, has_value = word.split("=", 1)[0], "=" in word
+            name, has_value = argument.split("=", 1)[0], "=" in argument
             action = self._option_string_actions.get(name)
-            if action is None and not word.startswith("--"):  # -q, -t3
-                action, has_value = self._option_string_actions.get(word[:2]), len(word) > 2
+            if action is None and not argument.startswith("--"):  # -q, -t3
+                action, has_value = self._option_string_actions.get(argument[:2]), len(argument) > 2
             if action is None:
-                self.error(unknown_option(self, word))
+                self.error(unknown_option(self, argument))
             given.add(action.dest)
             index += 1 if action.nargs == 0 or has_value else 2
-        return len(words)
+        return len(argv)
 
 
 @final
 class _Help(argparse.Action):
-    """Prints one of the two help texts."""
+    """An option that prints one of the two help texts and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, show: Callable[[], str], **kwargs: Any) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, **kwargs)
@@ -172,7 +170,7 @@ class _Help(argparse.Action):
 
 
 def reader_of(option: OptionInfo) -> Callable[[str], object]:
-    """Return what argparse calls with an option's text, to check it and to turn it into what the Namespace holds."""
+    """Return the ``type`` function of an option for argparse, which checks and converts the text."""
 
     def read(text: str) -> object:
         try:
@@ -185,7 +183,7 @@ def reader_of(option: OptionInfo) -> Callable[[str], object]:
 
 
 def spellings(*names: str) -> tuple[str, ...]:
-    """Each name with ``_`` and with ``-``."""
+    """Return each name with ``_`` and with ``-``."""
     found: list[str] = []
     for name in names:
         for spelling in (name, name[:2] + name[2:].replace("_", "-"), name[:2] + name[2:].replace("-", "_")):
@@ -195,7 +193,7 @@ def spellings(*names: str) -> tuple[str, ...]:
 
 
 def add_option(parser: argparse.ArgumentParser, option: OptionInfo) -> None:
-    """Make the parser know the option under all its spellings, with the documented default of its Namespace."""
+    """Add the option to the parser under all its spellings, with the documented default of its Namespace."""
     assert option.dest is not None
     default = option.flag_default
     if option.switch:
@@ -210,7 +208,7 @@ def add_option(parser: argparse.ArgumentParser, option: OptionInfo) -> None:
 
 
 def build_launch_parser(options: Iterable[OptionInfo], *, prog: str = "accelerate launch") -> LaunchParser:
-    """A parser for these options and for what only the command itself has."""
+    """Create a parser of these options and those of the command itself."""
     rows = list(options)
     parser = LaunchParser(prog=prog, add_help=False, allow_abbrev=False)
     parser.rows = rows
@@ -219,7 +217,7 @@ def build_launch_parser(options: Iterable[OptionInfo], *, prog: str = "accelerat
 
 
 def add_launch_options(parser: argparse.ArgumentParser, options: Iterable[OptionInfo]) -> None:
-    """Make any parser know these options and those that only the command itself has."""
+    """Add these options and those of the command itself to any parser."""
     rows = list(options)
     parser.add_argument(
         "-h", "--help", action=_Help, dest="help", show=lambda: short_help(rows), help=argparse.SUPPRESS
@@ -277,8 +275,8 @@ def _value(option: OptionInfo) -> str:
         return ""
     if option.choices is not None and len(option.choices) <= 4:
         return "{" + ",".join(option.choices) + "}"
-    words = {"int": "N", "float": "X", "bool": "{true,false}", "list": "A,B", "document": "FILE"}
-    return words.get(option.kind, "TEXT")
+    placeholders = {"int": "N", "float": "X", "bool": "{true,false}", "list": "A,B", "document": "FILE"}
+    return placeholders.get(option.kind, "TEXT")
 
 
 def _described(option: OptionInfo) -> tuple[str, str, str]:
@@ -293,7 +291,7 @@ def _width() -> int:
 
 
 def short_help(options: Sequence[OptionInfo]) -> str:
-    """The options that most runs need."""
+    """Return the help of the options that most runs need."""
     rows = {str(option.flag): _described(option) for option in options}
     rows.update({flag: (flag, value, help) for flag, value, help in OWN})
     width = _width()
@@ -306,7 +304,7 @@ def short_help(options: Sequence[OptionInfo]) -> str:
 
 
 def full_help(options: Sequence[OptionInfo]) -> str:
-    """Every option, by group."""
+    """Return the help of all options, by group."""
     width = _width()
     lines = [_USAGE, "This command"]
     for row in OWN:

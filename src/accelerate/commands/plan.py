@@ -20,7 +20,7 @@ _DESCRIPTION = "Propose how to spread a training run over GPUs, and write the co
 
 
 def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate plan``."""
+    """Create the parser of ``accelerate plan``."""
     if subparsers is not None:
         parser = subparsers.add_parser("plan", description=_DESCRIPTION, allow_abbrev=False)
     else:
@@ -62,7 +62,7 @@ def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def plan_command(args: argparse.Namespace) -> None:
-    """The plan has been printed, and its configuration written.
+    """Print the plan and write its configuration.
 
     Raises:
         AccelerateError: the model isn't known or can't be traced, or the numbers can't be.
@@ -111,9 +111,9 @@ def _program(subject: str) -> str:
 
 
 def _subject(args: argparse.Namespace) -> tuple[Any, Any, int]:
-    """The model, its optimizer, and the samples of a batch."""
+    """Return (model, optimizer, samples of a batch)."""
     if args.subject.endswith(".py"):
-        from ..estimate.script import FromScript
+        from ..estimate.subject import FromScript
 
         script = FromScript(args.subject, args.arguments)
         return script, script.optimizer or args.optimizer, script.batch_size or args.batch
@@ -123,7 +123,7 @@ def _subject(args: argparse.Namespace) -> tuple[Any, Any, int]:
 
 
 def settings_of(way: Any, gpus: int, gpus_per_host: int, mixed_precision: str, blocks: Sequence[str] = ()) -> Any:
-    """The settings that make a run of ``way``; ``blocks`` are the classes that FSDP shards one by one."""
+    """Return the settings of a run by the plan ``way``; ``blocks`` are the classes that FSDP shards one by one."""
     layout = way.layout
     hosts = max(1, gpus // gpus_per_host)
     label = "NO" if gpus == 1 else "MULTI_GPU"
@@ -166,13 +166,13 @@ def settings_of(way: Any, gpus: int, gpus_per_host: int, mixed_precision: str, b
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``accelerate plan``."""
+    """Run ``accelerate plan`` and return its exit code."""
     from .launch import complain
 
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    end = words.index("--") if "--" in words else len(words)
-    args = plan_command_parser().parse_args(words[:end])
-    args.arguments = words[end + 1 :]
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    end = argv.index("--") if "--" in argv else len(argv)
+    args = plan_command_parser().parse_args(argv[:end])
+    args.arguments = argv[end + 1 :]
     try:
         plan_command(args)
     except (AccelerateError, OSError) as error:

@@ -12,7 +12,7 @@ from .parser import Parser, spellings
 
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate test``."""
+    """Create the parser of ``accelerate test``."""
     description = "Check with a small training run that the configuration works. Flags of the launcher may follow."
     if subparsers is not None:
         parser = subparsers.add_parser("test", description=description, allow_abbrev=False)
@@ -24,20 +24,20 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def script() -> Path:
-    """The packaged sanity script."""
+    """Return the path of the packaged sanity script."""
     return Path(__file__).resolve().parent.parent / "test_utils" / "scripts" / "test_script.py"
 
 
 def test_command(args: argparse.Namespace, flags: Sequence[str] = ()) -> int:
-    """The exit code of the sanity script; its success has been announced."""
-    from ..launch.simple import OneProcess
+    """Run the sanity script, print whether it succeeded and return its exit code."""
+    from ..launch.local import OneProcess
     from .launch import launch_command_parser, plan_launch
 
-    words = [*flags, str(script())]
+    argv = [*flags, str(script())]
     if args.config_file is not None:
-        words = ["--config_file", args.config_file, *words]
-    settings, engine, plan = plan_launch(launch_command_parser().parse_args(words))
-    print(f"Running: accelerate launch {' '.join(words)}", flush=True)
+        argv = ["--config_file", args.config_file, *argv]
+    settings, engine, plan = plan_launch(launch_command_parser().parse_args(argv))
+    print(f"Running: accelerate launch {' '.join(argv)}", flush=True)
     code = engine.run(plan)
     if code == 0:
         how = "one process" if isinstance(engine, OneProcess) else f"{max(1, plan.num_processes)} processes"
@@ -51,7 +51,7 @@ test_command_parser.__test__ = False  # pyright: ignore[reportFunctionMemberAcce
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``accelerate test``."""
+    """Run ``accelerate test`` and return its exit code."""
     from ..errors import AccelerateError
     from .launch import complain
 

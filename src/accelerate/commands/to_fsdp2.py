@@ -31,7 +31,7 @@ _DROPPED: Final[Mapping[str, str]] = {
 
 
 def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of the file for version 2; what is lost on the way has been said."""
+    """Return the file's content for version 2, and print which options are left out."""
     converted = copy.deepcopy(dict(config))
     section = converted.get("fsdp_config")
     if not section:
@@ -62,7 +62,7 @@ def _reshards(strategy: object) -> bool:
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate to-fsdp2``."""
+    """Create the parser of ``accelerate to-fsdp2``."""
     description = "Convert a configuration file from FSDP version 1 to version 2."
     if subparsers is not None:
         parser = subparsers.add_parser("to-fsdp2", description=description, allow_abbrev=False)
@@ -76,7 +76,7 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
-    """The converted configuration is in the file that was named for it."""
+    """Convert the configuration and write it to the file that was named for it."""
     import yaml
 
     from ..settings import file
@@ -97,7 +97,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``accelerate to-fsdp2``."""
+    """Run ``accelerate to-fsdp2`` and return its exit code."""
     from .launch import complain
 
     args = to_fsdp2_command_parser().parse_args(None if arguments is None else list(arguments))

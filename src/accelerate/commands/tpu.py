@@ -7,26 +7,29 @@ shell.
 from __future__ import annotations
 
 import argparse
+import base64
+import hashlib
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 from ..errors import AccelerateError, MissingDependency, SettingError
 from ..settings import file
 from .parser import Parser, spellings
-from .wheel import build_wheel, version, wheel_name
 
 #: Where the package is copied to on the pod's machines.
 _REMOTE_FOLDER: Final = "/tmp"
 
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate tpu-config``."""
+    """Create the parser of ``accelerate tpu-config``."""
     description = "Run commands on every machine of a TPU pod before a training run."
     if subparsers is not None:
         parser = subparsers.add_parser("tpu-config", description=description, allow_abbrev=False)
@@ -69,7 +72,7 @@ def _remote_commands(args: argparse.Namespace, content: dict[str, Any]) -> list[
             raise SettingError(f"--command_file {command_file}: there is no such file.")
         commands += [line for line in path.read_text().splitlines() if line.strip()]
     elif args.command:
-        commands += [words[0] if len(words) == 1 else shlex.join(words) for words in args.command]
+        commands += [parts[0] if len(parts) == 1 else shlex.join(parts) for parts in args.command]
     elif content.get("commands"):
         commands += [str(command) for command in content["commands"]]
     if not commands:
@@ -93,7 +96,7 @@ def command_lines(args: argparse.Namespace, content: dict[str, Any], folder: Pat
 
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
-    """The commands have been run on every machine of the pod, or printed with ``--debug``."""
+    """Run the commands on all machines of the pod, or print them with ``--debug``."""
     path = Path(file.default_config_file() if args.config_file is None else args.config_file).expanduser()
     if args.config_file is not None and not path.is_file():
         raise FileNotFoundError(f"There is no configuration at {path}.")
@@ -107,20 +110,74 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         lines = command_lines(args, dict(content), Path(folder))
         if args.debug:
-            for words in lines:
-                print(f"Running {shlex.join(words)}")
+            for argv in lines:
+                print(f"Running {shlex.join(argv)}")
             return
         if shutil.which("gcloud") is None:
             raise MissingDependency("tpu-config needs the `gcloud` command of Google Cloud's SDK on the PATH.")
         if args.install_accelerate:
             build_wheel(Path(folder))
-        for words in lines:
-            subprocess.run(words, check=True)
+        for argv in lines:
+            subprocess.run(argv, check=True)
     print("Successfully setup pod.")
 
 
+# ------------------------------------------------------------------------ the wheel of this package
+
+# Copied to the pod's machines, as pip would install another package of this name there.
+
+_PACKAGE: Final = Path(__file__).resolve().parent.parent
+_NEEDS: Final = ("torch>=2.6", "numpy", "packaging", "pyyaml", "safetensors")
+_SCRIPTS: Final = (("accelerate", "main"), ("accelerate-launch", "launch"), ("accelerate-config", "config"))
+
+
+def version() -> str:
+    """Return the version of the package that runs here."""
+    return str(sys.modules[_PACKAGE.name].__version__)
+
+
+def wheel_name() -> str:
+    """Return the file name of the wheel."""
+    return f"{_PACKAGE.name}-{version()}-py3-none-any.whl"
+
+
+def build_wheel(folder: Path) -> Path:
+    """Write the wheel into ``folder``, and return its path."""
+    path = folder / wheel_name()
+    records: list[str] = []
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+
+        def add(name: str, content: bytes) -> None:
+            wheel.writestr(name, content)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            records.append(f"{name},sha256={digest},{len(content)}")
+
+        for file in sorted(_PACKAGE.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                add(file.relative_to(_PACKAGE.parent).as_posix(), file.read_bytes())
+        information = "-".join(path.name.split("-")[:2]) + ".dist-info"
+        add(f"{information}/METADATA", _metadata().encode())
+        add(f"{information}/WHEEL", b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        scripts = "".join(f"{name} = {_PACKAGE.name}.commands.{module}:main\n" for name, module in _SCRIPTS)
+        add(f"{information}/entry_points.txt", f"[console_scripts]\n{scripts}".encode())
+        wheel.writestr(f"{information}/RECORD", "\n".join([*records, f"{information}/RECORD,,", ""]))
+    return path
+
+
+def _metadata() -> str:
+    """Return the metadata of the installed package, or minimal metadata where this package isn't the installed one."""
+    try:
+        found = metadata.distribution(_PACKAGE.name)
+    except metadata.PackageNotFoundError:
+        found = None
+    text = found.read_text("METADATA") if found is not None and found.version == version() else None
+    needs = "".join(f"Requires-Dist: {name}\n" for name in _NEEDS)
+    head = f"Metadata-Version: 2.1\nName: {_PACKAGE.name}\nVersion: {version()}\nRequires-Python: >=3.10\n"
+    return text or head + needs
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``accelerate tpu-config``."""
+    """Run ``accelerate tpu-config`` and return its exit code."""
     from .launch import complain
 
     args = tpu_command_parser().parse_args(None if arguments is None else list(arguments))

@@ -1,4 +1,4 @@
-"""Old address: parsers whose options can be spelled with ``_`` and with ``-``."""
+"""Import path kept for compatibility: parsers whose options can be spelled with ``_`` and with ``-``."""
 
 from __future__ import annotations
 

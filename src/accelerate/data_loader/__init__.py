@@ -1,28 +1,25 @@
-"""Prepared loaders: every process gets its part of the data, knows which of it is real, and where it stands."""
+"""Prepared loaders: sharding over ranks, valid rows and padding, resume positions, prefetch, gathering of results."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..errors import ResumeWarning
 from ..lazy import names_from
 
 if TYPE_CHECKING:
     from .adapter import DataLoaderAdapter, DataLoaderStateMixin
-    from .aware import AlreadyShardedWarning, UndividedStreamWarning
-    from .coverage import BatchCoverage
     from .dispatch import DataLoaderDispatcher
-    from .index_free import IndexFreeSampler
-    from .order import SeedableRandomSampler, SkipBatchSampler
-    from .prefetch import BatchFeeder, DataLoaderShard, get_sampler
-    from .prepare import prepare_data_loader
-    from .shard import BatchSamplerShard, IterableDatasetShard
-    from .skip import SkipDataLoader, skip_first_batches
-    from .stream import ResumeWarning
+    from .iterable import AlreadyShardedWarning, UndividedStreamWarning
+    from .prefetch import DataLoaderShard, PreparedLoader, get_sampler
+    from .prepare import SkipDataLoader, prepare_data_loader, skip_first_batches
+    from .sampling import BatchCoverage, IndexFreeSampler, SeedableRandomSampler, SkipBatchSampler
+    from .sharding import BatchSamplerShard, IterableDatasetShard
 
 __all__ = [
     "AlreadyShardedWarning",
     "BatchCoverage",
-    "BatchFeeder",
+    "PreparedLoader",
     "BatchSamplerShard",
     "DataLoaderAdapter",
     "DataLoaderDispatcher",
@@ -45,15 +42,11 @@ __getattr__ = names_from(
     __name__,
     {
         "adapter": "DataLoaderAdapter DataLoaderStateMixin",
-        "aware": "AlreadyShardedWarning UndividedStreamWarning",
-        "coverage": "BatchCoverage",
+        "iterable": "AlreadyShardedWarning UndividedStreamWarning",
+        "sampling": "BatchCoverage IndexFreeSampler SeedableRandomSampler SkipBatchSampler",
         "dispatch": "DataLoaderDispatcher",
-        "index_free": "IndexFreeSampler",
-        "order": "SeedableRandomSampler SkipBatchSampler",
-        "prefetch": "BatchFeeder DataLoaderShard get_sampler",
-        "prepare": "prepare_data_loader",
-        "shard": "BatchSamplerShard IterableDatasetShard",
-        "skip": "SkipDataLoader skip_first_batches",
-        "stream": "ResumeWarning",
+        "prefetch": "PreparedLoader DataLoaderShard get_sampler",
+        "prepare": "prepare_data_loader SkipDataLoader skip_first_batches",
+        "sharding": "BatchSamplerShard IterableDatasetShard",
     },
 )

@@ -1,20 +1,25 @@
-"""A torch DataLoader whose reading is done by another one, and the part of it that the accumulation clock sees."""
+"""A torch DataLoader that reads through another one, and the state that it reports to the gradient state."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, cast
+from itertools import islice
+from typing import Any, Final, cast, final
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, RandomSampler
 
-from accelerate.gradients import GradientState
-
-from .coverage import BatchCoverage
-from .own_reading import reader_like
-from .torchdata import loader_class, stateful_class
+from ..distributed.random import host_streams
+from ..nested import send_to_device
+from ..optional import require
+from ..torch_private.modules import has_running_iterator
+from ..training.accumulation import GradientState
+from .iterable import reader_like
+from .sampling import BatchCoverage, BatchInfo, ResumePosition
 
 # What torch lets a user change on a loader after its construction.
 _SETTABLE = (
@@ -33,23 +38,25 @@ _FIXED = ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "per
 
 
 class FixedAttributeWarning(UserWarning):
-    """An attribute that a loader has for good was assigned to."""
+    """An attribute was assigned to that a loader has for good."""
 
 
 class DataLoaderStateMixin:
-    """What a loader tells while its loop runs: whether the batch in hand is the last, and what it holds."""
+    """The state of a loader while its loop runs: whether the current batch is the last, and which of its rows are
+    valid.
+    """
 
     end_of_dataloader: bool = False
     remainder: int = -1
     coverage: BatchCoverage | None = None
-    batch_in_hand: Any = None
-    is_interleaved: bool = False  # another loop delivers batches in turn with this one
+    current_batch: Any = None
+    is_interleaved: bool = False  # another loop yields batches in turn with this one
     _drop_last: bool = False
     _gradient_state: GradientState | None = None
 
     @property
     def gradient_state(self) -> GradientState:
-        """The clock that this loader reports to; the newest one where none was given."""
+        """The gradient state that this loader reports to; the newest one where none was given."""
         if self._gradient_state is None:
             self._gradient_state = GradientState()
         return self._gradient_state
@@ -59,21 +66,21 @@ class DataLoaderStateMixin:
         self._gradient_state = value
 
     def reset(self) -> None:
-        """Nothing is known about a batch."""
+        """Forget the current batch."""
         self.end_of_dataloader = False
         self.remainder = -1
-        self.coverage = self.batch_in_hand = None
+        self.coverage = self.current_batch = None
         self.is_interleaved = False
 
     def begin(self) -> None:
-        """The loop of this loader runs."""
+        """Report the beginning of a loop over this loader."""
         self.reset()
         self.remainder = self._known_remainder()
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """The loop of this loader has ended, or was left."""
-        self.coverage = self.batch_in_hand = None
+        """Report the end of the loop over this loader, also of one that was left."""
+        self.coverage = self.current_batch = None
         self.gradient_state._remove_dataloader(self)
 
     def _known_remainder(self) -> int:
@@ -82,12 +89,12 @@ class DataLoaderStateMixin:
 
 @cache
 def _silent(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    """The class of a loader that is made for every pass and doesn't repeat what torch said when the user made theirs.
+    """Return a subclass of the loader class, for loaders made for every pass, that doesn't repeat torch's warnings.
 
     ``warnings.catch_warnings`` in its place would make Python forget, at every pass, which warnings it has shown.
     """
-    said: Any = lambda self: None  # noqa: E731
-    return cast("type[DataLoader[Any]]", type(kind.__name__, (kind,), {"check_worker_number_rationality": said}))
+    no_check: Any = lambda self: None  # noqa: E731
+    return cast("type[DataLoader[Any]]", type(kind.__name__, (kind,), {"check_worker_number_rationality": no_check}))
 
 
 _Reader: type[DataLoader[Any]] = _silent(DataLoader)
@@ -103,7 +110,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
     """
 
     def __new__(cls, dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """An instance of torchdata's loader too, where that one is asked for by name."""
+        """Make an instance, of torchdata's loader too where ``use_stateful_dataloader`` asks for it."""
         if kwargs.get("use_stateful_dataloader"):
             cls = stateful_class(cls)
         return object.__new__(cls)
@@ -119,7 +126,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a remark in place of torch's error for those that are fixed at construction."""
+        """Set an attribute; warn, in place of torch's error, for those that are fixed at construction."""
         try:
             super().__setattr__(name, value)
         except ValueError:
@@ -133,7 +140,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
             )
 
     def check_worker_number_rationality(self) -> None:
-        """Warn of nothing: torch did when the user made the loader."""
+        """Do nothing: torch warned when the user made the loader."""
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
@@ -141,11 +148,13 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         return self if self._base is None else self._base
 
     def show(self, **attributes: Any) -> None:
-        """The attributes have these values for whoever looks, also those that torch fixes at construction."""
+        """Set attributes that callers may look at, also those that torch fixes at construction."""
         vars(self).update(attributes)
 
     def reader(self, dataset: Any, collate: Any, **sampling: Any) -> DataLoader[Any]:
-        """A torch loader that reads ``dataset`` with the settings of this one; kept where its workers are."""
+        """Return a torch loader that reads ``dataset`` with this one's settings; the one of the last pass where workers
+        persist.
+        """
         kept = self._base
         if kept is not None and self._keeps_reader:
             for name in _SETTABLE:
@@ -166,18 +175,18 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         return self._base
 
     def state_dict(self) -> dict[str, Any]:
-        """Where torchdata's loader stands; empty where torch's own reads, which doesn't know."""
-        tell = getattr(self._base, "state_dict", None)
-        return {} if tell is None else tell()
+        """Return the position of torchdata's loader; empty where torch's own reads, which keeps none."""
+        get_state = getattr(self._base, "state_dict", None)
+        return {} if get_state is None else get_state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Torchdata's loader goes on from there."""
+        """Load ``state_dict`` into torchdata's loader."""
         take = getattr(self._base, "load_state_dict", None)
         if take is not None:
             take(state_dict)
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """The state is that of the batch in hand: it is so already, however many batches were read ahead."""
+        """Do nothing: the state is that of the current batch already, however many batches were read ahead."""
 
     @property
     def _keeps_reader(self) -> bool:
@@ -189,8 +198,224 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         return _silent(loader_class())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what lives in this process only: the reader and its workers, the clock."""
+        """Return all but what lives in this process only: the reader and its workers, the gradient state."""
         return {**self.__dict__, "_base": None, "_gradient_state": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
+
+
+# --------------------------------------------------------------------------------------------------
+# torchdata's StatefulDataLoader: prepared loaders that are instances of it, and its form of positions
+
+_FRESH: Final = {
+    "_index_sampler_state": None,
+    "_sampler_iter_state": None,
+    "_sampler_iter_yielded": 0,
+    "_num_yielded": 0,
+    "_IterableDataset_len_called": None,
+    "_shared_seed": None,
+    "fetcher_state": None,
+    "dataset_state": None,
+}
+
+
+@cache
+def loader_class() -> type[DataLoader[Any]]:
+    """Return torchdata's StatefulDataLoader.
+
+    Raises:
+        MissingDependency: torchdata 0.8 or newer isn't installed.
+    """
+    purpose = "use_stateful_dataloader=True"
+    require("torchdata", purpose=purpose, at_least="0.8.0")
+    module = require("torchdata.stateful_dataloader", purpose=purpose)
+    return cast("type[DataLoader[Any]]", module.StatefulDataLoader)
+
+
+@cache
+def stateful_class(kind: type[Any]) -> type[Any]:
+    """Return ``kind``, a class of prepared loaders, as a subclass of torchdata's loader."""
+    members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce__": _reduce, "_plain": kind}
+    metaclass: Any = type(kind)
+    return metaclass(kind.__name__, (kind, loader_class()), members)
+
+
+def _reduce(loader: Any) -> tuple[Any, ...]:
+    return _blank, (loader._plain,), loader.__getstate__()
+
+
+def _blank(kind: type[Any]) -> Any:
+    return object.__new__(stateful_class(kind))
+
+
+# -- positions ---------------------------------------------------------------------------------------------
+
+
+def is_torchdatas(state: Mapping[str, Any]) -> bool:
+    """Return whether ``state`` was written by torchdata's loader, and not by a prepared one."""
+    return "epoch" not in state and ("_snapshot" in state or "_num_yielded" in state)
+
+
+def _main_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of ``state`` about the main process, which draws the samples."""
+    snapshot = state.get("_snapshot")
+    return state if snapshot is None else snapshot["_main_snapshot"]
+
+
+def num_batches_in(state: Mapping[str, Any]) -> int:
+    """Return how many batches the loader had given."""
+    snapshot = state.get("_snapshot")
+    if snapshot is None:
+        return int(state["_num_yielded"])
+    return int(snapshot["_snapshot_step"]) + int(state.get("_steps_since_snapshot", 0))
+
+
+def generator_in(state: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the state from which torchdata's random sampler drew the order of the epoch."""
+    found = _main_of(state).get("_sampler_iter_state") or {}
+    found = found.get("sampler_iter_state", found)
+    return found.get("generator") if isinstance(found, Mapping) else None
+
+
+def own_form(
+    state: Mapping[str, Any], position: ResumePosition, dp_size: int, epoch: int, own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a position of torchdata's in the form that a prepared loader reads."""
+    generator = generator_in(state)
+    return {
+        "epoch": epoch,
+        "rounds": position.steps,
+        "groups": position.batches,
+        "samples": position.samples,
+        "shares": dp_size,
+        "order": {} if generator is None else {"generator": generator},
+        "witnesses": [],
+        "dataset": None,
+        "own": own,
+        "_iterator_finished": bool(state.get("_iterator_finished", False)),
+    }
+
+
+def torchdatas_form(
+    reader: Any,
+    num_workers: int,
+    batch_info: BatchInfo | None = None,
+    num_batches: int = 0,
+    root: Any = None,
+    order_state: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the position of a loader that is read by index, in torchdata's form.
+
+    Args:
+        reader: torchdata's loader, or None before the first pass.
+        batch_info: of the current batch, or None between two epochs.
+        num_batches: how many batches of the epoch the reader has given.
+        root: the sampler that the user's own loader reads by; None where its batches are sharded over several ranks.
+        order_state: the states that the order of the epoch was drawn from.
+    """
+    if not has_running_iterator(reader):
+        return {} if num_workers else dict(_FRESH)
+    state = copy.copy(cast("dict[str, Any]", reader.state_dict()))
+    if batch_info is None:
+        return state
+    num_behind = 0
+    if state.get("_snapshot") is not None:
+        num_behind = int(state.get("_steps_since_snapshot", 0))
+        snapshot = state["_snapshot"] = dict(state["_snapshot"])
+        snapshot["_snapshot_step"] = num_batches - num_behind
+        main = snapshot["_main_snapshot"] = dict(snapshot["_main_snapshot"])
+    else:
+        main = state
+        main["_num_yielded"] = num_batches
+    # The reader itself counts from where its pass was continued.
+    main["_sampler_iter_yielded"] = num_batches - num_behind
+    if root is not None:
+        size = getattr(root, "batch_size", None) or 1
+        main["_sampler_iter_state"] = _sampler_state(
+            root, batch_info.samples - num_behind * size, order_state or {}, reader
+        )
+    return state
+
+
+def _sampler_state(root: Any, num_samples: int, order_state: Mapping[str, Any], reader: Any) -> dict[str, Any] | None:
+    is_batched = getattr(root, "batch_size", None) is not None
+    sampler = getattr(root, "sampler", None) if is_batched else root
+    state: dict[str, Any] = {}
+    generator = _generator_at_start(sampler, order_state)
+    if generator is not None and _is_torchdatas_to_be(sampler, reader):
+        state = {"yielded": num_samples, "generator": generator}
+    if not is_batched:
+        return state or None
+    return {"samples_yielded": num_samples, **({"sampler_iter_state": state} if state else {})}
+
+
+def _is_torchdatas_to_be(sampler: Any, reader: Any) -> bool:
+    """Return whether torchdata's loader has a random sampler of its own here: where ``shuffle=True`` asks for one."""
+    if type(sampler) is RandomSampler:
+        return sampler.generator is None or sampler.generator is reader.generator
+    return type(sampler).__module__ == "torchdata.stateful_dataloader.sampler"
+
+
+def _generator_at_start(sampler: Any, order_state: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the state that a random sampler's generator had when the epoch began."""
+    if order_state.get("generator") is not None:
+        return order_state["generator"]
+    torch_stream = (order_state.get("streams") or {}).get("torch")
+    if type(sampler) is not RandomSampler or torch_stream is None:
+        return None
+    with host_streams({"torch": torch_stream}):  # torch's sampler draws the seed of a generator of its own
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+# --------------------------------------------------------------------------------------------------
+# Sequence parallelism: each rank's batch in turn, cut into one part per rank
+
+
+@final
+class SequenceShardLoader(DataLoaderStateMixin):
+    """A prepared loader, ``num_parts`` times as long, whose batches are parts of sequences.
+
+    The batches that the ranks of a process group read in one step are computed one after the other, by all of them
+    together. All other attributes are the prepared loader's.
+
+    Args:
+        loader: the prepared loader; each rank reads batches of its own.
+        cut: one pass over the parts of what a loader gives: ``num_parts`` of them for each of its batches.
+        num_parts: how many ranks compute one sequence.
+        skip_parts: how many parts of each pass are left out.
+    """
+
+    def __init__(self, loader: Any, cut: Callable[[Any], Iterable[Any]], num_parts: int, skip_parts: int = 0) -> None:
+        self.loader = loader
+        self.num_parts = num_parts
+        self.skip_parts = skip_parts
+        self._cut = cut
+        self.gradient_state = getattr(loader, "gradient_state", None)
+
+    def __len__(self) -> int:
+        return len(self.loader) * self.num_parts - self.skip_parts
+
+    def __iter__(self) -> Iterator[Any]:
+        num_parts, device = self.num_parts, getattr(self.loader, "device", None)
+        parts = enumerate(self._cut(self.loader), 1)
+        self.begin()
+        try:
+            for number, part in islice(parts, self.skip_parts, None):
+                # The loader itself is at its end as soon as its last batch is read.
+                self.end_of_dataloader = number % num_parts == 0 and getattr(self.loader, "end_of_dataloader", False)
+                if self.gradient_state.active_dataloader is not self:  # the loader has read
+                    self.gradient_state._add_dataloader(self)
+                yield part if device is None else send_to_device(part, device)
+        finally:
+            self.end()
+
+    def over(self, loader: Any, skip_parts: int = 0) -> SequenceShardLoader:
+        """Return a loader over the parts of ``loader``'s batches, from part ``skip_parts`` on."""
+        return SequenceShardLoader(loader, self._cut, self.num_parts, skip_parts)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while unpickling
+            raise AttributeError(name)
+        return getattr(self.loader, name)

@@ -1,4 +1,4 @@
-"""A loader whose batches are read by rank 0 and dealt to the others."""
+"""A loader whose batches are read by rank 0 and sent to the other ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any, cast, final
 import torch
 from torch.utils.data import IterableDataset
 
-from accelerate import collectives
-from accelerate.errors import PreparationError, WorldError
-from accelerate.mesh import DataShare
-from accelerate.nested import (
+from ..distributed import collectives
+from ..distributed.mesh import DataParallelRank
+from ..distributed.random import broadcast_value, capture_host_streams, host_streams
+from ..distributed.world import World
+from ..errors import PreparationError, WorldError
+from ..nested import (
     concatenate,
     get_data_structure,
     honor_type,
@@ -22,14 +24,10 @@ from accelerate.nested import (
     recursively_apply,
     send_to_device,
 )
-from accelerate.seeding import capture_host_streams, from_main, host_streams
-from accelerate.world import World
-
-from .coverage import BatchCoverage
-from .order import Drawn, Place, unskipped
-from .position import Restored
-from .prefetch import BatchFeeder, Delivery
-from .shared_draws import Moves, SharedDraws
+from .prefetch import Delivery, PreparedLoader
+from .random_streams import Moves, SharedDraws
+from .resume import SavedPosition
+from .sampling import BatchCoverage, BatchInfo, ResumePosition, unskipped
 
 SliceFunction = Callable[..., Any]
 
@@ -37,20 +35,20 @@ SliceFunction = Callable[..., Any]
 @final
 @dataclass(frozen=True)
 class Announcement:
-    """What rank 0 tells the others about a round: the account of it, and the form of the tensors that follow."""
+    """The message of rank 0 about a global batch: its batch info, and the structure of the tensors that follow."""
 
-    structures: list[Any]  # one, to be cut, or one per share
+    structures: list[Any]  # one, to be cut, or one per rank
     is_whole: bool
-    drawn: Drawn
+    batch_info: BatchInfo
     failure: str | None = None
 
 
-class DataLoaderDispatcher(BatchFeeder):
-    """A prepared loader of which rank 0 reads the batches; every rank gets its part of each round.
+class DataLoaderDispatcher(PreparedLoader):
+    """A prepared loader of which rank 0 reads the batches; every rank gets its part of each global batch.
 
-    A round is one batch per rank, or with ``split_batches`` one batch for all. Batches of tensors that fit together
-    are joined and cut into equal parts, an incomplete last round being completed from the first batch of the epoch.
-    Other batches (ragged shapes, objects that aren't tensors) are dealt as they are, one per rank.
+    A global batch is one batch per rank, or with ``split_batches`` one batch for all. Batches of tensors that fit
+    together are joined and cut into equal parts; an incomplete last global batch is padded from the first batch of the
+    epoch. Other batches (ragged shapes, objects that aren't tensors) are sent as they are, one per rank.
     """
 
     def __init__(
@@ -65,7 +63,7 @@ class DataLoaderDispatcher(BatchFeeder):
         torch_device_mesh: Any = None,
         iteration: int = 0,
         *,
-        share: DataShare | None = None,
+        share: DataParallelRank | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -80,19 +78,19 @@ class DataLoaderDispatcher(BatchFeeder):
         )
         self.split_batches = split_batches
         self.slice_fn: SliceFunction | None = slice_fn
-        self._share = share
+        self._dp_rank = share
 
-    def share(self) -> DataShare:
-        """Which part of every round this rank gets."""
-        if self._share is not None:
-            return self._share
+    def dp_rank(self) -> DataParallelRank:
+        """Return this rank's index among the data-parallel ranks, and their number."""
+        if self._dp_rank is not None:
+            return self._dp_rank
         world = self._world()
-        return DataShare(0, 1) if world is None else DataShare(world.rank, world.size)
+        return DataParallelRank(0, 1) if world is None else DataParallelRank(world.rank, world.size)
 
     @property
-    def batches_per_round(self) -> int:
-        """How many batches of the loader all ranks take at once."""
-        return 1 if self.split_batches else self.share().count
+    def batches_per_step(self) -> int:
+        """Batches of the loader that all ranks take in one step."""
+        return 1 if self.split_batches else self.dp_rank().count
 
     @property
     def samples_per_batch(self) -> int:
@@ -101,8 +99,8 @@ class DataLoaderDispatcher(BatchFeeder):
 
     @property
     def total_batch_size(self) -> int:
-        """Samples that all ranks take at once."""
-        return self.samples_per_batch * self.batches_per_round
+        """Samples that all ranks take in one step."""
+        return self.samples_per_batch * self.batches_per_step
 
     def __len__(self) -> int:
         if isinstance(self.dataset, IterableDataset):
@@ -110,130 +108,130 @@ class DataLoaderDispatcher(BatchFeeder):
         else:
             root, skipped = unskipped(self.index_sampler)
             length = len(root)
-        rounds = length // self.batches_per_round
-        if not self._drop_last and length % self.batches_per_round:
-            rounds += 1
-        return max(rounds - skipped, 0)
+        steps = length // self.batches_per_step
+        if not self._drop_last and length % self.batches_per_step:
+            steps += 1
+        return max(steps - skipped, 0)
 
-    # -- rank 0 alone draws and reads ------------------------------------------------------------------
+    # -- reading on rank 0 -----------------------------------------------------------------------------
 
     _draws_on_every_rank = False
-    _stages_batches = False  # what the ranks get has come through the device already
+    _prefetches_batches = False  # what the ranks get has come through the device already
 
     @property
-    def _num_head(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.batches_per_round
+    def _num_first_batches(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.batches_per_step
 
-    def head(self) -> list[Any]:
-        """The first batches of the epoch, read again for a pass that began later."""
+    def first_batches(self) -> list[Any]:
+        """Return the first batches of the epoch, read again for a pass that began later."""
         if self._stream is not None:
-            return [self.place_batch(batch) for batch in self._stream.head()]
+            return [self.place_batch(batch) for batch in self._stream.first_batches()]
         with host_streams(capture_host_streams()):  # reading again doesn't move the streams on
-            dataset, groups = cast("Any", self.dataset), self._head
+            dataset, batches = cast("Any", self.dataset), self._first_batches
             if self.sample_seed is not None:
-                groups = self.sample_seed.keyed(groups, self.progress.epoch)
+                batches = self.sample_seed.keyed(batches, self.progress.epoch)
             if self.batch_sampler is None:
-                return [self.place_batch(self.collate_fn(dataset[index])) for index in groups]
-            return [self.place_batch(self.collate_fn([dataset[index] for index in group])) for group in groups]
+                return [self.place_batch(self.collate_fn(dataset[index])) for index in batches]
+            return [self.place_batch(self.collate_fn([dataset[index] for index in batch])) for batch in batches]
 
     def agreeing_world(self, order: Any) -> None:
-        """None: rank 0 alone draws."""
+        """Return None: rank 0 alone draws."""
         return None
 
-    def _num_read(self, drawn: Drawn) -> int:
-        return drawn.groups
+    def _num_read(self, batch_info: BatchInfo) -> int:
+        return batch_info.batches
 
-    def _place_after(self, num_batches: int) -> Place:
-        return Place(num_batches // self.batches_per_round, num_batches, num_batches * self.samples_per_batch)
+    def _position_after(self, num_batches: int) -> ResumePosition:
+        return ResumePosition(num_batches // self.batches_per_step, num_batches, num_batches * self.samples_per_batch)
 
-    def _shares(self) -> int:
-        return self.share().count
+    def _dp_size(self) -> int:
+        return self.dp_rank().count
 
     def _own_index(self) -> int:
-        return self.share().index
+        return self.dp_rank().index
 
-    def entrance(self, root: Any, skipped: int, restored: Restored | None) -> Place:
-        """Where the pass of the reading rank begins, in its own batches."""
+    def start_position(self, root: Any, skipped: int, saved: SavedPosition | None) -> ResumePosition:
+        """Return where the pass of the reading rank begins, in its own batches."""
         if skipped:
-            groups = skipped * self.batches_per_round
-            return Place(groups, groups, groups * self.samples_per_batch)
-        place = Place() if restored is None else restored.place
-        return Place(place.groups, place.groups, place.samples)
+            num_batches = skipped * self.batches_per_step
+            return ResumePosition(num_batches, num_batches, num_batches * self.samples_per_batch)
+        position = ResumePosition() if saved is None else saved.position
+        return ResumePosition(position.batches, position.batches, position.samples)
 
-    def _read(self, restored: Restored | None) -> Generator[Delivery, None, None]:
+    def _read(self, saved: SavedPosition | None) -> Generator[Delivery, None, None]:
         world = self._world()
         self._synchronize()
         if world is not None and self.device is None:
             self.device = world.device
         if world is not None and not world.is_main:
-            return self._deal_rounds(world, None)
+            return self._scatter(world, None)
         if isinstance(self.dataset, IterableDataset):
             skipped = self.skip_batches
-            source = self._read_stream(_as_read_by_one(restored), skipped * self.batches_per_round)
+            source = self._read_stream(_as_read_by_one(saved), skipped * self.batches_per_step)
         else:
             _, skipped = unskipped(self.index_sampler)
-            source = self.read_map(restored)
-        if restored is not None and not skipped:
-            skipped = restored.place_for(self.share().count, self.total_batch_size).rounds
-        return self._deal_rounds(world, Rounds(self, source, skipped))
+            source = self.read_map(saved)
+        if saved is not None and not skipped:
+            skipped = saved.position_for(self.dp_rank().count, self.total_batch_size).steps
+        return self._scatter(world, GlobalBatches(self, source, skipped))
 
-    def _deal_rounds(self, world: World | None, rounds: Rounds | None) -> Generator[Delivery, None, None]:
-        share = self.share()
+    def _scatter(self, world: World | None, global_batches: GlobalBatches | None) -> Generator[Delivery, None, None]:
+        dp_rank = self.dp_rank()
         draws = None if world is None else SharedDraws([self.generator, self.order().generator])
         try:
             while True:
-                before = draws.capture() if draws is not None and rounds is not None else {}
-                announced, batches = rounds.following() if rounds is not None else (None, [])
+                before = draws.capture() if draws is not None and global_batches is not None else {}
+                announcement, batches = global_batches.next_batch() if global_batches is not None else (None, [])
                 if world is not None and draws is not None:
-                    told = (announced, draws.moves_since(before))
-                    announced, moves = cast("tuple[Announcement | None, Moves]", from_main(told, world))
-                    if rounds is None:
+                    message = (announcement, draws.moves_since(before))
+                    announcement, moves = cast("tuple[Announcement | None, Moves]", broadcast_value(message, world))
+                    if global_batches is None:
                         draws.follow(moves)
-                if announced is None:
+                if announcement is None:
                     return
-                if announced.failure is not None:
-                    _raise(announced.failure, rounds)
+                if announcement.failure is not None:
+                    _raise(announcement.failure, global_batches)
                 if world is not None:
-                    batches = _broadcast(batches, announced.structures, self.device, world)
-                drawn = announced.drawn
-                if drawn.is_last and not self._drop_last and drawn.coverage is not None:
-                    self.remainder = drawn.coverage.num_samples
-                if rounds is not None:
-                    drawn = drawn._replace(last_group=rounds.last_group, own=rounds.own)
-                yield self._part(batches, announced, share), drawn
-                if drawn.is_last:
+                    batches = _broadcast(batches, announcement.structures, self.device, world)
+                batch_info = announcement.batch_info
+                if batch_info.is_last and not self._drop_last and batch_info.coverage is not None:
+                    self.remainder = batch_info.coverage.num_samples
+                if global_batches is not None:
+                    batch_info = batch_info._replace(last_batch=global_batches.last_batch, own=global_batches.own)
+                yield self._part(batches, announcement, dp_rank), batch_info
+                if batch_info.is_last:
                     return
         finally:
-            if rounds is not None:
-                rounds.source.close()
+            if global_batches is not None:
+                global_batches.source.close()
 
-    def _part(self, batches: list[Any], announced: Announcement, share: DataShare) -> Any:
-        coverage = announced.drawn.coverage
-        if not announced.is_whole or coverage is None:
-            return batches[share.index if len(batches) > 1 else 0]
-        size = coverage.size[share.index]
-        cut = slice(share.index * size, (share.index + 1) * size)
+    def _part(self, batches: list[Any], announcement: Announcement, dp_rank: DataParallelRank) -> Any:
+        coverage = announcement.batch_info.coverage
+        if not announcement.is_whole or coverage is None:
+            return batches[dp_rank.index if len(batches) > 1 else 0]
+        size = coverage.size[dp_rank.index]
+        cut = slice(dp_rank.index * size, (dp_rank.index + 1) * size)
         if self.slice_fn is not None:
-            return self.slice_fn(batches[0], cut, process_index=share.index, num_processes=share.count)
+            return self.slice_fn(batches[0], cut, process_index=dp_rank.index, num_processes=dp_rank.count)
         return _cut(batches[0], cut, sum(coverage.size))
 
 
-def _raise(failure: str, rounds: Rounds | None) -> None:
-    if rounds is not None and rounds.failure is not None:
-        raise rounds.failure
+def _raise(failure: str, global_batches: GlobalBatches | None) -> None:
+    if global_batches is not None and global_batches.failure is not None:
+        raise global_batches.failure
     raise WorldError(f"Rank 0, which reads the data for all ranks, failed: {failure}")
 
 
-def _as_read_by_one(restored: Restored | None) -> Restored | None:
-    """The position as rank 0 sees it, which reads one batch of the loader at a time."""
-    if restored is None:
+def _as_read_by_one(saved: SavedPosition | None) -> SavedPosition | None:
+    """Return the position as rank 0 sees it, which reads one batch of the loader at a time."""
+    if saved is None:
         return None
-    groups = restored.place.groups
-    return replace(restored, place=Place(groups, groups, restored.place.samples), shares=1)
+    position = saved.position
+    return replace(saved, position=ResumePosition(position.batches, position.batches, position.samples), dp_size=1)
 
 
 def _broadcast(batches: list[Any], structures: list[Any], device: Any, world: World) -> list[Any]:
-    """The batches of rank 0 on every rank; what isn't a tensor has come with the structures."""
+    """Broadcast the tensors of rank 0's batches; what isn't a tensor has come with the structures."""
     if not world.is_main:
         batches = [send_to_device(initialize_tensors(structure), device) for structure in structures]
     return [
@@ -242,11 +240,11 @@ def _broadcast(batches: list[Any], structures: list[Any], device: Any, world: Wo
     ]
 
 
-# -- batches that are joined, completed and cut ------------------------------------------------------------
+# -- joining, padding and cutting of batches ---------------------------------------------------------------
 
 
 def _form(batch: Any) -> Any:
-    """What two batches have to share to be joined along their first dimension; None where one can't be joined."""
+    """Return what two batches must have in common to be joined by rows; None if this one can't be."""
     leaves: list[Any] = []
 
     def note(leaf: Any) -> Any:
@@ -265,7 +263,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def _cut_joined(batches: list[Any], num_rows: int) -> Any:
-    """The first ``num_rows`` rows of ``batches``, as many of which are joined as fit together."""
+    """Return the first ``num_rows`` rows of ``batches``, joined as far as their inner shapes agree."""
     fitting = [batch for batch in batches if _inner_shapes(batch) == _inner_shapes(batches[0])]
     whole = _joined(fitting)
     return _cut(whole, slice(0, num_rows), _num_rows(whole) or 0)
@@ -276,7 +274,7 @@ def _inner_shapes(batch: Any) -> list[torch.Size]:
 
 
 def _num_rows(batch: Any) -> int | None:
-    """How many samples a batch holds: the rows of its first tensor, or the length of its first plain list."""
+    """Return the number of samples of a batch: the rows of its first tensor, or the length of its first plain list."""
     size = ignorant_find_batch_size(batch)
     if size is not None:
         return size
@@ -287,7 +285,7 @@ def _num_rows(batch: Any) -> int | None:
 
 
 def _cut(data: Any, cut: slice, num_rows: int) -> Any:
-    """``data`` with tensors, and lists with one plain item per sample, cut along the samples."""
+    """Return ``data`` with tensors, and lists with one plain item per sample, cut along the samples."""
     if isinstance(data, torch.Tensor):
         return data[cut] if data.ndim and data.shape[0] == num_rows else data
     if isinstance(data, Mapping):
@@ -304,7 +302,7 @@ def _cut(data: Any, cut: slice, num_rows: int) -> Any:
 
 
 def _joined(pieces: list[Any]) -> Any:
-    """Pieces cut from batches of one form, tensors and plain lists joined."""
+    """Join pieces cut from batches of one form: tensors and plain lists."""
     first = pieces[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(pieces) if first.ndim else first
@@ -320,34 +318,34 @@ def _joined(pieces: list[Any]) -> Any:
 
 
 @final
-class Rounds:
-    """Rank 0's side: batches put together to rounds, and each round's account."""
+class GlobalBatches:
+    """The global batches of rank 0, put together from the batches that it reads, each with its batch info."""
 
-    def __init__(self, loader: DataLoaderDispatcher, source: Generator[Delivery, None, None], num_rounds: int) -> None:
+    def __init__(self, loader: DataLoaderDispatcher, source: Generator[Delivery, None, None], num_steps: int) -> None:
         self.loader = loader
         self.source = source
-        self.count = loader.share().count
-        self.num_rounds = num_rounds
+        self.count = loader.dp_rank().count
+        self.num_steps = num_steps
         self.failure: BaseException | None = None
-        self.last_group: Any = None
+        self.last_batch: Any = None
         self.own: Mapping[str, Any] | None = None
         self._first: list[Any] = []
-        self._began_later = num_rounds > 0
+        self._began_later = num_steps > 0
         self._held: list[Delivery] | None = None
 
-    def following(self) -> tuple[Announcement | None, list[Any]]:
-        """The next round and its account; None behind the last one. What goes wrong is told to all ranks."""
+    def next_batch(self) -> tuple[Announcement | None, list[Any]]:
+        """Return the next global batch and its announcement, which may be of a failure; None after the last."""
         try:
-            read = self._next_read()
-            return self._round(read) if read else (None, [])
-        except Exception as failure:  # the other ranks wait for this round, so they have to hear of any failure
+            read = self._read_next()
+            return self._assemble(read) if read else (None, [])
+        except Exception as failure:  # the other ranks wait for the announcement, so any failure is sent to them
             self.failure = failure
-            nothing = Drawn(None, None, True, 0, 0, 0, None)
+            nothing = BatchInfo(None, None, True, 0, 0, 0, None)
             return Announcement([], False, nothing, f"{type(failure).__name__}: {failure}"), []
 
-    def _next_read(self) -> list[Delivery]:
-        """The batches of the next round; with ``drop_last`` the round behind it is read too, to know the last."""
-        size = self.loader.batches_per_round
+    def _read_next(self) -> list[Delivery]:
+        """Read the batches of the next global batch; with ``drop_last`` read one further ahead, to know the last."""
+        size = self.loader.batches_per_step
         if not self.loader._drop_last or size == 1:
             return list(islice(self.source, size))
         read = list(islice(self.source, size)) if self._held is None else self._held
@@ -356,38 +354,38 @@ class Rounds:
         if not read[-1][1].is_last:
             self._held = list(islice(self.source, size))
             if len(self._held) < size:
-                batch, drawn = read[-1]
-                read[-1] = (batch, drawn._replace(is_last=True))
+                batch, batch_info = read[-1]
+                read[-1] = (batch, batch_info._replace(is_last=True))
         return read
 
-    def _round(self, read: list[Delivery]) -> tuple[Announcement, list[Any]]:
-        batches, drawn = [batch for batch, _ in read], read[-1][1]
-        self.last_group, self.own = drawn.last_group, drawn.own
-        self.num_rounds += 1
+    def _assemble(self, read: list[Delivery]) -> tuple[Announcement, list[Any]]:
+        batches, batch_info = [batch for batch, _ in read], read[-1][1]
+        self.last_batch, self.own = batch_info.last_batch, batch_info.own
+        self.num_steps += 1
         whole = self._whole(batches)
         if whole is not None:
             num_rows = _num_rows(whole)
             if num_rows is not None:
-                whole, coverage = self._completed(whole, num_rows)
-                return self._announce([whole], True, drawn, coverage)
-            return self._announce([whole], True, drawn, None)
+                whole, coverage = self._padded(whole, num_rows)
+                return self._announce([whole], True, batch_info, coverage)
+            return self._announce([whole], True, batch_info, None)
         if len(batches) < self.count and self._began_later:
-            self._first = self.loader.head()
+            self._first = self.loader.first_batches()
         self._first = self._first or batches
         sizes = [_num_rows(batch) or 1 for batch in batches]
         added = [self._first[number % len(self._first)] for number in range(self.count - len(batches))]
-        real = tuple(sizes + [0] * len(added))
+        valid = tuple(sizes + [0] * len(added))
         size = tuple(sizes + [_num_rows(batch) or 1 for batch in added])
-        return self._announce(batches + added, False, drawn, BatchCoverage(real, size))
+        return self._announce(batches + added, False, batch_info, BatchCoverage(valid, size))
 
     def _announce(
-        self, batches: list[Any], is_whole: bool, drawn: Drawn, coverage: BatchCoverage | None
+        self, batches: list[Any], is_whole: bool, batch_info: BatchInfo, coverage: BatchCoverage | None
     ) -> tuple[Announcement, list[Any]]:
-        told = drawn._replace(indices=None, coverage=coverage, rounds=self.num_rounds, last_group=None, own=None)
-        return Announcement([get_data_structure(batch) for batch in batches], is_whole, told), batches
+        message = batch_info._replace(indices=None, coverage=coverage, steps=self.num_steps, last_batch=None, own=None)
+        return Announcement([get_data_structure(batch) for batch in batches], is_whole, message), batches
 
     def _whole(self, batches: list[Any]) -> Any:
-        """The batches of a round as one, to be cut; None where they don't fit together."""
+        """Join the batches of a global batch, to be cut; return None where they don't fit together."""
         if self.loader.split_batches:
             return batches[0]
         forms = [_form(batch) for batch in batches]
@@ -395,22 +393,22 @@ class Rounds:
             return concatenate(batches) if len(batches) > 1 else batches[0]
         if self.loader.slice_fn is not None:
             raise PreparationError(
-                "slice_fn_for_dispatch cuts the joined batches of a round, but these batches can't be joined: tensors "
-                "must have equal shapes behind the first dimension. Use dispatch_batches=False, split_batches=True, "
-                "or leave slice_fn_for_dispatch out, which deals such batches one per process."
+                "slice_fn_for_dispatch cuts a global batch of joined batches, but these can't be joined: tensors must "
+                "have equal shapes behind the first dimension. Use dispatch_batches=False, split_batches=True, or "
+                "leave slice_fn_for_dispatch out, which sends such batches one per process."
             )
         return None
 
-    def _completed(self, whole: Any, num_rows: int) -> tuple[Any, BatchCoverage]:
-        """``whole`` with as many rows for every share; what is missing comes from the first round."""
+    def _padded(self, whole: Any, num_rows: int) -> tuple[Any, BatchCoverage]:
+        """Pad ``whole`` with rows of the first global batch, so that every rank gets as many."""
         count = self.count
         if not self._first:
             self._first = [_cut(whole, slice(0, count), num_rows)]
         size = -(-num_rows // count)
         missing = size * count - num_rows
         if missing:
-            if self._began_later and (head := self.loader.head()):
-                self._first = [_cut_joined(head, count)]
+            if self._began_later and (first_batches := self.loader.first_batches()):
+                self._first = [_cut_joined(first_batches, count)]
             first = self._first[0]
             if _inner_shapes(first) != _inner_shapes(whole):  # padded batch by batch: only its own rows fit
                 first = _cut(whole, slice(0, count), num_rows)
@@ -421,5 +419,5 @@ class Rounds:
                 pieces.append(_cut(first, slice(0, added), num_first))
                 missing -= added
             whole = _joined(pieces)
-        real = tuple(min(max(num_rows - share * size, 0), size) for share in range(count))
-        return whole, BatchCoverage(real, (size,) * count)
+        valid = tuple(min(max(num_rows - rank * size, 0), size) for rank in range(count))
+        return whole, BatchCoverage(valid, (size,) * count)

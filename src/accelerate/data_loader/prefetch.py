@@ -1,43 +1,123 @@
-"""The loop of a prepared loader: what is last is known while it is in hand, batches are on the device, and the
-place in the epoch can be saved and found again."""
+"""The loop of a prepared loader: batches are prefetched to the device, the last one is known, the position is saved."""
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, TypeVar, cast, final
 
 import torch
 from torch.utils.data import IterableDataset
 
-from accelerate.gradients import GradientState
-from accelerate.nested import send_to_device
-from accelerate.seeding import capture_host_streams, from_main, synchronize_rng_states
-from accelerate.world import World, current_world
+from ..devices.table import DeviceKind, kind_of
+from ..distributed.random import broadcast_value, capture_host_streams, synchronize_rng_states
+from ..distributed.world import World, current_world
+from ..errors import ResumeWarning
+from ..nested import recursively_apply, send_to_device
+from ..training.accumulation import GradientState
+from .adapter import (
+    DataLoaderAdapter,
+    DataLoaderStateMixin,
+    generator_in,
+    is_torchdatas,
+    num_batches_in,
+    own_form,
+    torchdatas_form,
+)
+from .indexed import IndexReader, RecordingSampler, is_on_host
+from .iterable import StreamEnd, StreamReader, StreamSource
+from .random_streams import SampleSeed
+from .resume import Progress, SavedPosition
+from .sampling import BEGINNING, BatchInfo, Order, ResumePosition, SkipBatchSampler, samplers_of, unskipped
+from .sharding import BatchSamplerShard, CoverageFunction, IterableDatasetShard, hidden_generators
 
-from .adapter import DataLoaderAdapter, DataLoaderStateMixin
-from .audit import hidden_generators
-from .indexed import IndexFeed, IndexReader, is_on_host
-from .order import BEGINNING, Drawn, Order, Place, SkipBatchSampler, samplers_of, unskipped
-from .position import Progress, Restored
-from .sample_streams import SampleSeed
-from .shard import Account, BatchSamplerShard, IterableDatasetShard
-from .staging import Stage, stage_for, staged
-from .stream import ResumeWarning, StreamEnd, StreamReader, StreamSource
-from .torchdata import generator_in, is_torchdatas, num_batches_in, own_form, torchdatas_form
+Value = TypeVar("Value")
 
-Delivery = tuple[Any, Drawn]
+
+class DevicePrefetch(Protocol):
+    """A way of copying batches to a device ahead of their use."""
+
+    def send(self, batch: Any) -> Any:
+        """Start to copy ``batch`` to the device."""
+        ...
+
+    def receive(self, sent: Any) -> Any:
+        """Return a batch that was sent, ready to be used."""
+        ...
+
+
+@final
+class StreamPrefetch:
+    """A device prefetch that copies batches on a side stream."""
+
+    def __init__(self, kind: DeviceKind, device: torch.device, stream: Any) -> None:
+        self._kind, self._device, self._stream = kind, device, stream
+
+    def send(self, batch: Any) -> tuple[Any, Any]:
+        """Start to copy ``batch``; return the copy and the event of its completion."""
+        pinned = recursively_apply(_pinned, batch)
+        with self._kind.in_stream(self._stream):
+            sent = send_to_device(pinned, self._device, non_blocking=True)
+            return sent, self._stream.record_event()
+
+    def receive(self, sent: tuple[Any, Any]) -> Any:
+        """Return a copied batch; work queued from now on waits for the copy, this process doesn't."""
+        batch, arrival = sent
+        current = self._kind.current_stream(self._device)
+        current.wait_event(arrival)
+        # The memory belongs to the copying stream, which must not use it again before the current one is done with it.
+        recursively_apply(lambda tensor: tensor.record_stream(current), batch)
+        return batch
+
+
+def prefetch_for(device: torch.device | None) -> StreamPrefetch | None:
+    """Return a device prefetch for ``device``; None where there is nothing to overlap."""
+    if device is None:
+        return None
+    kind = kind_of(device)
+    stream = kind.side_stream(device)
+    return None if stream is None else StreamPrefetch(kind, device, stream)
+
+
+def prefetched(
+    source: Generator[tuple[Any, Value], None, None], device_prefetch: DevicePrefetch, depth: int
+) -> Generator[tuple[Any, Value], None, None]:
+    """Yield what ``source`` gives, on the device, with up to ``depth`` further batches being copied."""
+    waiting: deque[tuple[tuple[Any, Any], Value]] = deque()
+    try:
+        for batch, batch_info in source:
+            waiting.append((device_prefetch.send(batch), batch_info))
+            if len(waiting) > depth:
+                sent, batch_info = waiting.popleft()
+                yield device_prefetch.receive(sent), batch_info
+        for sent, batch_info in waiting:
+            yield device_prefetch.receive(sent), batch_info
+    finally:
+        source.close()
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cpu or not torch.accelerator.is_available() or tensor.is_pinned():
+        return tensor
+    return tensor.pin_memory()
+
+
+# --------------------------------------------------------------------------------------------------
+# Prepared loaders
+
+Delivery = tuple[Any, BatchInfo]
 _HOST: Final = torch.device("cpu")
 _OURS = (BatchSamplerShard, SkipBatchSampler)
 
 
-class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
-    """A prepared loader: a torch DataLoader whose batches are on the device and carry their account.
+class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
+    """A prepared loader: a torch DataLoader whose batches are on the device, with known valid rows.
 
-    While a batch is in hand, ``end_of_dataloader`` tells whether it is the last one and ``coverage`` which rows of
-    it, on every rank, are real samples.
+    For the current batch, ``end_of_dataloader`` says whether it is the last one, and ``coverage`` which of its rows, on
+    every rank, are valid.
     """
 
     def __init__(
@@ -71,25 +151,26 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self._non_blocking = _non_blocking
         self._is_accelerate_prepared = True
         self.progress = Progress(epoch=iteration)
-        self.rank_shares = 1  # how many ranks read a part of their own, where nothing here deals the parts
-        self.rank_index = 0  # which of these parts this rank reads
-        self.account: Account | None = None  # the account of batches that a rank-aware sampler dealt
-        self._feed = IndexFeed()
+        self.presharded_size = 1  # how many ranks read a part of their own, where the data isn't sharded here
+        self.presharded_rank = 0  # which of these parts this rank reads
+        self.coverage_of: CoverageFunction | None = None  # the coverage of batches of a rank-aware sampler
+        self._recorder = RecordingSampler()
         self._announced_epoch: int | None = None
         self._newest_pass: object = None
-        self._head: list[Any] = []
+        self._first_batches: list[Any] = []
         self._stream: StreamReader | None = None
         self.stream_end = StreamEnd()
-        self.stage: Stage | None = None  # the strategy's own way of bringing batches to the device
-        self._stage: Stage | None = None  # copies the batches of the running pass; else they are copied as read
+        self.device_prefetch: DevicePrefetch | None = None  # the strategy's own way of copying batches to the device
+        #: Copies the batches of the running pass; None: they are copied as they are read.
+        self._active_prefetch: DevicePrefetch | None = None
         self.data_wait_seconds = 0.0  # how long the loop has waited for batches, in the running or the last pass
 
-    _stages_batches = True
+    _prefetches_batches = True
     _skip_batches = 0
 
     @property
     def skip_batches(self) -> int:
-        """How many batches every pass leaves out at its beginning."""
+        """The number of batches that every pass leaves out at its beginning."""
         return self._skip_batches
 
     @skip_batches.setter
@@ -105,30 +186,30 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     def __iter__(self) -> Generator[Any, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         progress, gradient_state = self.progress, self.gradient_state
-        restored = self._begin_pass()
-        stage = self._stage = self._stage_of_pass()
-        batches = self._read(restored)
-        if stage is not None:
-            batches = staged(batches, stage, self.prefetch_to_device if self.num_workers else 0)
+        saved = self._begin_pass()
+        device_prefetch = self._active_prefetch = self._prefetch_of_pass()
+        batches = self._read(saved)
+        if device_prefetch is not None:
+            batches = prefetched(batches, device_prefetch, self.prefetch_to_device if self.num_workers else 0)
         shown = vars(self)  # torch checks every assignment to an attribute of a loader, which costs more than the rest
         this_pass = shown["_newest_pass"] = object()
         self.begin()
         shown["data_wait_seconds"] = 0.0
         asked = perf_counter()
-        epoch, beginning = progress.epoch, None
+        epoch, pass_start = progress.epoch, None
         try:
-            for batch, drawn in batches:
+            for batch, batch_info in batches:
                 shown["data_wait_seconds"] += perf_counter() - asked
-                shown["end_of_dataloader"] = drawn.is_last
-                shown["coverage"] = drawn.coverage
-                shown["batch_in_hand"] = batch
-                if beginning is None:  # known once the first batch is drawn
-                    beginning = progress.beginning()
+                shown["end_of_dataloader"] = batch_info.is_last
+                shown["coverage"] = batch_info.coverage
+                shown["current_batch"] = batch
+                if pass_start is None:  # known once the first batch is drawn
+                    pass_start = progress.pass_start()
                 elif shown["_newest_pass"] is not this_pass:
-                    progress.return_to(beginning)
+                    progress.return_to(pass_start)
                 shown["_newest_pass"] = this_pass
-                progress.drawn = drawn
-                if gradient_state.active_dataloader is not self:  # another loop delivered in between
+                progress.batch_info = batch_info
+                if gradient_state.active_dataloader is not self:  # another loop has read in between
                     gradient_state._add_dataloader(self, is_interleaved=True)
                 yield batch
                 asked = perf_counter()
@@ -136,37 +217,37 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         finally:
             batches.close()
             if self._newest_pass is this_pass:  # else another pass over this loader is in the middle of its loop
-                shown["_stream"] = None  # it knows the loader, which is to be gone as soon as nobody else does
+                shown["_stream"] = None  # its reference would keep the loader alive
                 self.end()
 
-    def _stage_of_pass(self) -> Stage | None:
-        if not self._stages_batches or self.device is None:
+    def _prefetch_of_pass(self) -> DevicePrefetch | None:
+        if not self._prefetches_batches or self.device is None:
             return None
-        return self.stage or (stage_for(self.device) if self.prefetch_to_device else None)
+        return self.device_prefetch or (prefetch_for(self.device) if self.prefetch_to_device else None)
 
-    def _begin_pass(self) -> Restored | None:
-        """The position that the pass continues from, if there is one.
+    def _begin_pass(self) -> SavedPosition | None:
+        """Begin a pass; return the position that it continues from, if there is one.
 
         A position after the last batch of an epoch is the beginning of the next one.
         """
-        restored = self.progress.start()
+        saved = self.progress.start()
         self._announce_epoch()
-        if restored is None or not restored.is_finished:
-            return restored
+        if saved is None or not saved.is_finished:
+            return saved
         # The order of the next epoch follows from that of the finished one, which the saved run had drawn.
         # Workers that stay were started in the saved run's first pass, so they are started in this one.
         reads = isinstance(self.dataset, IterableDataset) or self.persistent_workers
-        for _ in self._read(restored) if reads else IndexReader(self, restored).draw():
+        for _ in self._read(saved) if reads else IndexReader(self, saved).draw():
             pass
         self.progress.finish(self.progress.epoch)
         return self._begin_pass()
 
-    def _read(self, restored: Restored | None) -> Generator[Delivery, None, None]:
-        """Every batch of the pass, on the device, with what was known when it was drawn."""
+    def _read(self, saved: SavedPosition | None) -> Generator[Delivery, None, None]:
+        """Yield every batch of the pass, on the device, with its batch info."""
         self._synchronize()
         if isinstance(self.dataset, IterableDataset):
-            return self._read_stream(restored)
-        return self.read_map(restored)
+            return self._read_stream(saved)
+        return self.read_map(saved)
 
     def _synchronize(self) -> None:
         world = self._world()
@@ -175,8 +256,8 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             synchronize_rng_states(others, world=world)
 
     def place_batch(self, batch: Any) -> Any:
-        """``batch`` on the device of this loader."""
-        if self.device is None or self._stage is not None or (self._stays_on_host and is_on_host(batch)):
+        """Return ``batch`` on the device of this loader."""
+        if self.device is None or self._active_prefetch is not None or (self._stays_on_host and is_on_host(batch)):
             return batch
         return send_to_device(batch, self.device, non_blocking=self._non_blocking)
 
@@ -185,7 +266,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return self.device is not None and self.device == _HOST
 
     def rank_and_size(self) -> tuple[int, int]:
-        """Who this process is among those that run."""
+        """Return this process's rank and the number of processes."""
         world = self._world()
         return (0, 1) if world is None else (world.rank, world.size)
 
@@ -196,17 +277,19 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     # -- datasets that are read by index ---------------------------------------------------------------
 
-    def read_map(self, restored: Restored | None) -> Generator[Delivery, None, None]:
-        """Every batch of a dataset that is read by index."""
-        return IndexReader(self, restored).read(self.device if self._stage is None else None)
+    def read_map(self, saved: SavedPosition | None) -> Generator[Delivery, None, None]:
+        """Yield every batch of a dataset that is read by index."""
+        return IndexReader(self, saved).read(self.device if self._active_prefetch is None else None)
 
     @property
     def index_sampler(self) -> Any:
-        """What gives the batches of indices: the batch sampler, or the sampler of a loader that doesn't batch."""
+        """The sampler that gives the batches of indices: the batch sampler, or the sampler of a loader that doesn't
+        batch.
+        """
         return self.batch_sampler if self.batch_sampler is not None else self.sampler
 
     def order(self) -> Order:
-        """What the order of an epoch depends on."""
+        """Return the state that the order of an epoch depends on."""
         return Order(self.index_sampler, self.synchronized_generator, _OURS, self.sample_seed)
 
     @property
@@ -215,66 +298,67 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return [str(getattr(kind, "value", kind)) for kind in self.rng_types or ()]
 
     def agreeing_world(self, order: Order) -> World | None:
-        """The world whose ranks have to draw one order; None where there is nothing to agree on."""
+        """Return the world whose ranks have to draw one order; None where there is nothing to agree on."""
         if not order.needs_agreement or (self.rng_types is not None and "generator" not in self.stream_names):
             return None
         return self._world()
 
-    def entrance(self, root: Any, skipped: int, restored: Restored | None) -> Place:
-        """Where the pass begins; batches that were skipped by hand are counted from the epoch's beginning."""
+    def start_position(self, root: Any, skipped: int, saved: SavedPosition | None) -> ResumePosition:
+        """Return where the pass begins; batches that were skipped by hand are counted from the epoch's beginning."""
         if skipped:
-            groups = skipped * (root.groups_per_round if isinstance(root, BatchSamplerShard) else 1)
-            return Place(skipped, groups, skipped * self._samples_per_round(root))
-        if restored is None:
+            num_batches = skipped * (root.batches_per_step if isinstance(root, BatchSamplerShard) else 1)
+            return ResumePosition(skipped, num_batches, skipped * self._global_batch_size(root))
+        if saved is None:
             return BEGINNING
-        return restored.place_for(self._shares(), self._samples_per_round(root))
+        return saved.position_for(self._dp_size(), self._global_batch_size(root))
 
-    def _samples_per_round(self, root: Any) -> int:
+    def _global_batch_size(self, root: Any) -> int:
         size = getattr(root, "batch_size", None) or 1
-        return size * (root.groups_per_round if isinstance(root, BatchSamplerShard) else self.rank_shares)
+        return size * (root.batches_per_step if isinstance(root, BatchSamplerShard) else self.presharded_size)
 
     # -- datasets that are read as a stream ------------------------------------------------------------
 
     def _stream_source(self) -> StreamSource:
-        return StreamSource(self.dataset, self.batch_size, self.rank_shares)
+        return StreamSource(self.dataset, self.batch_size, self.presharded_size)
 
     def _read_stream(
-        self, restored: Restored | None, skip_batches: int | None = None
+        self, saved: SavedPosition | None, skip_batches: int | None = None
     ) -> Generator[Delivery, None, None]:
         source = self._stream_source()
         world = self._world()
         source.seed_generator()
-        begun: dict[str, Any] = {"streams": capture_host_streams()}
+        order_state: dict[str, Any] = {"streams": capture_host_streams()}
         if source.generator is not None:
-            begun["generator"] = source.generator.get_state()
+            order_state["generator"] = source.generator.get_state()
             if world is not None and self._draws_on_every_rank:
-                begun["generator"] = from_main(begun["generator"], world)
-                source.generator.set_state(begun["generator"])
+                order_state["generator"] = broadcast_value(order_state["generator"], world)
+                source.generator.set_state(order_state["generator"])
         if source.num_readers == 1 and source.is_stateful and self.num_workers == 0:
-            begun["dataset"] = self.stream_end.state_of(source.base)  # for the samples that complete the last round
-        self.progress.begun = begun if restored is None else restored.order
+            # For the samples that pad the last global batch.
+            order_state["dataset"] = self.stream_end.state_of(source.base)
+        self.progress.order_state = order_state if saved is None else saved.order
         skip = self.skip_batches if skip_batches is None else skip_batches
-        self._stream = reader = StreamReader(self, source, restored, skip, self._num_head)
-        self.progress.place = reader.place
+        self._stream = reader = StreamReader(self, source, saved, skip, self._num_first_batches)
+        self.progress.position = reader.position
         return reader.read()
 
     _draws_on_every_rank = True
-    _num_head = 0  # groups at the beginning of the epoch that are noted where a pass begins later
+    _num_first_batches = 0  # batches at the beginning of the epoch that are kept where a pass begins later
 
     # -- the epoch -------------------------------------------------------------------------------------
 
     @property
     def iteration(self) -> int:
         """The epoch of the running pass, or of the next one."""
-        restored = self.progress.restored
-        return self.progress.epoch + (restored is not None and restored.is_finished)
+        saved = self.progress.saved
+        return self.progress.epoch + (saved is not None and saved.is_finished)
 
     @iteration.setter
     def iteration(self, value: int) -> None:
         self.progress.epoch = value
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is that of ``epoch``; the samplers, or else the dataset, are told."""
+        """Make the next pass that of ``epoch``, and tell the samplers, or else the dataset."""
         self.progress.set_epoch(epoch)
         self._announced_epoch = None
         self._announce_epoch()
@@ -295,45 +379,45 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     # -- the position ----------------------------------------------------------------------------------
 
-    def _shares(self) -> int:
+    def _dp_size(self) -> int:
         root, _ = unskipped(self.index_sampler)
         if isinstance(root, BatchSamplerShard):
             return root.num_processes
-        return getattr(self.dataset, "num_processes", self.rank_shares)
+        return getattr(self.dataset, "num_processes", self.presharded_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the place after the batch in hand, and how the order of this epoch began."""
+        """Return the epoch, the position after the current batch, and how the order of this epoch began."""
         is_stream = isinstance(self.dataset, IterableDataset)
         ready = {} if self.progress.is_inside else self._ready_stream() if is_stream else self.order().capture()
         ready.pop("streams", None)  # between epochs the next order is drawn from the streams of the process
-        own = self.progress.state(self._shares(), ready)
+        own = self.progress.state(self._dp_size(), ready)
         return {**self._torchdata_state(), **own} if self.use_stateful_dataloader else own
 
     def _torchdata_state(self) -> dict[str, Any]:
-        """The position as torchdata's loader, over the same data, reads it; empty before workers have started."""
+        """Return the position in the form that torchdata's loader reads; empty before workers have started."""
         progress = self.progress
         if isinstance(self.dataset, IterableDataset):
-            own = {} if progress.drawn is None else (progress.drawn.own or {})
-            if progress.restored is not None:
-                own = progress.restored.own
+            own = {} if progress.batch_info is None else (progress.batch_info.own or {})
+            if progress.saved is not None:
+                own = progress.saved.own
             return dict(own.get("loader") or torchdatas_form(self._base, self.num_workers))
-        drawn, (root, _) = progress.drawn, unskipped(self.index_sampler)
-        whole = None if isinstance(root, BatchSamplerShard) or self.rank_shares > 1 else root
-        num_batches = 0 if drawn is None else self._num_read(drawn)
-        return torchdatas_form(self._base, self.num_workers, drawn, num_batches, whole, progress.begun)
+        batch_info, (root, _) = progress.batch_info, unskipped(self.index_sampler)
+        whole = None if isinstance(root, BatchSamplerShard) or self.presharded_size > 1 else root
+        num_batches = 0 if batch_info is None else self._num_read(batch_info)
+        return torchdatas_form(self._base, self.num_workers, batch_info, num_batches, whole, progress.order_state)
 
-    def _num_read(self, drawn: Drawn) -> int:
-        """How many batches the reader of this rank has given."""
-        return drawn.rounds
+    def _num_read(self, batch_info: BatchInfo) -> int:
+        """Return how many batches the reader of this rank has given."""
+        return batch_info.steps
 
-    def _place_after(self, num_batches: int) -> Place:
-        """The place after as many batches of the reader of this rank."""
+    def _position_after(self, num_batches: int) -> ResumePosition:
+        """Return the position after ``num_batches`` batches of this rank's reader."""
         root, _ = unskipped(self.index_sampler)
-        groups = num_batches * (root.groups_per_round if isinstance(root, BatchSamplerShard) else 1)
-        return Place(num_batches, groups, num_batches * self.total_batch_size)
+        batches_per_step = root.batches_per_step if isinstance(root, BatchSamplerShard) else 1
+        return ResumePosition(num_batches, num_batches * batches_per_step, num_batches * self.total_batch_size)
 
     def _from_torchdata(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A position that torchdata's loader wrote, or the peer's with it, as one of this loader's."""
+        """Convert a position of torchdata's loader (the original library saves them too) to one of this loader's."""
         own: dict[str, Any] = {}
         if isinstance(self.dataset, IterableDataset):
             own = {"rank": list(self.rank_and_size()), "loader": dict(state)}
@@ -344,11 +428,11 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
                 ResumeWarning,
                 stacklevel=4,
             )
-        place = self._place_after(num_batches_in(state))
-        return own_form(state, place, self._shares(), self.progress.epoch, own)
+        position = self._position_after(num_batches_in(state))
+        return own_form(state, position, self._dp_size(), self.progress.epoch, own)
 
     def _ready_stream(self) -> dict[str, Any]:
-        """What the stream's next pass depends on, between two passes."""
+        """Return the state that the stream's next pass depends on, between two passes."""
         source = self._stream_source()
         ready: dict[str, Any] = {} if source.generator is None else {"generator": source.generator.get_state()}
         state = self.stream_end.state_of(source.base) if source.is_stateful and self.num_workers == 0 else None
@@ -357,15 +441,15 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return ready
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next pass continues where ``state_dict`` was taken, in the same order; data isn't read for that.
+        """Continue in the next pass where ``state_dict`` was taken, in the same order, without reading data for that.
 
-        Streams that keep no state of their own are read, and thrown away, up to that place.
+        Streams that keep no state of their own are read, and thrown away, up to that position.
         """
         if is_torchdatas(state_dict):
             state_dict = self._from_torchdata(state_dict)
         ready = self.progress.load(state_dict)
         self._announced_epoch = None
-        self._say_what_is_hidden()
+        self._warn_of_hidden_generators()
         if self.persistent_workers:
             self._base = None  # the workers of the saved run began otherwise than those that live
         if ready is None:
@@ -378,9 +462,9 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             source.generator.set_state(ready["generator"])
         is_mine = ready.get("rank") is None or tuple(ready["rank"]) == self.rank_and_size()
         if source.is_stateful and is_mine and ready.get("dataset") is not None:
-            self.stream_end.bring(source.base, ready["dataset"])
+            self.stream_end.restore(source.base, ready["dataset"])
 
-    def _say_what_is_hidden(self) -> None:
+    def _warn_of_hidden_generators(self) -> None:
         if isinstance(self.dataset, IterableDataset):
             source = self._stream_source()
             found = hidden_generators(source.base, known=source.generator)  # that one is a part of the position
@@ -400,32 +484,32 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         """The same as :meth:`state_dict`, under the documented name."""
         return self.state_dict()
 
-    # -- what callers ask ------------------------------------------------------------------------------
+    # -- sizes and samplers ----------------------------------------------------------------------------
 
     @property
     def own_rows(self) -> tuple[int, int] | None:
-        """Of this rank's batch in hand: how many leading rows are real, and how many there are; None if unknown."""
+        """The valid rows of this rank's batch, which come first, and all its rows; None if unknown."""
         coverage = self.coverage
         if coverage is None:
             return None
         index = self._own_index() if len(coverage.size) > 1 else 0
-        return coverage.real[index], coverage.size[index]
+        return coverage.valid[index], coverage.size[index]
 
     def _own_index(self) -> int:
         root, _ = unskipped(self.index_sampler)
         shard = root if isinstance(root, BatchSamplerShard) else self.dataset
         own = shard.process_index if isinstance(shard, (BatchSamplerShard, IterableDatasetShard)) else None
-        return self.rank_index if own is None else own
+        return self.presharded_rank if own is None else own
 
     @property
     def total_batch_size(self) -> int:
-        """Samples that all ranks take at once."""
+        """Samples that all ranks take in one step."""
         root, _ = unskipped(self.index_sampler)
         if isinstance(root, BatchSamplerShard):
-            return (root.batch_size or 1) * root.groups_per_round
+            return (root.batch_size or 1) * root.batches_per_step
         if isinstance(self.dataset, IterableDatasetShard):
-            return self.dataset.samples_per_round
-        return (getattr(root, "batch_size", None) or self.batch_size or 1) * self.rank_shares
+            return self.dataset.global_batch_size
+        return (getattr(root, "batch_size", None) or self.batch_size or 1) * self.presharded_size
 
     @property
     def total_dataset_length(self) -> int:
@@ -437,7 +521,7 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return len(cast("Any", dataset))
 
     def __len__(self) -> int:
-        length = self.dataset.num_rounds if isinstance(self.dataset, IterableDatasetShard) else super().__len__()
+        length = self.dataset.num_steps if isinstance(self.dataset, IterableDatasetShard) else super().__len__()
         return max(length - self.skip_batches, 0) if isinstance(self.dataset, IterableDataset) else length
 
     def _known_remainder(self) -> int:
@@ -449,34 +533,36 @@ class BatchFeeder(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             return -1
 
     def get_sampler(self) -> Any:
-        """The sampler that draws single samples."""
+        """Return the sampler that draws single samples."""
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """``sampler`` draws the samples from now on."""
+        """Draw the samples from ``sampler`` from now on."""
         root, _ = unskipped(self.index_sampler)
         if self.batch_sampler is not None:
             inner = root.batch_sampler if isinstance(root, BatchSamplerShard) else root
             inner.sampler = sampler
         self.show(sampler=sampler)
 
-    def copy_with(self, **attributes: Any) -> BatchFeeder:
-        """The same loader, in the same epoch and at the same place in it, with other attributes."""
-        twin = object.__new__(type(self))
-        vars(twin).update(self.__dict__, _base=None, _feed=IndexFeed(), _newest_pass=None, **attributes)
-        return twin
+    def copy_with(self, **attributes: Any) -> PreparedLoader:
+        """Return a copy of the loader, in the same epoch and at the same position, with other attributes."""
+        copied = object.__new__(type(self))
+        vars(copied).update(self.__dict__, _base=None, _recorder=RecordingSampler(), _newest_pass=None, **attributes)
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        of_this_process = dict.fromkeys(("_newest_pass", "_stream", "_stage", "stage", "batch_in_hand"))
-        return {**super().__getstate__(), "_feed": IndexFeed(), **of_this_process}
+        of_this_process = dict.fromkeys(
+            ("_newest_pass", "_stream", "_active_prefetch", "device_prefetch", "current_batch")
+        )
+        return {**super().__getstate__(), "_recorder": RecordingSampler(), **of_this_process}
 
 
-class DataLoaderShard(BatchFeeder):
+class DataLoaderShard(PreparedLoader):
     """A prepared loader that reads for its own process."""
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """The sampler of ``dataloader`` that draws single samples, wherever it is wrapped; None for a stream."""
+    """Return the sampler of ``dataloader`` that draws single samples, wherever it is wrapped; None for a stream."""
     if isinstance(dataloader.dataset, IterableDataset):
         return None
     samplers = samplers_of(getattr(dataloader, "batch_sampler", None) or dataloader.sampler)

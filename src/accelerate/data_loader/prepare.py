@@ -1,30 +1,35 @@
-"""One function that gives a loader to this world: which part of the data is mine, and who reads it."""
+"""Prepare a loader: choose which part of the data this rank gets, and which rank reads it."""
 
 from __future__ import annotations
 
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from accelerate.errors import PreparationError
-from accelerate.gradients import GradientState
-from accelerate.mesh import AXES, DATA_AXES, DataShare
-from accelerate.torch_private.data import asked_samples
-from accelerate.world import current_world
-
-from .aware import AlreadyShardedWarning, account_of, rank_aware_part, say_what_is_divided
+from ..distributed.mesh import AXES, DATA_AXES, DataParallelRank
+from ..distributed.world import current_world
+from ..errors import PreparationError, SettingError
+from ..torch_private.modules import requested_num_samples
+from ..training.accumulation import GradientState
+from .adapter import SequenceShardLoader
 from .dispatch import DataLoaderDispatcher
-from .index_free import IndexFreeSampler
-from .order import SeedableRandomSampler
-from .own_reading import reads_by_itself, refuse_unless_kept
-from .prefetch import BatchFeeder, DataLoaderShard
-from .sample_streams import SampleSeed
-from .shard import BatchSamplerShard, IterableDatasetShard
-from .skip import arguments_of
+from .iterable import (
+    AlreadyShardedWarning,
+    check_own_iter,
+    coverage_function,
+    rank_aware_part,
+    reads_by_itself,
+    warn_if_sharded_here,
+)
+from .prefetch import DataLoaderShard, PreparedLoader
+from .random_streams import SampleSeed
+from .sampling import IndexFreeSampler, SeedableRandomSampler, SkipBatchSampler
+from .sharding import BatchSamplerShard, IterableDatasetShard
 
 # Mesh axes along which ranks work on the same samples.
 _SAME_DATA_AXES = frozenset(AXES) - frozenset(DATA_AXES)
@@ -48,34 +53,35 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     *,
     gradient_state: GradientState | None = None,
-    share: DataShare | None = None,
+    share: DataParallelRank | None = None,
     index_free_shuffle: bool = False,
     prefetch_to_device: int = 0,
     augment_by_sample: bool = False,
     already_sharded: bool | None = None,
-) -> BatchFeeder:
-    """A loader over the same data of which every process gets its part, on its device.
+) -> PreparedLoader:
+    """Make a loader over the same data that gives every process its part, on its device.
 
     Args:
         device: where batches go with ``put_on_device``.
         num_processes: how many processes divide the data; as many as there are, if left out.
         process_index: which of them this one is.
         split_batches: the loader's batches are cut into equal parts, instead of one going to each process.
-        rng_types: streams that all processes take over from rank 0 when a pass begins; ``"generator"`` stands for
+        rng_types: streams that all processes take over from rank 0 when a pass begins; ``"generator"`` means
             the order of the samples.
-        dispatch_batches: rank 0 reads and deals. Default: for streams whose batches are put on a device.
-        even_batches: complete the last round from the beginning of the epoch, so that all have equal batches.
+        dispatch_batches: rank 0 reads for all ranks. Default: for streams whose batches are put on a device.
+        even_batches: pad the last global batch from the beginning of the epoch, so that all have equal batches.
         slice_fn_for_dispatch: cuts what rank 0 read: ``f(data, slice, process_index, num_processes)``.
         use_seedable_sampler: the order is a function of ``data_seed`` (or torch's seed) and the epoch.
         non_blocking: copy to the device without waiting.
         use_stateful_dataloader: read through torchdata's StatefulDataLoader.
         torch_device_mesh: ranks that differ only in its model-parallel axes get the same data.
-        gradient_state: the accumulation clock that the loader reports to; the newest one, if left out.
-        share: which part of the data this process gets; takes the place of the two counts and the mesh.
+        gradient_state: the accumulation state that the loader reports to; the newest one, if left out.
+        share: this process's index among the data-parallel ranks, and their number; used instead of the two counts
+            and the mesh.
         index_free_shuffle: a shuffled order is computed instead of kept in memory; seeded like the seedable one.
         prefetch_to_device: how many batches are on their way to the device while one is in use.
         augment_by_sample: what a dataset that is read by index draws from Python's, NumPy's and torch's streams
-            while it reads a sample is decided by the seed, the epoch and the sample's place in it. Seeded like the
+            while it reads a sample is decided by the seed, the epoch and the sample's position in it. Seeded like the
             seedable sampler.
         already_sharded: whether what each rank's loader reads is that rank's own part already, so that nothing is
             divided here. Default: samplers and datasets that name a rank and a number of ranks are taken to be
@@ -85,13 +91,12 @@ def prepare_data_loader(
         PreparationError: the settings contradict each other or the loader.
         MissingDependency: ``use_stateful_dataloader`` without torchdata.
     """
-    if share is None:
-        share = _share(num_processes, process_index, torch_device_mesh)
+    dp_rank = share if share is not None else _data_parallel_rank(num_processes, process_index, torch_device_mesh)
     if dispatch_batches is None:
         is_stream = isinstance(dataloader.dataset, IterableDataset)
         dispatch_batches = put_on_device and is_stream and not already_sharded
-    _check_reader(dispatch_batches, put_on_device, bool(already_sharded) and share.count > 1)
-    _check_split(dataloader, split_batches, share.count)
+    _check_reader(dispatch_batches, put_on_device, bool(already_sharded) and dp_rank.count > 1)
+    _check_split(dataloader, split_batches, dp_rank.count)
     common: dict[str, Any] = {
         "rng_types": rng_types,
         "use_stateful_dataloader": use_stateful_dataloader,
@@ -109,57 +114,57 @@ def prepare_data_loader(
     sampler = _seedable(dataloader, data_seed, index_free_shuffle) if is_reseeded else None
     is_own = reads_by_itself(dataloader)
     is_stream = isinstance(dataloader.dataset, IterableDataset)
-    aware = None if already_sharded is False else rank_aware_part(dataloader, share.count)
-    is_as_it_is = share.count > 1 and (aware is not None or bool(already_sharded))
+    aware = None if already_sharded is False else rank_aware_part(dataloader, dp_rank.count)
+    is_presharded = dp_rank.count > 1 and (aware is not None or bool(already_sharded))
     if is_own:
-        refuse_unless_kept(
+        check_own_iter(
             dataloader,
-            is_sharded_stream=is_stream and share.count > 1 and not dispatch_batches and not is_as_it_is,
+            is_sharded_stream=is_stream and dp_rank.count > 1 and not dispatch_batches and not is_presharded,
             use_stateful_dataloader=use_stateful_dataloader,
         )
-    if is_as_it_is:
-        feeder = _as_it_is(dataloader, aware, share, common, say=not already_sharded)
+    if is_presharded:
+        prepared = _presharded(dataloader, aware, dp_rank, common, warn=not already_sharded)
     elif dispatch_batches:
         if already_sharded is None:
-            say_what_is_divided(dataloader, share.count)
+            warn_if_sharded_here(dataloader, dp_rank.count)
         sampling = _sampling(dataloader, sampler or _index_sampler(dataloader))
-        feeder = DataLoaderDispatcher(
+        prepared = DataLoaderDispatcher(
             dataloader.dataset,
             split_batches=split_batches,
             slice_fn=slice_fn_for_dispatch,
-            share=share,
+            share=dp_rank,
             **sampling,
             **common,
         )
-        _shown(feeder, dataloader, sampler, dataloader.batch_size)
+        _shown(prepared, dataloader, sampler, dataloader.batch_size)
     elif is_stream:
         if already_sharded is None:
-            say_what_is_divided(dataloader, share.count)
-        feeder = _sharded_stream(dataloader, share, split_batches, common)
+            warn_if_sharded_here(dataloader, dp_rank.count)
+        prepared = _sharded_stream(dataloader, dp_rank, split_batches, common)
     else:
         root = sampler or _index_sampler(dataloader)
-        feeder = _sharded_map(dataloader, root, sampler, share, split_batches, even_batches, common)
-    feeder.own_loader = dataloader if is_own else None
-    return feeder
+        prepared = _sharded_map(dataloader, root, sampler, dp_rank, split_batches, even_batches, common)
+    prepared.own_loader = dataloader if is_own else None
+    return prepared
 
 
-# -- which part is mine ------------------------------------------------------------------------------------
+# -- the data-parallel rank --------------------------------------------------------------------------------
 
 
-def _share(num_processes: int | None, process_index: int | None, mesh: Any) -> DataShare:
+def _data_parallel_rank(num_processes: int | None, process_index: int | None, mesh: Any) -> DataParallelRank:
     world = current_world()
     count = num_processes if num_processes is not None else world.size if world is not None else 1
     index = process_index if process_index is not None else world.rank if world is not None else 0
     if mesh is not None:
         names = mesh.mesh_dim_names or ()
-        share, count, rest = 0, 1, index
+        data_index, count, rest = 0, 1, index
         for name, size in reversed([*zip(names, mesh.mesh.shape, strict=False)]):
-            rest, place = divmod(rest, size)
+            rest, coordinate = divmod(rest, size)
             if name not in _SAME_DATA_AXES:
-                share += place * count
+                data_index += coordinate * count
                 count *= size
-        index = share
-    return DataShare(index, count)
+        index = data_index
+    return DataParallelRank(index, count)
 
 
 def _check_reader(dispatch_batches: bool, put_on_device: bool, is_divided: bool) -> None:
@@ -193,7 +198,7 @@ def _check_split(dataloader: DataLoader[Any], split_batches: bool, count: int) -
         )
 
 
-# -- what the loader is made of ----------------------------------------------------------------------------
+# -- construction ------------------------------------------------------------------------------------------
 
 
 def _index_sampler(dataloader: DataLoader[Any]) -> Any:
@@ -206,7 +211,7 @@ def _drops_last(dataloader: DataLoader[Any]) -> bool:
 
 
 def _sampling(dataloader: DataLoader[Any], root: Any) -> dict[str, Any]:
-    """The arguments by which a loader over the same dataset reads the batches of ``root``."""
+    """Return the arguments by which a loader over the same dataset reads the batches of ``root``."""
     if isinstance(dataloader.dataset, IterableDataset):
         return {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
     if dataloader.batch_sampler is None:
@@ -215,19 +220,19 @@ def _sampling(dataloader: DataLoader[Any], root: Any) -> dict[str, Any]:
 
 
 def _seedable(dataloader: DataLoader[Any], data_seed: int | None, is_index_free: bool) -> Any:
-    """The loader's batch sampler over a seeded sampler; None where its sampler isn't torch's random one."""
+    """Return the loader's batch sampler over a seeded sampler; None where its sampler isn't torch's random one."""
     batch_sampler: Any = dataloader.batch_sampler
     sampler = getattr(batch_sampler, "sampler", None) if batch_sampler is not None else dataloader.sampler
     if type(sampler) is not RandomSampler:
         return None
-    is_whole = not sampler.replacement and asked_samples(sampler) is None
+    is_whole = not sampler.replacement and requested_num_samples(sampler) is None
     if is_index_free and is_whole:
         seeded: Any = IndexFreeSampler(sampler.data_source, data_seed)
     else:
         seeded = SeedableRandomSampler(
             sampler.data_source,
             replacement=sampler.replacement,
-            num_samples=asked_samples(sampler),
+            num_samples=requested_num_samples(sampler),
             generator=sampler.generator,
             data_seed=data_seed,
         )
@@ -245,84 +250,159 @@ def _keep_order(common: dict[str, Any]) -> None:
         return
     common["in_order"] = True
     warnings.warn(
-        "in_order=False is not used for a loader whose batches are dealt to several ranks: a batch that overtakes "
-        "others would take over their account of which samples are real. Silence: make the loader with in_order=True.",
+        "in_order=False is not used for a loader whose batches are sharded over several ranks: a batch that overtakes "
+        "others would be taken for them, valid rows and all. Silence: make the loader with in_order=True.",
         stacklevel=4,
     )
 
 
-def _shown(feeder: BatchFeeder, dataloader: DataLoader[Any], sampler: Any, batch_size: int | None) -> BatchFeeder:
-    """``feeder`` with the attributes that its user knows from the loader: sampler, batch size, drop_last."""
+def _shown(
+    prepared: PreparedLoader, dataloader: DataLoader[Any], sampler: Any, batch_size: int | None
+) -> PreparedLoader:
+    """Give ``prepared`` the attributes that its user knows from the loader: sampler, batch size, drop_last."""
     if isinstance(dataloader.dataset, IterableDataset):
-        return feeder
-    feeder.show(drop_last=dataloader.drop_last)
+        return prepared
+    prepared.show(drop_last=dataloader.drop_last)
     if dataloader.batch_sampler is not None:
         inner = getattr(sampler, "sampler", None) if sampler is not None else dataloader.sampler
-        feeder.show(sampler=inner, batch_size=batch_size)
-    return feeder
+        prepared.show(sampler=inner, batch_size=batch_size)
+    return prepared
 
 
 def _sharded_map(
     dataloader: DataLoader[Any],
     root: Any,
     sampler: Any,
-    share: DataShare,
+    dp_rank: DataParallelRank,
     split_batches: bool,
     even_batches: bool,
     common: dict[str, Any],
-) -> BatchFeeder:
-    if share.count > 1:
-        root = BatchSamplerShard(root, share.count, share.index, split_batches, even_batches)
+) -> PreparedLoader:
+    if dp_rank.count > 1:
+        root = BatchSamplerShard(root, dp_rank.count, dp_rank.index, split_batches, even_batches)
         _keep_order(common)
-    feeder = DataLoaderShard(dataloader.dataset, **_sampling(dataloader, root), **common)
-    size = getattr(root, "batch_size", dataloader.batch_size) if share.count > 1 else dataloader.batch_size
+    prepared = DataLoaderShard(dataloader.dataset, **_sampling(dataloader, root), **common)
+    size = getattr(root, "batch_size", dataloader.batch_size) if dp_rank.count > 1 else dataloader.batch_size
     if size is not None and dataloader.batch_sampler is not None and dataloader.batch_size is not None:
-        size = size // share.count if split_batches else size
-    return _shown(feeder, dataloader, sampler, size if dataloader.batch_size is not None else None)
+        size = size // dp_rank.count if split_batches else size
+    return _shown(prepared, dataloader, sampler, size if dataloader.batch_size is not None else None)
 
 
 def _sharded_stream(
-    dataloader: DataLoader[Any], share: DataShare, split_batches: bool, common: dict[str, Any]
-) -> BatchFeeder:
+    dataloader: DataLoader[Any], dp_rank: DataParallelRank, split_batches: bool, common: dict[str, Any]
+) -> PreparedLoader:
     dataset: Any = dataloader.dataset
     size = dataloader.batch_size
-    if share.count == 1:
+    if dp_rank.count == 1:
         return DataLoaderShard(dataset, batch_size=size, drop_last=dataloader.drop_last, **common)
-    per_rank = size // share.count if split_batches and size is not None else size
+    per_rank = size // dp_rank.count if split_batches and size is not None else size
     num_files = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", None)
     divide = getattr(dataset, "shard", None)
-    if callable(divide) and type(num_files) is int and num_files >= share.count and not split_batches:
-        # A dataset of several files gives each rank some of them; nobody reads what others read.
-        part: Any = divide(num_shards=share.count, index=share.index)
-        feeder = DataLoaderShard(part, batch_size=per_rank, drop_last=dataloader.drop_last, **common)
-        feeder.rank_shares, feeder.rank_index = share.count, share.index
-        return feeder
+    if callable(divide) and type(num_files) is int and num_files >= dp_rank.count and not split_batches:
+        # A dataset of several files gives each rank some of them; no rank reads another's files.
+        part: Any = divide(num_shards=dp_rank.count, index=dp_rank.index)
+        prepared = DataLoaderShard(part, batch_size=per_rank, drop_last=dataloader.drop_last, **common)
+        prepared.presharded_size, prepared.presharded_rank = dp_rank.count, dp_rank.index
+        return prepared
     part = IterableDatasetShard(
         dataset,
         batch_size=size or 1,
         drop_last=dataloader.drop_last,
-        num_processes=share.count,
-        process_index=share.index,
+        num_processes=dp_rank.count,
+        process_index=dp_rank.index,
         split_batches=split_batches,
     )
     _keep_order(common)
     return DataLoaderShard(part, batch_size=per_rank, drop_last=dataloader.drop_last, **common)
 
 
-def _as_it_is(
-    dataloader: DataLoader[Any], part: Any, share: DataShare, common: dict[str, Any], *, say: bool
-) -> BatchFeeder:
+def _presharded(
+    dataloader: DataLoader[Any], part: Any, dp_rank: DataParallelRank, common: dict[str, Any], *, warn: bool
+) -> PreparedLoader:
     world = current_world()
-    if say and (world is None or world.is_main):
+    if warn and (world is None or world.is_main):
         warnings.warn(
-            f"This loader is used as it is: its {type(part).__name__} divides the data between {share.count} ranks "
+            f"This loader is used as it is: its {type(part).__name__} divides the data between {dp_rank.count} ranks "
             "already. Leave the division to prepare() (a plain sampler or dataset), or confirm it with "
             "DataLoaderConfiguration(already_sharded=True); already_sharded=False divides it again.",
             AlreadyShardedWarning,
             stacklevel=3,
         )
     root = _index_sampler(dataloader) if not isinstance(dataloader.dataset, IterableDataset) else None
-    feeder = DataLoaderShard(dataloader.dataset, **_sampling(dataloader, root), **common)
-    feeder.rank_shares, feeder.rank_index = share.count, share.index
-    feeder.account = account_of(part, share.count)  # ranks may have batches of different sizes: only some are known
-    return _shown(feeder, dataloader, None, dataloader.batch_size)
+    prepared = DataLoaderShard(dataloader.dataset, **_sampling(dataloader, root), **common)
+    prepared.presharded_size, prepared.presharded_rank = dp_rank.count, dp_rank.index
+    # Ranks may have batches of different sizes: only some are known.
+    prepared.coverage_of = coverage_function(part, dp_rank.count)
+    return _shown(prepared, dataloader, None, dataloader.batch_size)
+
+
+# --------------------------------------------------------------------------------------------------
+# Loaders that leave out the first batches of an epoch
+
+
+class SkipDataLoader(PreparedLoader):
+    """A torch DataLoader without the first ``skip_batches`` batches of every pass."""
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self._is_accelerate_prepared = False
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a loader of the same class that begins at batch ``num_batches`` of the epoch.
+
+    It shares the epoch and the position with ``dataloader``. Skipping data that is read by index touches no data.
+    Where a checkpoint has been loaded, ``num_batches`` counts from the beginning of the epoch that it was saved in,
+    and replaces the restored position.
+    """
+    if not isinstance(num_batches, Integral) or num_batches < 0:
+        raise SettingError(f"skip_first_batches(..., {num_batches!r}): give the number of batches to skip, 0 or more.")
+    if isinstance(dataloader, SequenceShardLoader):
+        whole_batches, rest = divmod(dataloader.skip_parts + num_batches, dataloader.num_parts)
+        return dataloader.over(skip_first_batches(dataloader.loader, whole_batches), rest)
+    is_stream = isinstance(dataloader.dataset, IterableDataset)
+    if isinstance(dataloader, PreparedLoader):
+        if is_stream:
+            return dataloader.copy_with(_skip_batches=dataloader.skip_batches + num_batches)
+        skip = SkipBatchSampler(dataloader.index_sampler, num_batches)
+        return dataloader.copy_with(**{"sampler" if dataloader.batch_sampler is None else "batch_sampler": skip})
+    arguments = arguments_of(dataloader)
+    if is_stream:
+        return SkipDataLoader(
+            dataloader.dataset,
+            skip_batches=num_batches,
+            batch_size=dataloader.batch_size,
+            drop_last=dataloader.drop_last,
+            **arguments,
+        )
+    if dataloader.batch_sampler is None:
+        skip = SkipBatchSampler(dataloader.sampler, num_batches)
+        return DataLoader(dataloader.dataset, sampler=skip, batch_size=None, **arguments)
+    return DataLoader(
+        dataloader.dataset, batch_sampler=SkipBatchSampler(dataloader.batch_sampler, num_batches), **arguments
+    )
+
+
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+def arguments_of(dataloader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments that ``dataloader`` was made with, except those that say which samples it reads."""
+    arguments = {name: getattr(dataloader, name) for name in _KEPT if getattr(dataloader, name, None) is not None}
+    if not arguments.get("pin_memory_device"):
+        arguments.pop("pin_memory_device", None)  # deprecated: naming it at all makes torch warn
+    return arguments

@@ -1,8 +1,8 @@
-"""How much memory a model needs, before it has any.
+"""Estimates of the memory that a model needs for training, before any is allocated.
 
-- `subject`: the model that is asked about, by its name on the hub, its folder, or the function that builds it.
-  `inputs`: what models of known libraries are called with; `script`: the model that a training script prepares.
-- `trace`: one training step on tensors without values, every allocation counted; `meter` counts.
-- `layout`: what of that lies on one rank, under each way of training on several; `plan` chooses among them.
-- `report`: an estimate as tables, JSON and a drawing.
+- `subject`: the model to estimate: by its name on the hub, its folder, the function that builds it, or a training
+  script; and the inputs of models of known libraries.
+- `trace`: one training step on tensors without values; `allocations` counts every allocation in it.
+- `plan`: the memory of each parallel layout per rank, and the choice among the layouts.
+- `report`: an estimate as tables, JSON and a chart.
 """

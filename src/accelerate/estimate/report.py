@@ -1,4 +1,4 @@
-"""An estimate for people, for programs, and as a drawing."""
+"""An estimate as tables, as JSON, and as a chart. Internal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from ..device_map.sizes import calculate_maximum_sizes, dtype_byte_size
+from ..big_models.sizes import calculate_maximum_sizes, dtype_byte_size
+from ..devices.memory import convert_bytes
 from ..errors import PreparationError
-from ..memory import convert_bytes
 from ..optional import require
 from ..settings.labels import CustomDtype
-from .layout import Footprint, Layout, footprint
+from .plan import Footprint, Layout, footprint
 from .trace import Traceable, TrainingTrace, trace_training
 
 #: The documented names of precisions.
@@ -33,7 +33,7 @@ _COLORS: Final = ("#4477aa", "#99bbdd", "#66ccee", "#228833", "#ee6677", "#ccbb4
 @final
 @dataclass(frozen=True)
 class StoredSize:
-    """A model in one precision: bytes."""
+    """The sizes in bytes of a model in one precision."""
 
     dtype: str
     largest_layer: int
@@ -45,7 +45,7 @@ class StoredSize:
 @final
 @dataclass(frozen=True)
 class Estimate:
-    """Everything that is said about a model."""
+    """The sizes of a model per precision, and its memory in training per layout."""
 
     model: str
     num_parameters: int
@@ -56,7 +56,7 @@ class Estimate:
     """Why activations aren't in the numbers; None where they are."""
 
     def as_json(self) -> dict[str, Any]:
-        """For programs: bytes, and plain names."""
+        """Return the estimate as JSON values, sizes in bytes."""
         return {
             "model": self.model,
             "parameters": self.num_parameters,
@@ -81,9 +81,10 @@ class Estimate:
 
 
 def estimate(subject: Traceable, dtypes: Sequence[str], layouts: Sequence[Layout], **step: Any) -> Estimate:
-    """What the model takes in each precision, and what one training step takes on each rank of each layout.
+    """Estimate the model's size in each precision, and the memory of one training step per rank of each layout.
 
-    ``step`` goes to ``trace_training``. Where the model can't be traced, activations are left out and the reason said.
+    ``step`` goes to ``trace_training``. Where the model can't be traced, activations are left out, and ``untraced``
+    holds the reason.
     """
     untraced = None
     try:
@@ -102,7 +103,7 @@ def estimate(subject: Traceable, dtypes: Sequence[str], layouts: Sequence[Layout
 
 
 def stored_sizes(model: nn.Module, dtypes: Sequence[str]) -> tuple[StoredSize, ...]:
-    """The model in each of the precisions."""
+    """Return the sizes of the model in each of the precisions."""
     total, (largest, _) = calculate_maximum_sizes(model.to(torch.float32))
     found = []
     for name in dtypes:
@@ -115,7 +116,7 @@ def stored_sizes(model: nn.Module, dtypes: Sequence[str]) -> tuple[StoredSize, .
 
 
 def as_text(found: Estimate) -> str:
-    """The tables."""
+    """Format the estimate as tables."""
     stored = [("dtype", "largest layer", "total size", "training with Adam")]
     stored += [
         (
@@ -160,7 +161,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def draw(found: Estimate, path: str | PathLike[str]) -> None:
-    """The file holds a bar for each layout, made of what its memory is for.
+    """Write a chart to the file, with a bar for each layout, divided by what its memory is for.
 
     Raises:
         MissingDependency: matplotlib isn't installed.
@@ -203,5 +204,5 @@ def _unit(largest: float) -> tuple[int, str]:
 
 
 def documented_rows(stored: Sequence[StoredSize]) -> list[list[Any]]:
-    """The documented table: precision, largest layer, total size, training with Adam; bytes."""
+    """Return the documented table: precision, largest layer, total size, training with Adam; sizes in bytes."""
     return [[size.dtype, size.largest_layer, size.total, size.training] for size in stored]

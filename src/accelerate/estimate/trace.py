@@ -1,4 +1,4 @@
-"""One training step on tensors without values: what lives when, without computing or taking anything."""
+"""A trace of one training step's memory, on tensors without values. Internal."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Any, Protocol, final
 import torch
 from torch import nn
 
-from ..devices import available_kind
+from ..devices.table import available_kind
 from ..errors import PreparationError, SettingError
 from ..nested import honor_type
-from ..strategies.recompute import recompute_activations
-from ..torch_private.tracing import fake_tensor_mode, without_values
-from .meter import AllocationMeter
+from ..parallel.base import recompute_activations
+from ..torch_private.tracing import data_dependent_errors, fake_tensor_mode
+from .allocations import AllocationTracker
 
 #: Layers whose weights tensor parallelism divides.
 _DIVISIBLE_LAYERS = ("Linear", "Embedding", "Conv1D")
 
 
 class Traceable(Protocol):
-    """A model that can be built without values, and what it is called with."""
+    """A model that can be built without values, with inputs to call it with."""
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """The model's name in messages."""
         ...
 
     def build(self) -> nn.Module:
-        """A new model, its parameters on the meta device."""
+        """Build a new model, with its parameters on the meta device."""
         ...
 
     def inputs(self, model: nn.Module, batch: int, sequence: int) -> Mapping[str, Any] | tuple[Any, ...] | None:
-        """What the model is called with, of any values; None where nobody knows."""
+        """Return inputs of any values to call the model with; None where they aren't known."""
         ...
 
 
 @final
 @dataclass(frozen=True)
 class Moment:
-    """The bytes that lived at one moment of the forward or backward pass, beside weights and optimizer state."""
+    """The live bytes at one moment of the forward or backward pass, beside weights and optimizer state."""
 
     gradients: int
     activations: int
@@ -86,12 +86,12 @@ class TrainingTrace:
 
     @property
     def activations(self) -> int:
-        """The most that activations took at one moment."""
+        """The peak bytes of activations."""
         return max((moment.activations for moment in self.moments), default=0)
 
     @property
     def peak(self) -> int:
-        """The most that lived at one moment."""
+        """The peak bytes of the step."""
         during = max((moment.gradients + moment.activations for moment in self.moments), default=0)
         stepping = self.gradients + self.held_in_step + self.step_temporaries
         return self.weights + self.buffers + self.optimizer + max(during, stepping)
@@ -109,7 +109,7 @@ def trace_training(
     activations: bool = True,
     device: torch.device | str | None = None,
 ) -> TrainingTrace:
-    """What one training step of the model needs, traced in seconds without taking memory.
+    """Trace the memory that one training step of the model needs, in seconds and without allocating it.
 
     Args:
         subject: the model, as ``find_subject`` gives it.
@@ -147,11 +147,11 @@ def _traced(
     target: torch.device,
 ) -> TrainingTrace:
     model = subject.build().train()
-    # Autograd starts now: where it starts among fake tensors, torch's builds for GPUs count pretended ones, have
-    # threads for them, and nothing that is forked from this process can go backward any more.
+    # Initialise autograd now: under the fake tensor mode, torch's GPU builds would start threads for fake devices, and
+    # a process that is forked from this one couldn't run a backward any more.
     torch.zeros((), requires_grad=True).backward()
     with fake_tensor_mode():
-        _take_place(model, target, dtype)
+        _move_to_fake_device(model, target, dtype)
         inputs = subject.inputs(model, batch, sequence) if activations else None
         if activations and inputs is None:
             raise PreparationError(
@@ -161,18 +161,18 @@ def _traced(
         if recompute:
             recompute_blocks(model)
         given = None if inputs is None else _moved(inputs, target)
-        run = _Run(model, given, target, autocast, optimizer_of(optimizer, model, target))
+        run = _TracedStep(model, given, target, autocast, optimizer_of(optimizer, model, target))
         try:
-            with run.meter:
+            with run.tracker:
                 run.step()
                 run.moments.clear()
                 run.step()
-        except without_values() as error:
+        except data_dependent_errors() as error:
             raise PreparationError(
                 f"{subject.name}: the forward pass of {type(model).__name__} depends on values ({error}), so it can't "
                 "be traced without any."
             ) from error
-    sizes, blocks = run.meter.num_bytes, repeated_blocks(model)
+    sizes, blocks = run.tracker.num_bytes, repeated_blocks(model)
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
     return TrainingTrace(
         name=subject.name,
@@ -197,32 +197,32 @@ def _traced(
 
 
 def optimizer_of(
-    asked: str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], model: nn.Module, device: torch.device
+    requested: str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], model: nn.Module, device: torch.device
 ) -> torch.optim.Optimizer:
-    """The optimizer of the model's trainable parameters.
+    """Make the optimizer of the model's trainable parameters.
 
     Raises:
         SettingError: torch has none of that name.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if callable(asked):
-        return asked(parameters)
+    if callable(requested):
+        return requested(parameters)
     known = {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     }
-    if asked.lower() not in known:
-        raise SettingError(f"optimizer={asked!r}: torch.optim has {', '.join(sorted(known))}.")
-    kind: Any = known[asked.lower()]
-    # torch takes this road by itself on an accelerator, but not where tensors have no values.
+    if requested.lower() not in known:
+        raise SettingError(f"optimizer={requested!r}: torch.optim has {', '.join(sorted(known))}.")
+    kind: Any = known[requested.lower()]
+    # torch chooses foreach by itself on an accelerator, but not for tensors without values.
     wants_foreach = device.type != "cpu" and "foreach" in kind.__init__.__annotations__
     return kind(parameters, **({"foreach": True} if wants_foreach else {}))
 
 
 @final
-class _Run:
-    """A model in training, its memory counted."""
+class _TracedStep:
+    """A model with its optimizer, whose training steps are traced."""
 
     def __init__(
         self,
@@ -233,14 +233,14 @@ class _Run:
         optimizer: torch.optim.Optimizer,
     ) -> None:
         self.optimizer = optimizer
-        self.meter = AllocationMeter(device)
+        self.tracker = AllocationTracker(device)
         self.moments: list[Moment] = []
         self.all_gradients = self.held_in_step = self.step_temporaries = 0
         self._model, self._inputs, self._device, self._autocast = model, inputs, device, autocast
         self._kept: Any = None
-        self.meter.count(model.parameters(), "weights")
-        self.meter.count(model.buffers(), "buffers")
-        self.meter.count(inputs.values() if isinstance(inputs, Mapping) else inputs or ())
+        self.tracker.count(model.parameters(), "weights")
+        self.tracker.count(model.buffers(), "buffers")
+        self.tracker.count(inputs.values() if isinstance(inputs, Mapping) else inputs or ())
         self._counts = [
             parameter.register_post_accumulate_grad_hook(self._count_gradient)
             for parameter in model.parameters()
@@ -248,17 +248,17 @@ class _Run:
         ]
 
     def _count_gradient(self, parameter: torch.Tensor) -> None:
-        self.meter.count([parameter.grad], "gradients")
+        self.tracker.count([parameter.grad], "gradients")
 
-    def _remember(self) -> None:
-        found = self.meter.num_bytes
+    def _record(self) -> None:
+        found = self.tracker.num_bytes
         self.moments.append(Moment(found["gradients"], found["other"]))
 
     def step(self) -> None:
-        """Forward, backward, optimizer step; the outputs stay until the next ones are there, as in any loop."""
-        meter = self.meter
-        meter.on_growth = self._remember
-        self._remember()
+        """Run forward, backward and optimizer step; the outputs stay alive until the next step replaces them."""
+        tracker = self.tracker
+        tracker.on_growth = self._record
+        self._record()
         if self._inputs is None:
             self._make_gradients()
         else:
@@ -267,17 +267,17 @@ class _Run:
                 loss = loss_of(output)
             self._kept = (output, loss)
             loss.backward()
-        self.all_gradients = meter.num_bytes["gradients"]
-        self.held_in_step = most = meter.num_bytes["other"]
+        self.all_gradients = tracker.num_bytes["gradients"]
+        self.held_in_step = most = tracker.num_bytes["other"]
 
         def look() -> None:
             nonlocal most
-            meter.count(_state_tensors(self.optimizer), "optimizer")
-            most = max(most, meter.num_bytes["other"])
+            tracker.count(_state_tensors(self.optimizer), "optimizer")
+            most = max(most, tracker.num_bytes["other"])
 
-        meter.on_growth = look
+        tracker.on_growth = look
         self.optimizer.step()
-        meter.count(_state_tensors(self.optimizer), "optimizer")
+        tracker.count(_state_tensors(self.optimizer), "optimizer")
         self.step_temporaries = most - self.held_in_step
         self.optimizer.zero_grad()
 
@@ -286,7 +286,7 @@ class _Run:
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
                 self._count_gradient(parameter)
-        self._remember()
+        self._record()
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self._autocast is None:
@@ -299,7 +299,7 @@ def _called(model: nn.Module, inputs: Any) -> Any:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss that a model's output holds, or the mean of its first floating-point tensor."""
+    """Return the loss in a model's output, or the mean of its first floating-point tensor."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
@@ -317,8 +317,8 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
         yield from state.values() if isinstance(state, Mapping) else ()
 
 
-def _take_place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Parameters and buffers have memory (which isn't taken) on the device; ties stay ties."""
+def _move_to_fake_device(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Replace parameters and buffers by fake tensors on the device; ties stay ties."""
     done: dict[int, Any] = {}
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
@@ -350,7 +350,7 @@ def _moved(inputs: Any, device: torch.device) -> Any:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a deep model repeats: those its class names, else the members of its longest module list."""
+    """Return the blocks that a deep model repeats: those that it names, else the members of its longest module list."""
     named: Any = getattr(model, "_no_split_modules", None)
     if named:
         return [module for module in model.modules() if type(module).__name__ in named]
@@ -360,7 +360,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """The repeated blocks keep only their inputs for the backward pass."""
+    """Make the repeated blocks keep only their inputs for the backward pass."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
@@ -382,7 +382,7 @@ def _divisible(model: nn.Module) -> int:
 
 
 def _frontier(moments: Iterable[Moment]) -> tuple[Moment, ...]:
-    """The moments that matter whatever either number is multiplied with."""
+    """Return the Pareto frontier of the moments: those that no other exceeds in both numbers."""
     kept: list[Moment] = []
     for moment in sorted(moments, key=lambda each: (-each.gradients, -each.activations)):
         if not kept or moment.activations > kept[-1].activations:

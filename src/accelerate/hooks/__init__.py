@@ -1,8 +1,9 @@
-"""What runs around a module's forward: weights come, inputs move, weights go.
+"""Hooks around a module's forward: they load weights, move inputs, and offload weights again.
 
-- `base`: what a hook is, and how one is put around a forward; `align`: weights and inputs on one device.
-- `attach`: hooks for a whole model; `stages`: whole models that take turns on a device.
-- `casting`: small dtypes for storage; `values`: the weights of a model whose weights are elsewhere.
+- `base`: the interface of a hook, and how one is put around a forward; `align`: weights and inputs on one device, and
+  access to offloaded weights.
+- `attach`: hooks for a whole model, and layer-wise casting; `cpu_offload`: whole models that are moved in turn;
+  `attention`: models whose sequences are sharded over ranks.
 
 Libraries find the classes in this module by name, and rebuild a hook from the attributes that are named like
 parameters of its constructor.
@@ -11,7 +12,12 @@ parameters of its constructor.
 from __future__ import annotations
 
 from .align import AlignDevicesHook
-from .attach import attach_align_device_hook, attach_align_device_hook_on_blocks, attach_execution_device_hook
+from .attach import (
+    LayerwiseCastingHook,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+)
 from .base import (
     ModelHook,
     SequentialHook,
@@ -20,8 +26,7 @@ from .base import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from .casting import LayerwiseCastingHook
-from .stages import CpuOffload, UserCpuOffloadHook
+from .cpu_offload import CpuOffload, UserCpuOffloadHook
 
 __all__ = [
     "AlignDevicesHook",

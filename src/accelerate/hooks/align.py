@@ -1,30 +1,37 @@
-"""Weights and inputs of a module on one device while it runs."""
+"""The hook that puts the weights and inputs of a module on one device while it runs. Internal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from ..device_map.int8 import forget_in_8bit
-from ..device_map.place import TiedCopies, owner_and_name, rebuilt, set_module_tensor_to_device
-from ..device_map.tensors import Device, as_device, named_module_tensors
-from ..devices import CPU
-from ..errors import PreparationError
+from ..big_models.offload import OffloadedWeightsLoader, PrefixedDataset
+from ..big_models.placement import (
+    TiedCopies,
+    drop_8bit_weight,
+    owner_and_name,
+    rebuild_parameter,
+    set_module_tensor_to_device,
+)
+from ..big_models.sizes import Device, as_device, named_module_tensors
+from ..devices.table import CPU
+from ..errors import CheckpointError, PreparationError
 from ..nested import find_device, send_to_device
-from ..offload import OffloadedWeightsLoader, PrefixedDataset
-from .base import ModelHook
+from ..torch_private.modules import save_own
+from .base import ModelHook, SequentialHook
 
 META = torch.device("meta")
 _as_device = lru_cache(maxsize=64)(as_device)
 _NEVER_MOVE: Final = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 
 
-def _all_there(items: Iterable[Any], device: torch.device) -> bool:
-    """Whether nothing in ``items`` has to move to ``device``."""
+def _all_on_device(items: Iterable[Any], device: torch.device) -> bool:
+    """Return whether all of ``items`` is on ``device`` already, or never moves."""
     # A loop and exact types first, because this runs before every module of a dispatched model: to ask anything else
     # whether it is a tensor takes longer than all the rest.
     for item in items:
@@ -35,10 +42,10 @@ def _all_there(items: Iterable[Any], device: torch.device) -> bool:
         elif kind in _NEVER_MOVE:
             continue
         elif kind is tuple or kind is list or (kind is not dict and isinstance(item, (tuple, list))):
-            if not _all_there(item, device):
+            if not _all_on_device(item, device):
                 return False
         elif kind is dict or isinstance(item, Mapping):
-            if not _all_there(item.values(), device):
+            if not _all_on_device(item.values(), device):
                 return False
         elif isinstance(item, torch.Tensor):
             if item.device != device:
@@ -48,26 +55,25 @@ def _all_there(items: Iterable[Any], device: torch.device) -> bool:
     return True
 
 
-def sent(data: Any, device: Device | None, skip_keys: str | list[str] | None = None) -> Any:
-    """``data`` with its tensors on ``device``; the very same object where they are there already."""
+def to_device(data: Any, device: Device | None, skip_keys: str | list[str] | None = None) -> Any:
+    """Return ``data`` with its tensors on ``device``; the same object where they are there already."""
     if device is None:
         return data
     target = device if isinstance(device, torch.device) else _as_device(device)
-    if _all_there((data,), target):
+    if _all_on_device((data,), target):
         return data
     return send_to_device(data, target, skip_keys=skip_keys)
 
 
 class AlignDevicesHook(ModelHook):
-    """The module runs on ``execution_device``: its inputs move there, and with ``offload`` its weights too, for as long
-    as it runs.
+    """A hook that runs a module on ``execution_device``: it moves the inputs and, with ``offload``, loads the weights.
 
     Args:
         execution_device: where the module runs; None leaves inputs and weights where they are.
-        offload: the weights come from ``weights_map`` before the forward and are gone after it.
-        io_same_device: the output goes to the device that the first input came from.
+        offload: the weights are loaded from ``weights_map`` before the forward, and dropped after it.
+        io_same_device: the output is moved to the device of the first input.
         weights_map: the weights by name; without one, the module's own, kept in host memory.
-        offload_buffers: buffers come and go too.
+        offload_buffers: buffers are offloaded too.
         place_submodules: the hook is for the module and all it holds, not only for its own tensors.
         skip_keys: names of arguments, and of entries in outputs, that never move.
         tied_params_map: address of a tied weight -> device -> the one copy there.
@@ -98,27 +104,27 @@ class AlignDevicesHook(ModelHook):
         #: Where each tensor was before the hook.
         self.original_devices: dict[str, torch.device] = {}
         self.input_device: Any = None
-        #: (address, device) of the shared copies that this hook made, and takes away again.
+        #: (data pointer, device) of the shared copies that this hook made, and removes again.
         self.tied_pointers_to_remove: set[tuple[int, torch.device]] = set()
-        #: The parameters and buffers without values, which stand in while the weights are away.
+        #: The meta parameters and buffers that are in the module while the weights are offloaded.
         self._placeholders: dict[str, torch.Tensor] = {}
-        #: What the weights are read from ahead of their use, and their names there; found when they are first needed.
+        #: The weights map, the loader that prefetches from it, and the names of the weights there.
         self._source: tuple[Any, OffloadedWeightsLoader | None, tuple[str, ...]] = (None, None, ())
         #: Tensors without values that ``weights_map`` doesn't have either.
-        self._nowhere: list[str] = []
+        self._without_source: list[str] = []
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """The weights lie on the execution device, or with ``offload`` in ``weights_map`` only."""
+        """Move the weights to the execution device, or with ``offload`` keep them in ``weights_map`` only."""
         if self.execution_device == META or self.execution_device == "meta":
             self.tied_params_map = None  # nothing has an address there
         if not self.offload:
             if self.execution_device is not None:
                 for name, _ in named_module_tensors(module, recurse=self.place_submodules):
-                    self._settle(module, name)
+                    self._move_tensor(module, name)
             return module
         self.original_devices = {
             name: tensor.device for name, tensor in named_module_tensors(module, recurse=self.place_submodules)
@@ -130,15 +136,15 @@ class AlignDevicesHook(ModelHook):
                     module, include_buffers=self.offload_buffers, recurse=self.place_submodules
                 )
             }
-        self._send_away(module)
+        self._offload_weights(module)
         return module
 
-    def _settle(self, module: nn.Module, name: str) -> None:
+    def _move_tensor(self, module: nn.Module, name: str) -> None:
         set_module_tensor_to_device(
             module, name, self.execution_device, tied_params_map=self.tied_params_map, clear_cache=False
         )
 
-    def _send_away(self, module: nn.Module) -> None:
+    def _offload_weights(self, module: nn.Module) -> None:
         offloaded = {
             name
             for name, _ in named_module_tensors(
@@ -148,17 +154,17 @@ class AlignDevicesHook(ModelHook):
         weights = self.weights_map
         assert weights is not None
         for name, tensor in list(named_module_tensors(module, recurse=self.place_submodules)):
-            known = name in weights
-            if name in offloaded and known:
+            in_weights = name in weights
+            if name in offloaded and in_weights:
                 self._placeholders[name] = self._without_values(module, name)
             elif not tensor.is_meta:  # buffers, and weights that nobody offloaded, stay where the module runs
                 if self.execution_device is not None:
-                    self._settle(module, name)
-            elif known:
+                    self._move_tensor(module, name)
+            elif in_weights:
                 device = "cpu" if self.execution_device is None else self.execution_device
                 set_module_tensor_to_device(module, name, device, value=weights[name], clear_cache=False)
             else:
-                self._nowhere.append(name)
+                self._without_source.append(name)
 
     def _without_values(self, module: nn.Module, name: str) -> torch.Tensor:
         set_module_tensor_to_device(module, name, META, clear_cache=False)
@@ -169,56 +175,57 @@ class AlignDevicesHook(ModelHook):
         return placeholder
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The weights are there, and the inputs are where they are."""
+        """Load the weights, and move the inputs to the execution device."""
         if self.io_same_device:
             first = args[0] if args else None
             self.input_device = first.device if isinstance(first, torch.Tensor) else find_device([args, kwargs])
         if self.offload:
-            self._bring(module)
+            self._load_weights(module)
         if self.execution_device is None:
             return args, kwargs
         device = _as_device(self.execution_device)
-        if args and not _all_there(args, device):
+        if args and not _all_on_device(args, device):
             args = send_to_device(args, device)
-        if kwargs and not _all_there(kwargs.values(), device):
+        if kwargs and not _all_on_device(kwargs.values(), device):
             kwargs = send_to_device(kwargs, device, skip_keys=self.skip_keys)
         return args, kwargs
 
-    def _bring(self, module: nn.Module) -> None:
+    def _load_weights(self, module: nn.Module) -> None:
         weights = self.weights_map
         assert weights is not None
-        if self._nowhere:
+        if self._without_source:
             raise PreparationError(
-                f"{type(module).__name__} can't run: {', '.join(self._nowhere)} are on the meta device, and what its "
-                "weights are loaded from doesn't have them. Load the whole checkpoint before the model is dispatched."
+                f"{type(module).__name__} can't run: {', '.join(self._without_source)} are on the meta device, and "
+                "what its weights are loaded from doesn't have them. Load the whole checkpoint before the model is "
+                "dispatched."
             )
         device = _as_device("cpu" if self.execution_device is None else self.execution_device)
-        loader, unit = self._read_ahead(device)
+        loader, unit = self._prefetch_source(device)
         if loader is None:
             for name, placeholder in self._placeholders.items():
-                self._put(module, name, placeholder, weights[name], device)
+                self._set_tensor(module, name, placeholder, weights[name], device)
             return
-        values = loader.ahead.fetch(unit, device)
+        values = loader.prefetcher.fetch(unit, device)
         for (name, placeholder), value in zip(self._placeholders.items(), values, strict=True):
-            self._put(module, name, placeholder, value, device)
+            self._set_tensor(module, name, placeholder, value, device)
 
-    def _read_ahead(self, device: torch.device) -> tuple[OffloadedWeightsLoader | None, tuple[str, ...]]:
-        """The source that reads these weights ahead, where that is worth it, and their names there."""
+    def _prefetch_source(self, device: torch.device) -> tuple[OffloadedWeightsLoader | None, tuple[str, ...]]:
+        """Return the loader that prefetches these weights (None if it isn't worth it), and their names there."""
         weights = self.weights_map
-        if self._source[0] is not weights:  # first asked for, or replaced by a library
+        if self._source[0] is not weights:  # first use, or replaced by a library
             loader = weights.dataset if isinstance(weights, PrefixedDataset) else None
             unit: tuple[str, ...] = ()
             if isinstance(weights, PrefixedDataset) and isinstance(loader, OffloadedWeightsLoader):
                 unit = tuple(f"{weights.prefix}{name}" for name in self._placeholders)
                 tied = self.tied_params_map or {}
-                if any(loader.address(key) in tied for key in unit) or not loader.needs_reading(unit, device):
+                if any(loader.address(key) in tied for key in unit) or not loader.is_worth_prefetching(unit, device):
                     loader = None
             else:
                 loader = None
             self._source = (weights, loader, unit)
         return self._source[1:]
 
-    def _put(
+    def _set_tensor(
         self, module: nn.Module, name: str, placeholder: torch.Tensor, value: torch.Tensor, device: torch.device
     ) -> None:
         copies = self.tied_params_map.get(value.data_ptr()) if self.tied_params_map and not value.is_meta else None
@@ -229,7 +236,7 @@ class AlignDevicesHook(ModelHook):
             # To the host a copy has to be complete when it is used; elsewhere the device's own queue sees to that.
             here = value.to(device=device, dtype=placeholder.dtype, non_blocking=device.type != CPU.name)
             if own in owner._parameters:
-                owner._parameters[own] = rebuilt(placeholder, here)  # pyright: ignore[reportArgumentType]
+                owner._parameters[own] = rebuild_parameter(placeholder, here)  # pyright: ignore[reportArgumentType]
             else:
                 owner._buffers[own] = here
             return
@@ -247,13 +254,13 @@ class AlignDevicesHook(ModelHook):
         )
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """The weights are gone again, and the output is where the caller wants it."""
+        """Offload the weights again, and with ``io_same_device`` move the output to the device of the input."""
         if self.offload:
             for name, placeholder in self._placeholders.items():
                 owner, own = _owner(module, name)
                 if own in owner._parameters:
                     if type(placeholder) is not nn.Parameter:
-                        forget_in_8bit(owner, placeholder)
+                        drop_8bit_weight(owner, placeholder)
                     owner._parameters[own] = placeholder  # pyright: ignore[reportArgumentType]
                 elif own in owner._buffers:
                     owner._buffers[own] = placeholder
@@ -265,21 +272,21 @@ class AlignDevicesHook(ModelHook):
             if loader is not None:
                 loader.release(unit)
         if self.io_same_device and self.input_device is not None:
-            return sent(output, self.input_device, self.skip_keys)
+            return to_device(output, self.input_device, self.skip_keys)
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """The weights are where they were before the hook."""
+        """Put the weights back on the devices on which they were before the hook."""
         if not self.offload:
             return module
         for name, device in self.original_devices.items():
             if device != META:
-                value = self._kept(name) if name in self._placeholders else None
+                value = self._value_to_restore(name) if name in self._placeholders else None
                 set_module_tensor_to_device(module, name, device, value=value, clear_cache=False)
         return module
 
-    def _kept(self, name: str) -> torch.Tensor:
-        """The weight for the module to keep: what is read in place gets memory of its own."""
+    def _value_to_restore(self, name: str) -> torch.Tensor:
+        """Return the weight for the module to keep: a view of a file is copied."""
         assert self.weights_map is not None
         value, source = self.weights_map[name], getattr(self.weights_map, "dataset", self.weights_map)
         return value.clone() if isinstance(source, OffloadedWeightsLoader) else value
@@ -287,3 +294,113 @@ class AlignDevicesHook(ModelHook):
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return owner_and_name(module, name) if "." in name else (module, name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Access to the weights of offloaded models
+
+
+def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
+    """Return the hook that loads this module's weights; None where there is none."""
+    hook: Any = module.__dict__.get("_hf_hook")
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return next((each for each in hooks if isinstance(each, AlignDevicesHook) and each.offload), None)
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Return whether the weights of this module are loaded by a hook while it runs."""
+    return offloading_hook(module) is not None
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
+    """Give the module's own tensors their values within the block, on ``execution_device`` where given."""
+    hook = offloading_hook(module)
+    with ExitStack() as stack:
+        if hook is not None:
+            stack.enter_context(_weights_loaded(module, hook, execution_device))
+        elif execution_device is not None:
+            for name, tensor in list(named_module_tensors(module)):
+                stack.callback(_restore_tensor, module, name, tensor)
+                set_module_tensor_to_device(module, name, execution_device, clear_cache=False)
+        yield
+
+
+def _restore_tensor(module: nn.Module, name: str, before: torch.Tensor) -> None:
+    """Put the original tensor back into the module, with the values that were written to its copy."""
+    slots: Any = module._parameters if name in module._parameters else module._buffers
+    now = slots[name]
+    if now is not before:
+        if not now.is_meta and not before.is_meta:
+            before.data.copy_(now.data)
+        slots[name] = before
+
+
+@contextmanager
+def _weights_loaded(module: nn.Module, hook: AlignDevicesHook, device: Device | None) -> Iterator[None]:
+    """Load the hook's weights within the block, to ``device`` where given."""
+    before = hook.execution_device
+    if device is not None:
+        hook.execution_device = device
+    try:
+        hook.pre_forward(module)
+        yield
+    finally:
+        hook.post_forward(module, ())
+        hook.execution_device = before
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict, in host memory, of a model with offloaded weights.
+
+    Raises:
+        CheckpointError: some weights have no values anywhere.
+    """
+    found: dict[str, Any] = {}
+    _collect(model, "", found, is_loaded=False)
+    state = {name: found.get(name, value) for name, value in model.state_dict().items()}
+    missing = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} weights of {type(model).__name__} are on the meta device, and no hook knows their values: "
+            f"{', '.join(missing[:10])}. Load or initialise the model first."
+        )
+    return state
+
+
+def _collect(module: nn.Module, prefix: str, found: dict[str, Any], *, is_loaded: bool) -> None:
+    """Add the state of a module and its submodules to ``found``; ``is_loaded``: a parent's hook has loaded it."""
+    hook = offloading_hook(module)
+    with ExitStack() as stack:
+        if hook is not None:
+            stack.enter_context(_weights_loaded(module, hook, "cpu"))
+        is_loaded = is_loaded or (hook is not None and hook.place_submodules)
+        own: dict[str, Any] = {}
+        save_own(module, own, prefix)
+        for name, value in own.items():
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                # A loaded weight may be a view of a file, so it is copied.
+                value = value.detach().to("cpu", copy=hook is not None or is_loaded)
+            found[name] = value
+        for name, child in module.named_children():
+            _collect(child, f"{prefix}{name}.", found, is_loaded=is_loaded)
+
+
+def get_state_dict_from_offload(
+    module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Device = "cpu"
+) -> dict[str, Any]:
+    """Fill in the values of this module, named ``module_name``, in ``state_dict``, on the device; return it.
+
+    ``module_name`` may also be the name of one of its tensors: its last component is then dropped.
+    """
+    hook = offloading_hook(module)
+    if hook is None:
+        return state_dict
+    owner = module_name.rpartition(".")[0]
+    with _weights_loaded(module, hook, device_to_put_offload):
+        for name, value in module.state_dict().items():
+            for full in (f"{owner}.{name}", f"{module_name}.{name}", name):
+                if full in state_dict:
+                    state_dict[full] = value.detach().clone()
+                    break
+    return state_dict

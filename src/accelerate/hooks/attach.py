@@ -1,18 +1,19 @@
-"""Hooks for a whole model."""
+"""Hooks attached to all modules of a model, and layer-wise casting. Internal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
+import torch
 from torch import nn
 
-from ..device_map.place import TiedCopies, set_module_tensor_to_device
-from ..device_map.tensors import named_module_tensors
-from ..offload import PrefixedDataset
+from ..big_models.offload import PrefixedDataset
+from ..big_models.placement import TiedCopies, set_module_tensor_to_device
+from ..big_models.sizes import named_module_tensors
 from .align import AlignDevicesHook
-from .base import add_hook_to_module
+from .base import ModelHook, add_hook_to_module
 
 SkipKeys = str | list[str] | None
 
@@ -36,7 +37,7 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Every module that holds tensors and has no hook yet gets its inputs on ``execution_device``.
+    """Attach hooks that move inputs to ``execution_device`` to all modules with tensors that have no hook yet.
 
     The inside of a module whose class is in ``preload_module_classes`` is left alone.
     """
@@ -60,9 +61,9 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Every module that holds tensors of its own gets a hook that brings them while it runs.
+    """Attach a hook that loads a module's own tensors while it runs to every module that has some.
 
-    A module whose class is in ``preload_module_classes`` brings all that is inside it at once.
+    A module whose class is in ``preload_module_classes`` loads everything inside it at once.
     """
     whole = offload and type(module).__name__ in (preload_module_classes or ())
     if _holds_tensors(module) or whole:
@@ -103,7 +104,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Every block runs on its device, and those that are offloaded bring their weights while they run.
+    """Attach hooks that run each block on its device, and that load the weights of offloaded blocks while they run.
 
     ``execution_device`` and ``offload`` are one value for all, or a value for each block by name. A name may also be
     that of a single tensor.
@@ -121,8 +122,8 @@ def attach_align_device_hook_on_blocks(
 
 
 @final
-class _Some(PrefixedDataset):
-    """Only some entries of a module."""
+class _SelectedEntries(PrefixedDataset):
+    """The entries of a module with the given names."""
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str, names: frozenset[str]) -> None:
         super().__init__(dataset, prefix)
@@ -135,7 +136,7 @@ class _Some(PrefixedDataset):
 @final
 @dataclass(frozen=True)
 class _Blocks:
-    """What is the same for all blocks of one model."""
+    """The options of the hooks on the blocks of one model."""
 
     execution_device: Any
     offload: bool | dict[str, bool]
@@ -146,30 +147,30 @@ class _Blocks:
     tied_params_map: TiedCopies | None
 
     def hook(self, device: Any, **options: Any) -> AlignDevicesHook:
-        """A hook for inputs, and with more ``options`` for weights."""
+        """Make a hook for inputs, and with more ``options`` for weights."""
         return AlignDevicesHook(device, skip_keys=self.skip_keys, tied_params_map=self.tied_params_map, **options)
 
     def device(self, name: str) -> Any:
-        """Where the block runs."""
+        """Return the device on which the block runs."""
         found = self.execution_device
         return found.get(name) if isinstance(found, Mapping) else found
 
     def is_offloaded(self, name: str) -> bool:
-        """Whether the block's weights come from elsewhere."""
+        """Return whether the block's weights are offloaded."""
         return self.offload[name] if isinstance(self.offload, Mapping) else self.offload
 
-    def names(self, name: str) -> bool:
-        """Whether the name is that of a block."""
+    def is_block(self, name: str) -> bool:
+        """Return whether the name is that of a block."""
         return all(name in each for each in (self.execution_device, self.offload) if isinstance(each, Mapping))
 
     def attach(self, module: nn.Module, name: str) -> None:
-        """The module and all it holds have their hooks."""
+        """Attach the hooks of the module and all its submodules."""
         is_root = name == ""
-        if self.names(name):
+        if self.is_block(name):
             self._attach_to_block(module, name)
         elif is_root:
             add_hook_to_module(module, self.hook(None, io_same_device=True), append=True)
-        if not self.names(name):
+        if not self.is_block(name):
             self._attach_to_own_tensors(module, name)
         for own, child in module.named_children():
             self.attach(child, _path(name, own))
@@ -191,7 +192,7 @@ class _Blocks:
         attach_execution_device_hook(module, device, self.skip_keys, self.preload_module_classes, self.tied_params_map)
 
     def attach_offloaded(self, module: nn.Module, name: str, device: Any) -> None:
-        """The weights of the module and all it holds come from elsewhere."""
+        """Attach hooks that load the offloaded weights of the module and all its submodules."""
         attach_align_device_hook(
             module,
             device,
@@ -205,21 +206,61 @@ class _Blocks:
         )
 
     def _attach_to_own_tensors(self, module: nn.Module, name: str) -> None:
-        """Single tensors of a module that is split have places of their own."""
-        away: dict[Any, list[str]] = {}
+        """Place single tensors of a module that is split, or attach a hook that loads them."""
+        offloaded: dict[Any, list[str]] = {}
         for own, tensor in list(named_module_tensors(module)):
             path = _path(name, own)
-            if not self.names(path):
+            if not self.is_block(path):
                 continue
             if self.is_offloaded(path):
-                away.setdefault(self.device(path), []).append(own)
+                offloaded.setdefault(self.device(path), []).append(own)
             elif not tensor.is_meta and self.device(path) is not None:
                 set_module_tensor_to_device(
                     module, own, self.device(path), tied_params_map=self.tied_params_map, clear_cache=False
                 )
-        for device, tensors in away.items():
+        for device, tensors in offloaded.items():
             weights = None
             if self.weights_map is not None:
-                weights = _Some(self.weights_map, _path(name, ""), frozenset(tensors))
+                weights = _SelectedEntries(self.weights_map, _path(name, ""), frozenset(tensors))
             hook = self.hook(device, offload=True, weights_map=weights, offload_buffers=self.offload_buffers)
             add_hook_to_module(module, hook, append=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Layer-wise casting: weights are stored in a small dtype, and computed with in a larger one
+
+#: The layers whose arithmetic torch does in one dtype, so that a cast around them changes nothing else.
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING: Final = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """A hook that stores a module's weights in ``storage_dtype`` and casts them to ``compute_dtype`` while it runs."""
+
+    runs_compiled = False
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Cast the weights to the storage dtype."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast the weights to the compute dtype."""
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Cast the weights to the storage dtype."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output

@@ -1,4 +1,4 @@
-"""What the attention of a model needs where its sequences are cut over ranks."""
+"""Attention hooks and checks for models whose sequences are sharded over ranks. Internal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WINDOWS = ("sliding_attention", "chunked_attention")
 
 
 def refuse_recurrent_layers(model: torch.nn.Module) -> None:
-    """Raises if ``model`` has layers that read the sequence step by step.
+    """Raise if ``model`` has layers that read the sequence step by step.
 
     Raises:
         PreparationError: linear attention, state spaces, recurrent networks.
@@ -30,7 +30,7 @@ def refuse_recurrent_layers(model: torch.nn.Module) -> None:
 
 
 def refuse_windows(model: torch.nn.Module) -> None:
-    """Raises if ``model`` has attention over a part of the sequence only.
+    """Raise if ``model`` has attention over a window of the sequence only.
 
     Raises:
         PreparationError: sliding windows, chunks.
@@ -50,7 +50,7 @@ def _layer_types(model: torch.nn.Module) -> list[str]:
 
 
 def attach_context_parallel_hooks(model: torch.nn.Module) -> None:
-    """Modules called ``self_attn`` are given no attention mask; those that know ``is_causal`` get it as True."""
+    """Make modules called ``self_attn`` run without attention mask, and with ``is_causal=True`` where they know it."""
     for name, module in model.named_modules():
         if not name.endswith("self_attn"):
             continue

@@ -1,4 +1,4 @@
-"""A hook around the forward of one module."""
+"""The base class of hooks, and how a hook is put around the forward of one module. Internal."""
 
 from __future__ import annotations
 
@@ -10,73 +10,73 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from ..devices import CPU, KINDS
+from ..devices.table import CPU, KINDS
 
 M = TypeVar("M", bound=nn.Module)
 
-#: Methods that are replaced on single models by guards, which go when the hooks go.
+#: Methods that are replaced on single models by guards, which are removed with the hooks.
 _accelerate_added_attributes = ["to", *(kind.name for kind in KINDS if kind.select and kind is not CPU)]
 
 
 class ModelHook:
-    """What happens around the forward of a module. Nothing does; subclasses fill in the moments they need."""
+    """A hook around the forward of a module that does nothing by itself; subclasses override its methods."""
 
     #: The forward, not the hook itself, runs without gradients.
     no_grad = False
-    #: torch's compiler may look into the hook; else it compiles what is before, between and after its moments.
+    #: torch.compile may trace into the hook's methods; else it compiles only the forward between them.
     runs_compiled = True
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """The hook has just been added; the module that is handed back takes the place of the given one."""
+        """Prepare the module when the hook is added; return the module that replaces it."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with which forward runs."""
+        """Return the arguments with which forward runs."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """What the caller of the module gets."""
+        """Return the output that the caller of the module gets."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """The module is as it was before the hook."""
+        """Undo what the hook did to the module when it is removed."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks, each moment in the order in which they are given."""
+    """Several hooks as one, which calls each method of them in the order in which they are given."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
         self.runs_compiled = all(getattr(hook, "runs_compiled", True) for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Every hook has been told."""
+        """Call ``init_hook`` of all hooks."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments after all hooks."""
+        """Return the arguments after the ``pre_forward`` of all hooks."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """The output after all hooks."""
+        """Return the output after the ``post_forward`` of all hooks."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Every hook has been undone."""
+        """Call ``detach_hook`` of all hooks."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
 
 
 def hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The module's own forward, between the two moments of its hook."""
+    """Run the module's own forward between the ``pre_forward`` and ``post_forward`` of its hook."""
     # Both are looked up on the module, so that a copy of the module has its own, and a library may replace them.
     hook = module._hf_hook
     if is_dynamo_compiling() and not getattr(hook, "runs_compiled", True):
@@ -94,23 +94,23 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-#: `_call`, into which torch's compiler doesn't look; there is none before a compiler is at work.
+#: `_call`, which torch.compile doesn't trace into; set once a compiler is in use.
 _call_outside: Callable[..., Any] = None  # pyright: ignore[reportAssignmentType]
 
 
 def _load_compiler() -> None:
-    # Only once a compiler is at work, because importing it takes longer than the rest of this package together.
+    # Only once a compiler is in use, because importing it takes longer than the rest of this package together.
     global _call_outside
     _call_outside = torch.compiler.disable(_call)
 
 
-# The compiler runs this one, instead of looking into it, without the decorator that would import the compiler.
+# The compiler calls this one without tracing into it; the decorator for that would import the compiler.
 _load_compiler._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 _load_compiler._torchdynamo_disable_msg = "loads the compiler"  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _compiled_forward(module: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same in three pieces for the compiler: the moments of the hook run as they are."""
+    """Run the same under torch.compile: the methods of the hook aren't compiled, the forward between them is."""
     if _call_outside is None:
         _load_compiler()
     args, kwargs = _call_outside(hook.pre_forward, module, *args, **kwargs)
@@ -123,7 +123,7 @@ def _compiled_forward(module: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def add_hook_to_module(module: M, hook: Any, append: bool = False) -> M:
-    """The module, whose forward now runs inside ``hook``; with ``append``, inside the hook it has first.
+    """Make the module's forward run inside ``hook``; with ``append``, inside the hook it has first.
 
     A hook is anything with the four methods of :class:`ModelHook`. Without ``append`` a hook that the module has is
     replaced, without being undone.
@@ -150,7 +150,7 @@ def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def remove_hook_from_module(module: M, recurse: bool = False) -> M:
-    """The module without its hook, with its own forward; those of all submodules too with ``recurse``."""
+    """Remove the module's hook and restore its own forward; with ``recurse``, in all submodules too."""
     hook: Any = module.__dict__.get("_hf_hook")
     if hook is not None:
         module = hook.detach_hook(module)
@@ -177,5 +177,5 @@ def _restore_forward(module: Any) -> None:
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """No hook is left on the module and all it holds."""
+    """Remove the hooks of the module and all its submodules."""
     remove_hook_from_module(module, recurse=True)

@@ -1,4 +1,4 @@
-"""A parsed command line of the launcher as settings and a program."""
+"""Settings and program of a launch, from the launcher's parsed command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_COMMAND: Final = "there is no such command on the PATH"
 
 
 def given_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Return what was given, by option destination: not what was left out and has the documented default.
+    """Return the options that were given, by destination, without those left out or equal to their documented default.
 
     Takes the Namespace of the launcher's parser (which names what was given in ``nondefault``), one that
     :func:`complete` has filled in, one that was changed since, and one made by hand.
@@ -63,14 +63,14 @@ def complete(args: argparse.Namespace, settings: Settings) -> None:
             filled[option.dest] = option.flag_default if value is None else value
     filled["use_cpu"] = settings.run.use_cpu
     filled["gpu_ids"] = settings.launch.gpu_ids or "all"
-    filled.pop("cpu", None)  # says only what the command line said
+    filled.pop("cpu", None)  # stays as the command line gave it
     for name, value in filled.items():
         setattr(args, name, value)
     args.filled_in = filled
 
 
 def config_path(args: argparse.Namespace) -> Path | None:
-    """The configuration file of this launch: the one named, else the default one where it exists and applies.
+    """Return the configuration file of this launch: the one named, else the default one where it exists and applies.
 
     With ``--cpu`` the default file isn't read: it describes another machine.
     """
@@ -84,7 +84,7 @@ def config_path(args: argparse.Namespace) -> Path | None:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """All that this launch was told: flag before file before environment before default, checked."""
+    """Collect and check the settings of this launch: flag before file before environment before default."""
     path = config_path(args)
     environ = env.snapshot()
     layer = None if path is None else read_whole_layer(path)
@@ -94,7 +94,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def program_of(args: argparse.Namespace, settings: Settings) -> Program:
-    """The program to run, which exists; the check of the machines with ``--preflight``.
+    """Return the program to run, which exists; with ``--preflight`` the check of the machines.
 
     Raises:
         SettingError: the script isn't there, or the ways of naming it contradict each other.
@@ -102,7 +102,7 @@ def program_of(args: argparse.Namespace, settings: Settings) -> Program:
     launch = settings.launch
     if settings.cluster.preflight:
         return preflight.program_of(settings)
-    target, arguments = str(args.training_script), tuple(str(word) for word in args.training_script_args)
+    target, arguments = str(args.training_script), tuple(str(argument) for argument in args.training_script_args)
     if launch.module and launch.no_python:
         raise SettingError("--module and --no_python contradict each other: give one of them.")
     if launch.module:

@@ -1,4 +1,4 @@
-"""Which engine starts a run: the first of :data:`ORDER` that suits."""
+"""The choice of the launch engine: the first of :data:`ORDER` that suits."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from ..errors import SettingError
 from .deepspeed import DeepSpeedLauncher
 from .engine import LaunchEngine
 from .kubernetes import Kubernetes
-from .local import LocalProcesses
+from .local import LocalProcesses, OneProcess
 from .mpi import Mpirun
 from .ray import RayTrain
 from .sagemaker import SageMaker
-from .simple import OneProcess
 from .slurm import Slurm
 from .torchrun import Torchrun
 from .tpu import Tpu
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
-    from .host import Host
+    from .preflight import Host
 
-#: What our own supervisor can't do.
+#: Options that the local supervisor doesn't support.
 _ONLY_TORCHRUN: Final = ("launch.num_machines", "launch.max_restarts", "launch.rdzv_backend", "launch.rdzv_conf")
 
 ORDER: Final[tuple[LaunchEngine, ...]] = (
@@ -39,7 +38,7 @@ ORDER: Final[tuple[LaunchEngine, ...]] = (
 
 
 def choose(settings: Settings, host: Host) -> LaunchEngine:
-    """The engine for what the user asked for: the one that was named, else the first that suits.
+    """Return the engine for the given settings: the one that was named, else the first that suits.
 
     Raises:
         SettingError: the engine that was named can't do what else was asked for.

@@ -1,9 +1,9 @@
-"""Through DeepSpeed's own launcher, which reaches the hosts of a hostfile by pdsh, an MPI or Slurm.
+"""Launch by DeepSpeed's own launcher, which reaches the hosts of a hostfile by pdsh, an MPI or Slurm.
 
 DeepSpeed writes its arguments and variables on remote shells' command lines without protecting them. So the
-program, its arguments and the settings travel as one parcel that no shell looks into; nothing of the
-launching shell's environment is written to a file, and what looks like a secret doesn't travel. A
-``.deepspeed_env`` of the user's own is read by DeepSpeed as ever.
+program, its arguments and the settings are passed as one encoded command without characters that a shell expands.
+Nothing of the launching shell's environment is written to a file, and variables that look like secrets are left out.
+DeepSpeed reads a ``.deepspeed_env`` of the user's own as ever.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..errors import SettingError
 from ..ports import DEFAULT_PORT
 from .engine import LaunchEngine, base_environment
 from .plan import LaunchPlan, Program
-from .remote import hosts_of, named_file, run_command, spread, travelling
+from .remote import forwarded_environment, hosts_of, named_file, run_command, spread
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
-    from .host import Host
+    from .preflight import Host
 
-#: Opened on every host; DeepSpeed, too, needs the same Python at the same place everywhere.
-PARCEL: Final = str(Path(__file__).with_name("parcel.py"))
+#: Decodes and runs the command on every host; DeepSpeed, too, needs the same Python at the same path everywhere.
+DECODER: Final = str(Path(__file__).with_name("encoded_command.py"))
 #: Launchers of DeepSpeed that start on all that the hostfile lists, and refuse to be limited.
 _WHOLE_HOSTFILE: Final = ("openmpi", "mpich", "mvapich")
 _DEFAULT_HOSTFILE: Final = "/job/hostfile"
@@ -35,7 +35,7 @@ class DeepSpeedLauncher(LaunchEngine):
     name = "deepspeed"
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """DeepSpeed's launcher was named, or a hostfile of it was given and nothing else said."""
+        """Return whether DeepSpeed's launcher was named, or a hostfile of it was given and no other launcher."""
         if settings.cluster.launcher is not None:
             return settings.cluster.launcher == "deepspeed"
         if settings.deepspeed is None or settings.launch.num_machines == 1:
@@ -44,17 +44,17 @@ class DeepSpeedLauncher(LaunchEngine):
         return named != "standard" if named else settings.deepspeed_launch.deepspeed_hostfile is not None
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """The command line of ``deepspeed``."""
-        from .parcel import pack
+        """Plan one ``deepspeed`` command whose program is the encoded command of this launch."""
+        from .encoded_command import encode_command
 
         launch = settings.launch
         launcher = settings.deepspeed_launch.deepspeed_multinode_launcher or "pdsh"
         total, per_host = spread(settings, host, launch.num_machines)
         where, first = _where(settings)
         address, port = launch.main_process_ip or first, launch.main_process_port or DEFAULT_PORT
-        meeting = ("--master_addr", address) if address else ()
+        rendezvous = ("--master_addr", address) if address else ()
         environment = base_environment(settings, host, per_host)
-        parcel = pack(program.argv(), {**travelling(host.environment), **environment})
+        encoded = encode_command(program.argv(), {**forwarded_environment(host.environment), **environment})
         limits = _limits(settings, launcher, launch.num_machines, per_host)
         argv = (
             "deepspeed",
@@ -65,28 +65,28 @@ class DeepSpeedLauncher(LaunchEngine):
                 else ("--launcher", launcher)
             ),
             *limits,
-            *meeting,
+            *rendezvous,
             "--master_port",
             str(port),
             "--no_local_rank",
-            PARCEL,
-            parcel,
+            DECODER,
+            encoded,
         )
         return LaunchPlan(
             engine=f"{self.name} ({launcher}): {per_host} processes on each of {launch.num_machines} machine(s)",
             argv=argv,
             environment=environment,
             rendezvous=f"{address or 'the first host'}:{port}",
-            engine_options={"program in the parcel": " ".join(program.argv()), "processes": total},
+            engine_options={"encoded program": " ".join(program.argv()), "processes": total},
         )
 
     def run(self, plan: LaunchPlan) -> int:
-        """The exit code of ``deepspeed``."""
+        """Run ``deepspeed`` and return its exit code."""
         return run_command(plan, "pip install deepspeed")
 
 
 def _where(settings: Settings) -> tuple[tuple[str, ...], str | None]:
-    """(the option that names the hostfile, its first host)."""
+    """Return (the option that names the hostfile, its first host)."""
     given = settings.deepspeed_launch.deepspeed_hostfile
     if given is None:
         if Path(_DEFAULT_HOSTFILE).is_file():
@@ -110,7 +110,7 @@ def _where(settings: Settings) -> tuple[tuple[str, ...], str | None]:
 def _limits(settings: Settings, launcher: str, num_machines: int, per_host: int) -> tuple[str, ...]:
     options = settings.deepspeed_launch
     filters = (("--include", options.deepspeed_inclusion_filter), ("--exclude", options.deepspeed_exclusion_filter))
-    given = tuple(word for name, value in filters if value for word in (name, value))
+    given = tuple(argument for name, value in filters if value for argument in (name, value))
     if launcher in _WHOLE_HOSTFILE:
         if given:
             raise SettingError(

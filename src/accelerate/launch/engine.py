@@ -1,4 +1,4 @@
-"""What every way of starting processes has in common."""
+"""The interface of launch engines, and what their plans share: processes, devices, ports, environment."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from .plan import LaunchPlan, Logs, Program, parse_tee
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
-    from .host import Host
+    from .preflight import Host
 
 
-#: Where processes of one host meet.
+#: The address of the rendezvous of one host's processes.
 LOOPBACK = "127.0.0.1"
 
 
 class PortInUse(SettingError, ConnectionError):
-    """Something listens already where the processes were to meet."""
+    """The port of the rendezvous is in use already."""
 
 
 class LaunchEngine(ABC):
-    """One way of starting processes: a pure plan, and the only code that spawns."""
+    """One way to start processes: a pure plan, and the only code that starts anything."""
 
     #: The name in plans and messages.
     name: str
 
     @abstractmethod
     def suits(self, settings: Settings, host: Host) -> bool:
-        """Whether this is the engine for what the user asked for."""
+        """Return whether this is the engine for the given settings on this host."""
 
     @abstractmethod
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """What :meth:`run` would do; nothing is started, nothing outside the arguments is looked at."""
+        """Plan what :meth:`run` does, from the arguments alone; nothing is started."""
 
     @abstractmethod
     def run(self, plan: LaunchPlan) -> int:
-        """The exit code, when every process has ended."""
+        """Run the plan until every process has ended and return the exit code."""
 
-    def rehearse(self, plan: LaunchPlan) -> None:
-        """What ``--dry-run`` does: the plan is printed."""
+    def dry_run(self, plan: LaunchPlan) -> None:
+        """Print the plan, for ``--dry-run``."""
         print(plan.show())
 
 
 def is_cpu_run(settings: Settings) -> bool:
-    """Whether the user asked for the CPU."""
+    """Return whether the run is to use the CPU."""
     return settings.run.use_cpu or settings.launch.distributed_type == "MULTI_CPU"
 
 
 def count_processes(settings: Settings, host: Host) -> int:
-    """The number of processes over all machines: as asked, else one a device.
+    """Return the number of processes over all machines: the given one, else one per device.
 
     Raises:
         SettingError: the number can't be spread over the machines, or the devices don't suffice.
@@ -96,7 +96,7 @@ def _check_devices(settings: Settings, host: Host, per_host: int) -> None:
 
 
 def device_ids(settings: Settings) -> tuple[str, ...]:
-    """The devices that were named; () for all."""
+    """Return the ids of the devices that were named, () for all."""
     text = settings.launch.gpu_ids
     if text is None or text.strip().lower() in ("", "all"):
         return ()
@@ -104,7 +104,7 @@ def device_ids(settings: Settings) -> tuple[str, ...]:
 
 
 def base_environment(settings: Settings, host: Host, per_host: int) -> dict[str, str]:
-    """What every worker is told about the run, by the documented names."""
+    """Return the documented variables that every worker reads."""
     environment = encode_settings(settings)
     cpu = is_cpu_run(settings)
     environment["ACCELERATE_USE_CPU"] = "true" if cpu else "false"
@@ -114,8 +114,7 @@ def base_environment(settings: Settings, host: Host, per_host: int) -> dict[str,
     elif "OMP_NUM_THREADS" not in host.environment:
         environment["OMP_NUM_THREADS"] = str(threads_per_rank(per_host, host.num_cores) if cpu else 1)
     if cpu:
-        # Read by Intel's OpenMP only. Pinning threads is right for one process; several would share their
-        # cores.
+        # Read by Intel's OpenMP only. Threads are pinned for one process only; several would share their cores.
         environment.update({"KMP_BLOCKTIME": "1"} if "KMP_BLOCKTIME" not in host.environment else {})
         if per_host == 1 and "KMP_AFFINITY" not in host.environment:
             environment["KMP_AFFINITY"] = "granularity=fine,compact,1,0"
@@ -130,7 +129,7 @@ def base_environment(settings: Settings, host: Host, per_host: int) -> dict[str,
 
 
 def rendezvous_port(settings: Settings, host: Host) -> tuple[int, tuple[str, ...]]:
-    """(the port at which the processes of one host meet, what to tell the user about it).
+    """Return (the port of the rendezvous of one host's processes, notes for the user about it).
 
     Raises:
         PortInUse: the user named a port on the command line, and something listens there.
@@ -151,14 +150,14 @@ def rendezvous_port(settings: Settings, host: Host) -> tuple[int, tuple[str, ...
 
 
 def logs_of(settings: Settings) -> Logs:
-    """Where the outputs go, by ``--log_dir``, ``--tee`` and ``--role``."""
+    """Return where the outputs go by ``--log_dir``, ``--tee`` and ``--role``."""
     launch = settings.launch
     directory = Path(launch.log_dir) if launch.log_dir else None
     return Logs(directory, {} if launch.tee == "0" else parse_tee(launch.tee), launch.role)
 
 
 def device_notes(settings: Settings, host: Host, num_processes: int) -> tuple[str, ...]:
-    """What was found out about the devices that the user may not expect."""
+    """Return notes on the devices that the user may not expect."""
     asked = settings.launch.multi_gpu or str(settings.launch.distributed_type or "").startswith("MULTI_")
     if asked and not is_cpu_run(settings) and host.num_devices == 0:
         return (f"no accelerator was found on {host.name}: the {num_processes} process(es) run on the CPU",)

@@ -1,6 +1,4 @@
-"""A rank as a copy of this process, and what every rank that runs a function does: call it, hand back its
-result.
-"""
+"""Ranks forked from this process, and how functions and results pass between a launching process and its ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ from typing import Any, final
 
 from ..errors import LaunchError
 from ..optional import is_installed, require
-from .supervise import Starter, die_with_parent
+from .supervisor import Starter, die_with_parent
 
 
 def accelerator_is_initialized() -> bool:
-    """Whether this process has touched an accelerator, so that it must not be forked."""
+    """Return whether an accelerator is initialized in this process, which then must not be forked."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -34,7 +32,7 @@ def accelerator_is_initialized() -> bool:
 
 
 def fork_is_safe() -> bool:
-    """Whether a copy of this process can go on: no accelerator touched, called from the main thread."""
+    """Return whether this process can be forked: no accelerator initialized, called from the main thread."""
     return (
         hasattr(os, "fork")
         and not accelerator_is_initialized()
@@ -42,8 +40,8 @@ def fork_is_safe() -> bool:
     )
 
 
-def start_fork(function: Callable[..., Any], args: Sequence[Any], home: Path) -> Starter:
-    """Starts a rank as a copy of this process that calls the function and ends."""
+def start_fork(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> Starter:
+    """Return a starter that forks this process, calls the function in the child and exits."""
     tie_to_parent = die_with_parent()
 
     def start(local_rank: int, environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> int:
@@ -56,9 +54,9 @@ def start_fork(function: Callable[..., Any], args: Sequence[Any], home: Path) ->
         try:
             os.setsid()
             tie_to_parent()
-            _take_place(environment, stdout, stderr)
-            code = call_and_report(function, args, home, int(environment["RANK"]), is_copy=True)
-        except BaseException:  # nothing of the parent's stack may run in the child
+            _become_rank(environment, stdout, stderr)
+            code = call_and_report(function, args, folder, int(environment["RANK"]), is_copy=True)
+        except BaseException:  # the child must not return into the parent's stack
             traceback.print_exc()
         finally:
             _flush()
@@ -67,8 +65,8 @@ def start_fork(function: Callable[..., Any], args: Sequence[Any], home: Path) ->
     return start
 
 
-def _take_place(environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> None:
-    """The forked child has the rank's environment, outputs, signals and threads."""
+def _become_rank(environment: Mapping[str, str], stdout: int | None, stderr: int | None) -> None:
+    """Set up the forked child as a rank: its signal handlers, environment, output descriptors and threads."""
     import signal
 
     from ..settings import env
@@ -76,19 +74,22 @@ def _take_place(environment: Mapping[str, str], stdout: int | None, stderr: int 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    env.publish(environment)
+    env.set_variables(environment)
     for target, name, source in ((1, "stdout", stdout), (2, "stderr", stderr)):
         if source is not None:
             os.dup2(source, target)
             setattr(sys, name, io.TextIOWrapper(os.fdopen(target, "wb", closefd=False), line_buffering=True))
-    _leave_the_notebook()
+    _detach_from_notebook()
     if "torch" in sys.modules:
         # The threads of the parent's pool don't exist here; a parallel region would wait for them for ever.
         sys.modules["torch"].set_num_threads(1)
 
 
-def _leave_the_notebook() -> None:
-    """What this copy of a kernel displays is text on its output: the notebook's page listens to the kernel alone."""
+def _detach_from_notebook() -> None:
+    """Make the fork of a notebook kernel display plain text on its output.
+
+    The notebook's page shows the display messages of the kernel alone.
+    """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None:
@@ -97,11 +98,11 @@ def _leave_the_notebook() -> None:
 
     shell.display_pub = DisplayPublisher(parent=shell)
     shell.display_pub.shell = shell
-    shell.config.pop("IPKernelApp", None)  # by this entry tqdm.auto and others tell a notebook from a terminal
+    shell.config.pop("IPKernelApp", None)  # by this entry tqdm.auto and others recognize a notebook
     bars = sys.modules.get("tqdm.notebook")
     if bars is None:
         return
-    # A cell may have imported the bar made of widgets already; without its own methods it is the plain bar.
+    # A cell may have imported tqdm's notebook bar already; without its own methods it is the plain text bar.
     for name, value in tuple(vars(bars.tqdm_notebook).items()):
         if callable(value) or isinstance(value, (staticmethod, property)):
             with contextlib.suppress(AttributeError):
@@ -109,24 +110,24 @@ def _leave_the_notebook() -> None:
 
 
 def call_and_report(
-    function: Callable[..., Any], args: Sequence[Any], home: Path, rank: int, *, is_copy: bool = False
+    function: Callable[..., Any], args: Sequence[Any], folder: Path, rank: int, *, is_copy: bool = False
 ) -> int:
-    """0 once the result is where the parent looks for it; 1 after the traceback has been printed."""
+    """Call the function, write its result and return the exit code; 1 after an exception, whose traceback it prints."""
     try:
         result = function(*args)
-        write_result(home, rank, result, is_copy=is_copy)
+        write_result(folder, rank, result, is_copy=is_copy)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # reported to the parent, which raises
         traceback.print_exc()
         return 1
     finally:
-        _leave()
+        _leave_world()
     return 0
 
 
-def _leave() -> None:
-    world = sys.modules.get("accelerate.world")
+def _leave_world() -> None:
+    world = sys.modules.get("accelerate.distributed.world")
     if world is not None:
         world.leave_world()
 
@@ -139,8 +140,8 @@ def _flush() -> None:
             continue
 
 
-def write_result(home: Path, rank: int, result: object, *, is_copy: bool = False) -> None:
-    """The parent can read what this rank returned; nothing needs to be written for None.
+def write_result(folder: Path, rank: int, result: object, *, is_copy: bool = False) -> None:
+    """Write what this rank returned for the parent to read; for None no file is written.
 
     A copy of the parent names the classes that both know, so that the parent gets instances of its own.
     """
@@ -149,21 +150,21 @@ def write_result(home: Path, rank: int, result: object, *, is_copy: bool = False
     if not is_installed("cloudpickle"):
         if rank == 0:
             print(
-                f"A {type(result).__name__} was returned, but results travel between processes only with "
+                f"A {type(result).__name__} was returned, but results pass between processes only with "
                 'cloudpickle: pip install "accelerate[notebook]". None is returned instead.',
                 file=sys.stderr,
             )
         return
-    path = home / f"result_{rank}"
+    path = folder / f"result_{rank}"
     if is_copy:
-        with contextlib.suppress(Exception):  # what only this rank has defined travels by value
-            path.write_bytes(_packed_by_name(result))
+        with contextlib.suppress(Exception):  # what only this rank has defined is pickled by value
+            path.write_bytes(_pickle_by_name(result))
             return
     path.write_bytes(require("cloudpickle").dumps(result))
 
 
-def _packed_by_name(result: object) -> bytes:
-    """The result, with classes and functions as names, also those of ``__main__``."""
+def _pickle_by_name(result: object) -> bytes:
+    """Pickle the result with classes and functions by name, also those of ``__main__``."""
 
     @final
     class ByName(require("cloudpickle").CloudPickler):
@@ -175,42 +176,41 @@ def _packed_by_name(result: object) -> bytes:
     return buffer.getvalue()
 
 
-def read_result(home: Path, rank: int) -> Any:
-    """What the rank returned; a child of ours wrote it, into a folder that only this user can open."""
-    path = home / f"result_{rank}"
+def read_result(folder: Path, rank: int) -> Any:
+    """Load what the rank returned; a child process wrote it, into a folder that only this user can open."""
+    path = folder / f"result_{rank}"
     return require("cloudpickle").loads(path.read_bytes()) if path.exists() else None
 
 
-def _cells() -> dict[str, list[str]]:
-    """The source lines of what was typed here and lies in no file: a traceback elsewhere can show them too."""
+def _interactive_sources() -> dict[str, list[str]]:
+    """Return the source lines of code typed interactively, by file name, so that tracebacks elsewhere can show them."""
     found: dict[str, list[str]] = {}
     for name, entry in linecache.cache.items():
-        if len(entry) == 4 and not os.path.exists(name):  # shorter entries are promises to read a file
+        if len(entry) == 4 and not os.path.exists(name):  # shorter entries are read from a file later
             found[name] = entry[2]
     return found
 
 
-def write_function(home: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """A process that is started for it can read the function, with what ``__main__`` defines packed along.
+def write_function(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Pickle the function, its arguments and what it uses of ``__main__`` for a new process to load.
 
     Raises:
-        LaunchError: it can't travel.
+        LaunchError: it can't be pickled.
     """
     cloudpickle = require("cloudpickle", "notebook", purpose="Starting fresh processes for a function")
     try:
-        packed = cloudpickle.dumps((_cells(), function, tuple(args)))
+        packed = cloudpickle.dumps((_interactive_sources(), function, tuple(args)))
     except Exception as error:  # any object on the way may fail to describe itself
         raise LaunchError(
-            f"The function or its arguments can't travel to fresh processes: {error}. Create what can't be "
-            "packed "
-            "(models on a device, open files, locks) inside the function."
+            f"The function or its arguments can't be pickled for fresh processes: {error}. Create what can't be "
+            "pickled (models on a device, open files, locks) inside the function."
         ) from error
-    (home / "function").write_bytes(packed)
+    (folder / "function").write_bytes(packed)
 
 
 @final
-class Parcel:
-    """A function that travels by value where processes are started by pickling; so does what it returns."""
+class PickledFunction:
+    """A function that is pickled by value where processes are spawned, as is its result."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._packed: bytes = require("cloudpickle", "notebook").dumps(function)
@@ -222,9 +222,9 @@ class Parcel:
         return cloudpickle.dumps(cloudpickle.loads(self._packed)(*args))
 
 
-def read_function(home: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The function and its arguments, in a process that was started for them."""
-    cells, function, args = require("cloudpickle").loads((home / "function").read_bytes())
+def read_function(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Load the function and its arguments, in a process that was started for them."""
+    cells, function, args = require("cloudpickle").loads((folder / "function").read_bytes())
     for name, lines in cells.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     return function, args

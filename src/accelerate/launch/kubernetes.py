@@ -1,4 +1,4 @@
-"""Through Kubernetes: a PyTorchJob of Kubeflow, or a JobSet, whose pods run one of torch's agents each.
+"""Launch on Kubernetes: a PyTorchJob of Kubeflow, or a JobSet, whose pods run one of torch's agents each.
 
 The script is part of the image. Kubernetes itself replaces ``$(NAME)`` in commands and values, so every ``$``
 of the user's is doubled, which it turns back into one.
@@ -19,30 +19,30 @@ from .remote import job_name, spread, write_files
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
-    from .host import Host
+    from .preflight import Host
 
 #: Kind -> (group, version, plural) of the API.
 APIS: Final = {
     "PyTorchJob": ("kubeflow.org", "v1", "pytorchjobs"),
     "JobSet": ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
 }
-#: What a machine is called by the operator, for the agents' command line; Kubernetes fills it in.
+#: The variable with the pod's rank, by the operator's kind, on the agents' command line; Kubernetes expands it.
 _MACHINE_RANK: Final = {"PyTorchJob": "$(RANK)", "JobSet": "$(JOB_COMPLETION_INDEX)"}
 _DNS_NAME: Final = r"[a-z]([-a-z0-9]{0,47}[a-z0-9])?"
 
 
 @final
 class Kubernetes(LaunchEngine):
-    """One pod a machine."""
+    """A PyTorchJob or JobSet with one pod per machine."""
 
     name = "kubernetes"
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """Kubernetes was asked for."""
+        """Return whether Kubernetes was asked for."""
         return settings.cluster.launcher == "kubernetes"
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """The manifest."""
+        """Plan the job's manifest."""
         import yaml
 
         options, launch = settings.kubernetes, settings.launch
@@ -75,14 +75,14 @@ class Kubernetes(LaunchEngine):
             notes=(f"`kubectl get {APIS[options.kind][2]} {name} -n {options.namespace}` shows the job",),
         )
 
-    def rehearse(self, plan: LaunchPlan) -> None:
-        """The plan is printed; the manifest is written where ``--k8s_manifest`` says."""
+    def dry_run(self, plan: LaunchPlan) -> None:
+        """Print the plan, and write the manifest where ``--k8s_manifest`` says."""
         if plan.engine_options["written"]:
             write_files(plan)
         print(plan.show())
 
     def run(self, plan: LaunchPlan) -> int:
-        """0 when the cluster has taken the job.
+        """Submit the job and return 0.
 
         Raises:
             MissingDependency: the official client isn't installed.
@@ -98,7 +98,7 @@ class Kubernetes(LaunchEngine):
 
 
 def submit(manifest: dict[str, Any], *, context: str | None = None) -> None:
-    """The cluster has the object, and this is said."""
+    """Create the object in the cluster and print its name."""
     from ..optional import require
 
     client = require("kubernetes.client", purpose="Submitting a job to Kubernetes")
@@ -128,21 +128,21 @@ def submit(manifest: dict[str, Any], *, context: str | None = None) -> None:
     print(f"{kind} {metadata['namespace']}/{metadata['name']} was created.")
 
 
-def unexpanded(text: str) -> str:
-    """The text that Kubernetes's own replacing of ``$(NAME)`` turns into the given one."""
+def escape(text: str) -> str:
+    """Escape the text so that Kubernetes's replacing of ``$(NAME)`` gives the original back."""
     return text.replace("$", "$$")
 
 
 def _environment(settings: Settings, host: Host, per_pod: int) -> dict[str, str]:
     environment = base_environment(settings, host, per_pod)
-    # This machine's cores and threads say nothing about the pods.
+    # Not from this machine's cores: the pods may have another number.
     if settings.launch.num_cpu_threads_per_process is None:
         environment.pop("OMP_NUM_THREADS", None)
     return environment
 
 
 def _agent(settings: Settings, program: Program, per_pod: int, name: str) -> list[str]:
-    """The command line of each pod: torch's agent, which starts the ranks and starts them again."""
+    """Return the command line of each pod: torch's agent, which starts and restarts the ranks."""
     launch, kind = settings.launch, settings.kubernetes.kind
     port = launch.main_process_port or DEFAULT_PORT
     first, port_there = ("$(MASTER_ADDR)", "$(MASTER_PORT)") if kind == "PyTorchJob" else (_pod_zero(name), str(port))
@@ -155,19 +155,19 @@ def _agent(settings: Settings, program: Program, per_pod: int, name: str) -> lis
         "max-restarts": str(launch.max_restarts),
         "monitor-interval": str(launch.monitor_interval),
     }
-    words = [word for option, value in options.items() for word in (f"--{option}", value)]
+    flags = [argument for option, value in options.items() for argument in (f"--{option}", value)]
     switches = {"module": ["--module"], "command": ["--no-python"], "script": []}[program.kind]
-    users = [unexpanded(word) for word in (program.target, *program.arguments)]
-    return [settings.kubernetes.python, "-m", "torch.distributed.run", *words, *switches, *users]
+    users = [escape(argument) for argument in (program.target, *program.arguments)]
+    return [settings.kubernetes.python, "-m", "torch.distributed.run", *flags, *switches, *users]
 
 
 def _pod_zero(name: str) -> str:
-    """The stable DNS name that a JobSet gives its first pod."""
+    """Return the stable DNS name that a JobSet gives its first pod."""
     return f"{name}-workers-0-0.{name}"
 
 
 def _pod(settings: Settings, environment: dict[str, str], command: Sequence[str], per_pod: int) -> dict[str, Any]:
-    """The template of the pods."""
+    """Return the template of the pods."""
     options = settings.kubernetes
     limits: dict[str, object] = {
         key: value for key, value in (("cpu", options.cpu), ("memory", options.memory)) if value
@@ -178,9 +178,8 @@ def _pod(settings: Settings, environment: dict[str, str], command: Sequence[str]
         "name": "pytorch",  # Kubeflow looks for this name
         "image": options.image,
         "command": list(command),
-        "env": [{"name": name, "value": unexpanded(value)} for name, value in sorted(environment.items())],
-        # Workers of a data loader hand batches over in shared memory, of which a container has 64 MB
-        # otherwise.
+        "env": [{"name": name, "value": escape(value)} for name, value in sorted(environment.items())],
+        # Workers of a data loader pass batches through shared memory; a container's default is 64 MB.
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
     if options.working_dir is not None:

@@ -1,4 +1,4 @@
-"""Through mpirun: Open MPI, MPICH, Intel MPI and MVAPICH make the ranks, on all hosts of a hostfile.
+"""Launch by mpirun: Open MPI, MPICH, Intel MPI or MVAPICH starts the ranks on all hosts of a hostfile.
 
 Only names of variables stand on the command line; mpirun takes their values from its own environment, so that
 no value is seen in the process list or read by a shell.
@@ -14,15 +14,15 @@ from ..errors import SettingError
 from ..ports import DEFAULT_PORT
 from .engine import LaunchEngine, base_environment, device_notes, rendezvous_port
 from .plan import LaunchPlan, Program
-from .remote import hosts_of, named_file, run_command, spread, travelling
+from .remote import forwarded_environment, hosts_of, named_file, run_command, spread
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
-    from .host import Host
+    from .preflight import Host
 
 _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
-#: A word of `mpirun --version` -> the flavor; the first that is found.
-_SIGNS: Final = (
+#: (text in the output of `mpirun --version`, flavor); the first that is found counts.
+_VERSION_SIGNATURES: Final = (
     ("open mpi", "openmpi"),
     ("open-mpi", "openmpi"),
     ("openrte", "openmpi"),
@@ -34,7 +34,7 @@ _SIGNS: Final = (
 
 
 def installed_flavor() -> str:
-    """The flavor of the mpirun on the PATH; Open MPI's, the commonest, where there is none to ask."""
+    """Return the flavor of the mpirun on the PATH, ``openmpi`` where there is none."""
     try:
         answer = subprocess.check_output(["mpirun", "--version"], stderr=subprocess.STDOUT, timeout=20)
     except (OSError, subprocess.SubprocessError):
@@ -43,13 +43,13 @@ def installed_flavor() -> str:
 
 
 def flavor_of(version: str) -> str:
-    """Which MPI the answer to ``mpirun --version`` comes from.
+    """Return the MPI flavor whose ``mpirun --version`` printed this text.
 
     Raises:
         SettingError: it is none that is known.
     """
     text = version.lower()
-    for sign, flavor in _SIGNS:
+    for sign, flavor in _VERSION_SIGNATURES:
         if sign in text:
             return flavor
     raise SettingError(
@@ -68,29 +68,29 @@ class Mpirun(LaunchEngine):
         self._installed = installed
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """A hostfile for mpirun was given, or mpirun itself was asked for."""
+        """Return whether a hostfile for mpirun was given, or mpirun itself was asked for."""
         launcher = settings.cluster.launcher
         return launcher == "mpirun" or (launcher is None and settings.mpi.mpirun_hostfile is not None)
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """The command line of the MPI that is named or installed."""
+        """Plan the mpirun command line of the MPI that is named or installed."""
         hosts = self._hosts(settings)
         num_machines = _num_machines(settings, hosts)
         total, per_host = spread(settings, host, num_machines)
-        address, port, notes = _meeting(settings, host, hosts)
+        address, port, notes = _rendezvous(settings, host, hosts)
         environment = {
             **base_environment(settings, host, per_host),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
         }
         flavor = settings.cluster.mpi_flavor or self._installed()
-        names = sorted({**travelling(host.environment), **environment})
+        names = sorted({**forwarded_environment(host.environment), **environment})
         return LaunchPlan(
             engine=f"{self.name} ({flavor}): {per_host} processes on each of {num_machines} machine(s)",
             argv=(
                 "mpirun",
-                *mpirun_words(flavor, settings.mpi.mpirun_hostfile, total, per_host),
-                *_carrying(flavor, names),
+                *mpirun_options(flavor, settings.mpi.mpirun_hostfile, total, per_host),
+                *_environment_options(flavor, names),
                 *program.argv(),
             ),
             environment=environment,
@@ -99,7 +99,7 @@ class Mpirun(LaunchEngine):
         )
 
     def _hosts(self, settings: Settings) -> list[str]:
-        if settings.mpi.mpirun_hostfile is None:  # a scheduler tells mpirun
+        if settings.mpi.mpirun_hostfile is None:  # mpirun asks a scheduler
             return []
         path = named_file(settings.mpi.mpirun_hostfile, "mpi.mpirun_hostfile", settings)
         hosts = hosts_of(path.read_text(encoding="utf-8"))
@@ -108,7 +108,7 @@ class Mpirun(LaunchEngine):
         return hosts
 
     def run(self, plan: LaunchPlan) -> int:
-        """mpirun's exit code: that of the rank that failed first."""
+        """Run mpirun and return its exit code: that of the rank that failed first."""
         return run_command(plan, "install Open MPI, MPICH, Intel MPI or MVAPICH")
 
 
@@ -124,8 +124,8 @@ def _num_machines(settings: Settings, hosts: list[str]) -> int:
     return asked
 
 
-def _meeting(settings: Settings, host: Host, hosts: list[str]) -> tuple[str, int, tuple[str, ...]]:
-    """(where the first host listens, at which port, notes)."""
+def _rendezvous(settings: Settings, host: Host, hosts: list[str]) -> tuple[str, int, tuple[str, ...]]:
+    """Return (address of the first host, port of the rendezvous, notes)."""
     launch = settings.launch
     address = launch.main_process_ip or (hosts[0] if hosts else host.name)
     if set(hosts) <= {*_LOCAL, host.name}:
@@ -140,7 +140,7 @@ def _meeting(settings: Settings, host: Host, hosts: list[str]) -> tuple[str, int
     return address, launch.main_process_port or DEFAULT_PORT, ()
 
 
-def mpirun_words(flavor: str, hostfile: str | None, total: int, per_host: int) -> tuple[str, ...]:
+def mpirun_options(flavor: str, hostfile: str | None, total: int, per_host: int) -> tuple[str, ...]:
     """Return the documented options of mpirun: where, and how many ranks in all and on each host."""
     if flavor == "openmpi":
         where = ("--hostfile", hostfile) if hostfile else ()
@@ -149,8 +149,8 @@ def mpirun_words(flavor: str, hostfile: str | None, total: int, per_host: int) -
     return (*where, "-ppn", str(per_host), "-n", str(total))
 
 
-def _carrying(flavor: str, names: list[str]) -> tuple[str, ...]:
-    """The options that hand variables to ranks of other hosts, by name."""
+def _environment_options(flavor: str, names: list[str]) -> tuple[str, ...]:
+    """Return the options that forward variables, by name, to ranks on other hosts."""
     if flavor == "openmpi":
-        return tuple(word for name in names for word in ("-x", name))
+        return tuple(argument for name in names for argument in ("-x", name))
     return ("-genvlist", ",".join(names))

@@ -1,4 +1,4 @@
-"""What a launch is going to do, as a value: printed, compared and tested without starting anything."""
+"""The plan of a launch as a value, which can be printed, compared and tested without starting anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import SettingError
 
 
 class Stream(Flag):
-    """Which of a process's two outputs."""
+    """The outputs of a process: none, one or both."""
 
     NONE = 0
     OUT = 1
@@ -41,9 +41,7 @@ class Program:
     kind: Literal["script", "module", "command"] = "script"
 
     def argv(self, python: str | None = None) -> tuple[str, ...]:
-        """The command line that runs the program; the arguments are the caller's own objects, never
-        re-quoted.
-        """
+        """Return the command line that runs the program; its arguments are passed on unchanged, never quoted again."""
         interpreter = python or sys.executable
         if self.kind == "command":
             return (self.target, *self.arguments)
@@ -55,7 +53,7 @@ class Program:
 @final
 @dataclass(frozen=True)
 class Logs:
-    """Where the outputs of the ranks go besides the terminal."""
+    """The destinations of the ranks' outputs besides the terminal."""
 
     #: One folder a rank is made here: ``<directory>/<rank>/stdout.log`` and ``stderr.log``.
     directory: Path | None = None
@@ -64,16 +62,16 @@ class Logs:
     role: str = "default"
 
     def teed(self, local_rank: int) -> Stream:
-        """Which outputs of this rank carry a prefix."""
+        """Return which outputs of this rank carry a prefix."""
         return self.tee.get(local_rank, self.tee.get(None, Stream.NONE))
 
     def file(self, rank: int, name: str) -> Path | None:
-        """The log file of one rank, or None without ``--log_dir``."""
+        """Return the log file of one rank, or None without ``--log_dir``."""
         return None if self.directory is None else self.directory / str(rank) / f"{name}.log"
 
 
 def parse_tee(text: str) -> dict[int | None, Stream]:
-    """``--tee`` as a table: ``"3"`` is every rank's both outputs, ``"0:1,1:2"`` names ranks.
+    """Parse ``--tee``: ``"3"`` is both outputs of all ranks, ``"0:1,1:2"`` names ranks.
 
     Raises:
         SettingError: the text is neither.
@@ -93,7 +91,7 @@ def parse_tee(text: str) -> dict[int | None, Stream]:
 @final
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Everything that a launch engine needs to run, and all that ``--dry-run`` prints."""
+    """The plan of a launch: what an engine needs to run, and what ``--dry-run`` prints."""
 
     engine: str
     argv: tuple[str, ...]
@@ -104,25 +102,25 @@ class LaunchPlan:
     rendezvous: str = ""
     cwd: Path = field(default_factory=Path.cwd)
     logs: Logs = field(default_factory=Logs)
-    #: What the engine hands to the program that makes the ranks, by the name that program gives it.
+    #: Options for the program that makes the ranks, by that program's names.
     engine_options: Mapping[str, object] = field(default_factory=dict)
-    #: What the engine writes before it starts anything, by path: a batch script, a manifest.
+    #: Files to write before anything starts, by path: a batch script, a manifest.
     files: Mapping[str, str] = field(default_factory=dict)
-    #: What was decided for the user; printed once before the start.
+    #: Decisions made for the user; printed once before the start.
     notes: tuple[str, ...] = ()
 
     def environments(self, base: Mapping[str, str]) -> Iterator[dict[str, str]]:
-        """The whole environment of each process of this host."""
+        """Yield the whole environment of each process of this host."""
         for own in self.ranks or ({},):
             yield {**base, **self.environment, **own}
 
     @property
     def num_processes(self) -> int:
-        """Over all hosts."""
+        """Number of processes over all hosts."""
         return int(self.environment.get("WORLD_SIZE", max(1, len(self.ranks))))
 
     def show(self) -> str:
-        """The plan as a person reads it."""
+        """Return the plan as text for a person to read."""
         lines = [
             f"engine       {self.engine}",
             f"command      {shlex.join(self.argv)}",

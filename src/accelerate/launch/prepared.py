@@ -1,6 +1,6 @@
-"""What a launch would run, as (command, environment): pure functions of the launcher's parsed command line.
+"""The command and environment of a launch, computed from the launcher's parsed command line.
 
-The documented names under which other programs and tests look at a launch without running it.
+The documented functions by which other programs and tests look at a launch without running it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, Final
 from ..errors import SettingError
 from ..ports import DEFAULT_PORT
 from ..settings import env
+from ..settings.cluster_options import SageMakerOptions
 from ..settings.fp8 import Fp8Options
-from ..settings.sagemaker import SageMakerOptions
 from ..settings.tree import Settings
 from .arguments import program_of, settings_of
 from .deepspeed import DeepSpeedLauncher
 from .engine import LOOPBACK, base_environment, count_processes, is_cpu_run, rendezvous_port
-from .host import Host, this_host
-from .mpi import installed_flavor, mpirun_words
+from .mpi import installed_flavor, mpirun_options
+from .preflight import Host, this_host
 from .sagemaker import SageMaker, estimator_arguments
 
 #: The options of torchrun.
@@ -52,7 +52,7 @@ TORCH_LAUNCH_PARAMS: Final = [
 ]
 
 
-def _told(args: argparse.Namespace) -> tuple[Settings, Host]:
+def _settings_and_host(args: argparse.Namespace) -> tuple[Settings, Host]:
     settings = settings_of(args)
     return settings, this_host(env.snapshot(), cpu=is_cpu_run(settings), port=settings.launch.main_process_port)
 
@@ -86,7 +86,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     The names of variables that mpirun hands to other machines are not part of the documented command line; each MPI
     but Open MPI hands on its whole environment.
     """
-    settings, host = _told(args)
+    settings, host = _settings_and_host(args)
     program, launch = program_of(args, settings), settings.launch
     if launch.num_machines > 1 and (launch.main_process_ip is None or launch.main_process_port is None):
         raise SettingError("Several machines need main_process_ip and main_process_port.")
@@ -95,7 +95,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     if settings.mpi.mpirun_hostfile is not None:
         flavor = settings.cluster.mpi_flavor or installed_flavor()
         total = per_host * launch.num_machines
-        command = ("mpirun", *mpirun_words(flavor, settings.mpi.mpirun_hostfile, total, per_host))
+        command = ("mpirun", *mpirun_options(flavor, settings.mpi.mpirun_hostfile, total, per_host))
     environment = _environment(settings, host, per_host)
     if launch.num_machines > 1 or (launch.num_processes or 1) > 1:
         environment["MASTER_ADDR"] = launch.main_process_ip or LOOPBACK
@@ -105,7 +105,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """Return the environment that the ranks of a launch share; set torchrun's options on ``args``."""
-    settings, host = _told(args)
+    settings, host = _settings_and_host(args)
     _fill_in_torchrun(args, settings, host)
     per_host = count_processes(settings, host) // settings.launch.num_machines
     return _environment(settings, host, per_host)
@@ -116,7 +116,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
 
     Where torchrun starts them, its options are set on ``args``.
     """
-    settings, host = _told(args)
+    settings, host = _settings_and_host(args)
     launcher = DeepSpeedLauncher()
     if not launcher.suits(settings, host):
         return None, prepare_multi_gpu_env(args)
@@ -125,7 +125,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
 
 
 def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """``current_env``, with the variables of the parallelism options."""
+    """Add the variables of the parallelism options to ``current_env`` and return it."""
     settings = settings_of(args)
     for options in (settings.parallelism, settings.context, settings.sequence):
         if options is not None:
@@ -135,7 +135,7 @@ def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env:
 
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """``current_env``, with the variables of the fp8 options."""
+    """Add the variables of the fp8 options to ``current_env`` and return it."""
     current_env.update(env.encode(settings_of(args).fp8 or Fp8Options()))
     return current_env
 
@@ -143,7 +143,7 @@ def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict
 def prepare_tpu(
     args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
 ) -> tuple[argparse.Namespace, dict[str, str]]:
-    """(args, ``current_env`` with what workers on TPUs read)."""
+    """Return (args, ``current_env`` with the variables that workers on TPUs read)."""
     settings = settings_of(args)
     if settings.run.mixed_precision == "bf16":
         current_env["XLA_DOWNCAST_BF16" if settings.run.downcast_bf16 else "XLA_USE_BF16"] = "1"
@@ -158,7 +158,7 @@ def prepare_tpu(
 def _filter_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = ()
 ) -> argparse.Namespace:
-    """The arguments that ``parser`` knows: its own defaults, with the values of ``args`` where it has them."""
+    """Return the arguments that ``parser`` knows: its own defaults, with the values of ``args`` where it has them."""
     known, _ = parser.parse_known_args(list(default_args))
     for name, value in vars(args).items():
         if name in vars(known):
@@ -167,13 +167,13 @@ def _filter_args(
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """The value of a variable that lists paths, with one more path at its end; the variable isn't touched."""
+    """Return the value of a variable that lists paths, with one more path at its end; the variable stays unchanged."""
     paths = [path for path in (env.read(env_var_name, "") or "").split(os.pathsep) if path]
     return os.pathsep.join([*paths, str(path_to_add)])
 
 
 def prepare_sagemager_args_inputs(sagemaker_config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """(arguments of the estimator, its inputs) of the SageMaker job that ``sagemaker_config`` describes."""
+    """Return (arguments of the estimator, its inputs) of the SageMaker job that ``sagemaker_config`` describes."""
     settings, host = prepared_for_sagemaker(sagemaker_config, args)
     plan = SageMaker().plan(settings, program_of(args, settings), host)
     return estimator_arguments(plan), plan.engine_options.get("inputs")
@@ -181,7 +181,7 @@ def prepare_sagemager_args_inputs(sagemaker_config: Any, args: argparse.Namespac
 
 def prepared_for_sagemaker(sagemaker_config: Any, args: argparse.Namespace) -> tuple[Settings, Host]:
     """Return (settings, host) of the SageMaker job that ``sagemaker_config`` describes."""
-    settings, host = _told(args)
+    settings, host = _settings_and_host(args)
     described = {each.name: getattr(sagemaker_config, each.name, None) for each in dataclasses.fields(SageMakerOptions)}
     keys = {name: getattr(args, name, None) for name in ("aws_access_key_id", "aws_secret_access_key")}
     given = {name: value for name, value in {**described, **keys}.items() if value is not None}
@@ -191,35 +191,37 @@ def prepared_for_sagemaker(sagemaker_config: Any, args: argparse.Namespace) -> t
 
 
 def convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:
-    """``["--lr", "1e-3", "--name", "x"]`` as ``{"lr": 0.001, "name": "x"}``: the hyper-parameters of a job.
+    """Parse ``["--lr", "1e-3", "--name", "x"]`` to ``{"lr": 0.001, "name": "x"}``, the hyper-parameters of a job.
 
     Raises:
         ValueError: an option stands without a value; such a job can't tell it from one that isn't given.
     """
     found: dict[str, Any] = {}
-    words = list(nargs)
+    arguments = list(nargs)
     index = 0
-    while index < len(words):
-        word = words[index]
-        if not word.startswith("-"):
-            raise SettingError(f"{word!r} stands without an option; a job takes its arguments as --name value.")
-        name, _, value = word.lstrip("-").partition("=")
+    while index < len(arguments):
+        argument = arguments[index]
+        if not argument.startswith("-"):
+            raise SettingError(f"{argument!r} stands without an option; a job takes its arguments as --name value.")
+        name, _, value = argument.lstrip("-").partition("=")
         if not value:
             index += 1
-            if index >= len(words) or _is_option(words[index]):
-                raise SettingError(f"{word} stands without a value; a job can't take such options: give {word} true.")
-            value = words[index]
+            if index >= len(arguments) or _is_option(arguments[index]):
+                raise SettingError(
+                    f"{argument} stands without a value; a job can't take such options: give {argument} true."
+                )
+            value = arguments[index]
         found[name] = _typed(value)
         index += 1
     return found
 
 
-def _is_option(word: str) -> bool:
-    return word.startswith("-") and not isinstance(_typed(word), (int, float))
+def _is_option(text: str) -> bool:
+    return text.startswith("-") and not isinstance(_typed(text), (int, float))
 
 
 def _typed(text: str) -> bool | int | float | str:
-    """The value that the text spells."""
+    """Convert the text to the bool, int or float that it spells, else return it."""
     if text in ("True", "true", "False", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -231,7 +233,9 @@ def _typed(text: str) -> bool | int | float | str:
 
 
 class PrepareForLaunch:
-    """A function for a process that has just been made: it takes its rank, and then calls the launched one."""
+    """A function for a process that has just been started: it sets the rank's variables and calls the launched
+    function.
+    """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
         self.launcher = launcher
@@ -239,20 +243,20 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:
-        """The function has run as rank ``index`` of this host."""
+        """Run the launched function as rank ``index`` of this host."""
         if self.debug:
-            self._meet_at_file(index)
+            self._init_process_group_from_file(index)
         elif self.distributed_type != "NO":
             per_host = int(env.read("NPROC", "1") or 1)
             host_rank = int(env.read("NODE_RANK", "0") or 0)
-            env.publish({"LOCAL_RANK": index, "RANK": per_host * host_rank + index})
-        env.publish({"FORK_LAUNCHED": "1"})
+            env.set_variables({"LOCAL_RANK": index, "RANK": per_host * host_rank + index})
+        env.set_variables({"FORK_LAUNCHED": "1"})
         self.launcher(*args)
 
     @staticmethod
-    def _meet_at_file(index: int) -> None:
+    def _init_process_group_from_file(index: int) -> None:
         import torch
 
         size = int(env.read("WORLD_SIZE", "1") or 1)
-        place = f"file://{env.read('ACCELERATE_DEBUG_RDV_FILE')}"
-        torch.distributed.init_process_group("gloo", init_method=place, rank=index, world_size=size)
+        address = f"file://{env.read('ACCELERATE_DEBUG_RDV_FILE')}"
+        torch.distributed.init_process_group("gloo", init_method=address, rank=index, world_size=size)

@@ -1,6 +1,6 @@
-"""Through Ray Train: one Ray worker a rank, on the cluster that is there.
+"""Launch by Ray Train: one Ray worker per rank, on an existing cluster.
 
-Ray places the workers and says who is who. The program is a child process of its worker, under the same
+Ray places the workers and assigns their ranks. The program is a child process of its worker, under the same
 supervisor as local ranks: it starts as it does everywhere, and it dies with the worker.
 """
 
@@ -20,25 +20,25 @@ from .remote import spread
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
-    from .host import Host
+    from .preflight import Host
 
 #: The cluster that runs on this machine, or that RAY_ADDRESS names.
 _EXISTING: Final = "auto"
-_PATIENCE_SECONDS: Final = 10
+_CONNECT_TIMEOUT_SECONDS: Final = 10
 
 
 @final
 class RayTrain(LaunchEngine):
-    """A TorchTrainer whose training loop is the program."""
+    """A TorchTrainer whose training loop runs the program."""
 
     name = "ray"
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """Ray was asked for."""
+        """Return whether Ray was asked for."""
         return settings.cluster.launcher == "ray"
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """What Ray and its trainer are told."""
+        """Plan the workers and options of Ray's trainer."""
         options = settings.ray
         total, per_host = spread(settings, host, settings.launch.num_machines)
         cpus = options.cpus_per_worker
@@ -60,7 +60,7 @@ class RayTrain(LaunchEngine):
         )
 
     def run(self, plan: LaunchPlan) -> int:
-        """0 when the program ended well on every worker, else 1.
+        """Run the program on all workers and return 0 when each succeeded, else 1.
 
         Raises:
             MissingDependency: ``ray[train]`` isn't installed.
@@ -87,7 +87,7 @@ class RayTrain(LaunchEngine):
                 use_gpu=options["use_gpu"],
                 resources_per_worker=options["resources_per_worker"],
             ),
-            # The workers themselves only meet; the program's own group has the devices' backend.
+            # The workers themselves need a rendezvous only; the program's own group has the devices' backend.
             torch_config=torch_trainer.TorchConfig(backend="gloo"),
             run_config=train.RunConfig(
                 storage_path=options["storage_path"],
@@ -103,7 +103,7 @@ def _connect(ray: Any, plan: LaunchPlan) -> None:
         runtime["working_dir"] = str(plan.cwd)
     address = str(plan.engine_options["address"])
     try:
-        _knock(address)
+        _check_reachable(address)
         ray.init(address=address, runtime_env=runtime)
     except (OSError, ValueError) as error:
         raise LaunchError(
@@ -112,13 +112,13 @@ def _connect(ray: Any, plan: LaunchPlan) -> None:
         ) from error
 
 
-def _knock(address: str) -> None:
-    """Something listens at HOST:PORT; Ray itself would try for minutes. Raises OSError."""
+def _check_reachable(address: str) -> None:
+    """Raise OSError unless something listens at HOST:PORT; Ray itself would try for minutes."""
     import socket
 
     host, colon, port = address.rpartition("//")[2].rpartition(":")
     if colon and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_SECONDS).close()
 
 
 def _exit_code(trainer: Any) -> int:
@@ -135,13 +135,13 @@ def _last_line(error: Exception) -> str:
 
 
 class ProgramFailed(LaunchError):
-    """The program ended with another exit code than 0 on a worker of Ray; the text is the report."""
+    """The program ended with a nonzero exit code on a worker of Ray; the text is the report."""
 
 
 def run_program(config: Mapping[str, Any]) -> None:
-    """The program has ended well in a process of its own; called in each of Ray's workers."""
-    from ..health.failure import report
-    from .supervise import supervise
+    """Run the program in a process of its own and raise if it fails; called in each of Ray's workers."""
+    from ..distributed.failures import report
+    from .supervisor import supervise
 
     world = {name: os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")}
     own = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK")}
@@ -149,7 +149,7 @@ def run_program(config: Mapping[str, Any]) -> None:
     argv = list(config["argv"])
     if config["kind"] != "command":
         argv[0] = sys.executable
-    # Ray has gone to a folder of its own by now; what was uploaded stands first on the path that it set.
+    # Ray has changed to a folder of its own; what was uploaded comes first in the PYTHONPATH that it set.
     folder = os.environ["PYTHONPATH"].partition(os.pathsep)[0] if config["upload"] else config["folder"]
     plan = LaunchPlan("ray", tuple(argv), {**config["environment"], **world}, ranks=(own,), cwd=Path(folder))
     code, failures = supervise(plan, dict(os.environ))
@@ -158,7 +158,7 @@ def run_program(config: Mapping[str, Any]) -> None:
 
 
 def _common_port() -> int:
-    """A port that was free on the first worker's host; Ray's own group keeps its own."""
+    """Broadcast a port that is free on the first worker's host; Ray's own process group keeps its own."""
     import torch.distributed as dist
 
     port: list[int] = [get_free_port()]

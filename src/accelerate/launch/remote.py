@@ -1,6 +1,4 @@
-"""What engines that reach other machines have in common: how many processes each gets, and which variables
-travel.
-"""
+"""Helpers of the engines that reach other machines: processes per machine, hostfiles, forwarded variables, secrets."""
 
 from __future__ import annotations
 
@@ -12,15 +10,15 @@ from typing import TYPE_CHECKING, Final, final
 
 from ..errors import MissingDependency, SettingError
 from .engine import device_ids, is_cpu_run
-from .simple import OneProcess
+from .local import OneProcess
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
-    from .host import Host
     from .plan import LaunchPlan, Program
+    from .preflight import Host
 
 #: Variables of the launching shell that a process on another machine needs as well.
-_TRAVELLING: Final = (
+_FORWARDED: Final = (
     r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_PREFIX|LANG|TMPDIR|"
     r"(ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG|TORCH|TORCHINDUCTOR|NCCL|GLOO|TP_SOCKET|UCX|FI|OMP|KMP|MKL|"
     r"CUDA|HF|TRANSFORMERS|TOKENIZERS|PYTHON|WANDB|MLFLOW|PYTORCH)_\w+"
@@ -30,7 +28,7 @@ _SECRET: Final = r"(?i)TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVAT
 
 @final
 class Secret:
-    """A value that a plan carries but never shows."""
+    """A value in a plan that is never shown."""
 
     def __init__(self, value: str) -> None:
         self.value = value
@@ -46,21 +44,21 @@ class Secret:
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a variable of this name usually holds something that must not be copied around."""
+    """Return whether a variable of this name usually holds a secret, which must not be copied to other machines."""
     return re.search(_SECRET, name) is not None and not name.startswith("TOKENIZERS_")
 
 
-def travelling(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the launching shell that processes on other machines get too; never a secret."""
+def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the launching shell that processes on other machines get too, never a secret."""
     return {
         name: value
         for name, value in environment.items()
-        if re.fullmatch(_TRAVELLING, name) and not looks_secret(name) and "\n" not in value
+        if re.fullmatch(_FORWARDED, name) and not looks_secret(name) and "\n" not in value
     }
 
 
 def spread(settings: Settings, host: Host, num_machines: int, *, devices: int | None = None) -> tuple[int, int]:
-    """(processes in all, processes of each machine), one a device unless a number was asked for.
+    """Return (processes in all, processes per machine), one per device unless a number was given.
 
     ``devices`` is the number of each machine where that is known; else this host's stands for all.
 
@@ -68,7 +66,7 @@ def spread(settings: Settings, host: Host, num_machines: int, *, devices: int | 
         SettingError: the number can't be spread evenly.
     """
     total = settings.launch.num_processes
-    # A launch of one machine settles on 1 process where nobody gave a number; that says nothing about several.
+    # A launch of one machine defaults to 1 process where no number was given, which isn't the default of several.
     if total is None or not settings.was_given("launch.num_processes"):
         known = len(device_ids(settings)) or (host.num_devices if devices is None else devices)
         return (num_machines * max(1, known), max(1, known)) if not is_cpu_run(settings) else (num_machines, 1)
@@ -82,7 +80,7 @@ def spread(settings: Settings, host: Host, num_machines: int, *, devices: int | 
 
 
 def named_file(path: str, option: str, settings: Settings) -> Path:
-    """The file that an option names, which exists."""
+    """Return the path of the file that an option names, which exists."""
     found = Path(path).expanduser()
     if not found.is_file():
         raise SettingError(
@@ -93,22 +91,20 @@ def named_file(path: str, option: str, settings: Settings) -> Path:
 
 
 def hosts_of(text: str) -> list[str]:
-    """The hosts that a hostfile lists, each once, in order; the formats of all MPIs and of DeepSpeed are
-    read.
-    """
+    """Return the hosts that a hostfile of any MPI or of DeepSpeed lists, each once, in order."""
     lines = (line.partition("#")[0].split() for line in text.splitlines())
-    return list(dict.fromkeys(words[0].partition(":")[0] for words in lines if words))
+    return list(dict.fromkeys(fields[0].partition(":")[0] for fields in lines if fields))
 
 
 def job_name(program: Program) -> str:
-    """The program's name in letters, digits and hyphens, as schedulers and DNS accept it."""
+    """Return the program's name in letters, digits and hyphens, as schedulers and DNS accept it."""
     stem = Path(program.target).stem if program.kind == "script" else program.target.rpartition(".")[2]
     name = re.sub(r"[^a-z0-9]+", "-", Path(stem).name.lower()).strip("-")[:40].strip("-")
     return name if name and name[0].isalpha() else f"job-{name}".strip("-")
 
 
 def write_files(plan: LaunchPlan) -> None:
-    """The files of the plan are there."""
+    """Write the files of the plan."""
     for name, text in plan.files.items():
         path = plan.cwd / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +112,7 @@ def write_files(plan: LaunchPlan) -> None:
 
 
 def run_command(plan: LaunchPlan, needs: str) -> int:
-    """The exit code of the plan's command; signals reach it.
+    """Run the plan's command, pass signals on to it and return its exit code.
 
     Raises:
         MissingDependency: the command isn't on the PATH; ``needs`` says what brings it.

@@ -1,4 +1,4 @@
-"""Through SageMaker: the script's folder is uploaded and a training job is created.
+"""Launch on SageMaker: the script's folder is uploaded and a training job is created.
 
 With version 2 of Amazon's SDK by its HuggingFace estimator, with version 3 by its ModelTrainer.
 """
@@ -16,30 +16,30 @@ from .plan import LaunchPlan, Program
 from .remote import Secret, named_file
 
 if TYPE_CHECKING:
-    from ..settings.sagemaker import SageMakerOptions
+    from ..settings.cluster_options import SageMakerOptions
     from ..settings.tree import Settings
-    from .host import Host
+    from .preflight import Host
 
 _NUMBER: Final = r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
-#: Amazon's own data-parallel library, and torch's launcher in the job for several machines without it.
-#: The folder of this package, which goes with the script: the name alone would install another one.
+#: The folder of this package, which is uploaded with the script: pip would install another package of this name.
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
+#: Amazon's own data-parallel library, and torch's launcher in the job for several machines without it.
 _DATA_PARALLEL: Final = {"smdistributed": {"dataparallel": {"enabled": True}}}
 _TORCHRUN: Final = {"torch_distributed": {"enabled": True}}
 
 
 @final
 class SageMaker(LaunchEngine):
-    """A training job of Amazon's."""
+    """A training job on Amazon SageMaker."""
 
     name = "sagemaker"
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """The configuration is for SageMaker, and this isn't the job itself."""
+        """Return whether the configuration is for SageMaker and this process isn't the job itself."""
         return settings.sagemaker is not None and settings.launch.compute_environment == "AMAZON_SAGEMAKER"
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """What the job is: what runs, on what, with which inputs."""
+        """Plan the job: its script, instances, image, inputs and hyper-parameters."""
         options = settings.sagemaker
         assert options is not None
         script = Path(program.target)
@@ -84,7 +84,7 @@ class SageMaker(LaunchEngine):
         )
 
     def run(self, plan: LaunchPlan) -> int:
-        """0 when the job has completed, which is waited for.
+        """Create the job, wait until it has completed and return 0.
 
         Raises:
             MissingDependency: Amazon's SDK isn't installed.
@@ -106,20 +106,22 @@ class SageMaker(LaunchEngine):
         return 0
 
 
-def hyperparameters(words: Sequence[str]) -> dict[str, str]:
-    """The script's arguments as the pairs that a SageMaker job can carry; values stay the text that they are.
+def hyperparameters(arguments: Sequence[str]) -> dict[str, str]:
+    """Convert the script's arguments to the pairs that a SageMaker job can carry; values stay text.
 
     Raises:
         SettingError: an argument isn't ``--name value``, the only form there is.
     """
     pairs: dict[str, str] = {}
-    rest = list(words)
+    rest = list(arguments)
     while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
+        argument = rest.pop(0)
+        name, equals, value = argument.partition("=")
         bare = name.lstrip("-")
         if not name.startswith("-") or not bare or re.fullmatch(_NUMBER, name):
-            raise SettingError(f"SageMaker can only hand on arguments of the form --name value, but there is {word!r}.")
+            raise SettingError(
+                f"SageMaker can only hand on arguments of the form --name value, but there is {argument!r}."
+            )
         if name != f"--{bare}" or len(bare) == 1:  # one letter gets one hyphen from version 2, two from version 3
             raise SettingError(
                 f"SageMaker can't hand on {name}, only --names of several letters. Spell the option out."
@@ -138,7 +140,7 @@ def hyperparameters(words: Sequence[str]) -> dict[str, str]:
 
 
 def _table(settings: Settings, option: str, path: str, columns: tuple[str, str]) -> list[tuple[str, str]]:
-    """The rows of a file with two columns, separated by tabs, below a line with their names."""
+    """Read the rows of a file with two tab-separated columns below a header line."""
     lines = named_file(path, f"sagemaker.{option}", settings).read_text(encoding="utf-8").splitlines()
     rows: list[tuple[str, str]] = []
     for number, line in enumerate(lines[1:], start=2):
@@ -156,7 +158,7 @@ def _table(settings: Settings, option: str, path: str, columns: tuple[str, str])
 
 
 def inputs(settings: Settings, options: SageMakerOptions) -> dict[str, str]:
-    """Channel -> location, by the inputs file."""
+    """Read the inputs file: channel -> location."""
     path = options.sagemaker_inputs_file
     if path is None:
         return {}
@@ -164,7 +166,7 @@ def inputs(settings: Settings, options: SageMakerOptions) -> dict[str, str]:
 
 
 def metrics(settings: Settings, options: SageMakerOptions) -> list[dict[str, str]]:
-    """Names and regular expressions, by the metrics file."""
+    """Read the metrics file: names and regular expressions."""
     path = options.sagemaker_metrics_file
     if path is None:
         return []
@@ -192,7 +194,7 @@ def _environment(settings: Settings, host: Host) -> dict[str, str]:
 
 
 def _session(plan: LaunchPlan) -> Any:
-    """A boto3 session with the keys or the profile of the plan."""
+    """Create a boto3 session with the keys or the profile of the plan."""
     from ..optional import require
 
     boto3 = require("boto3", "sagemaker")
@@ -207,7 +209,7 @@ def _session(plan: LaunchPlan) -> Any:
 
 
 def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
-    """What version 2's HuggingFace estimator is made with, but for the session."""
+    """Return the arguments of version 2's HuggingFace estimator, without the session."""
     options = dict(plan.engine_options)
     taken = (
         "entry_point source_dir role image_uri instance_type instance_count base_job_name "
@@ -215,7 +217,7 @@ def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
         "pytorch_version py_version hyperparameters distribution metric_definitions"
     )
     given = {name: options[name] for name in taken.split() if name in options}
-    if options.get("image_uri") is not None:  # the image says what it holds
+    if options.get("image_uri") is not None:  # the image determines the versions
         given.update(transformers_version=None, pytorch_version=None)
     additional = options.get("additional_args") or {}
     assert isinstance(additional, Mapping)
@@ -225,7 +227,7 @@ def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
 
 
 def _start_v2(plan: LaunchPlan) -> None:
-    """The job has completed, through the estimator of version 2."""
+    """Run the job through the estimator of version 2 until it has completed."""
     from ..optional import require
 
     estimators = require("sagemaker.huggingface", "sagemaker")
@@ -235,7 +237,7 @@ def _start_v2(plan: LaunchPlan) -> None:
 
 
 def _start_v3(plan: LaunchPlan) -> None:
-    """The job has completed, through the ModelTrainer of version 3."""
+    """Run the job through the ModelTrainer of version 3 until it has completed."""
     import json
 
     from ..optional import require
@@ -268,13 +270,13 @@ def _start_v3(plan: LaunchPlan) -> None:
     if definitions:
         rows = [configs.MetricDefinition(name=row["Name"], regex=row["Regex"]) for row in definitions]
         trainer = trainer.with_metric_definitions(rows)
-    data = [configs.InputData(channel_name=name, data_source=place) for name, place in channels.items()]
+    data = [configs.InputData(channel_name=name, data_source=source) for name, source in channels.items()]
     data.append(configs.InputData(channel_name=_PACKAGE.name, data_source=str(_PACKAGE)))
     trainer.train(input_data_config=data)
 
 
 def _image(plan: LaunchPlan) -> str:
-    """The image that the estimator of version 2 would choose for these versions."""
+    """Return the image that the estimator of version 2 would choose for these versions."""
     from ..optional import require
 
     options = plan.engine_options

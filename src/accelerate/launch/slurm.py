@@ -1,5 +1,4 @@
-"""Through Slurm: inside an allocation by srun, from a login node by a batch script that is written and
-submitted.
+"""Launch by Slurm: inside an allocation by srun, from a login node by a batch script that is written and submitted.
 
 The ranks are Slurm's own tasks, which find each other by Slurm's variables. With restarts, or an elastic
 rendezvous, srun starts one of torch's agents a node instead.
@@ -21,22 +20,22 @@ from .remote import job_name, run_command, spread, write_files
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
-    from .host import Host
+    from .preflight import Host
 
 _FIRST_HOST: Final = "ACCELERATE_FIRST_HOST"
-#: Stands for what only the running job knows.
-_PLACE: Final = "@place@"
+#: In a batch job's command line: replaced by what only the running job knows.
+_PLACEHOLDER: Final = "@placeholder@"
 
 
 @final
 class Slurm(LaunchEngine):
-    """srun, now or from a batch job."""
+    """An srun in an allocation, or a batch job that calls it."""
 
     name = "slurm"
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """Slurm was asked for; or several machines are wanted in an allocation, and nobody named their
-        meeting place.
+        """Return whether Slurm was asked for, or several machines are wanted in an allocation and no rendezvous address
+        was given.
         """
         launcher, launch = settings.cluster.launcher, settings.launch
         if launcher is not None:
@@ -47,7 +46,7 @@ class Slurm(LaunchEngine):
         return in_script and is_local and launch.num_machines > 1 and launch.main_process_ip is None and not by_hosts
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """srun's command line, or sbatch's and the script."""
+        """Plan srun's command line, or sbatch's with its script."""
         if is_task(host.environment):
             raise SettingError(
                 f"{settings.quote('cluster.launcher')}, but this is already task "
@@ -59,12 +58,12 @@ class Slurm(LaunchEngine):
         return self._from_login_node(settings, program, host)
 
     def run(self, plan: LaunchPlan) -> int:
-        """srun's exit code: that of a failed task; sbatch's when the job was submitted."""
+        """Run srun or sbatch and return its exit code: that of a failed task, or of the submission."""
         write_files(plan)
         return run_command(plan, "Slurm's client programs aren't installed here")
 
     def _in_allocation(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        from ..clusters import expand_host_list
+        from ..distributed.environment import expand_host_list
 
         allocation = host.environment
         nodes = num_nodes(settings, allocation)
@@ -88,20 +87,20 @@ class Slurm(LaunchEngine):
         nodes = settings.launch.num_machines
         total, per_node = spread(settings, host, nodes)
         environment = base_environment(settings, host, per_node)
-        # The login node's cores and threads say nothing about the nodes.
+        # Not from the login node's cores: the nodes may have another number.
         if settings.launch.num_cpu_threads_per_process is None:
             environment.pop("OMP_NUM_THREADS", None)
         name = settings.slurm.job_name or job_name(program)
         path = settings.slurm.script or f"{name}.sbatch"
         if has_agents(settings):
-            place = f'"${_FIRST_HOST}:{_port(settings)}"'
-            command = agent(settings, program, nodes, per_node, _PLACE, _PLACE)
-            words = [place if word == _PLACE else shlex.quote(word) for word in command]
-            job = words.index("--rdzv-id") + 1
-            words[job] = '"$SLURM_JOB_ID"'
+            endpoint = f'"${_FIRST_HOST}:{_port(settings)}"'
+            command = agent(settings, program, nodes, per_node, _PLACEHOLDER, _PLACEHOLDER)
+            quoted = [endpoint if part == _PLACEHOLDER else shlex.quote(part) for part in command]
+            job = quoted.index("--rdzv-id") + 1
+            quoted[job] = '"$SLURM_JOB_ID"'
         else:
-            words = [shlex.quote(word) for word in program.argv()]
-        start = " ".join([shlex.join(_srun(settings, nodes, total, per_node)), *words])
+            quoted = [shlex.quote(part) for part in program.argv()]
+        start = " ".join([shlex.join(_srun(settings, nodes, total, per_node)), *quoted])
         plan = LaunchPlan(
             engine=f"{self.name}: a batch job of {per_node} processes on each of {nodes} node(s)",
             argv=("sbatch", *(["--wait"] if settings.slurm.wait else []), path),
@@ -114,23 +113,23 @@ class Slurm(LaunchEngine):
 
 
 def in_batch_script(environment: Mapping[str, str]) -> bool:
-    """Whether this is the script or the shell of an allocation, from which srun starts tasks on its nodes."""
+    """Return whether this is the script or the shell of an allocation, from which srun starts tasks on its nodes."""
     return "SLURM_JOB_ID" in environment and not is_task(environment)
 
 
 def is_task(environment: Mapping[str, str]) -> bool:
-    """Whether this process was started by an srun, as one of its tasks."""
+    """Return whether this process was started by an srun, as one of its tasks."""
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     return "SLURM_PROCID" in environment and step.isdigit() and int(step) < 0xFFFFFFF0
 
 
 def has_agents(settings: Settings) -> bool:
-    """Whether torch's agents start the ranks, because srun can't restart them."""
+    """Return whether torch's agents start the ranks, because srun can't restart them."""
     return settings.launch.max_restarts > 0 or settings.launch.rdzv_backend not in ("static", "")
 
 
 def num_nodes(settings: Settings, allocation: Mapping[str, str]) -> int:
-    """The nodes to use: as many as were asked for, else all of the allocation.
+    """Return the number of nodes to use: the given one, else all of the allocation.
 
     Raises:
         SettingError: the allocation has fewer.
@@ -149,7 +148,7 @@ def num_nodes(settings: Settings, allocation: Mapping[str, str]) -> int:
 
 
 def _tasks(settings: Settings, host: Host, nodes: int) -> tuple[int, int]:
-    """(tasks in all, tasks of each node); Slurm's own numbers where the launch names none."""
+    """Return (tasks in all, tasks per node); Slurm's own numbers where the settings give none."""
     allocation = host.environment
     per_node = allocation.get("SLURM_NTASKS_PER_NODE", "")
     if not settings.was_given("launch.num_processes") and is_cpu_run(settings) and per_node.isdigit():
@@ -164,22 +163,22 @@ def _port(settings: Settings) -> int:
 
 def _srun(settings: Settings, nodes: int, total: int, per_node: int) -> tuple[str, ...]:
     tasks, per_node = (nodes, 1) if has_agents(settings) else (total, per_node)
-    words = ["srun", "--nodes", str(nodes), "--ntasks", str(tasks), "--ntasks-per-node", str(per_node)]
-    words += ["--kill-on-bad-exit=1"]
+    argv = ["srun", "--nodes", str(nodes), "--ntasks", str(tasks), "--ntasks-per-node", str(per_node)]
+    argv += ["--kill-on-bad-exit=1"]
     if settings.slurm.cpus_per_task is not None:  # srun doesn't take it over from the job
-        words += ["--cpus-per-task", str(settings.slurm.cpus_per_task)]
+        argv += ["--cpus-per-task", str(settings.slurm.cpus_per_task)]
     if settings.launch.tee != "0":
-        words += ["--label"]
+        argv += ["--label"]
     if settings.launch.log_dir is not None:
         folder = settings.launch.log_dir
-        words += ["--output", f"{folder}/%t.stdout.log", "--error", f"{folder}/%t.stderr.log"]
-    return tuple(words)
+        argv += ["--output", f"{folder}/%t.stdout.log", "--error", f"{folder}/%t.stderr.log"]
+    return tuple(argv)
 
 
 def agent(
     settings: Settings, program: Program, nodes: int, per_node: int, endpoint: str, run_id: str
 ) -> tuple[str, ...]:
-    """The command line of torch's agent, the same on every node."""
+    """Return the command line of torch's agent, the same on every node."""
     launch = settings.launch
     backend = launch.rdzv_backend if launch.rdzv_backend != "static" else "c10d"
     options = {
@@ -193,12 +192,12 @@ def agent(
         **({"rdzv-conf": launch.rdzv_conf} if launch.rdzv_conf else {}),
     }
     kind = {"module": ("--module",), "command": ("--no-python",), "script": ()}[program.kind]
-    words = (word for name, value in options.items() for word in (f"--{name}", value))
-    return (sys.executable, "-m", "torch.distributed.run", *words, *kind, program.target, *program.arguments)
+    flags = (argument for name, value in options.items() for argument in (f"--{name}", value))
+    return (sys.executable, "-m", "torch.distributed.run", *flags, *kind, program.target, *program.arguments)
 
 
 def batch_script(settings: Settings, plan: LaunchPlan, name: str, nodes: int, per_node: int, start: str) -> str:
-    """The script that sbatch takes: what the job asks for, the run's settings, and one srun."""
+    """Return the script for sbatch: the job's options, the run's environment, and one srun."""
     slurm = settings.slurm
     tasks = 1 if has_agents(settings) else per_node
     asked = {
@@ -216,7 +215,7 @@ def batch_script(settings: Settings, plan: LaunchPlan, name: str, nodes: int, pe
         "chdir": str(plan.cwd),
     }
     lines = ["#!/bin/bash", "# Written by `accelerate launch`."]
-    lines += [f"#SBATCH --{key}={_word(value, key)}" for key, value in asked.items() if value is not None]
+    lines += [f"#SBATCH --{key}={_quoted(value, key)}" for key, value in asked.items() if value is not None]
     lines += [f"#SBATCH {_argument(text)}" for text in slurm.arguments or ()]
     lines += ["", *(slurm.setup or ())]
     lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(plan.environment.items())]
@@ -227,16 +226,16 @@ def batch_script(settings: Settings, plan: LaunchPlan, name: str, nodes: int, pe
     return "\n".join([*lines, f"exec {start}", ""])
 
 
-def _word(value: str, key: str) -> str:
-    """The value as it stands in a comment that sbatch reads: one line, in quotes where it needs them."""
+def _quoted(value: str, key: str) -> str:
+    """Format a value for a comment that sbatch reads: one line, quoted where needed."""
     if not value.isprintable():
         raise SettingError(f"The Slurm option {key} can't be {value!r}: it has to be one line of printable text.")
     return value if not set(value) & set(" '\"\\#") else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _argument(text: str) -> str:
-    """A further argument of sbatch, given whole: --name or --name=value."""
+    """Check and format a further argument of sbatch, given whole: --name or --name=value."""
     name, equals, value = text.partition("=")
     if not name.startswith("-") or not name.lstrip("-").replace("-", "").isalnum():
         raise SettingError(f"--slurm_argument {text!r} is no argument of sbatch. Give it whole, such as --exclusive.")
-    return name + equals + (_word(value, name) if equals else "")
+    return name + equals + (_quoted(value, name) if equals else "")

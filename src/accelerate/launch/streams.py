@@ -1,6 +1,4 @@
-"""One output of one rank on its way to the terminal: shown as it comes, kept in a file, remembered by its
-end.
-"""
+"""The outputs of ranks: shown as they arrive, written to log files, with their end kept for the failure report."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Final, final
 
+from ..distributed.failures import TRACEBACK_START
 from ..errors import LaunchError
-from ..health.failure import TRACEBACK_START
 
 _TAIL_BYTES: Final = 64 * 1024
 #: An unfinished line is shown after this long. Programs without buffers write lines in pieces, and pieces of two ranks
@@ -21,24 +19,24 @@ _START: Final = TRACEBACK_START.encode()
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """All of ``data`` is written, or the reader has gone."""
+    """Write all of ``data``, or stop where the reader has gone or can't take it."""
     view = memoryview(data)
     try:
         while view:
             view = view[os.write(descriptor, view) :]
-    except (BrokenPipeError, BlockingIOError):  # nobody reads any more, or can't take it: the run goes on
+    except (BrokenPipeError, BlockingIOError):  # the reader has gone or can't take it: the run goes on
         return
 
 
 def write_whole(file: BinaryIO, data: bytes) -> None:
-    """All of ``data`` is in the unbuffered file. Raises OSError."""
+    """Write all of ``data`` to the unbuffered file; OSError passes through."""
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
 
 
 def open_standard_descriptors() -> None:
-    """Standard input, output and error are open: where this process was started without one, it leads nowhere.
+    """Open standard input, output and error on the null device where this process was started without them.
 
     Otherwise the next pipe or socket would have its number, and a child would take it for its output.
     """
@@ -51,7 +49,7 @@ def open_standard_descriptors() -> None:
 
 @final
 class OutputStream:
-    """The read end of a rank's output and what becomes of the bytes."""
+    """The read end of one output of a rank, which shows, logs and remembers what arrives."""
 
     def __init__(
         self, descriptor: int, show: Callable[[bytes], None], *, prefix: str = "", log: Path | None = None
@@ -63,8 +61,7 @@ class OutputStream:
         self._held_since = 0.0
         self._tail = bytearray()
         self._log: BinaryIO | None = None
-        #: When the last traceback began to arrive (``time.monotonic``), the best date of a failure that there
-        #: is.
+        #: When the last traceback began to arrive (``time.monotonic``), the best estimate of when the rank failed.
         self.traceback_at: float | None = None
         if log is not None:
             try:
@@ -74,19 +71,19 @@ class OutputStream:
                 raise LaunchError(f"--log_dir: {log} can't be written: {error.strerror}.") from error
 
     def read(self) -> bool:
-        """Whether the output may still bring something, after all that is there now has been dealt with."""
+        """Read and process what has arrived, and return whether more may come."""
         try:
             data = os.read(self.descriptor, 65536)
         except BlockingIOError:
             return True
-        except OSError:  # a terminal whose other side is closed says EIO instead of an empty read
+        except OSError:  # a terminal whose other side is closed gives EIO instead of an empty read
             data = b""
         if data:
             self._take(data)
         return bool(data)
 
     def drain(self) -> None:
-        """All that is there now has been dealt with; the descriptor doesn't block."""
+        """Read and process everything that has arrived; the descriptor doesn't block."""
         while True:
             try:
                 data = os.read(self.descriptor, 65536)
@@ -116,7 +113,7 @@ class OutputStream:
             self._show(b"".join(self._prefix + line + b"\n" for line in whole))
 
     def _write_log(self, data: bytes) -> None:
-        """The log has the data; where it can take no more, that is said once, and the run goes on without it."""
+        """Append the data to the log; after an error say so once and go on without the log."""
         if self._log is None:
             return
         try:
@@ -133,27 +130,27 @@ class OutputStream:
         return bool(self._line) and not self._prefix
 
     def release(self) -> None:
-        """An unfinished line that has waited for long enough has been shown: a prompt, a progress bar."""
+        """Show an unfinished line that has waited long enough: a prompt, a progress bar."""
         if self.holds and time.monotonic() - self._held_since >= HOLD_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        """Everything has been shown; behind a prefix, an unfinished line has been finished."""
+        """Show everything that is held; behind a prefix, end an unfinished line."""
         if self._line:
             self._show(self._prefix + self._line + b"\n" if self._prefix else self._line)
             self._line = b""
 
     @property
     def is_inside_line(self) -> bool:
-        """Whether what is shown next would stand behind something else."""
+        """Whether text shown next would continue an unfinished line."""
         return bool(self._tail) and not self._prefix and not self._tail.endswith(b"\n")
 
     def text(self) -> str:
-        """The last 64 KiB."""
+        """Return the last 64 KiB as text."""
         return self._tail.decode("utf-8", errors="replace")
 
     def close(self) -> None:
-        """Nothing is held any more; an unfinished line has been shown."""
+        """Show what is held and close the descriptor and the log."""
         self.flush()
         os.close(self.descriptor)
         if self._log is not None:

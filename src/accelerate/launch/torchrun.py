@@ -1,4 +1,4 @@
-"""Through torch's elastic agent: several hosts, restarts, an explicit rendezvous.
+"""Launch by torch's elastic agent: several hosts, restarts, an explicit rendezvous.
 
 torch is imported where the agent runs, never for planning.
 """
@@ -12,25 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from ..distributed.failures import Failure, parse_traceback, report
 from ..errors import LaunchError, SettingError
-from ..health.failure import Failure, parse_traceback, report
 from ..ports import DEFAULT_PORT
 from .engine import LaunchEngine, PortInUse, base_environment, count_processes, device_notes
 from .plan import LaunchPlan, Program
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
-    from .host import Host
+    from .preflight import Host
 
 
 @final
 class Torchrun(LaunchEngine):
-    """One agent a host; the agents find each other at the rendezvous."""
+    """One torch elastic agent per host; the agents find each other at the rendezvous."""
 
     name = "torchrun"
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """Several hosts, restarts, or a rendezvous other than the static one."""
+        """Return whether there are several hosts, restarts, or a rendezvous other than the static one."""
         launch = settings.launch
         return (
             launch.num_machines > 1
@@ -40,10 +40,10 @@ class Torchrun(LaunchEngine):
         )
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """The options of ``torchrun`` on this host."""
+        """Plan the ``torchrun`` command line of this host."""
         launch = settings.launch
         per_host = count_processes(settings, host) // launch.num_machines
-        options, rendezvous, notes = _meeting(settings, host)
+        options, rendezvous, notes = _rendezvous(settings, host)
         options = {
             "nproc-per-node": str(per_host),
             "nnodes": str(launch.num_machines),
@@ -59,12 +59,12 @@ class Torchrun(LaunchEngine):
         if launch.rdzv_conf:
             options["rdzv-conf"] = launch.rdzv_conf
         switches = {"module": ["--module"], "command": ["--no-python"], "script": []}[program.kind]
-        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        flags = [argument for name, value in options.items() for argument in (f"--{name}", value)]
         argv = (
             sys.executable,
             "-m",
             "torch.distributed.run",
-            *words,
+            *flags,
             *switches,
             program.target,
             *program.arguments,
@@ -79,15 +79,15 @@ class Torchrun(LaunchEngine):
         )
 
     def run(self, plan: LaunchPlan) -> int:
-        """The exit code of the agent on this host: the first cause's where it knows one."""
+        """Run the agent of this host and return its exit code: the first cause's where it knows one."""
         from ..settings import env
 
         with env.patched(**plan.environment):
             return _run_agent(plan.argv[3:])
 
 
-def _meeting(settings: Settings, host: Host) -> tuple[dict[str, str], str, tuple[str, ...]]:
-    """(torchrun's rendezvous options, how the plan shows them, notes)."""
+def _rendezvous(settings: Settings, host: Host) -> tuple[dict[str, str], str, tuple[str, ...]]:
+    """Return (torchrun's rendezvous options, their text in the plan, notes)."""
     launch = settings.launch
     several = launch.num_machines > 1
     if several and launch.main_process_ip is None:
@@ -155,7 +155,7 @@ def _run_agent(arguments: Sequence[str]) -> int:
 
 
 def failures_of(found: Mapping[int, Any], started: float) -> list[Failure]:
-    """torch's records of failed ranks as ours, the earliest first; ``started`` is when the run began."""
+    """Convert torch's records of failed ranks, the earliest first; ``started`` is when the run began."""
     failures: list[Failure] = []
     for rank, failure in found.items():
         details = failure.error_file_data.get("message", {})
@@ -166,23 +166,23 @@ def failures_of(found: Mapping[int, Any], started: float) -> list[Failure]:
                 host=socket.gethostname(),
                 pid=failure.pid,
                 returncode=failure.exitcode,
-                seconds=max(0.0, moment(failure) - started),
+                seconds=max(0.0, failure_time(failure) - started),
                 traceback=parse_traceback(text),
                 stopped=failure.exitcode == -15,
-                log=_log_beside(failure.error_file),
+                log=_stderr_log(failure.error_file),
             )
         )
     return sorted(failures, key=lambda failure: (failure.stopped, failure.is_consequence, failure.seconds))
 
 
-def _log_beside(error_file: str) -> Path | None:
-    """What the rank wrote to its standard error, where the agent was told to keep it (--log_dir)."""
+def _stderr_log(error_file: str) -> Path | None:
+    """Return the log of the rank's standard error, where the agent keeps it (--log_dir)."""
     log = Path(error_file).with_name("stderr.log")
     return log if log.is_file() else None
 
 
-def moment(failure: Any) -> float:
-    """When the rank failed, as exactly as its error file says."""
+def failure_time(failure: Any) -> float:
+    """Return when the rank failed, as exactly as its error file says."""
     details = failure.error_file_data.get("message", {})
     extra = details.get("extraInfo", {}) if isinstance(details, dict) else {}
     return float(extra.get("seconds", failure.timestamp))
@@ -204,7 +204,7 @@ def elastic_call(
     monitor_interval: float,
     log_line_prefix_template: str | None,
 ) -> list[Any]:
-    """What ``function(*args)`` returned on each rank of this host, run by torch's agent.
+    """Run ``function(*args)`` on each rank of this host by torch's agent and return the results.
 
     Raises:
         LaunchError: a rank failed for good; the text is the report of the first cause.

@@ -1,5 +1,4 @@
-"""On TPUs: the processes of one host by torch_xla; all hosts of a pod by gcloud, which runs this launcher
-there.
+"""Launch on TPUs: the processes of one host by torch_xla, all hosts of a pod by gcloud, which runs this launcher there.
 
 ``python -m accelerate.launch.tpu --function NAME --num_processes N script.py ...`` is the program that calls
 a script's function on each device.
@@ -21,41 +20,41 @@ from .remote import run_command
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
-    from .host import Host
+    from .preflight import Host
 
 _LAUNCHER: Final = "accelerate.commands.launch"
 
 
 @final
 class Tpu(LaunchEngine):
-    """The devices of this host, or of a pod."""
+    """The TPU devices of this host, or of a pod."""
 
     name = "tpu"
 
     def suits(self, settings: Settings, host: Host) -> bool:
-        """TPUs were asked for."""
+        """Return whether TPUs were asked for."""
         return settings.launch.use_tpu or settings.launch.distributed_type in ("TPU", "XLA")
 
     def plan(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """The command that starts this host's processes, or gcloud's for all hosts."""
+        """Plan the command that starts this host's processes, or gcloud's for all hosts of a pod."""
         if program.kind == "command":
             raise SettingError("TPU processes call a function of the script, so that --no_python can't be honoured.")
         if settings.tpu.tpu_use_cluster and not settings.tpu.in_tpu_pod:
             return self._for_pod(settings, program, host)
         environment = base_environment(settings, host, max(1, settings.launch.num_processes or 1))
         how_many = settings.launch.num_processes
-        words = ["--function", settings.launch.main_training_function]
-        words += ["--num_processes", str(how_many)] if how_many is not None else []
-        words += ["--module"] if program.kind == "module" else []
+        flags = ["--function", settings.launch.main_training_function]
+        flags += ["--num_processes", str(how_many)] if how_many is not None else []
+        flags += ["--module"] if program.kind == "module" else []
         return LaunchPlan(
             engine=f"{self.name}: {how_many or 'all'} device(s) of this host, a process each",
-            argv=(sys.executable, "-m", "accelerate.launch.tpu", *words, program.target, *program.arguments),
+            argv=(sys.executable, "-m", "accelerate.launch.tpu", *flags, program.target, *program.arguments),
             environment=environment,
             rendezvous="torch_xla",
         )
 
     def run(self, plan: LaunchPlan) -> int:
-        """The exit code of the processes.
+        """Run the command and return its exit code.
 
         Raises:
             MissingDependency: the processes are of this host, and torch_xla isn't installed; nothing has been started.
@@ -68,7 +67,7 @@ class Tpu(LaunchEngine):
         return run_command(plan, "it is part of Google Cloud's SDK")
 
     def _for_pod(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
-        """gcloud's command line; the remote shell gets one word for each of ours."""
+        """Plan gcloud's command line, with each argument quoted for the remote shell."""
         tpu, launch = settings.tpu, settings.launch
         if tpu.tpu_name is None or tpu.tpu_zone is None:
             raise SettingError(
@@ -97,7 +96,7 @@ class Tpu(LaunchEngine):
 
 
 def call(index: int, target: str, is_module: bool, function: str, arguments: Sequence[str]) -> None:
-    """The script's function has returned in this process, one of those that torch_xla started."""
+    """Import the script and call its function, in one of the processes that torch_xla started."""
     sys.argv = [target, *arguments]
     loaded = _load(target, is_module)
     found = getattr(loaded, function, None)
@@ -127,7 +126,7 @@ def _load(target: str, is_module: bool) -> Any:
 
 
 def install_xla(upgrade: bool = False) -> None:
-    """The torch_xla that fits this torch is installed, in a Colab notebook; anywhere else one installs it oneself.
+    """Install the torch_xla that fits this torch, in a Colab notebook only.
 
     Args:
         upgrade: also where some torch_xla is installed already.
@@ -153,8 +152,8 @@ def install_xla(upgrade: bool = False) -> None:
         raise LaunchError(f"pip could not install torch_xla {release}; its output says why.")
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """The script's function has returned on each device of this host."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Call the script's function in one process per device of this host."""
     import argparse
 
     from ..optional import require
@@ -165,7 +164,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--module", action="store_true")
     parser.add_argument("target")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     spawn = require("torch_xla.distributed.xla_multiprocessing", purpose="A run on TPUs").spawn
     # PJRT, which all supported versions use, starts either one process or one for each device.
     nprocs = 1 if args.num_processes == 1 else None

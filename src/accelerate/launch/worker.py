@@ -8,16 +8,16 @@ from pathlib import Path
 
 
 def main() -> int:
-    """The exit code of the rank: 0 once its result lies in the folder."""
+    """Run the function of the folder, write its result there and return the rank's exit code."""
     from ..settings import env
     from .fork import call_and_report, read_function
 
     for stream in (sys.stdout, sys.stderr):  # whole lines, so that those of two ranks don't mix
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-    home = Path(sys.argv[1])
-    function, args = read_function(home)
-    return call_and_report(function, args, home, int(env.read("RANK", "0") or 0))
+    folder = Path(sys.argv[1])
+    function, args = read_function(folder)
+    return call_and_report(function, args, folder, int(env.read("RANK", "0") or 0))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""How loaders share their data among processes."""
+"""The options of prepared data loaders."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ..optional import require
-from ..settings.data import DataLoaderOptions
 from ..settings.option import options_of
-from .base import settle
+from ..settings.training import DataLoaderOptions
+from .handlers import canonicalize
 
 
 @dataclass
 class DataLoaderConfiguration(DataLoaderOptions):
-    """How prepared loaders split, complete, order and move their batches."""
+    """The options of prepared loaders: how they split, complete, order and move their batches."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        settle(self, *(option.name for option in options_of(DataLoaderOptions)))
+        canonicalize(self, *(option.name for option in options_of(DataLoaderOptions)))
         if self.use_stateful_dataloader:
             require("torchdata", purpose="DataLoaderConfiguration(use_stateful_dataloader=True)", at_least="0.8.0")

@@ -1,12 +1,15 @@
-"""DeepSpeed's configuration, completed by what the user asked for. Works without DeepSpeed installed."""
+"""The options of DeepSpeed: its configuration document, completed from them. Works without DeepSpeed installed."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import copy
+import json
 import math
 import os
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -17,15 +20,12 @@ from ..errors import NotBuilt, SettingError
 from ..optional import is_installed, require
 from ..settings import env
 from ..settings.deepspeed import DeepSpeedOptions
-from .base import settle
-from .deepspeed_config import HfDeepSpeedConfig as HfDeepSpeedConfig
-from .deepspeed_data import DummyOptim as DummyOptim  # an old address: pickles name it
-from .deepspeed_data import DummyScheduler as DummyScheduler
 from .fsdp import get_module_class_from_name
+from .handlers import canonicalize
 
 #: The oldest DeepSpeed whose engine this package drives.
 DEEPSPEED_FLOOR: Final = "0.9.3"
-#: Fields of the plugin, and the entries of DeepSpeed's document that say the same.
+#: Fields of the plugin -> the corresponding entries of DeepSpeed's document.
 _ENTRIES: Final = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -48,7 +48,7 @@ _CHECKED: Final = (
 
 @dataclass
 class DeepSpeedPlugin(DeepSpeedOptions):
-    """A DeepSpeed configuration: given whole, or built from the options here.
+    """A DeepSpeed configuration, given whole or built from the options here.
 
     ``deepspeed_config`` is the document DeepSpeed gets. Entries that say ``"auto"`` are filled in from the
     options, and later from the objects that are prepared; where the document says something itself, the
@@ -57,7 +57,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
 
     def __post_init__(self) -> None:
         env.fill_unset(self)
-        settle(self, *_CHECKED)
+        canonicalize(self, *_CHECKED)
         if self.enable_msamp is None:
             self.enable_msamp = (env.read("ACCELERATE_FP8_BACKEND") or "").upper() == "MSAMP"
         self.dschf: Any = None
@@ -94,7 +94,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         }
 
     def _read_document(self) -> None:
-        """The given document is complete, and the options say what it says."""
+        """Complete the given document, and set the options to what it says."""
         given = self.hf_ds_config
         # A library's own config object, made from the same document, is used as it is.
         if isinstance(given, (str, os.PathLike, Mapping)):
@@ -115,7 +115,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
                 setattr(self, name, value)
 
     def _deepspeed_config_checks(self) -> None:
-        """What the configuration file of the launcher gives is left open ("auto") by the document, if it is its to say.
+        """Check that the document leaves to be filled in ("auto") what the launcher's configuration file gives.
 
         Raises:
             SettingError: an entry is given in both, or would be ignored because the document has no such entry.
@@ -138,7 +138,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """An ``"auto"`` entry has its value from ``kwargs``; one that disagrees is added to ``mismatches``."""
+        """Fill an ``"auto"`` entry from ``kwargs``; add an entry that disagrees to ``mismatches``."""
         node, name = self.hf_ds_config.find_config_node(ds_key_long)
         if node is None:
             return
@@ -156,11 +156,11 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             (mismatches if mismatches is not None else []).append(found)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether the entry is left to be filled in."""
+        """Return True if the entry is to be filled in."""
         return self.hf_ds_config.get_value(ds_key_long) == "auto"
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The entry's value, or ``default`` when there is no such entry."""
+        """Return the entry's value, or ``default`` when there is no such entry."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def deepspeed_config_process(
@@ -171,7 +171,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Every ``"auto"`` entry below ``prefix`` has its value from ``kwargs``.
+        """Fill every ``"auto"`` entry below ``prefix`` from ``kwargs``.
 
         Raises:
             SettingError: an entry says something else than ``kwargs``, or is ``"auto"`` without a value there.
@@ -191,7 +191,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """The document's ``fp16`` and ``bf16`` say what ``mixed_precision`` says, where they said nothing.
+        """Set the document's ``fp16`` and ``bf16`` for ``mixed_precision``, where it has no such entry.
 
         Raises:
             SettingError: the document enables the other one.
@@ -215,7 +215,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             self.fill_match(entry, must_match=False, **enabled)
 
     def set_deepspeed_weakref(self) -> None:
-        """transformers knows the document, so that it shards models while it builds them (stage 3)."""
+        """Give transformers the document, so that it shards models while it builds them (stage 3)."""
         document = copy.deepcopy(self.deepspeed_config)
         for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
             if document.get(name, "auto") == "auto":
@@ -228,16 +228,16 @@ class DeepSpeedPlugin(DeepSpeedOptions):
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Over how many ranks DeepSpeed cuts each layer (AutoTP)."""
+        """The number of ranks over which DeepSpeed shards each layer (AutoTP)."""
         return int(self.deepspeed_config.get("tensor_parallel", {}).get("autotp_size", 1) or 1)
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether parameters are sharded while a model is built."""
+        """Return True if parameters are sharded while a model is built."""
         return bool(self.zero3_init_flag)
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Generator[None]:
-        """Inside the block, sharding while a model is built is on or off as ``enable`` says."""
+        """Enter a context in which sharding while a model is built is on or off as ``enable`` says."""
         before = self.is_zero3_init_enabled()
         if before == enable:
             yield
@@ -255,7 +255,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             self.set_deepspeed_weakref()
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
-        """DeepSpeed gathers each layer of the named mixture-of-experts classes as one piece."""
+        """Make DeepSpeed gather each layer of the named mixture-of-experts classes as a whole."""
         names = self.transformer_moe_cls_names
         if names is None:
             return
@@ -269,7 +269,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         library.set_z3_leaf_modules(model, classes)
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """This plugin is the active one of several; only the state may say so."""
+        """Make this plugin the active one of several; only the state may call it."""
         if not _from_accelerator_state:
             raise SettingError(
                 "A DeepSpeedPlugin is made active by `AcceleratorState().select_deepspeed_plugin(name)`."
@@ -299,7 +299,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
-    """The plugin in use: the only one, or the selected one of several.
+    """Return the plugin in use: the only one, or the selected one of several.
 
     Raises:
         SettingError: ``state`` belongs to a run without DeepSpeed.
@@ -315,8 +315,132 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
 
 
 def active_plugin(plugins: Any) -> DeepSpeedPlugin:
-    """The only plugin, or the selected one of several by name."""
+    """Return the only plugin, or the selected one of several by name."""
     if isinstance(plugins, dict):
         named = cast("dict[str, DeepSpeedPlugin]", plugins)
         return next(plugin for plugin in named.values() if plugin.selected)
     return cast("DeepSpeedPlugin", plugins)
+
+
+# --------------------------------------------------------------------------------------------------
+# The DeepSpeed configuration document, read and changed by dotted names; works without DeepSpeed
+
+_OFFLOADS = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
+
+
+class HfDeepSpeedConfig:
+    """A DeepSpeed document, read from a path, a mapping, JSON text or base64-encoded JSON.
+
+    Entries are named by the path to them, as in ``zero_optimization.stage``.
+    """
+
+    def __init__(self, config_file_or_dict: str | os.PathLike[str] | Mapping[str, Any]) -> None:
+        self.config: dict[str, Any] = _document(config_file_or_dict)
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Read from the document the ZeRO stage and whether anything is offloaded."""
+        self._stage = self.get_value("zero_optimization.stage", -1)
+        self._offload = self._stage in (2, 3) and any(self.get_value(name) in ("cpu", "nvme") for name in _OFFLOADS)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """Return the mapping that holds the entry (None when there is none) and the entry's own name in it."""
+        *path, last = ds_key_long.split(".")
+        node: Any = self.config
+        for name in path:
+            node = node.get(name)
+            if not isinstance(node, dict):
+                return None, last
+        return cast("dict[str, Any]", node), last
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the entry's value, or ``default`` when there is no such entry."""
+        node, name = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(name, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Delete the entry, with all that is below it."""
+        node, name = self.find_config_node(ds_key_long)
+        if node is not None and name in node:
+            del node[name]
+        elif must_exist:
+            raise SettingError(f"Can't find {ds_key_long} entry in the DeepSpeed config: {self.config}")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Return True if the entry is there and true."""
+        value = self.get_value(ds_key_long)
+        return value is not None and bool(value)
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Return True if the entry is there and false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not bool(value)
+
+    def is_zero2(self) -> bool:
+        """Return True if gradients and optimizer state are sharded, and parameters are not."""
+        return self._stage == 2
+
+    def is_zero3(self) -> bool:
+        """Return True if parameters are sharded too."""
+        return self._stage == 3
+
+    def is_offload(self) -> bool:
+        """Return True if parameters or optimizer state are offloaded to CPU memory or NVMe."""
+        return self._offload
+
+
+def _document(given: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return copy.deepcopy(dict(given))
+    text = os.fspath(given)
+    try:
+        if os.path.exists(text):
+            with open(text, encoding="utf-8") as file:
+                document = json.load(file)
+        elif text.lstrip().startswith("{"):
+            document = json.loads(text)
+        else:
+            document = json.loads(base64.urlsafe_b64decode(text).decode("utf-8"))
+    except json.JSONDecodeError as error:
+        raise SettingError(f"The DeepSpeed config {text!r} is not valid JSON: {error}.") from error
+    except (UnicodeDecodeError, binascii.Error, ValueError):
+        raise SettingError(
+            "Expected a path to an existing DeepSpeed config, a dictionary, JSON text or base64-encoded "
+            "JSON. "
+            f"Received: {text}"
+        ) from None
+    if not isinstance(document, dict):
+        raise SettingError(f"The DeepSpeed config {text!r} must be a JSON object, not a {type(document).__name__}.")
+    return cast("dict[str, Any]", document)
+
+
+# --------------------------------------------------------------------------------------------------
+# Placeholders for the optimizer and the schedule that DeepSpeed makes from its own configuration
+
+
+class DummyOptim:
+    """A placeholder for the optimizer that DeepSpeed makes from its own configuration."""
+
+    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler:
+    """A placeholder for the scheduler that DeepSpeed makes from its own configuration."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..deprecation import warn_of_old_spelling
+from ..callers import warn_of_old_spelling
 from ..optional import is_installed, require
 from ..settings.env import fill_unset
 from ..settings.fp8 import AoOptions, MsampOptions, TeOptions
 from ..settings.option import option
-from .base import KwargsHandler, settle
+from .handlers import KwargsHandler, canonicalize
 
 
 @dataclass
 class AORecipeKwargs(AoOptions, KwargsHandler):
-    """How torchao converts linear layers: a ``Float8LinearConfig``, or the two switches one is made from.
+    """The options of torchao's conversion: a ``Float8LinearConfig``, or the two switches one is made from.
 
     ``module_filter_func(module, name)`` says which linear layers are converted; by default all but the
     first and last.
@@ -35,25 +35,25 @@ class AORecipeKwargs(AoOptions, KwargsHandler):
 
 @dataclass
 class TERecipeKwargs(TeOptions, KwargsHandler):
-    """How TransformerEngine scales fp8 tensors."""
+    """The options by which TransformerEngine scales fp8 tensors."""
 
     def __post_init__(self) -> None:
         fill_unset(self)
-        settle(self, "fp8_format", "amax_compute_algo", "override_linear_precision")
+        canonicalize(self, "fp8_format", "amax_compute_algo", "override_linear_precision")
 
 
 @dataclass
 class MSAMPRecipeKwargs(MsampOptions, KwargsHandler):
-    """How far MS-AMP goes: ``O1`` keeps weight gradients in fp8, ``O2`` optimizer states too."""
+    """The optimisation level of MS-AMP: ``O1`` keeps weight gradients in fp8, ``O2`` optimizer states too."""
 
     def __post_init__(self) -> None:
         fill_unset(self)
-        settle(self, "opt_level")
+        canonicalize(self, "opt_level")
 
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """Deprecated: the recipes of TransformerEngine and MS-AMP in one; ``backend`` picks between them."""
+    """The deprecated recipes of TransformerEngine and MS-AMP in one; ``backend`` picks between them."""
 
     backend: str = option(
         None,
@@ -67,6 +67,6 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             "FP8RecipeKwargs is deprecated and will be removed in 2.0: use TERecipeKwargs or MSAMPRecipeKwargs."
         )
         TERecipeKwargs.__post_init__(self)
-        settle(self, "opt_level", "backend")
+        canonicalize(self, "opt_level", "backend")
         if self.backend is None:
             self.backend = "MSAMP" if is_installed("msamp") else "TE"

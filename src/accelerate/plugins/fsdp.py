@@ -1,4 +1,4 @@
-"""How a model is sharded by FSDP, version 1 or 2."""
+"""The options of FSDP, version 1 or 2."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import nn
 
-from ..deprecation import warn_of_old_spelling
+from ..callers import warn_of_old_spelling
 from ..errors import MissingDependency, SettingError
 from ..settings import env
 from ..settings.fsdp import FsdpOptions
 from ..settings.option import option_of
 from ..torch_private.fsdp import hybrid_without_resharding
 from ..versions import is_torch_version
-from .base import argument, settle
+from .handlers import argument, canonicalize
 
 if TYPE_CHECKING:
     from torch.distributed import fsdp as torch_fsdp
@@ -43,7 +43,7 @@ _SWITCHES: Final = (
     "activation_checkpointing_offload",
     "cpu_ram_efficient_loading",
 )
-#: What version 1 called the same choice.
+#: Version 1's names of the same choice.
 _RESHARDS: Final = {
     "FULL_SHARD": True,
     "HYBRID_SHARD": True,
@@ -54,7 +54,7 @@ _RESHARDS: Final = {
 
 @dataclass
 class FullyShardedDataParallelPlugin(FsdpOptions):
-    """What is sharded, in which units and precision, and how it is saved.
+    """The options of FSDP: what is sharded, in which units and precision, and how it is saved.
 
     After construction names have become torch's objects, those that the chosen version takes; what belongs
     to the other version is None.
@@ -63,10 +63,10 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
         env.fill_unset(self)
-        settle(self, "fsdp_version", *_SWITCHES)
-        self._settle_sharding(given)
-        self._settle_version_1_options(given)
-        self._settle_wrapping()
+        canonicalize(self, "fsdp_version", *_SWITCHES)
+        self._resolve_sharding(given)
+        self._resolve_version_1_options(given)
+        self._resolve_wrapping()
         self.set_cpu_offload()
         self.validate_cpu_offload()
         self.set_state_dict_type(self.state_dict_type)
@@ -78,15 +78,15 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
                 f"`ignored_modules` with FSDP2 needs torch>=2.7, but {torch.__version__} is installed."
             )
         if "cpu_ram_efficient_loading" in given:
-            # Libraries that load the weights ask the environment whether they should do so on every rank.
-            env.publish_for(self, {"FSDP_CPU_RAM_EFFICIENT_LOADING": self.cpu_ram_efficient_loading})
+            # Libraries that load weights read from the environment whether to do so on every rank.
+            env.set_variables_for(self, {"FSDP_CPU_RAM_EFFICIENT_LOADING": self.cpu_ram_efficient_loading})
 
     @property
     def _is_version_2(self) -> bool:
         return self.fsdp_version == 2
 
-    def _settle_sharding(self, given: Mapping[str, Any]) -> None:
-        """``reshard_after_forward`` (version 2) or ``sharding_strategy`` (version 1) has its final form."""
+    def _resolve_sharding(self, given: Mapping[str, Any]) -> None:
+        """Resolve ``reshard_after_forward`` (version 2) or ``sharding_strategy`` (version 1)."""
         if "sharding_strategy" in given:
             warn_of_old_spelling(
                 "FullyShardedDataParallelPlugin(sharding_strategy=...) is deprecated: use reshard_after_forward."
@@ -130,8 +130,8 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             "reshard_after_forward to True (saves memory) or False (saves traffic)."
         )
 
-    def _settle_version_1_options(self, given: Mapping[str, Any]) -> None:
-        """The options that only version 1 has are torch's values there, and None in version 2."""
+    def _resolve_version_1_options(self, given: Mapping[str, Any]) -> None:
+        """Resolve the options that only version 1 has to torch's values, or to None in version 2."""
         self.backward_prefetch = _member(self, "backward_prefetch", _prefetches())
         if self._is_version_2:
             if given.get("forward_prefetch"):
@@ -157,13 +157,13 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         if self.sync_module_states and self.param_init_fn is None:
             self.param_init_fn = _allocate
 
-    def _settle_wrapping(self) -> None:
-        """``auto_wrap_policy`` is a function or None, and what it needs to know is there."""
+    def _resolve_wrapping(self) -> None:
+        """Resolve ``auto_wrap_policy`` to a function or None, and check its options."""
         names = cast("list[str] | str | None", self.transformer_cls_names_to_wrap)
         if isinstance(names, str):
             self.transformer_cls_names_to_wrap = [name.strip() for name in names.split(",") if name.strip()]
         if not callable(self.auto_wrap_policy):
-            settle(self, "auto_wrap_policy", "min_num_params")
+            canonicalize(self, "auto_wrap_policy", "min_num_params")
             self.auto_wrap_policy = _wrap_policies()[self.auto_wrap_policy or "NO_WRAP"]
         if self.auto_wrap_policy is _wrap_policies()["SIZE_BASED_WRAP"] and self.min_num_params is None:
             self.min_num_params = 0
@@ -177,7 +177,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             raise SettingError("`activation_checkpointing_offload=True` requires `activation_checkpointing=True`.")
 
     def set_state_dict_type(self, state_dict_type: str | int | StateDictType | None = None) -> None:
-        """State is saved whole or sharded, as ``state_dict_type`` says; by default sharded in version 2 only."""
+        """Set whether state is saved full or sharded; by default sharded in version 2 only."""
         torch_fsdp = _torch_fsdp()
         types = torch_fsdp.StateDictType
         if state_dict_type is not None:
@@ -189,7 +189,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             raise SettingError(
                 "FSDP2 has no LOCAL_STATE_DICT: set state_dict_type to SHARDED_STATE_DICT or FULL_STATE_DICT."
             )
-        # A configuration of another type than the new one has done its service.
+        # A configuration of another type than the new one is dropped.
         if self.state_dict_type is types.FULL_STATE_DICT:
             if not isinstance(self.state_dict_config, torch_fsdp.FullStateDictConfig):
                 self.state_dict_config = torch_fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -202,7 +202,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
                 self.optim_state_dict_config = torch_fsdp.ShardedOptimStateDictConfig(offload_to_cpu=True)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """``auto_wrap_policy`` knows the layer classes of ``model``, or how large a unit is.
+        """Bind ``auto_wrap_policy`` to the layer classes of ``model``, or to the smallest size of a unit.
 
         Raises:
             SettingError: ``model`` has no layer of a class that is to be wrapped.
@@ -236,7 +236,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         buffer_autocast: bool = False,
         override: bool = False,
     ) -> None:
-        """The policy says ``mixed_precision``; one that is there already stays, unless ``override``."""
+        """Set the policy for ``mixed_precision``, unless there is one already and not ``override``."""
         if self.mixed_precision_policy is not None and not override:
             return
         policy: Any = mixed_precision
@@ -266,7 +266,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         return _torch_fsdp().MixedPrecisionPolicy if self._is_version_2 else _torch_fsdp().MixedPrecision
 
     def validate_mixed_precision_policy(self) -> None:
-        """``mixed_precision_policy`` is of the class that the chosen version takes."""
+        """Check that ``mixed_precision_policy`` is of the class that the chosen version takes."""
         wanted = self._policy_class
         if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, wanted):
             raise SettingError(
@@ -276,7 +276,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             )
 
     def set_cpu_offload(self) -> None:
-        """``cpu_offload`` is torch's object for it, when it was a switch."""
+        """Replace a ``cpu_offload`` that is a switch by torch's object for it."""
         offload = self.cpu_offload
         if isinstance(offload, (str, int)):
             offload = option_of(type(self), "cpu_offload").read(offload, argument(self, "cpu_offload"))
@@ -291,7 +291,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             self.cpu_offload = _torch_fsdp().OffloadPolicy()
 
     def validate_cpu_offload(self) -> None:
-        """``cpu_offload`` is of the class that the chosen version takes."""
+        """Check that ``cpu_offload`` is of the class that the chosen version takes."""
         wanted = _torch_fsdp().OffloadPolicy if self._is_version_2 else _torch_fsdp().CPUOffload
         if not isinstance(self.cpu_offload, wanted):
             raise SettingError(
@@ -301,17 +301,17 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
 
     @staticmethod
     def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-        """The class called ``name`` among ``module`` and its parts."""
+        """Return the class called ``name`` among ``module`` and its parts."""
         return get_module_class_from_name(module, name)
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """The class called ``name`` among ``module`` and its parts; None when there is none."""
+    """Return the class called ``name`` among ``module`` and its parts; None when there is none."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
 def _torch_fsdp() -> Any:
-    """``torch.distributed.fsdp``, imported when a plugin is made: it takes half a second, and brings sympy."""
+    """Import and return ``torch.distributed.fsdp``, late: it takes half a second, and imports sympy."""
     from torch.distributed import fsdp
 
     return fsdp
@@ -351,7 +351,7 @@ def _wrap_policies() -> dict[str, Any]:
 
 
 def _member(plugin: FullyShardedDataParallelPlugin, name: str, members: Mapping[str, Any]) -> Any:
-    """torch's member for what the field holds: a name in any case, its number, or the member itself."""
+    """Return torch's member for the field's value: a name in any case, its number, or the member itself."""
     given = getattr(plugin, name)
     if given is None or given in members.values():
         return given
@@ -378,6 +378,6 @@ def _path(cls: type) -> str:
 
 
 def _allocate(module: nn.Module) -> None:
-    """The parameters of ``module`` have memory, with no values yet: rank 0 sends them."""
+    """Allocate the parameters of ``module`` without initialising them: rank 0 broadcasts the values."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     module.to_empty(device=found or torch.device("cpu"), recurse=False)

@@ -1,7 +1,8 @@
-"""What Megatron-LM is told: degrees of parallelism, and arguments that follow from the prepared objects."""
+"""The options of Megatron-LM: degrees of parallelism, and arguments that follow from the prepared objects."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ from ..errors import SettingError
 from ..optional import require
 from ..settings.env import fill_unset
 from ..settings.megatron import MegatronOptions
-from .megatron_models import network_size
 
 #: Options that Megatron-LM knows under another name.
 _RENAMED = {
@@ -71,7 +71,7 @@ _SCHEDULE = (
 
 @dataclass
 class MegatronLMPlugin(MegatronOptions):
-    """Megatron-LM's arguments: ``megatron_lm_default_args`` is the dictionary that it gets."""
+    """The options of Megatron-LM; ``megatron_lm_default_args`` is the dictionary of arguments that it gets."""
 
     def __post_init__(self) -> None:
         fill_unset(self)
@@ -98,7 +98,7 @@ class MegatronLMPlugin(MegatronOptions):
         self.DDP_impl = "local" if local else "torch"
 
     def set_network_size_args(self, model: Any, batch_data: Any = None) -> None:
-        """The arguments say the size of ``model``, read from its configuration.
+        """Set the arguments for the size of ``model``, read from its configuration.
 
         Raises:
             SettingError: no parser is registered for the model's type.
@@ -106,7 +106,7 @@ class MegatronLMPlugin(MegatronOptions):
         self.megatron_lm_default_args.update(network_size(self, model, batch_data))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """The model computes in ``mixed_precision``."""
+        """Set the arguments for ``mixed_precision``."""
         if mixed_precision in ("fp16", "bf16"):
             self.megatron_lm_default_args[mixed_precision] = True
         if mixed_precision == "bf16":  # gradients are accumulated in fp32 by Megatron's own implementation
@@ -114,7 +114,7 @@ class MegatronLMPlugin(MegatronOptions):
             self.megatron_lm_default_args["DDP_impl"] = self.DDP_impl
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
-        """The arguments say the size of a micro-batch, and of all of them on all data-parallel ranks."""
+        """Set the size of a micro-batch, and of the global batch on all data-parallel ranks."""
         self.data_parallel_size = dp_degree
         self.micro_batch_size = micro_batch_size
         self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
@@ -122,7 +122,7 @@ class MegatronLMPlugin(MegatronOptions):
             self.megatron_lm_default_args[name] = getattr(self, name)
 
     def set_optimizer_type(self, optimizer: torch.optim.Optimizer) -> None:
-        """Megatron-LM makes an optimizer like ``optimizer``, which has to be of the Adam or SGD family."""
+        """Set the arguments for an optimizer like ``optimizer``, of the Adam or SGD family."""
         name, defaults = type(optimizer).__name__.lower(), optimizer.defaults
         arguments = self.megatron_lm_default_args
         if "adam" in name:
@@ -138,7 +138,7 @@ class MegatronLMPlugin(MegatronOptions):
         arguments["weight_decay"] = defaults["weight_decay"]
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """The arguments say how long the run is and how the learning rate goes: by options, else by ``scheduler``."""
+        """Set the run's length and learning rate schedule: by options, else by ``scheduler``."""
         if self.train_iters is None:
             self.train_iters = scheduler.total_num_steps // self.megatron_lm_default_args["data_parallel_size"]
             self.train_samples = None  # the length of a run is given once
@@ -149,7 +149,7 @@ class MegatronLMPlugin(MegatronOptions):
         self.megatron_lm_default_args.update({name: getattr(self, name) for name in _SCHEDULE})
 
     def set_tensorboard_logging_options(self) -> None:
-        """Megatron-LM logs all that it can log."""
+        """Turn on everything that Megatron-LM can log."""
         library = require("megatron.training.arguments", purpose="set_all_logging_options")
         import argparse
 
@@ -157,3 +157,172 @@ class MegatronLMPlugin(MegatronOptions):
         known, _ = parser.parse_known_args([])
         everything = {name: True for name, value in vars(known).items() if value is False}
         self.megatron_lm_default_args.update(everything)
+
+
+# --------------------------------------------------------------------------------------------------
+# Placeholders for the data and schedules that Megatron-LM makes from its own arguments
+
+
+class MegatronLMDummyDataLoader:
+    """A placeholder for a loader over data in Megatron-LM's own format.
+
+    Args:
+        dataset_kwargs: Megatron-LM's arguments about data (``data_path``, ``splits_string``, ``seq_length``, ...),
+            which it gets with all others.
+    """
+
+    def __init__(self, **dataset_kwargs: Any) -> None:
+        self.dataset_args: dict[str, Any] = {**dataset_kwargs, "megatron_dataset_flag": True}
+
+
+class MegatronLMDummyScheduler:
+    """A placeholder for the schedule that Megatron-LM makes: its length and warm-up."""
+
+    def __init__(
+        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.kwargs = kwargs
+
+
+# --------------------------------------------------------------------------------------------------
+# Megatron-LM's arguments for the sizes of a model, by the model's type; users add their own types
+
+#: (plugin, model, batch or None) -> Megatron's arguments.
+Parser = Callable[["MegatronLMPlugin", Any, Any], dict[str, Any] | None]
+
+_PARSERS: dict[str, Parser] = {}
+
+
+def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
+    """Return a decorator that registers a parser for models whose ``config.model_type`` contains ``model_type``.
+
+    The function returns Megatron's arguments, or puts them into
+    ``megatron_lm_plugin.megatron_lm_default_args``.
+    """
+
+    def add(parser: Parser) -> Parser:
+        _PARSERS[model_type] = parser
+        return parser
+
+    return add
+
+
+def network_size(plugin: MegatronLMPlugin, model: Any, batch_data: Any = None) -> dict[str, Any]:
+    """Return Megatron's arguments for the size of ``model``."""
+    model_type = str(getattr(model.config, "model_type", "")).lower()
+    for name, parser in _PARSERS.items():
+        if name in model_type:
+            return parser(plugin, model, batch_data) or {}
+    raise SettingError(
+        f"Megatron-LM: no sizes are known for models of type {model_type!r} (known: "
+        f"{', '.join(_PARSERS)}). Add yours "
+        "with the decorator add_model_config_to_megatron_parser."
+    )
+
+
+@add_model_config_to_megatron_parser("megatron-bert")
+def _bert(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+    config = model.config
+    plugin.seq_length = _length(batch_data, "input_ids", plugin.seq_length, config.max_position_embeddings)
+    return {
+        "seq_length": plugin.seq_length,
+        "num_labels": config.num_labels,
+        **_common(
+            "bert",
+            config,
+            "num_hidden_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ),
+        "pretraining_flag": "forpretraining" in type(model).__name__.lower(),
+    }
+
+
+@add_model_config_to_megatron_parser("gpt2")
+def _gpt2(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+    config = model.config
+    plugin.seq_length = _length(batch_data, "input_ids", plugin.seq_length, config.n_positions)
+    return {
+        "seq_length": plugin.seq_length,
+        "return_logits": plugin.return_logits,
+        "tokenizer_type": "GPT2BPETokenizer",
+        **_common("gpt", config, "n_layer", "n_embd", "n_head", "n_positions"),
+    }
+
+
+@add_model_config_to_megatron_parser("t5")
+def _t5(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+    config = model.config
+    longest = config.n_positions
+    plugin.encoder_seq_length = _length(batch_data, "input_ids", plugin.encoder_seq_length, longest)
+    plugin.decoder_seq_length = _length(batch_data, "labels", plugin.decoder_seq_length, longest)
+    return {
+        "encoder_seq_length": plugin.encoder_seq_length,
+        "decoder_seq_length": plugin.decoder_seq_length,
+        **_common("t5", config, "num_layers", "d_model", "num_heads", "n_positions"),
+    }
+
+
+@add_model_config_to_megatron_parser("llama")
+def _llama(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+    config = model.config
+    longest = getattr(config, "max_sequence_length", config.max_position_embeddings)
+    plugin.seq_length = _length(batch_data, "input_ids", plugin.seq_length, longest)
+    return {
+        "seq_length": plugin.seq_length,
+        "return_logits": plugin.return_logits,
+        "tokenizer_type": "Llama2Tokenizer",
+        **_common(
+            "gpt",
+            config,
+            "num_hidden_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ),
+    }
+
+
+@add_model_config_to_megatron_parser("glm4_moe")
+def _glm4_moe(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+    config = model.config
+    plugin.seq_length = _length(batch_data, "input_ids", plugin.seq_length, config.max_position_embeddings)
+    return {
+        "seq_length": plugin.seq_length,
+        "return_logits": plugin.return_logits,
+        "num_experts": config.n_routed_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        **_common(
+            "gpt",
+            config,
+            "num_hidden_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ),
+    }
+
+
+def _common(kind: str, config: Any, layers: str, width: str, heads: str, positions: str) -> dict[str, Any]:
+    return {
+        "model_type_name": kind,
+        "num_layers": getattr(config, layers),
+        "hidden_size": getattr(config, width),
+        "num_attention_heads": getattr(config, heads),
+        "max_position_embeddings": getattr(config, positions),
+        "orig_vocab_size": config.vocab_size,
+        "model_return_dict": config.return_dict,
+        "pretraining_flag": True,
+    }
+
+
+def _length(batch_data: Any, name: str, given: int | None, longest: int) -> int:
+    """Return the sequence length: the given one, else that of the batch, else the longest the model takes."""
+    if given is not None:
+        return given
+    return longest if batch_data is None else batch_data[name].shape[1]

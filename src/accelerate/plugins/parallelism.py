@@ -1,4 +1,4 @@
-"""Along which axes a model and its data are split over processes, and the mesh that follows."""
+"""The options of parallelism: the axes over which a model and its data are split, and the device mesh of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..distributed.mesh import AXES, Mesh, build, equation
 from ..errors import SettingError
-from ..mesh import AXES, Mesh, build, equation
 from ..settings import env
+from ..settings.option import OptionGroup, option
 from ..settings.parallelism import (
     ContextParallelOptions,
     ParallelismOptions,
@@ -19,19 +20,71 @@ from ..settings.parallelism import (
     TensorParallelOptions,
 )
 from ..torch_private.distributed import flattened
-from .base import settle
-from .pipeline import PipelineParallelConfig
+from .handlers import canonicalize
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..world import World
+    from ..distributed.world import World
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
+
+@dataclass
+class PipelineParallelConfig(OptionGroup, title="Parallelism"):
+    """The options by which pipeline parallelism splits a model and a batch.
+
+    Args:
+        schedule: ``"1f1b"`` (a stage keeps as many activations as there are stages), ``"gpipe"`` (all forwards, then
+            all backwards) or ``"interleaved"`` (several stages per rank: shorter waits, more messages).
+        num_micro_batches: into how many a batch is split; by default as many as there are stages. A batch that doesn't
+            divide is split into fewer.
+        split_points: names of the modules at which a new stage begins; by default stages of about equal parameters.
+        stages_per_rank: how many stages each rank has; by default 2 when interleaved, else 1.
+        example_inputs: the model's positional inputs for one micro-batch, for a model whose forward looks at values:
+            it is traced with them (by torch.export), and its batches have this shape.
+        reshard_between_parts: with ``dp_shard_size``, parameters are gathered for each part of a batch, as the FSDP
+            plugin says, instead of once for all: less memory, more traffic.
+    """
+
+    schedule: str = option("1f1b", "In which order stages work.", choices=SCHEDULES)
+    num_micro_batches: int | None = option(None, "Into how many micro-batches a batch is split.", minimum=1)
+    split_points: Any = option(None, "At which modules a new stage begins.", kind="object")
+    stages_per_rank: int | None = option(None, "How many stages each rank has.", minimum=1)
+    example_inputs: Any = option(None, "The model's inputs for one micro-batch.", kind="object")
+    reshard_between_parts: bool = option(False, "Shards are gathered for each part of a batch.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule not in SCHEDULES:
+            raise SettingError(
+                f"PipelineParallelConfig(schedule={self.schedule!r}): choose one of {', '.join(map(repr, SCHEDULES))}."
+            )
+        if self.stages_per_rank is None:
+            self.stages_per_rank = 2 if self.schedule == "interleaved" else 1
+        for name in ("num_micro_batches", "stages_per_rank"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise SettingError(f"PipelineParallelConfig({name}={value!r}): a whole number of at least 1.")
+        if (self.stages_per_rank > 1) != (self.schedule == "interleaved"):
+            raise SettingError(
+                f"PipelineParallelConfig(schedule={self.schedule!r}, stages_per_rank={self.stages_per_rank}): several "
+                "stages per rank are what 'interleaved' means. Set both, or neither."
+            )
+        if isinstance(self.split_points, str):
+            self.split_points = [self.split_points]
+        if self.example_inputs is not None and not isinstance(self.example_inputs, (tuple, list)):
+            self.example_inputs = (self.example_inputs,)
+
+
+# --------------------------------------------------------------------------------------------------
+# The axes
 
 _ATTENTIONS_WITHOUT_SEQUENCE_PARALLELISM = ("eager", "flex_attention")
 
 
 class _Accelerated(Protocol):
-    """What the last check reads from an Accelerator."""
+    """The attributes of an Accelerator that the last check reads."""
 
     @property
     def num_processes(self) -> int: ...
@@ -43,19 +96,19 @@ class _Accelerated(Protocol):
 
 @dataclass
 class TorchTensorParallelConfig(TensorParallelOptions):
-    """How tensor parallelism through torch behaves.
+    """The options of tensor parallelism through torch.
 
     Args:
         enable_async_tp: compiled layers overlap communication with their products, on devices where torch can.
         plan: for models without a ``tp_plan`` of their own, or in its place: patterns of module names (``*`` stands for
-            one part of a name) -> a style: "colwise", "rowwise", ... (``accelerate.strategies.tensor.STYLES``), or an
-            object of torch.distributed.tensor.parallel.
+            one part of a name) -> a style: "colwise", "rowwise", ... (``STYLES`` of
+            ``accelerate.parallel.tensor_parallel``), or an object of torch.distributed.tensor.parallel.
     """
 
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """Deprecated spelling of ``ParallelismConfig(tp_size=...)``."""
+    """The deprecated spelling of ``ParallelismConfig(tp_size=...)``."""
 
     tp_size: int = 1
     torch_device_mesh: DeviceMesh | None = None
@@ -63,16 +116,16 @@ class TorchTensorParallelPlugin:
 
 @dataclass
 class TorchContextParallelConfig(ContextParallelOptions):
-    """How context parallelism through torch exchanges keys and values: ``allgather`` or ``alltoall``."""
+    """The options of context parallelism: keys and values are exchanged by ``allgather`` or ``alltoall``."""
 
     def __post_init__(self) -> None:
         env.fill_unset(self)
-        settle(self, "cp_comm_strategy")
+        canonicalize(self, "cp_comm_strategy")
 
 
 @dataclass
 class ExpertParallelConfig:
-    """Where the experts of a model are.
+    """The options of expert parallelism: which modules hold experts.
 
     Args:
         plan: patterns of the names of modules (``*`` stands for one part) that hold experts. Their parameters are
@@ -85,7 +138,7 @@ class ExpertParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig(SequenceParallelOptions):
-    """How sequence parallelism through DeepSpeed (Ulysses) cuts sequences and which attention it calls."""
+    """The options of DeepSpeed's sequence parallelism (Ulysses): how sequences are split, which attention is called."""
 
     def __post_init__(self) -> None:
         env.fill_unset(self)
@@ -117,8 +170,8 @@ class ParallelismConfig(ParallelismOptions):
     """The size of every axis of parallelism; their product is the number of processes.
 
     ``dp_replicate`` copies the model, ``dp_shard`` shards it (FSDP), ``tp`` splits its matrices, ``cp``
-    and ``sp`` split its sequences (ring or all-gather attention; Ulysses), ``pp`` deals its layers, ``ep`` the
-    experts of its layers.
+    and ``sp`` split its sequences (ring or all-gather attention; Ulysses), ``pp`` splits its layers into stages,
+    ``ep`` shards the experts of its layers.
     """
 
     def __post_init__(self) -> None:
@@ -127,9 +180,9 @@ class ParallelismConfig(ParallelismOptions):
         #: ``dp``, ``dp_shard_cp`` and ``dp_cp``, those that exist: newer torch wants its users to keep them.
         self.flattened_meshes: dict[str, DeviceMesh] = {}
         self._check_sizes()
-        settle(self, "cp_backend", "sp_backend")
+        canonicalize(self, "cp_backend", "sp_backend")
         for axis, kind in _HANDLERS.items():
-            self._settle_handler(axis, kind)
+            self._check_handler(axis, kind)
 
     def _check_sizes(self) -> None:
         for axis in AXES:
@@ -152,7 +205,7 @@ class ParallelismConfig(ParallelismOptions):
                 f"dp_shard_size > 1 for HSDP + TP/CP ({self.equation()})."
             )
 
-    def _settle_handler(self, axis: str, kind: type[Any]) -> None:
+    def _check_handler(self, axis: str, kind: type[Any]) -> None:
         handler, size = getattr(self, f"{axis}_handler"), getattr(self, f"{axis}_size")
         if handler is not None and not isinstance(handler, kind):
             raise SettingError(
@@ -171,11 +224,11 @@ class ParallelismConfig(ParallelismOptions):
         return f"{type(self).__name__}(\n\t{lines},\n\ttotal_size={self.total_size})"
 
     def to_json(self) -> str:
-        """The configuration as JSON text."""
+        """Return the configuration as JSON text."""
         return json.dumps({field.name: _plain(getattr(self, field.name)) for field in fields(self)})
 
     def equation(self) -> str:
-        """All sizes and their product, as every refusal shows them."""
+        """Return all sizes and their product, as every error message shows them."""
         return equation({axis: getattr(self, f"{axis}_size") for axis in AXES})
 
     @property
@@ -214,7 +267,7 @@ class ParallelismConfig(ParallelismOptions):
 
     @property
     def _own_sequence_axes(self) -> tuple[str, ...]:
-        """DeepSpeed averages over the sequence-parallel ranks itself."""
+        """The sequence-parallel axis, unless DeepSpeed averages over its ranks itself."""
         return ("sp",) if self.sp_backend == "torch" else ()
 
     @property
@@ -224,7 +277,7 @@ class ParallelismConfig(ParallelismOptions):
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """Every axis of more than one process."""
+        """The axes of more than one process."""
         return self.dp_dim_names + self.non_dp_dim_names
 
     @property
@@ -234,12 +287,12 @@ class ParallelismConfig(ParallelismOptions):
 
     @property
     def non_data_parallel_size(self) -> int:
-        """How many processes work on one sample together."""
+        """The number of processes that work on one sample together."""
         return self.tp_size * self.cp_size * self.sp_size * self.pp_size
 
     @property
     def data_parallel_size(self) -> int:
-        """How many different slices of the data there are."""
+        """The number of different slices of the data."""
         return self.dp_replicate_size * self.dp_shard_size * self.ep_size
 
     @property
@@ -269,12 +322,12 @@ class ParallelismConfig(ParallelismOptions):
 
     @property
     def pp_enabled(self) -> bool:
-        """Whether layers are dealt to stages."""
+        """Whether layers are split into pipeline stages."""
         return self.pp_size > 1
 
     @property
     def ep_enabled(self) -> bool:
-        """Whether experts are dealt to ranks."""
+        """Whether experts are sharded over ranks."""
         return self.ep_size > 1
 
     @property
@@ -282,7 +335,7 @@ class ParallelismConfig(ParallelismOptions):
         return self.sp_enabled and self.sp_backend == "deepspeed"
 
     def mesh(self, world: World) -> Mesh:
-        """The place of every rank of ``world``; process groups are made when they are first needed.
+        """Return the mesh of the ranks of ``world``; process groups are made when they are first needed.
 
         Raises:
             SettingError: the sizes don't multiply to the size of ``world``.
@@ -292,12 +345,12 @@ class ParallelismConfig(ParallelismOptions):
         return Mesh.of(world, lambda: self.get_device_mesh(world.device.type), **self._sizes)
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Names and sizes of the active axes, outermost first."""
+        """Return the names and sizes of the active axes, outermost first."""
         names = tuple(self._active(*AXES))
         return names, tuple(self._sizes[name] for name in names)
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """The mesh over all processes, and the flattened axes ``dp``, ``dp_shard_cp`` and ``dp_cp`` where they exist.
+        """Build the mesh over all processes, and its flattened axes ``dp``, ``dp_shard_cp`` and ``dp_cp``.
 
         None when no axis is active, and with DeepSpeed's sequence parallelism, which makes its own groups.
         """
@@ -315,7 +368,7 @@ class ParallelismConfig(ParallelismOptions):
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh that was built, or one built now for ``device_type``."""
+        """Return the mesh that was built, or build one now for ``device_type``."""
         if self.device_mesh is None:
             if device_type is None:
                 raise SettingError("You need to pass a device_type, e.g. 'cpu', to build the device mesh.")
@@ -327,7 +380,7 @@ class ParallelismConfig(ParallelismOptions):
         return self.device_mesh
 
     def _validate_accelerator(self, accelerator: _Accelerated) -> None:
-        """The sizes fit the processes of ``accelerator`` and the strategy that it uses."""
+        """Check that the sizes fit the processes of ``accelerator`` and its strategy."""
         processes = accelerator.num_processes
         if self.total_size == 1 and processes > 1:
             # Nothing was asked for: plain replication.

@@ -1,4 +1,4 @@
-"""How bitsandbytes and torchao store weights in 8 or 4 bits."""
+"""The options of bitsandbytes and torchao for weights in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ..errors import SettingError
 from ..settings.labels import CustomDtype
-from ..settings.quantization import BnbOptions
+from ..settings.training import BnbOptions
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _TYPES_OF_4_BIT = ("fp4", "nf4")
@@ -17,7 +17,7 @@ _TYPES_OF_4_BIT = ("fp4", "nf4")
 
 @dataclass
 class TorchAoQuantizationConfig:
-    """Which torchao format the linear layers get, and what stays in full precision.
+    """The torchao format of the linear layers, and the modules that stay in full precision.
 
     Args:
         config: one of torchao's, such as ``torchao.quantization.Int8WeightOnlyConfig()``.
@@ -38,7 +38,7 @@ class TorchAoQuantizationConfig:
                 f"TorchAoQuantizationConfig(config={self.config!r}): one of torchao.quantization's is needed, such as "
                 "Int8WeightOnlyConfig()."
             )
-        #: What weights are reckoned with when a device map is planned.
+        #: The dtype that a device map counts weights with.
         self.target_dtype: torch.dtype | CustomDtype = torch.int8
         if "Int4" in type(self.config).__name__:
             self.target_dtype = CustomDtype.INT4
@@ -46,7 +46,7 @@ class TorchAoQuantizationConfig:
 
 @dataclass
 class BnbQuantizationConfig(BnbOptions):
-    """Which bitsandbytes format the linear layers get, and what stays in full precision.
+    """The bitsandbytes format of the linear layers, and the modules that stay in full precision.
 
     After construction ``bnb_4bit_compute_dtype`` and ``torch_dtype`` are torch dtypes and ``target_dtype``
     is the element type of the stored weights.

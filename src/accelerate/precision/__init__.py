@@ -1,4 +1,4 @@
-"""In which number format a model computes. One file per way of doing it; :func:`choose` picks."""
+"""Precisions: the number format in which a model computes. One file per kind; :func:`choose` picks."""
 
 from __future__ import annotations
 

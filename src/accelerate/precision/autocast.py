@@ -7,18 +7,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import MethodType
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
-from ..nested import convert_to_fp32
+from ..devices.table import kind_of
+from ..errors import SettingError
+from ..nested import convert_to_fp32, recursively_apply
 from .base import Precision
 
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Autocasting(Precision, ABC):
-    """Forward passes under autocast in ``dtype``, with outputs back in the handler's ``output_dtype``.
+    """A precision with forward passes under autocast in ``dtype``, and outputs in the handler's ``output_dtype``.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``.
@@ -35,7 +37,7 @@ class Autocasting(Precision, ABC):
         self.is_autocast = True
 
     def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:
-        """A context in which operations run in half precision, as ``handler`` (or the constructor's) says."""
+        """Enter a context in which operations run in half precision, as ``handler`` (or the constructor's) says."""
         if not self.is_autocast:
             return nullcontext()
         chosen = handler or self.handler
@@ -47,7 +49,7 @@ class Autocasting(Precision, ABC):
         )
 
     def patch_forward(self, model: torch.nn.Module) -> None:
-        """``model.forward`` runs under autocast; half-precision outputs are float32 unless asked otherwise."""
+        """Run ``model.forward`` under autocast; convert half-precision outputs to float32 unless asked otherwise."""
         if not self.is_autocast or _is_patched(model):
             return
         original = model.forward
@@ -56,13 +58,13 @@ class Autocasting(Precision, ABC):
         model.forward = _autocast_forward(model, original, self.autocast, convert_to_fp32 if converts else None)
 
     def restore_forward(self, model: torch.nn.Module) -> None:
-        """``model.forward`` is the user's again."""
+        """Give ``model`` its original forward back."""
         restore_forward(model)
 
 
 @final
 class AutocastPrecision(Autocasting):
-    """``label`` is ``"fp16"`` or ``"bf16"``."""
+    """The precision ``"fp16"`` or ``"bf16"`` (``label``), by autocast."""
 
     def __init__(self, label: str, device_type: str, scaler: Any = None, handler: Any = None) -> None:
         super().__init__(_HALF[label], device_type, scaler, handler)
@@ -101,10 +103,93 @@ def _autocast_forward(
 
 
 def restore_forward(model: torch.nn.Module) -> None:
-    """``model.forward`` is what it was before it was patched."""
+    """Give ``model`` the forward back that it had before it was patched."""
     original = model.__dict__.pop("_original_forward", None)
     if original is None:
         return
     model.__dict__.pop("forward", None)
     if model.forward != original:  # an instance attribute of the user's
         model.forward = original
+
+
+# --------------------------------------------------------------------------------------------------
+# True precision: a model whose parameters and computation have one dtype
+
+_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@final
+class TruePrecision(Precision):
+    """A precision with parameters, buffers, gradients and optimizer states in ``dtype``, and no copy in another.
+
+    Floating-point inputs are made ``dtype``; half-precision outputs are float32, unless the handler's
+    ``output_dtype`` is None.
+
+    Args:
+        handler: AutocastKwargs, of which ``output_dtype`` counts.
+
+    Raises:
+        SettingError: no floating-point dtype, or one that the device doesn't compute in.
+    """
+
+    def __init__(self, dtype: torch.dtype, device_type: str, handler: Any = None) -> None:
+        if dtype not in _DTYPES:
+            raise SettingError(f"parameter_dtype={dtype!r}: choose one of {', '.join(map(str, _DTYPES))}.")
+        kind = kind_of(device_type)
+        lacks = (dtype is torch.bfloat16 and not kind.supports_bf16()) or (
+            dtype is torch.float16 and not kind.supports_fp16()
+        )
+        if lacks:
+            raise SettingError(f"parameter_dtype={dtype}: this {device_type} device can't compute in it. Leave it out.")
+        self.dtype = dtype
+        self.handler = handler
+
+    @property
+    def label(self) -> str:
+        """no: nothing is mixed."""
+        return "no"
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Convert the floating-point tensors of ``model`` to the dtype; the parameters stay the same objects."""
+        return model.to(self.dtype)
+
+    def patch_forward(self, model: torch.nn.Module) -> None:
+        """Make ``model.forward`` take inputs of any floating-point dtype."""
+        if "_original_forward" in model.__dict__:
+            return
+        original = model.forward
+        model._original_forward = original  # pyright: ignore[reportArgumentType]
+        keeps = self.handler is not None and getattr(self.handler, "output_dtype", torch.float32) is None
+        model.forward = _forward_in(self.dtype, model, original, None if keeps else convert_to_fp32)
+
+    def restore_forward(self, model: torch.nn.Module) -> None:
+        """Give ``model`` its original forward back; its parameters stay in the dtype."""
+        restore_forward(model)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _forward_in(
+    dtype: torch.dtype,
+    model: torch.nn.Module,
+    original: Callable[..., Any],
+    convert: Callable[[Any], Any] | None,
+) -> Callable[..., Any]:
+    is_method = isinstance(original, MethodType)
+    function = original.__func__ if is_method else original
+
+    def cast(value: Any) -> Any:
+        return recursively_apply(lambda tensor: tensor.to(dtype), value, test_type=_is_floating)
+
+    @wraps(function)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if is_method:
+            args = (args[0], *cast(args[1:]))
+        else:
+            args = cast(args)
+        outputs = function(*args, **cast(kwargs))
+        return outputs if convert is None else convert(outputs)
+
+    return MethodType(forward, model) if is_method else forward

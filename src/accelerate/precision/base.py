@@ -1,20 +1,23 @@
-"""A precision, as the list of moments in which it may act."""
+"""The base class of precisions: the hooks in which one may act."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import update_wrapper, wraps
 from typing import Any, final
 
 import torch
 
-from ..torch_private.optim import has_scaled_gradients
-from .conversion import ConversionReport
+from ..nested import convert_to_fp32
+from ..torch_private.modules import has_scaled_gradients
 
 
 class Precision(ABC):
-    """In which number format a model computes. Every moment is a no-op unless the precision acts in it."""
+    """The number format in which a model computes. Every hook is a no-op unless the precision overrides it."""
 
     #: The gradient scaler, where the precision needs one; callers may assign another.
     scaler: Any = None
@@ -36,31 +39,33 @@ class Precision(ABC):
     def convert_together(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> tuple[Sequence[torch.nn.Module], Sequence[torch.optim.Optimizer]]:
-        """The models and optimizers of one ``prepare``, as many, where the two can only be converted at once."""
+        """Convert the models and optimizers of one ``prepare`` at once, where the precision can only do that; return as
+        many.
+        """
         return models, optimizers
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model with its modules or weights as the precision needs them; called first in ``place``."""
+        """Convert the modules or weights of ``model`` as the precision needs; called first in ``place``."""
         return model
 
     def patch_forward(self, model: torch.nn.Module) -> None:
-        """``model.forward`` computes in this precision."""
+        """Make ``model.forward`` compute in this precision."""
 
     def patch_wrapped(self, model: torch.nn.Module) -> None:
-        """The forward of ``model``, in the container that trains it, computes in this precision."""
+        """Make the forward of ``model``, a wrapped model (DDP, FSDP), compute in this precision."""
 
     def restore_forward(self, model: torch.nn.Module) -> None:
-        """``model.forward`` is what it was before :meth:`patch_forward`."""
+        """Undo :meth:`patch_forward`."""
 
     def follow(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """What has to happen at every update of prepared ``models`` will; called last in ``prepare``."""
+        """Register what has to happen at each update of prepared ``models``; called last in ``prepare``."""
 
     def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:
-        """A context in which operations run in this precision."""
+        """Enter a context in which operations run in this precision."""
         return nullcontext()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradients of ``optimizer`` are in true units; a second call in one window changes nothing."""
+        """Divide the gradients of ``optimizer`` by the loss scale, once per accumulation window."""
         scaler = self.scaler
         if scaler is None or not scaler.is_enabled():
             return
@@ -71,9 +76,144 @@ class Precision(ABC):
 
 @final
 class FullPrecision(Precision):
-    """The model computes in the dtypes that it has."""
+    """The precision of a model that computes in the dtypes that it has."""
 
     @property
     def label(self) -> str:
         """no."""
         return "no"
+
+
+# --------------------------------------------------------------------------------------------------
+# Half-precision outputs converted to float32, so that losses and metrics are computed in full precision
+
+
+class ConvertOutputsToFp32:
+    """A forward whose half-precision outputs are converted to float32."""
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "A forward prepared for mixed precision can't be pickled. Pickle the model itself, after "
+            "`accelerator.unwrap_model(model, keep_fp32_wrapper=False)`."
+        )
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``model_forward`` in a function that converts half-precision outputs to float32."""
+    converter = ConvertOutputsToFp32(model_forward)
+
+    @wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return converter(*args, **kwargs)
+
+    return forward
+
+
+# --------------------------------------------------------------------------------------------------
+# Reports of conversions for low-precision arithmetic
+
+
+@final
+@dataclass(frozen=True)
+class ConvertedModule:
+    """One module of a conversion: its name, its class before and after, and why it was kept, if it was."""
+
+    name: str
+    kind: str
+    became: str
+    reason: str = ""
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether it computes in the low precision now."""
+        return not self.reason
+
+
+@final
+@dataclass(frozen=True)
+class ConversionReport:
+    """The modules of one converted model, in its own order. As text: a table, and how many were converted.
+
+    Args:
+        model: the class of the model.
+        backend: the package that converted it.
+    """
+
+    model: str
+    backend: str
+    modules: tuple[ConvertedModule, ...]
+
+    @property
+    def converted(self) -> tuple[ConvertedModule, ...]:
+        """The modules that compute in the low precision."""
+        return tuple(module for module in self.modules if module.is_converted)
+
+    @property
+    def kept(self) -> tuple[ConvertedModule, ...]:
+        """The modules that compute as before, each with its reason."""
+        return tuple(module for module in self.modules if not module.is_converted)
+
+    @property
+    def summary(self) -> str:
+        """One line: how many modules were converted, and why layers that could have been were not."""
+        reasons = Counter(module.reason for module in self.kept if module.reason not in (OTHER_KIND, HOLDS_OTHERS))
+        kept = "; ".join(f"{count} kept: {reason}" for reason, count in reasons.items())
+        line = f"{self.backend}: {len(self.converted)} of {len(self.modules)} modules of {self.model} converted"
+        return f"{line} ({kept})" if kept else line
+
+    def __str__(self) -> str:
+        width = max((len(module.name) for module in self.modules), default=0)
+        rows = [
+            f"  {module.name:<{width}}  {module.kind}" + (f" -> {module.became}" if module.is_converted else "")
+            + (f"  ({module.reason})" if module.reason else "")
+            for module in self.modules
+        ]  # fmt: skip
+        return "\n".join([self.summary, *rows])
+
+
+OTHER_KIND = "not a kind of layer that is converted"
+HOLDS_OTHERS = "holds other modules"
+
+
+def report_conversion(
+    model: torch.nn.Module,
+    backend: str,
+    convert: Callable[[torch.nn.Module], torch.nn.Module],
+    why_not: Callable[[str, torch.nn.Module], str],
+    is_converted: Callable[[torch.nn.Module], bool],
+) -> tuple[torch.nn.Module, ConversionReport]:
+    """Return ``convert(model)`` and a report of all its modules, from a comparison of before and after.
+
+    Args:
+        why_not: why a module of that name isn't converted; called before the conversion.
+        is_converted: whether a module is one that the backend makes.
+    """
+    before = dict(model.named_modules())
+    kinds = {name: type(module).__name__ for name, module in before.items()}
+    # Asked before: converting changes modules in place, and what a reason looks at with them.
+    reasons = {name: why_not(name, module) for name, module in before.items()}
+    model = convert(model)
+    modules = tuple(_module_reports(model, kinds, reasons, is_converted))
+    return model, ConversionReport(type(model).__name__, backend, modules)
+
+
+def _module_reports(
+    model: torch.nn.Module,
+    kinds: dict[str, str],
+    reasons: dict[str, str],
+    is_converted: Callable[[torch.nn.Module], bool],
+) -> Iterator[ConvertedModule]:
+    for name, module in model.named_modules():
+        became = type(module).__name__
+        kind = kinds.get(name, became)  # a module that converting has added
+        if is_converted(module):
+            yield ConvertedModule(name, kind, became)
+        else:
+            yield ConvertedModule(name, kind, became, reasons.get(name) or OTHER_KIND)

@@ -1,4 +1,4 @@
-"""Settings and a device, as a precision; and the scalers that go with them."""
+"""Choose a precision, and its gradient scaler, from the settings and the device."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from ..devices import available_kind, kind_of
+from ..devices.table import available_kind, kind_of
+from ..distributed.world import World, current_world
 from ..errors import SettingError
-from ..world import World, current_world
-from .autocast import AutocastPrecision
+from .autocast import AutocastPrecision, TruePrecision
 from .base import FullPrecision, Precision
 from .fp8 import Fp8Request, choose_backend, package_of
-from .true import TruePrecision
 
 
 def choose(
@@ -25,10 +24,10 @@ def choose(
     fp8: Fp8Request | None = None,
     parameter_dtype: torch.dtype | None = None,
 ) -> Precision:
-    """The precision that ``label`` (no, fp16, bf16, fp8) means on ``device_type``.
+    """Return the precision for ``label`` (no, fp16, bf16, fp8) on ``device_type``.
 
     Args:
-        shards_over: the processes over which gradients lie in pieces; None where each has them whole.
+        shards_over: the processes over which gradients are sharded; None where each has whole gradients.
         fp8: the backend and recipes of fp8; without them nothing is converted, and only the rest computes in bf16.
         parameter_dtype: what prepared models are made of, parameters and all; it excludes mixed precision.
 
@@ -55,7 +54,7 @@ def choose(
 
 
 def _fp8(request: Fp8Request, device_type: str, handler: Any) -> Precision:
-    """fp8 arithmetic as ``request`` asks, on ``device_type``.
+    """Return the fp8 precision that ``request`` asks for, on ``device_type``.
 
     Raises:
         SettingError: the backend doesn't compute on this device.
@@ -80,7 +79,7 @@ def _fp8(request: Fp8Request, device_type: str, handler: Any) -> Precision:
         recipe = recipe or request.functions("TERecipeKwargs")()
         return TePrecision(device_type, recipe, request.functions, handler=handler)
     from ..plugins.fp8 import MSAMPRecipeKwargs
-    from .fp8_msamp import MsampPrecision
+    from .fp8 import MsampPrecision
 
     return MsampPrecision(device_type, recipe or MSAMPRecipeKwargs(), handler=handler)
 
@@ -99,12 +98,12 @@ def _sharded(world: World, kwargs: dict[str, Any]) -> Any:
 
 
 def make_scaler(device_type: str, **kwargs: Any) -> Any:
-    """A gradient scaler for ``device_type``; the CPU has a real one."""
+    """Make a gradient scaler for ``device_type``; the CPU has a real one."""
     return torch.amp.GradScaler(device_type, **kwargs)
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
-    """A gradient scaler for the device of this process (FSDP1's sharded one for ``distributed_type`` FSDP)."""
+    """Make a gradient scaler for the device of this process (FSDP1's sharded one for ``distributed_type`` FSDP)."""
     if getattr(distributed_type, "value", distributed_type) == "FSDP":
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

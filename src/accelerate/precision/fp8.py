@@ -1,4 +1,4 @@
-"""Which package does fp8 arithmetic, and what the ways of doing it share."""
+"""Choose the package for fp8 arithmetic; the base class of fp8 precisions, and MS-AMP's."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any, Final, final
 
 import torch
 
-from ..errors import MissingDependency, SettingError
+from ..errors import MissingDependency, PreparationError, SettingError
 from ..logging import get_logger
-from ..optional import is_msamp_available, is_torchao_available, is_transformer_engine_available
+from ..optional import is_msamp_available, is_torchao_available, is_transformer_engine_available, require
 from .autocast import Autocasting
-from .conversion import ConversionReport
+from .base import HOLDS_OTHERS, OTHER_KIND, ConversionReport, report_conversion
 
 logger = get_logger(__name__)
 
 #: Looks a converting function up by its documented name.
 Fp8Functions = Callable[[str], Any]
 
-#: The word of the interface, the package, whether it is there: the order in which they are asked.
+#: The interface's name of a backend, its package, whether it is installed; in the order of preference.
 _BACKENDS: Final[tuple[tuple[str, str, Callable[[], bool]], ...]] = (
     ("AO", "torchao", is_torchao_available),
     ("TE", "transformer_engine", is_transformer_engine_available),
@@ -32,7 +32,7 @@ BACKEND_WORDS: Final = tuple(word for word, _, _ in _BACKENDS)
 @final
 @dataclass
 class Fp8Request:
-    """What the user said about fp8.
+    """The user's settings for fp8.
 
     Args:
         backend: AO, TE, MSAMP, or NO for the first one that is installed; ``source`` says where that came from.
@@ -49,7 +49,7 @@ class Fp8Request:
 
 
 def choose_backend(request: Fp8Request) -> str:
-    """AO, TE or MSAMP: of the recipe that was given, else as asked for, else the first that is installed.
+    """Return AO, TE or MSAMP: that of the given recipe, else the one asked for, else the first that is installed.
 
     Raises:
         SettingError: recipes for two backends.
@@ -79,12 +79,14 @@ def choose_backend(request: Fp8Request) -> str:
 
 
 def package_of(backend: str) -> str:
-    """The package that a backend's word stands for."""
+    """Return the package of a backend."""
     return next(package for word, package, _ in _BACKENDS if word == backend)
 
 
 class Fp8Precision(Autocasting, ABC):
-    """Some layers in fp8, everything else under autocast in bf16; keeps a report of every conversion."""
+    """A precision with some layers in fp8, everything else under autocast in bf16; it keeps a report of every
+    conversion.
+    """
 
     def __init__(self, device_type: str, scaler: Any = None, handler: Any = None) -> None:
         super().__init__(torch.bfloat16, device_type, scaler, handler)
@@ -96,7 +98,7 @@ class Fp8Precision(Autocasting, ABC):
         return "fp8"
 
     def record(self, report: ConversionReport) -> None:
-        """``report`` is kept, and the main process has said which modules were converted.
+        """Keep ``report``, and log on the main process which modules were converted.
 
         Aloud where layers stayed for their size, or all of them.
         """
@@ -107,3 +109,60 @@ class Fp8Precision(Autocasting, ABC):
 
 def _has_surprise(report: ConversionReport) -> bool:
     return any("multiple" in module.reason for module in report.kept)
+
+
+# --------------------------------------------------------------------------------------------------
+# fp8 by MS-AMP: weights, gradients and optimizer states in 8-bit floats. The package is no longer developed
+
+
+@final
+class MsampPrecision(Fp8Precision):
+    """The precision fp8 by MS-AMP's layers and optimizer; everything else runs under autocast in bf16, with a gradient
+    scaler.
+
+    Args:
+        recipe: MSAMPRecipeKwargs, or the deprecated FP8RecipeKwargs.
+    """
+
+    backend = "MSAMP"
+
+    def __init__(self, device_type: str, recipe: Any, *, handler: Any = None) -> None:
+        super().__init__(device_type, torch.amp.GradScaler(device_type), handler)
+        self._level: str = recipe.opt_level
+
+    def convert_together(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple[Sequence[torch.nn.Module], Sequence[torch.optim.Optimizer]]:
+        """Convert the model and its optimizer by MS-AMP, and move the model to its device.
+
+        Raises:
+            PreparationError: not one model and one optimizer, which MS-AMP makes at once.
+        """
+        if not models and not optimizers:
+            return models, optimizers
+        if len(models) != 1 or len(optimizers) != 1:
+            raise PreparationError(
+                f"prepare() got {len(models)} models and {len(optimizers)} optimizers. With fp8 by MS-AMP, give it one "
+                "model and its optimizer together: MS-AMP makes both at once. For several models, use torchao "
+                "(AORecipeKwargs())."
+            )
+        msamp: Any = require("msamp", purpose="fp8 by MS-AMP")
+        made: list[torch.optim.Optimizer] = []
+
+        def convert(model: torch.nn.Module) -> torch.nn.Module:
+            model, optimizer = msamp.initialize(model.to(self._device_type), optimizers[0], opt_level=self._level)
+            made.append(optimizer)
+            return model
+
+        model, report = report_conversion(models[0], "fp8 by MS-AMP", convert, _why_stays, _is_converted)
+        self.record(report)
+        return [model], made
+
+
+def _is_converted(module: torch.nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "msamp"
+
+
+def _why_stays(name: str, module: torch.nn.Module) -> str:
+    del name
+    return HOLDS_OTHERS if next(module.children(), None) is not None else OTHER_KIND

@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 from ..optional import require, torchao_required
-from .conversion import HOLDS_OTHERS, OTHER_KIND, report_conversion
+from .base import HOLDS_OTHERS, OTHER_KIND, report_conversion
 from .fp8 import Fp8Functions, Fp8Precision
 
 #: The products of 8-bit matrices come in blocks of this size.
@@ -21,23 +21,25 @@ ModuleFilter = Callable[[torch.nn.Module, str], bool]
 
 
 def find_first_last_linear_layers(model: torch.nn.Module) -> tuple[str | None, str | None]:
-    """The names of the first and the last linear layer of ``model``; None where it has none."""
+    """Return the names of the first and the last linear layer of ``model``; None where it has none."""
     names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: torch.nn.Module, fqn: str, layers_to_filter: Sequence[str | None]) -> bool:
-    """Whether ``module``, called ``fqn``, is a linear layer that torchao converts and none of ``layers_to_filter``."""
+    """Return whether ``module``, called ``fqn``, is a linear layer that torchao converts and none of
+    ``layers_to_filter``.
+    """
     return not why_kept(fqn, module, layers_to_filter)
 
 
 def filter_first_and_last_linear_layers(module: torch.nn.Module, fqn: str) -> bool:
-    """Whether the layer ``fqn`` is converted, where ``module`` is the model whose first and last layer stay."""
+    """Return whether the layer ``fqn`` is converted, where ``module`` is the model whose first and last layer stay."""
     return filter_linear_layers(module, fqn, layers_to_filter=find_first_last_linear_layers(module))
 
 
 def why_kept(name: str, module: torch.nn.Module, layers_to_filter: Sequence[str | None]) -> str:
-    """Why torchao doesn't convert ``module``; empty where it does."""
+    """Return why torchao doesn't convert ``module``; empty where it does."""
     if not isinstance(module, torch.nn.Linear):
         return HOLDS_OTHERS if next(module.children(), None) is not None else OTHER_KIND
     if name in layers_to_filter:
@@ -50,7 +52,7 @@ def why_kept(name: str, module: torch.nn.Module, layers_to_filter: Sequence[str 
 def convert_model_to_fp8_ao(
     model: torch.nn.Module, config: Any = None, module_filter_func: ModuleFilter | None = None
 ) -> torch.nn.Module:
-    """``model`` with linear layers that compute in fp8, in the place of the old ones.
+    """Replace linear layers of ``model`` by ones that compute in fp8.
 
     Args:
         config: a ``torchao.float8.Float8LinearConfig``.
@@ -66,7 +68,7 @@ def convert_model_to_fp8_ao(
 
 @torchao_required
 def has_ao_layers(model: torch.nn.Module) -> bool:
-    """Whether ``model`` has linear layers that torchao converted."""
+    """Return whether ``model`` has linear layers that torchao converted."""
     return any(map(_is_converted, model.modules()))
 
 
@@ -77,7 +79,7 @@ def _is_converted(module: torch.nn.Module) -> bool:
 
 @final
 class AoPrecision(Fp8Precision):
-    """Linear layers in fp8 by torchao, everything else under autocast in bf16.
+    """The precision fp8 by torchao's linear layers; everything else runs under autocast in bf16.
 
     Args:
         recipe: AORecipeKwargs.
@@ -100,7 +102,7 @@ class AoPrecision(Fp8Precision):
         self._functions = functions
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """``model`` with Float8Linear in place of linear layers; one that has them already stays."""
+        """Replace linear layers of ``model`` by Float8Linear, unless it has some already."""
         if has_ao_layers(model):
             return model
         convert = partial(
@@ -119,7 +121,7 @@ class AoPrecision(Fp8Precision):
         return "left out by module_filter_func"
 
     def patch_wrapped(self, model: torch.nn.Module) -> None:
-        """Where processes can't send 8-bit floats (gloo), sharded parameters are gathered as bytes."""
+        """Gather sharded parameters as bytes where the backend can't send 8-bit floats (gloo)."""
         if not self.config.enable_fsdp_float8_all_gather or self._device_type != torch.device("cpu").type:
             return
         for module in model.modules():
@@ -128,7 +130,7 @@ class AoPrecision(Fp8Precision):
                 choose(_ByteGather())
 
     def follow(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """After every update the scales of sharded weights are computed at once, not layer by layer in the forward."""
+        """Compute the scales of all sharded weights at once after each update, not layer by layer in the forward."""
         if not self.config.enable_fsdp_float8_all_gather:
             return
         for model in models:
@@ -140,16 +142,18 @@ class AoPrecision(Fp8Precision):
 
 @final
 class _ByteGather:
-    """torch's all-gather of a sharded unit, which sends bytes."""
+    """A custom all-gather for FSDP that sends bytes."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An empty tensor to gather into."""
+        """Return an empty tensor to gather into."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        """The output holds the pieces of all ranks (at once, or when the work that is handed back is done)."""
+        """All-gather ``input_tensor`` of all ranks into ``output_tensor`` (with ``async_op``, return the work to wait
+        for).
+        """
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         return gather(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group=group, async_op=async_op)
 

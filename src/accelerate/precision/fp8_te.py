@@ -1,4 +1,4 @@
-"""fp8 by Transformer Engine: its own layers in place of torch's, and a context that scales what they multiply."""
+"""fp8 by Transformer Engine: its own layers in place of torch's, and a context that scales their operands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..optional import installed_version, is_transformer_engine_mxfp8_available,
 from ..plugins.fp8 import FP8RecipeKwargs, TERecipeKwargs
 from ..settings.fp8 import TeOptions
 from ..settings.option import options_of
-from .conversion import HOLDS_OTHERS, OTHER_KIND, report_conversion
+from .base import HOLDS_OTHERS, OTHER_KIND, report_conversion
 from .fp8 import Fp8Functions, Fp8Precision
 
 #: The layers, and the recipes: NVIDIA's package, and Intel's with the same interface.
@@ -29,7 +29,7 @@ MULTIPLE = 16
 
 
 def _engine() -> tuple[Any, Any]:
-    """The module of the layers, and that of the recipes.
+    """Return the module of the layers, and that of the recipes.
 
     Raises:
         MissingDependency: Transformer Engine isn't installed, or can't be imported.
@@ -46,7 +46,7 @@ def _engine() -> tuple[Any, Any]:
 def convert_model(
     model: torch.nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
 ) -> None:
-    """The layers inside ``model`` are Transformer Engine's, with the weights that they had; or torch's again.
+    """Replace the layers inside ``model`` by Transformer Engine's with the same weights; or back by torch's.
 
     Linear layers whose sizes aren't multiples of 16 stay, and so do layers that share a weight.
     """
@@ -56,25 +56,25 @@ def convert_model(
         for name, child in list(parent.named_children()):
             if shared.intersection(map(id, child.parameters(recurse=False))):
                 continue
-            twin = _twin(child, layers, to_transformer_engine, _convert_linear, _convert_ln)
-            if twin is None:
+            new_layer = _replacement(child, layers, to_transformer_engine, _convert_linear, _convert_ln)
+            if new_layer is None:
                 continue
             with torch.no_grad():
                 for key, parameter in child.named_parameters(recurse=False):
-                    twin.get_parameter(key).copy_(parameter).requires_grad_(parameter.requires_grad)
-            setattr(parent, name, twin.train(child.training))
+                    new_layer.get_parameter(key).copy_(parameter).requires_grad_(parameter.requires_grad)
+            setattr(parent, name, new_layer.train(child.training))
 
 
 def _shared(model: torch.nn.Module) -> set[int]:
-    """The identities of the parameters that ``model`` has in several places: a copy would no longer be tied."""
+    """Return the ids of the parameters that ``model`` has in several places: a copy would no longer be tied."""
     counts = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return {key for key, count in counts.items() if count > 1}
 
 
-def _twin(
+def _replacement(
     module: torch.nn.Module, layers: Any, forth: bool, convert_linear: bool, convert_norm: bool
 ) -> torch.nn.Module | None:
-    """A new layer of the other package on the same device, in the same dtype; None for what isn't converted."""
+    """Return a new layer of the other package on the same device, in the same dtype; None for one that stays."""
     linear, other_linear = (torch.nn.Linear, layers.Linear) if forth else (layers.Linear, torch.nn.Linear)
     norm, other_norm = (torch.nn.LayerNorm, layers.LayerNorm) if forth else (layers.LayerNorm, torch.nn.LayerNorm)
     found: Any = module  # two packages' layers with the same attributes
@@ -116,7 +116,7 @@ def _why_stays(shared: set[int], name: str, module: torch.nn.Module) -> str:
 
 
 def has_transformer_engine_layers(model: torch.nn.Module) -> bool:
-    """Whether some layer of ``model`` is Transformer Engine's.
+    """Return whether some layer of ``model`` is Transformer Engine's.
 
     Raises:
         MissingDependency: Transformer Engine isn't installed.
@@ -133,7 +133,7 @@ def _is_converted(module: torch.nn.Module) -> bool:
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """``model_forward`` in fp8 while its model trains; ``use_during_eval``: while it is evaluated too."""
+    """Wrap ``model_forward`` to run in fp8 while its model trains; with ``use_during_eval``, in evaluation too."""
     layers, _ = _engine()
     is_method = isinstance(model_forward, MethodType)
     function = model_forward.__func__ if is_method else model_forward
@@ -150,7 +150,7 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: torch.nn.Module, fp8_recipe_handler: Any) -> torch.nn.Module:
-    """``model``, whose forward runs in fp8 as TERecipeKwargs say.
+    """Make the forward of ``model`` run in fp8 as TERecipeKwargs say.
 
     Raises:
         SettingError: block scaling on hardware without it, or with options that only delayed scaling has.
@@ -161,7 +161,7 @@ def apply_fp8_autowrap(model: torch.nn.Module, fp8_recipe_handler: Any) -> torch
 
 
 def _recipe(handler: Any) -> tuple[Any, bool]:
-    """The package's recipe, and whether it holds in evaluation too."""
+    """Return the package's recipe, and whether it holds in evaluation too."""
     if isinstance(handler, FP8RecipeKwargs):  # the deprecated recipe, which is MS-AMP's too
         handler = TERecipeKwargs(**{option.name: getattr(handler, option.name) for option in options_of(TeOptions)})
     options = {} if handler is None else dict(handler.to_kwargs())
@@ -186,7 +186,7 @@ def _recipe(handler: Any) -> tuple[Any, bool]:
 
 
 def _built(kind: Any, options: dict[str, Any]) -> Any:
-    """The recipe, of options that this version of the package still knows."""
+    """Make the recipe, after a check that this version of the package knows all options."""
     known = inspect.signature(kind).parameters
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -199,7 +199,7 @@ def _built(kind: Any, options: dict[str, Any]) -> Any:
 
 @final
 class TePrecision(Fp8Precision):
-    """Transformer Engine's layers in fp8, everything else under autocast in bf16.
+    """The precision fp8 by Transformer Engine's layers; everything else runs under autocast in bf16.
 
     Args:
         recipe: TERecipeKwargs, or the deprecated FP8RecipeKwargs.
@@ -210,14 +210,14 @@ class TePrecision(Fp8Precision):
 
     def __init__(self, device_type: str, recipe: Any, functions: Fp8Functions, *, handler: Any = None) -> None:
         super().__init__(device_type, handler=handler)
-        _recipe(recipe)  # what is wrong with it is said at once
+        _recipe(recipe)  # raises at once if something is wrong with it
         self._recipe = recipe
         self._functions = functions
 
     def convert_together(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> tuple[Sequence[torch.nn.Module], Sequence[torch.optim.Optimizer]]:
-        """Raises unless models that train come with an optimizer: the layers get new parameters."""
+        """Raise unless models that train come with an optimizer: the layers get new parameters."""
         fresh = [model for model in models if not has_transformer_engine_layers(model)]
         training = any(parameter.requires_grad for model in fresh for parameter in model.parameters())
         if training != bool(optimizers) and (fresh or not models):
@@ -230,7 +230,7 @@ class TePrecision(Fp8Precision):
         return models, optimizers
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """``model`` with Transformer Engine's layers; one that has some already stays."""
+        """Replace layers of ``model`` by Transformer Engine's, unless it has some already."""
         if has_transformer_engine_layers(model):
             return model
         convert = partial(_converted_in_place, self._functions("convert_model"))
@@ -240,7 +240,7 @@ class TePrecision(Fp8Precision):
         return model
 
     def patch_wrapped(self, model: torch.nn.Module) -> None:
-        """The outermost forward is inside Transformer Engine's context, also that of DDP and FSDP."""
+        """Run the outermost forward, also that of DDP and FSDP, in Transformer Engine's context."""
         if not getattr(model.forward, "_is_fp8", False):
             self._functions("apply_fp8_autowrap")(model, self._recipe)
 

@@ -1,4 +1,4 @@
-"""Loss scaling where gradients lie in pieces: an overflow on one rank is one on all."""
+"""Loss scaling of sharded gradients: an overflow on one rank is one on all."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..torch_private.optim import unscale_each
-from ..world import World
+from ..distributed.world import World
+from ..torch_private.modules import unscale_each
 
 
 @final
 class ShardedScaler(torch.amp.GradScaler):
-    """A gradient scaler that unscales each rank's own pieces, and steps or skips on all ranks alike."""
+    """A gradient scaler that unscales each rank's own shards, and steps or skips on all ranks alike."""
 
     def __init__(self, world: World, **kwargs: Any) -> None:
         super().__init__(world.device.type, **kwargs)

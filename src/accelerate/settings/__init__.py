@@ -1,1 +1,1 @@
-"""What the user asked for: options, each declared once, from arguments, flags, file and environment."""
+"""Settings of a run: options, each declared once, from arguments, flags, configuration file and environment."""

@@ -1,36 +1,36 @@
-"""All that values can contradict each other about; each refusal names values, sources and a way out."""
+"""Checks for contradictions between settings; each error names the values, their sources and a fix."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Final
 
-from accelerate.errors import SettingError
-from accelerate.settings.fsdp import FsdpOptions
-from accelerate.settings.option import nearest
-from accelerate.settings.parallelism import ATTENTION_KINDS
-from accelerate.settings.tree import Settings
+from ..errors import SettingError
+from .fsdp import FsdpOptions
+from .option import nearest
+from .parallelism import ATTENTION_KINDS
+from .tree import Settings
 
 RENDEZVOUS: Final = ("static", "c10d", "etcd", "etcd-v2")
-#: Launchers that find the machines, and so their meeting place, themselves.
-KNOW_THEIR_HOSTS: Final = ("mpirun", "slurm", "kubernetes", "ray")
+#: Launchers that find the machines, and so the rendezvous address, themselves.
+LAUNCHERS_WITH_RENDEZVOUS: Final = ("mpirun", "slurm", "kubernetes", "ray")
 
 
 def check(settings: Settings) -> None:
-    """The settings hold together. Raises SettingError."""
+    """Raise SettingError where settings contradict each other."""
     for one in _CHECKS:
         one(settings)
 
 
 def check_launchable(settings: Settings, *, has_allocation: bool = False) -> None:
-    """The settings are complete enough to start processes. Raises SettingError.
+    """Raise SettingError unless the settings are complete enough to start processes.
 
-    In the allocation of a scheduler the machines are known, and with them the meeting place.
+    In the allocation of a scheduler the machines are known, and with them the rendezvous address.
     """
     launch = settings.launch
     by_list = settings.mpi.mpirun_hostfile or settings.deepspeed_launch.deepspeed_hostfile
     by_engine = (
-        settings.cluster.launcher in KNOW_THEIR_HOSTS
+        settings.cluster.launcher in LAUNCHERS_WITH_RENDEZVOUS
         or (has_allocation and settings.cluster.launcher is None and launch.main_process_ip is None)
         or settings.sagemaker
         or settings.tpu.tpu_use_cluster
@@ -39,7 +39,7 @@ def check_launchable(settings: Settings, *, has_allocation: bool = False) -> Non
         for name in ("main_process_ip", "main_process_port"):
             if getattr(launch, name) is None:
                 raise SettingError(
-                    f"{settings.quote('launch.num_machines')} needs `{name}`: the machines meet at the "
+                    f"{settings.quote('launch.num_machines')} needs `{name}`: the machines rendezvous at the "
                     "address and "
                     f"port of machine 0. Give `--{name}`, or set `{name}` in the configuration file."
                 )
@@ -54,7 +54,7 @@ def check_launchable(settings: Settings, *, has_allocation: bool = False) -> Non
 
 
 def check_world(settings: Settings, world_size: int) -> None:
-    """The degrees of parallelism multiply to the number of processes. Raises SettingError."""
+    """Raise SettingError unless the degrees of parallelism multiply to the number of processes."""
     parallelism = settings.parallelism
     if parallelism is None:
         return
@@ -79,7 +79,7 @@ def check_world(settings: Settings, world_size: int) -> None:
 
 
 def _check_hardware(settings: Settings) -> None:
-    """At most one answer to the question what the processes run on."""
+    """Refuse more than one kind of hardware for the processes."""
     asked = [
         address
         for address in ("run.use_cpu", "launch.multi_gpu", "launch.use_tpu")
@@ -91,7 +91,7 @@ def _check_hardware(settings: Settings) -> None:
         raise SettingError(f"{quoted} exclude each other. Keep one of `--cpu`, `--multi_gpu` and `--tpu`.")
     if not asked or settings.source_of(asked[0]).kind != "flag":
         return
-    # FSDP runs on CPU processes too, and Megatron-LM on what multi_gpu means.
+    # FSDP runs on CPU processes too, and Megatron-LM on the devices of multi_gpu
     together = {("run.use_cpu", "use_fsdp"), ("launch.multi_gpu", "use_megatron_lm")}
     for engine in ("use_deepspeed", "use_fsdp", "use_megatron_lm"):
         is_asked = settings.source_of(f"paradigm.{engine}").kind == "flag"
@@ -182,7 +182,7 @@ def _check_launcher(settings: Settings) -> None:
 
 
 def _check_cluster(settings: Settings) -> None:
-    """Flags of one cluster's engine are a mistake where another one starts the run."""
+    """Refuse flags of one cluster's engine where another one starts the run."""
     for group in ("slurm", "kubernetes", "ray"):
         given = [
             name for name, source in settings.sources.items() if source.kind == "flag" and name.startswith(f"{group}.")
@@ -210,7 +210,7 @@ def _check_fsdp(settings: Settings) -> None:
     if fsdp.activation_checkpointing_offload and not fsdp.activation_checkpointing:
         raise SettingError(
             f"{settings.quote('fsdp.activation_checkpointing_offload')} needs "
-            "`fsdp_activation_checkpointing`: it says "
+            "`fsdp_activation_checkpointing`: it sets "
             "where checkpointed inputs are kept. Turn both on."
         )
 
@@ -224,7 +224,7 @@ def _check_fsdp2(settings: Settings, fsdp: FsdpOptions, version: str) -> None:
     if fsdp.reshard_after_forward is not None and not isinstance(fsdp.reshard_after_forward, bool):
         meant = "true" if fsdp.reshard_after_forward in ("FULL_SHARD", "HYBRID_SHARD") else "false"
         raise SettingError(
-            f"{settings.quote('fsdp.reshard_after_forward')} is a word of version 1, but there is {version}. "
+            f"{settings.quote('fsdp.reshard_after_forward')} is a value of version 1, but there is {version}. "
             f"Give true or false; {fsdp.reshard_after_forward} is {meant}."
         )
 
@@ -278,7 +278,7 @@ def _check_parallelism(settings: Settings) -> None:
 
 
 def _check_parallelism_engine(settings: Settings) -> None:
-    """Launched parallelism needs an engine that knows about meshes."""
+    """Refuse launched parallelism with an engine that has no device mesh."""
     asked = settings.quote("paradigm.use_parallelism_config")
     if settings.deepspeed is not None:
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.settings.option import OptionGroup, option
+from .option import OptionGroup, option
 
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 DEEPSPEED_MULTINODE_LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
@@ -15,7 +15,7 @@ DEEPSPEED_MULTINODE_LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpic
 class DeepSpeedOptions(
     OptionGroup, title="DeepSpeed", env="ACCELERATE_DEEPSPEED_", section="deepspeed_config", key="", flag=""
 ):
-    """What the DeepSpeed engine does; "auto" is filled in from the objects that are prepared."""
+    """Options of the DeepSpeed engine; "auto" is filled in from the objects that are prepared."""
 
     hf_ds_config: Any = option(
         None,
@@ -112,7 +112,7 @@ class DeepSpeedOptions(
 
 @dataclass
 class DeepSpeedLaunchOptions(OptionGroup, title="DeepSpeed", section="deepspeed_config", key="", flag=""):
-    """How DeepSpeed's own launcher reaches several machines."""
+    """Options of DeepSpeed's own launcher for several machines."""
 
     deepspeed_hostfile: str | None = option(
         None,

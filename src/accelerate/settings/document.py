@@ -1,4 +1,4 @@
-"""The text of a configuration file -> values of options, each with its line. Files of every age are read."""
+"""Reading configuration files of all releases: values of options, each with its line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
-from accelerate.errors import SettingError
-from accelerate.settings.option import OptionInfo, Source, nearest, options_of, truth
-from accelerate.settings.tree import GROUPS, Layer
+from ..errors import SettingError
+from .option import OptionInfo, Source, nearest, options_of, parse_bool
+from .tree import GROUPS, Layer
 
-#: Keys that older releases wrote and that have no effect any more: key -> what takes its place.
+#: Keys that older releases wrote and that have no effect any more, each with its replacement.
 OLD_KEYS: Final[dict[str, str]] = {
     "use_mps_device": "an Apple device is found by itself",
     "use_xpu": "an Intel device is found by itself",
@@ -21,29 +21,29 @@ OLD_KEYS: Final[dict[str, str]] = {
     "mpirun_config.mpirun_ccl": "the backend is gloo or MPI",
     "tp_config": "tensor parallelism is `parallelism_config_tp_size` in `parallelism_config`",
 }
-#: The section whose unknown keys are kept, because another program knows them.
+#: The section whose unknown keys are kept, because they are DeepSpeed's.
 FOREIGN_SECTION: Final = "deepspeed_config"
-#: Where a layer keeps those keys.
+#: The entry of a layer that holds those keys.
 FOREIGN: Final = "foreign"
-#: Where a layer keeps what to say about keys without effect.
-REMARKS: Final = "remarks"
+#: The entry of a layer that holds the warnings about keys without effect.
+WARNINGS: Final = "remarks"
 
 
 class ConfigFileNotFound(SettingError, FileNotFoundError):
-    """No configuration file lies where one was named."""
+    """The error that there is no configuration file at the given path."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a file, with its value (for a section: its entries) and its place, "path:line"."""
+    """One key of a file, with its value (for a section: its entries) and its location, "path:line"."""
 
     key: str
     value: Any
-    place: str
+    location: str
 
 
 def read_layer(path: str | Path) -> Layer:
-    """What a configuration file gives, each value with its line. Raises SettingError with file and line."""
+    """Read a configuration file as a layer, each value with its line. Raises SettingError with file and line."""
     return layer_of(read_entries(path), str(path))
 
 
@@ -57,25 +57,25 @@ def read_whole_layer(path: str | Path) -> Layer:
     layer = layer_of(entries, str(path))
     if not any(address.endswith(".distributed_type") for address in layer):
         raise SettingError(
-            f"{entries[-1].place}: the configuration ends here without `distributed_type`, which each has to have: was "
-            "it cut off? Add it, such as `distributed_type: 'NO'`, or write the file anew with `accelerate config`."
+            f"{entries[-1].location}: the configuration ends here without `distributed_type`, which each has to have: "
+            "was it cut off? Add it, such as `distributed_type: 'NO'`, or write the file anew with `accelerate config`."
         )
     return layer
 
 
 def layer_of_mapping(document: Mapping[str, Any], where: str) -> Layer:
-    """What the content of a configuration file gives, when it isn't in a file (yet)."""
+    """Convert the content of a configuration file that isn't in a file (yet) to a layer."""
     return layer_of(_mapping_entries(document, lambda _: where), where)
 
 
 def layer_of(entries: list[Entry], where: str) -> Layer:
-    """What the keys of one file give, by "group.option"."""
+    """Convert the keys of one file to a layer, by "group.option"."""
     is_sagemaker = any(entry.key == "compute_environment" and entry.value == "AMAZON_SAGEMAKER" for entry in entries)
     return _Reader(where, is_sagemaker).layer(entries)
 
 
 def read_entries(path: str | Path) -> list[Entry]:
-    """The keys of a configuration file, in order."""
+    """Read the keys of a configuration file, in order."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -96,32 +96,32 @@ def read_entries(path: str | Path) -> list[Entry]:
 
 
 def options_with_groups() -> Iterator[tuple[str, OptionInfo]]:
-    """Every option of every group, with the group's name."""
+    """Yield all options of all groups, with the group's name."""
     for group, cls in GROUPS.items():
         for option in options_of(cls):
             yield group, option
 
 
-def bare(value: Any) -> Any:
-    """The value without the places of its keys."""
+def without_locations(value: Any) -> Any:
+    """Return the value as plain dicts and lists, without the locations of its keys."""
     if isinstance(value, list):
         items = cast("list[Any]", value)
         if items and all(isinstance(item, Entry) for item in items):
-            return {item.key: bare(item.value) for item in items}
-        return [bare(item) for item in items]
+            return {item.key: without_locations(item.value) for item in items}
+        return [without_locations(item) for item in items]
     return value
 
 
-# Keys to options
+# ------------------------------------------------------------------------------------------------ keys to options
 
 
 class _Reader:
-    """Turns the entries of one file into values of options."""
+    """A converter of the entries of one file to values of options."""
 
     def __init__(self, where: str, is_sagemaker: bool) -> None:
         self.where = where
         self.known: dict[str | None, dict[str, tuple[str, OptionInfo]]] = {None: {}}
-        # In the file of a SageMaker job, keys that both kinds of file have are the job's.
+        # in the file of a SageMaker job, keys that both kinds of file have are the job's
         rows = sorted(options_with_groups(), key=lambda row: row[0] != "sagemaker")
         for group, option in rows:
             if option.key is None or (group == "sagemaker" and not is_sagemaker):
@@ -132,28 +132,28 @@ class _Reader:
         self.known[None].setdefault("dynamo_backend", self.known["dynamo_config"]["dynamo_backend"])
 
     def layer(self, entries: Iterable[Entry]) -> Layer:
-        """Every value of the file, by "group.option"."""
+        """Return all values of the file, by "group.option"."""
         values: dict[str, tuple[Any, Source]] = {}
         foreign: dict[str, Any] = {}
         deepspeed: list[str] = []
-        idle: list[str] = []
+        unused: list[str] = []
         for entry in entries:
             if entry.key == "fp16":
                 self._read_fp16(entry, values)
             elif entry.key in OLD_KEYS:
-                idle.append(f"`{entry.key}` ({entry.place}): {OLD_KEYS[entry.key]}")
+                unused.append(f"`{entry.key}` ({entry.location}): {OLD_KEYS[entry.key]}")
             elif entry.key in self.known:
                 for inner in _section(entry):
                     if self._take(inner, entry.key, values):
                         deepspeed += [inner.key] if entry.key == FOREIGN_SECTION else []
                         continue
-                    idle += self._remark(inner, entry.key)
+                    unused += self._warnings_of(inner, entry.key)
                     if entry.key == FOREIGN_SECTION:
-                        foreign[inner.key] = bare(inner.value)
+                        foreign[inner.key] = without_locations(inner.value)
             else:
                 self._take(entry, None, values)
-        if idle:
-            values[REMARKS] = (idle, Source("file", self.where))
+        if unused:
+            values[WARNINGS] = (unused, Source("file", self.where))
         if foreign:
             values[FOREIGN] = (foreign, Source("file", self.where))
         if deepspeed:
@@ -166,58 +166,60 @@ class _Reader:
         if found is None:
             if section is not None:
                 return False
-            raise self._unknown(entry)
+            raise self._unknown_key_error(entry)
         group, option = found
-        source = Source("file", entry.place)
-        value = option.read(bare(entry.value), source)
+        source = Source("file", entry.location)
+        value = option.read(without_locations(entry.value), source)
         if value is not None and not (isinstance(value, (list, dict)) and not value):
             values[f"{group}.{option.name}"] = (value, source)
         return True
 
     def _read_fp16(self, entry: Entry, values: dict[str, tuple[Any, Source]]) -> None:
-        """`fp16: true` is how old files ask for mixed precision."""
+        """Read `fp16: true`, with which old files ask for mixed precision."""
         try:
-            wanted = truth(entry.value)
+            wanted = parse_bool(entry.value)
         except ValueError:
-            raise SettingError(f"{entry.place}: `fp16` has to be true or false, not {bare(entry.value)!r}.") from None
-        values.setdefault("run.mixed_precision", ("fp16" if wanted else "no", Source("file", entry.place)))
+            raise SettingError(
+                f"{entry.location}: `fp16` has to be true or false, not {without_locations(entry.value)!r}."
+            ) from None
+        values.setdefault("run.mixed_precision", ("fp16" if wanted else "no", Source("file", entry.location)))
 
-    def _remark(self, entry: Entry, section: str) -> list[str]:
-        """What to say about a section's key that no option has; [] where another program may know it.
+    def _warnings_of(self, entry: Entry, section: str) -> list[str]:
+        """Explain a section's key that no option has; return [] where another program may know it.
 
         Sections of all releases hold such keys, and the launches went on.
         """
         name = f"{section}.{entry.key}"
         if name in OLD_KEYS:
-            return [f"`{name}` ({entry.place}): {OLD_KEYS[name]}"]
+            return [f"`{name}` ({entry.location}): {OLD_KEYS[name]}"]
         near = nearest(entry.key, self.known[section], cutoff=0.85 if section == FOREIGN_SECTION else 0.6)
         if section == FOREIGN_SECTION and near is None:
             return []
         hint = self._elsewhere(entry.key, section) or (f"did you mean `{near}`?" if near else "no option has this name")
-        return [f"`{name}` ({entry.place}): {hint}"]
+        return [f"`{name}` ({entry.location}): {hint}"]
 
     def _elsewhere(self, key: str, section: str | None) -> str:
         owners = (name for name, keys in self.known.items() if name and name != section and key in keys)
         owner = next(owners, None)
         return f"it belongs into the section `{owner}`" if owner else ""
 
-    def _unknown(self, entry: Entry) -> SettingError:
-        """The refusal of a top-level key: no release wrote it."""
+    def _unknown_key_error(self, entry: Entry) -> SettingError:
+        """Return the error for an unknown top-level key, which no release wrote."""
         sections = [name for name in self.known if name is not None]
-        # All sections end alike: that alone makes them no likely meaning.
+        # all sections end alike, which alone doesn't make one the likely meaning
         cutoff = 0.8 if entry.key.endswith("_config") else 0.6
         near = nearest(entry.key, [*self.known[None], *sections], cutoff=cutoff)
         hint = self._elsewhere(entry.key, None) or (f"did you mean `{near}`?" if near else "")
         hint = f" {hint[0].upper()}{hint[1:].removesuffix('?')}{'?' if hint.endswith('?') else '.'}" if hint else ""
         keys = {option.key for _, option in self.known[None].values() if option.key}
         return SettingError(
-            f"{entry.place}: unknown key `{entry.key}`.{hint} Correct or remove it; a newer version of accelerate may "
-            f"know it. Known keys at the top level: {', '.join(sorted(keys.union(sections)))}."
+            f"{entry.location}: unknown key `{entry.key}`.{hint} Correct or remove it; a newer version of accelerate "
+            f"may know it. Known keys at the top level: {', '.join(sorted(keys.union(sections)))}."
         )
 
 
 def _spellings(group: str, option: OptionInfo) -> list[str]:
-    """The key, its older spellings, and each without and with the prefix of its section."""
+    """Return the key, its older spellings, and each without and with the prefix of its section."""
     assert option.key is not None
     keys = [option.key, *option.key_aliases]
     prefix = "fp8_" if option.section == "fp8_config" else GROUPS[group].option_group.key
@@ -234,15 +236,16 @@ def _section(entry: Entry) -> list[Entry]:
     if all(isinstance(one, Entry) for one in inner):
         return inner
     raise SettingError(
-        f"{entry.place}: `{entry.key}` has to be a section of keys and values, not {bare(cast('object', value))!r}."
+        f"{entry.location}: `{entry.key}` has to be a section of keys and values, not "
+        f"{without_locations(cast('object', value))!r}."
     )
 
 
-# Text to entries
+# ------------------------------------------------------------------------------------------------ text to entries
 
 
 def _entries(path: Path, text: str) -> list[Entry]:
-    """The keys of the file in order. Raises SettingError when it isn't a file of keys and values."""
+    """Return the keys of the file in order. Raises SettingError when it isn't a file of keys and values."""
     if text.lstrip().startswith("{"):
         try:
             document = cast("dict[str, Any]", json.loads(text))
@@ -255,17 +258,17 @@ def _entries(path: Path, text: str) -> list[Entry]:
     return _yaml_entries(path, text)
 
 
-def _mapping_entries(document: Mapping[str, Any], place: Callable[[str], str]) -> list[Entry]:
+def _mapping_entries(document: Mapping[str, Any], location: Callable[[str], str]) -> list[Entry]:
     entries: list[Entry] = []
     for key, value in document.items():
         if isinstance(value, Mapping):
-            value = _mapping_entries(cast("Mapping[str, Any]", value), place) or None
-        entries.append(Entry(str(key), value, place(str(key))))
+            value = _mapping_entries(cast("Mapping[str, Any]", value), location) or None
+        entries.append(Entry(str(key), value, location(str(key))))
     return entries
 
 
 def _line_of(key: str, lines: list[str]) -> int:
-    """The first line that holds the key of a JSON document."""
+    """Return the number of the first line that holds the key of a JSON document."""
     quoted = json.dumps(key)
     return next((number for number, line in enumerate(lines, start=1) if quoted in line), 1)
 
@@ -287,12 +290,12 @@ def _yaml_entries(path: Path, text: str) -> list[Entry]:
         raise SettingError(f"{path}{line}: this is not YAML: {getattr(error, 'problem', error)}.") from error
     last = _last_of(entries)
     if last is not None and last.value is None and not text.endswith("\n"):
-        raise SettingError(f"{last.place}: the configuration file was cut off after `{last.key}:`.")
+        raise SettingError(f"{last.location}: the configuration file was cut off after `{last.key}:`.")
     return entries
 
 
 def _last_of(entries: Any) -> Entry | None:
-    """The entry that the text ends with, in whichever section."""
+    """Return the entry that the text ends with, in whichever section."""
     if not isinstance(entries, list) or not entries or not isinstance(entries[-1], Entry):
         return None
     return _last_of(entries[-1].value) or entries[-1]
@@ -301,11 +304,11 @@ def _last_of(entries: Any) -> Entry | None:
 def _node_entries(path: Path, loader: Any, node: Any) -> list[Entry]:
     entries: dict[str, Entry] = {}
     for key_node, value_node in node.value:
-        key, place = str(loader.construct_object(key_node)), f"{path}:{key_node.start_mark.line + 1}"
+        key, location = str(loader.construct_object(key_node)), f"{path}:{key_node.start_mark.line + 1}"
         if key in entries:
-            raise SettingError(f"{place}: `{key}` stands here a second time (the first is {entries[key].place}).")
+            raise SettingError(f"{location}: `{key}` stands here a second time (the first is {entries[key].location}).")
         if value_node.id == "mapping":
-            entries[key] = Entry(key, _node_entries(path, loader, value_node) or None, place)
+            entries[key] = Entry(key, _node_entries(path, loader, value_node) or None, location)
         else:
-            entries[key] = Entry(key, loader.construct_object(value_node, deep=True), place)
+            entries[key] = Entry(key, loader.construct_object(value_node, deep=True), location)
     return list(entries.values())

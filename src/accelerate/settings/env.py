@@ -1,4 +1,4 @@
-"""The only file that touches `os.environ` for settings: read, decode, encode, publish.
+"""The only module that reads and writes `os.environ` for settings.
 
 The documented variable names are the wire format between the launcher and its workers, and other libraries
 read and write them in-process; there is no second channel.
@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar, cast
 
-from accelerate.errors import SettingError
-from accelerate.settings.option import OptionGroup, OptionInfo, Source, options_of, truth
+from ..errors import SettingError
+from .option import OptionGroup, OptionInfo, Source, options_of, parse_bool
 
 Decorated = TypeVar("Decorated")
 
@@ -27,22 +27,22 @@ _IS_HIDDEN: Final[ContextVar[bool]] = ContextVar("_IS_HIDDEN", default=False)
 _NOTHING_SET: Final[Mapping[str, str]] = {}
 
 
-# Reading and writing single variables
+# ----------------------------------------------------------------------------------------------- single variables
 
 
 def read(name: str, default: str | None = None) -> str | None:
-    """The variable's text, or `default` when it is not set."""
+    """Return the variable's text, or `default` when it is not set."""
     return _environment().get(name, default)
 
 
 def flag(name: str, default: bool = False) -> bool:
-    """The variable as a boolean; `default` when it is unset or empty. Raises SettingError on other text."""
+    """Return the variable as a boolean; `default` when it is unset or empty. Raises SettingError on other text."""
     text = _environment().get(name, "")
-    return default if text.strip() == "" else _truth_of(name, text)
+    return default if text.strip() == "" else _parse_flag(name, text)
 
 
 def snapshot() -> dict[str, str]:
-    """A copy of the environment as it is now."""
+    """Return a copy of the environment as it is now."""
     return dict(_environment())
 
 
@@ -52,7 +52,7 @@ def _environment() -> Mapping[str, str]:
 
 @contextmanager
 def hidden() -> Generator[None]:
-    """A block in which this module finds no variable set, in this thread; the environment itself isn't touched."""
+    """Enter a context in which this module sees no variables, in this thread; the environment stays as it is."""
     token = _IS_HIDDEN.set(True)
     try:
         yield
@@ -60,74 +60,74 @@ def hidden() -> Generator[None]:
         _IS_HIDDEN.reset(token)
 
 
-def publish(values: Mapping[str, object]) -> None:
-    """The variables have these values, for this process and for the libraries in it; None removes one."""
+def set_variables(values: Mapping[str, object]) -> None:
+    """Set the variables, for this process and for the libraries in it; None removes one."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)
         else:
-            os.environ[name] = _show(value)
+            os.environ[name] = _as_text(value)
 
 
-def publish_for(owner: object, values: Mapping[str, object]) -> None:
-    """The variables have these values while `owner` lives, or until `withdraw_all`; afterwards their former ones.
+def set_variables_for(owner: object, values: Mapping[str, object]) -> None:
+    """Set the variables while `owner` lives, or until `restore_variables`, and restore their former values afterwards.
 
-    A variable that somebody else has changed meanwhile keeps what it has.
+    A variable that other code has changed meanwhile keeps its value.
     """
-    publication = {name: _show(value) for name, value in values.items()}
-    for name, text in publication.items():
-        _published.setdefault(name, (os.environ.get(name), []))[1].append((id(publication), text))
+    owned = {name: _as_text(value) for name, value in values.items()}
+    for name, text in owned.items():
+        _set_by_owners.setdefault(name, (os.environ.get(name), []))[1].append((id(owned), text))
         os.environ[name] = text
-    weakref.finalize(owner, _withdraw, publication).atexit = False
+    weakref.finalize(owner, _restore, owned).atexit = False
 
 
-def withdraw_all() -> None:
-    """What `publish_for` published has its former values."""
-    for name, (before, given) in _published.items():
+def restore_variables() -> None:
+    """Restore the former values of all variables that `set_variables_for` set."""
+    for name, (before, given) in _set_by_owners.items():
         if given and os.environ.get(name) == given[-1][1]:
-            publish({name: before})
-    _published.clear()
+            set_variables({name: before})
+    _set_by_owners.clear()
 
 
-def _withdraw(publication: Mapping[str, str]) -> None:
-    for name in publication:
-        before, given = _published.get(name, (None, []))
-        mine = next((entry for entry in given if entry[0] == id(publication)), None)
+def _restore(owned: Mapping[str, str]) -> None:
+    for name in owned:
+        before, given = _set_by_owners.get(name, (None, []))
+        mine = next((entry for entry in given if entry[0] == id(owned)), None)
         if mine is None:
-            continue  # withdrawn with all others
-        is_untouched = os.environ.get(name) == given[-1][1]
+            continue  # restored with all others
+        is_unchanged = os.environ.get(name) == given[-1][1]
         given.remove(mine)
-        if is_untouched:
-            publish({name: given[-1][1] if given else before})
+        if is_unchanged:
+            set_variables({name: given[-1][1] if given else before})
         if not given:
-            del _published[name]
+            del _set_by_owners[name]
 
 
-#: By variable: what it was before the first publisher, and what those that still live gave, in their order.
-_published: Final[dict[str, tuple[str | None, list[tuple[int, str]]]]] = {}
+#: By variable: its value before the first owner set it, and the values of the owners that still live, in their order.
+_set_by_owners: Final[dict[str, tuple[str | None, list[tuple[int, str]]]]] = {}
 
 
 @contextmanager
 def patched(**values: object) -> Generator[None]:
-    """Inside the block the variables have these values (None: unset); afterwards their former ones."""
+    """Enter a context in which the variables have these values (None: unset); restore the former ones afterwards."""
     before = {name: os.environ.get(name) for name in values}
-    publish(values)
+    set_variables(values)
     try:
         yield
     finally:
-        publish(before)
+        set_variables(before)
 
 
-# Groups of options
+# ----------------------------------------------------------------------------------------------- groups of options
 
 
 def decode(cls: type[OptionGroup], environ: Mapping[str, str]) -> dict[str, Any]:
-    """The options that the environment gives, by field name. Raises SettingError on a bad value."""
+    """Return the options that the environment gives, by field name. Raises SettingError on a bad value."""
     return {name: value for name, (value, _) in decode_with_sources(cls, environ).items()}
 
 
 def decode_with_sources(cls: type[OptionGroup], environ: Mapping[str, str]) -> dict[str, tuple[Any, Source]]:
-    """Like `decode`, with the variable that gave each value."""
+    """Decode as `decode` does, with the variable that gave each value."""
     given: dict[str, tuple[Any, Source]] = {}
     for option in options_of(cls):
         found = _decode_option(option, environ)
@@ -149,7 +149,7 @@ def _decode_option(option: OptionInfo, environ: Mapping[str, str]) -> tuple[Any,
 
 
 def encode(options: OptionGroup) -> dict[str, str]:
-    """The variables that carry the group; `decode` turns them back into it. Python objects are left out."""
+    """Return the variables of the group, which `decode` reads back. Python objects are left out."""
     variables: dict[str, str] = {}
     for option in options_of(type(options)):
         value = getattr(options, option.name, None)
@@ -157,27 +157,27 @@ def encode(options: OptionGroup) -> dict[str, str]:
             continue
         name, *others = option.env or ("",)
         if others:
-            variables.update(zip(option.env, (_show(part) for part in cast("Iterable[object]", value)), strict=True))
+            variables.update(zip(option.env, (_as_text(part) for part in cast("Iterable[object]", value)), strict=True))
         elif name:
             variables[name] = option.write(value) or ""
     return {name: text for name, text in variables.items() if text != ""}
 
 
 def fill_unset(options: OptionGroup, environ: Mapping[str, str] | None = None) -> None:
-    """Every option that is None has the environment's value, or else its default."""
+    """Set every option that is None to the environment's value, or else to its default."""
     given = decode(type(options), _environment() if environ is None else environ)
     for option in options_of(type(options)):
         if option.env and getattr(options, option.name, None) is None:
             setattr(options, option.name, given.get(option.name, option.default))
 
 
-# Documented functions
+# -------------------------------------------------------------------------------------------- documented functions
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """1 or 0 (True or False with `to_bool`) for y/yes/t/true/on/1 and n/no/f/false/off/0, in any case."""
+    """Return 1 or 0 (True or False with `to_bool`) for y/yes/t/true/on/1 and n/no/f/false/off/0, in any case."""
     try:
-        result = truth(value)
+        result = parse_bool(value)
     except ValueError:
         raise SettingError(
             f"{value!r} can't be read as a truth value. Say yes/no, true/false, on/off or 1/0."
@@ -186,7 +186,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first of the variables that holds a number >= 0, or else `default`."""
+    """Return the first of the variables that holds a number >= 0, or else `default`."""
     for name in env_keys:
         text = _environment().get(name, "").strip()
         if text == "":
@@ -201,17 +201,17 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The variable as a boolean, or `default` when it is unset."""
+    """Return the variable as a boolean, or `default` when it is unset."""
     return flag(key, default)
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """The variable's text, or `default` when it is unset."""
+    """Return the variable's text, or `default` when it is unset."""
     return _environment().get(key, str(default))
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """`KEY=value\\n` lines for an environment file, less what such a file can't carry (warned about)."""
+    """Format an environment file's `KEY=value\\n` lines, without what such a file can't hold (warned about)."""
     lines: list[str] = []
     for name, value in current_env.items():
         if name and value and not any(character in f"{name}{value}" for character in ";\n<> "):
@@ -222,20 +222,20 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of the named libraries that this process has imported."""
+    """Return those of the named libraries that this process has imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 @contextmanager
 def patch_environment(**kwargs: object) -> Generator[None]:
-    """Inside the block the variables (names upper-cased) have these values; afterwards their former ones."""
+    """Enter a context in which the variables (names upper-cased) have these values; restore the former ones after."""
     with patched(**{name.upper(): value for name, value in kwargs.items()}):
         yield
 
 
 @contextmanager
 def clear_environment() -> Generator[None]:
-    """Inside the block the environment is empty; afterwards it is as it was, whatever the block did."""
+    """Enter a context in which the environment is empty; restore it afterwards, whatever the block did."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -246,13 +246,13 @@ def clear_environment() -> Generator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Decorated) -> Decorated:
-    """After each call (of a test class: each test) the ACCELERATE_* variables are what they were before it."""
+    """Restore the ACCELERATE_* variables after each call of a function (of a test class: of each test)."""
     if inspect.isclass(func_or_cls):
         return cast("Decorated", _purging_class(func_or_cls))
     return cast("Decorated", _purging(cast("Callable[..., Any]", func_or_cls)))
 
 
-# Behind them
+# --------------------------------------------------------------------------------------------------------- helpers
 
 
 @contextmanager
@@ -294,7 +294,7 @@ def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _purging_class(cls: type[Any]) -> type[Any]:
-    """The class with every test method purging; tests that subclasses add purge too."""
+    """Make every test method of the class purge, also those that subclasses add; return the class."""
     for name, value in list(vars(cls).items()):
         if name.startswith("test") and callable(value):
             setattr(cls, name, _purging(value))
@@ -313,9 +313,9 @@ def _purging_class(cls: type[Any]) -> type[Any]:
     return cls
 
 
-def _truth_of(name: str, text: str) -> bool:
+def _parse_flag(name: str, text: str) -> bool:
     try:
-        return truth(text)
+        return parse_bool(text)
     except ValueError:
         raise SettingError(
             f"Environment variable {name} is {text!r}, but it is a switch. "
@@ -323,7 +323,7 @@ def _truth_of(name: str, text: str) -> bool:
         ) from None
 
 
-def _show(value: object) -> str:
+def _as_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

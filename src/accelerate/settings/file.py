@@ -1,4 +1,4 @@
-"""YAML and JSON <-> Settings. Files of every age are read; errors say file and line."""
+"""Loading and saving settings as YAML and JSON. Files of all releases are read; errors name file and line."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, cast
 
-from accelerate.settings import env
-from accelerate.settings.document import (
+from . import env
+from .document import (
     ConfigFileNotFound,
-    bare,
     layer_of,
     layer_of_mapping,
     options_with_groups,
     read_entries,
+    without_locations,
 )
-from accelerate.settings.fsdp import ONLY_VERSION_1
-from accelerate.settings.option import OptionInfo, option_of
-from accelerate.settings.run import collect
-from accelerate.settings.tree import GROUPS, Settings
+from .fsdp import ONLY_VERSION_1
+from .option import OptionInfo, option_of
+from .run import collect
+from .tree import GROUPS, Settings
 
 __all__ = ["ConfigFileNotFound", "default_config_file", "load", "parse", "read", "save", "to_document"]
 
@@ -45,7 +45,7 @@ _ONLY_LOCAL: Final = ("run.downcast_bf16",)
 
 
 def default_config_file() -> Path:
-    """Where `config` saves and `launch` looks: $HF_HOME/accelerate/default_config.yaml."""
+    """Return the path that `config` saves to and `launch` reads: $HF_HOME/accelerate/default_config.yaml."""
     cache = env.read("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
     home = env.read("HF_HOME") or str(Path(cache) / "huggingface")
     folder = Path(home).expanduser() / "accelerate"
@@ -54,24 +54,24 @@ def default_config_file() -> Path:
 
 
 def load(path: str | Path) -> Settings:
-    """The settings that a configuration file describes. Raises SettingError with file and line."""
+    """Read the settings that a configuration file describes. Raises SettingError with file and line."""
     return collect({}, {}, file=path)
 
 
 def parse(document: Mapping[str, Any], where: str) -> Settings:
-    """The settings that the content of a configuration file describes; `where` names it in errors."""
+    """Return the settings that the content of a configuration file describes; `where` names it in errors."""
     return collect({}, {}, file=layer_of_mapping(document, where))
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The content of a configuration file, as it stands there; unknown keys and values are refused."""
+    """Read the content of a configuration file as it is; unknown keys and values are refused."""
     entries = read_entries(path)
     layer_of(entries, str(path))
-    return {entry.key: bare(entry.value) for entry in entries}
+    return {entry.key: without_locations(entry.value) for entry in entries}
 
 
 def save(settings: Settings, path: str | Path) -> None:
-    """The file describes the settings; `load` gives them back."""
+    """Save the settings to a file that `load` reads back."""
     path = Path(path)
     document = to_document(settings)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def save(settings: Settings, path: str | Path) -> None:
 
 
 def to_document(settings: Settings) -> dict[str, Any]:
-    """What a file of these settings holds: no Nones, no empty sections, no secrets."""
+    """Return the content of a file of these settings: no Nones, no empty sections, no secrets."""
     document: dict[str, Any] = {}
     sections: dict[str, dict[str, Any]] = {}
     addresses = list(ALWAYS_SAVED)
@@ -93,11 +93,11 @@ def to_document(settings: Settings) -> dict[str, Any]:
         group, _, name = address.partition(".")
         options = getattr(settings, group)
         option = option_of(GROUPS[group], name)
-        if options is None or option.secret or option.key is None or _hidden(settings, address):
+        if options is None or option.secret or option.key is None or _is_left_out(settings, address):
             continue
         value = _plain(getattr(options, name))
         if option.kind == "list" and option.env and value:
-            value = option.write(value)  # what may come from a variable is text in files too
+            value = option.write(value)  # a list that may come from a variable is text in files too
         is_default = value == _plain(_default(settings, option)) and not settings.was_given(address)
         if value is None or value in ([], {}, "") or (is_default and address not in ALWAYS_SAVED):
             continue
@@ -109,7 +109,7 @@ def to_document(settings: Settings) -> dict[str, Any]:
 
 
 def _default(settings: Settings, option: OptionInfo) -> Any:
-    """What loading gives when the file says nothing."""
+    """Return the value that loading gives when the file doesn't have the option."""
     fsdp = settings.fsdp
     if fsdp is not None and fsdp.fsdp_version == 2 and option.name in ONLY_VERSION_1:
         return option.default
@@ -118,15 +118,15 @@ def _default(settings: Settings, option: OptionInfo) -> Any:
     return option.launched
 
 
-def _hidden(settings: Settings, address: str) -> bool:
-    """Keys that the file of a SageMaker job doesn't have, or has for the job."""
+def _is_left_out(settings: Settings, address: str) -> bool:
+    """Return whether the file of a SageMaker job doesn't have the key, or has it for the job."""
     if settings.sagemaker is None:
         return False
     return address in _ONLY_LOCAL or (address.startswith("launch.") and address != "launch.compute_environment")
 
 
 def _plain(value: Any) -> Any:
-    """The value as YAML can hold it: enums by value, tuples as lists."""
+    """Convert the value for YAML: enums by value, tuples as lists."""
     if isinstance(value, Enum):
         return value.value if isinstance(value.value, str) else value.name
     return list(cast("tuple[object, ...]", value)) if isinstance(value, tuple) else value

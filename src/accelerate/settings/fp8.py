@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.settings.option import OptionGroup, option
+from .option import OptionGroup, option
 
 FP8_BACKENDS = ("AO", "TE", "MSAMP", "NO")
 
 
 @dataclass
 class AoOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
-    """fp8 by torchao."""
+    """Options of fp8 by torchao."""
 
     config: Any = option(None, "A torchao Float8LinearConfig.", kind="object")
     module_filter_func: Any = option(None, "Tells which modules are converted.", kind="object")
@@ -32,7 +32,7 @@ class AoOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
 
 @dataclass
 class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
-    """fp8 by Transformer Engine."""
+    """Options of fp8 by Transformer Engine."""
 
     use_autocast_during_eval: bool = option(
         False,
@@ -96,7 +96,7 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
 
 @dataclass
 class MsampOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
-    """fp8 by MS-AMP."""
+    """Options of fp8 by MS-AMP."""
 
     opt_level: str = option(
         "O2",
@@ -119,7 +119,7 @@ class Fp8Options(
     key="",
     flag="fp8_",
 ):
-    """Which library does fp8, and all that each of them can be told."""
+    """The library that does fp8, and the options of each of them."""
 
     backend: str = option(
         "NO",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.settings.option import FALSE_WORDS, TRUE_WORDS, OptionGroup, option
+from .option import FALSE_WORDS, TRUE_WORDS, OptionGroup, option
 
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
@@ -13,7 +13,7 @@ FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 
-#: Options that version 2 has no use for, with what takes their place.
+#: Options that version 2 doesn't use, with their replacements.
 ONLY_VERSION_1 = {
     "sharding_strategy": "fsdp_reshard_after_forward",
     "backward_prefetch": "",
@@ -30,7 +30,7 @@ def _numbered(choices: list[str]) -> dict[str, str]:
 
 @dataclass
 class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config", key="fsdp_", flag="fsdp_"):
-    """How parameters, gradients and optimizer state are sharded; None where it depends on the version."""
+    """Options of sharding parameters, gradients and optimizer state; None where it depends on the version."""
 
     fsdp_version: int = option(
         1,

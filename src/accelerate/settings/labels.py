@@ -1,4 +1,4 @@
-"""Labels that callers see: strategies, precisions, services. Nothing inside branches on them."""
+"""Enumerations of the public interface: strategies, precisions, services. No code inside branches on them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum, EnumMeta
 
 
 class _Labels(EnumMeta):
-    """`"bf16" in PrecisionType` asks for a value, on every supported Python."""
+    """The metaclass with which `"bf16" in PrecisionType` looks for a value, on every supported Python."""
 
     def __contains__(cls, value: object) -> bool:
         try:
@@ -24,12 +24,12 @@ class BaseEnum(str, Enum, metaclass=_Labels):
 
     @classmethod
     def list(cls) -> list[str]:
-        """Every value, in order of declaration."""
+        """Return all values, in order of declaration."""
         return [str(member.value) for member in cls]
 
 
 class DistributedType(str, Enum, metaclass=_Labels):
-    """How a run is distributed, as callers see it."""
+    """The way in which a run is distributed, as callers see it."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -48,14 +48,14 @@ class DistributedType(str, Enum, metaclass=_Labels):
 
 
 class ComputeEnvironment(str, Enum, metaclass=_Labels):
-    """Whose machines a run uses."""
+    """The kind of machines that a run uses."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class SageMakerDistributedType(str, Enum, metaclass=_Labels):
-    """How a SageMaker job is distributed."""
+    """The way in which a SageMaker job is distributed."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -133,7 +133,7 @@ class DynamoBackend(BaseEnum):
 
 
 class DDPCommunicationHookType(BaseEnum):
-    """How DDP compresses gradients on their way."""
+    """The compression of gradients in DDP's all-reduce."""
 
     NO = "no"
     FP16 = "fp16"

@@ -1,18 +1,18 @@
-"""How a run is started: processes, machines, rendezvous, logs."""
+"""Options of the launch: processes, machines, rendezvous, logs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accelerate.settings.labels import ComputeEnvironment, DistributedType
-from accelerate.settings.option import OptionGroup, option
+from .labels import ComputeEnvironment, DistributedType
+from .option import OptionGroup, option
 
 DISTRIBUTED_TYPES = (*(kind.value for kind in DistributedType), "TPU")
 
 
 @dataclass
 class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
-    """What the launcher starts, where, and how its processes find each other."""
+    """The processes that the launcher starts, their machines, and their rendezvous."""
 
     compute_environment: str = option(
         "LOCAL_MACHINE",
@@ -122,7 +122,7 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
 
 @dataclass
 class MpiOptions(OptionGroup, title="MPI", section="mpirun_config", key="", flag=""):
-    """How mpirun starts the processes."""
+    """Options of mpirun."""
 
     mpirun_hostfile: str | None = option(
         None,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.settings.option import OptionGroup, option
+from .option import OptionGroup, option
 
 
 def _only_python(default: Any, help: str) -> Any:
-    """An option that is neither a variable, nor a key, nor a flag."""
+    """Declare an option that is neither a variable, nor a key, nor a flag."""
     return option(default, help, env=None, key=None, flag=None)
 
 

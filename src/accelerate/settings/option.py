@@ -1,4 +1,4 @@
-"""One declaration per option: everything else about it is derived.
+"""The declaration of options: variable, file key, flag, question and help follow from one declaration.
 
     @dataclass
     class FsdpOptions(OptionGroup, env="FSDP_", section="fsdp_config", key="fsdp_", flag="fsdp_"):
@@ -8,10 +8,10 @@ gives the environment variable `FSDP_OFFLOAD_PARAMS`, the YAML key `fsdp_config.
 flags `--fsdp_offload_params` and `--fsdp-offload-params`, the help text, the parser and the writer.
 `options_of(FsdpOptions)` lists them as `OptionInfo` rows.
 
-The annotation says what kind of value an option holds (`bool`, `int`, `float`, `str`, `list[str]`,
-`dict[str, ...]`); `kind=` says it where the annotation cannot. An option that can come from the environment
-is None in the constructor until somebody gives a value, so that "not given" and "given the default" stay
-different things; once the object is built it holds its value.
+The kind of an option's value follows from its annotation (`bool`, `int`, `float`, `str`, `list[str]`,
+`dict[str, ...]`) or from `kind=`. An option that can come from the environment is None in the constructor
+until somebody gives a value, so that "not given" and "given the default" differ; once the object is built it
+holds its value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from functools import cache
 from types import EllipsisType
 from typing import Any, ClassVar, Final, Literal, cast
 
-from accelerate.errors import SettingError
+from ..errors import SettingError
 
 Kind = Literal["bool", "int", "float", "str", "list", "mapping", "switches", "document", "object"]
 SourceKind = Literal["argument", "flag", "file", "environment", "default"]
@@ -46,7 +46,7 @@ _SPEC: Final = "accelerate.option"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a value came from, in words that a person can act on."""
+    """The origin of a value, printed in words that a user can act on."""
 
     kind: SourceKind
     where: str = ""
@@ -64,14 +64,14 @@ DEFAULT: Final = Source("default")
 
 @dataclass(frozen=True)
 class OptionInfo:
-    """All that is known about one option of one group."""
+    """The complete declaration of one option of one group."""
 
     name: str
     group: str  # title of its group, as the help shows it
     kind: Kind
     default: Any
-    launch_default: Any  # what `accelerate launch` passes on when nobody said anything
-    flag_default: Any  # what the parsed command line holds when the flag was left out
+    launch_default: Any  # passed on by `accelerate launch` when no value was given
+    flag_default: Any  # in the parsed command line when the flag was left out
     env: tuple[str, ...]  # () when it has no variable; one name, or one per element
     section: str | None  # the file's sub-dictionary; None: top level
     key: str | None  # None: not in the file
@@ -93,7 +93,7 @@ class OptionInfo:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Every spelling of the flag: with `_`, with `-`, and the short ones."""
+        """All spellings of the flag: with `_`, with `-`, and the short ones."""
         spellings: list[str] = []
         for flag in ((self.flag,) if self.flag else ()) + self.flag_aliases:
             for spelling in (flag, flag[:2] + flag[2:].replace("_", "-")):
@@ -120,7 +120,7 @@ class OptionInfo:
         return self.default if self.launch_default is ... else self.launch_default
 
     def legal(self) -> str:
-        """What may be given, in words, for error messages and help."""
+        """Describe the legal values for error messages and help."""
         if self.kind == "bool":
             return "true or false (also yes/no, on/off, 1/0)"
         if self.choices is not None:
@@ -142,7 +142,7 @@ class OptionInfo:
         return " or ".join([words, *(word for word in self.aliases if self.aliases[word] == word)])
 
     def read(self, raw: object, source: Source = DEFAULT) -> Any:
-        """The value that `raw` (text, or a Python or YAML value) stands for; None when it says "not given".
+        """Convert `raw` (text, or a Python or YAML value) to the option's value; None for "not given".
 
         Raises SettingError, naming the value, its source and what is legal.
         """
@@ -161,7 +161,7 @@ class OptionInfo:
         try:
             value = _READERS[self.kind](raw)
         except (ValueError, TypeError, OverflowError):
-            raise self.refusal(raw, source) from None
+            raise self.error_of(raw, source) from None
         if self.choices is not None:
             value = self._choice(raw, value, source)
         self._check_range(raw, value, source)
@@ -173,20 +173,20 @@ class OptionInfo:
         too_small = self.minimum is not None and value < self.minimum
         too_large = self.maximum is not None and value > self.maximum
         if too_small or too_large:
-            raise self.refusal(raw, source)
+            raise self.error_of(raw, source)
 
     def _choice(self, raw: object, value: Any, source: Source) -> Any:
-        """The choice that is meant, in its canonical spelling."""
+        """Return the choice that is meant, in its canonical spelling."""
         assert self.choices is not None
         # YAML 1.1 reads a bare `no` as false.
         text = ("yes" if raw else "no") if isinstance(raw, bool) else str(value).lower()
         for choice in self.choices:
             if choice.lower() == text:
                 return int(choice) if self.kind == "int" else choice
-        raise self.refusal(raw, source)
+        raise self.error_of(raw, source)
 
-    def refusal(self, raw: object, source: Source) -> SettingError:
-        """The error that says what was given, from where, and what may be given."""
+    def error_of(self, raw: object, source: Source) -> SettingError:
+        """Return the error that says which value was given, by which source, and which are legal."""
         shown = "***" if self.secret else repr(raw)
         message = f"`{self.spelling(source)}` cannot be {shown} ({source}). Give {self.legal()}."
         if self.choices is not None:
@@ -196,7 +196,7 @@ class OptionInfo:
         return SettingError(message)
 
     def spelling(self, source: Source) -> str:
-        """The option's name in the language of the source that gave it."""
+        """Return the option's name as the source that gave it spells it."""
         if source.kind in ("environment", "flag") and source.where:
             return source.where
         if source.kind == "argument" and source.where:
@@ -206,14 +206,14 @@ class OptionInfo:
         return self.name
 
     def spell(self, value: str, source: Source) -> str:
-        """The option with its value, in the language of the source that gave it."""
+        """Return the option with its value, as the source that gave it spells them."""
         name = self.spelling(source)
         if source.kind == "flag":
             return name if self.switch or not name.startswith("--") else f"{name} {value}"
         return f"{name}={value}" if source.kind in ("environment", "argument") else f"{name}: {value}"
 
     def write(self, value: Any) -> str | None:
-        """The text that `read` turns back into `value`; None when text cannot carry it (a Python object)."""
+        """Return the text that `read` converts back to `value`; None for a Python object, which has none."""
         if value is None:
             return None
         if isinstance(value, Enum):
@@ -235,7 +235,7 @@ class OptionInfo:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """What the options of one class share."""
+    """The title, help and prefixes that the options of one class share."""
 
     title: str = ""
     help: str = ""
@@ -272,9 +272,9 @@ def option(
     secret: bool = False,
     quiet: bool = False,
 ) -> Any:
-    """A dataclass field that knows its environment name, file key, flag, question and help.
+    """Declare a dataclass field with its environment name, file key, flag, question and help.
 
-    What is left out is derived from the field's name (or `stem`) and the prefixes of its group; None says that
+    Names that are left out are derived from the field's name (or `stem`) and the prefixes of its group; None means that
     there is none. `flag`, `key` and `env` given here are whole names, without the group's prefix.
     """
     spec = {
@@ -328,7 +328,7 @@ class OptionGroup:
         if title is not None:
             cls.option_group = GroupInfo(title, help, env, section, key, flag)
         cls.own_options = {}
-        # The dataclass decorator runs after this: the fields' defaults can still be decided here.
+        # the dataclass decorator runs after this: the fields' defaults can still be decided here
         for name, value in list(vars(cls).items()):
             if isinstance(value, Field):
                 declared = cast("Field[Any]", value)
@@ -345,7 +345,7 @@ class OptionGroup:
         self.fill_defaults()
 
     def fill_defaults(self) -> None:
-        """Every option that nobody gave has its default."""
+        """Set every option that nobody gave to its default."""
         for info in options_of(type(self)):
             if info.env and getattr(self, info.name, None) is None:
                 setattr(self, info.name, info.default)
@@ -353,7 +353,7 @@ class OptionGroup:
 
 @cache
 def options_of(cls: type[OptionGroup]) -> tuple[OptionInfo, ...]:
-    """The options of a group, inherited ones first, in the order of declaration."""
+    """Return the options of a group, inherited ones first, in the order of declaration."""
     found: dict[str, OptionInfo] = {}
     for ancestor in reversed(cls.__mro__):
         found.update(cast("dict[str, OptionInfo]", vars(ancestor).get("own_options", {})))
@@ -361,7 +361,7 @@ def options_of(cls: type[OptionGroup]) -> tuple[OptionInfo, ...]:
 
 
 def option_of(cls: type[OptionGroup], name: str) -> OptionInfo:
-    """The option called `name`; KeyError when the group has none."""
+    """Return the option called `name`; raise KeyError when the group has none."""
     for info in options_of(cls):
         if info.name == name:
             return info
@@ -369,7 +369,7 @@ def option_of(cls: type[OptionGroup], name: str) -> OptionInfo:
 
 
 def nearest(word: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The candidate that somebody who typed `word` most likely meant."""
+    """Return the candidate that somebody who typed `word` most likely meant; None when none is similar."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     if not found and len(word) > 2:
@@ -377,8 +377,8 @@ def nearest(word: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str
     return by_lower[found[0]] if found else None
 
 
-def truth(text: object) -> bool:
-    """The boolean that `text` spells; ValueError when it spells none."""
+def parse_bool(text: object) -> bool:
+    """Return the boolean that `text` spells; raise ValueError when it spells none."""
     if isinstance(text, bool):
         return text
     word = str(text).strip().lower()
@@ -394,7 +394,7 @@ def _text(choice: object) -> str:
 
 
 def _resolve(name: str, annotation: str, spec: Mapping[str, Any], group: GroupInfo) -> OptionInfo:
-    """The finished row: what the field says, completed by what its group says."""
+    """Complete a field's declaration by that of its group."""
     stem = spec["stem"] or name
     kind = spec["kind"] or _kind(annotation)
     outside = kind != "object"
@@ -477,7 +477,7 @@ def _read_switches(raw: object) -> tuple[bool, ...]:
     parts: Sequence[object] = raw.split(",") if isinstance(raw, str) else cast("Sequence[object]", raw)
     if not isinstance(parts, (list, tuple)) or len(parts) != 3:
         raise ValueError
-    return tuple(truth(part) for part in parts)
+    return tuple(parse_bool(part) for part in parts)
 
 
 def _read_document(raw: object) -> Any:
@@ -491,7 +491,7 @@ def _read_object(raw: object) -> Any:
 
 
 _READERS: Final[dict[Kind, Callable[[object], Any]]] = {
-    "bool": truth,
+    "bool": parse_bool,
     "int": _read_int,
     "float": _read_float,
     "str": _read_text,

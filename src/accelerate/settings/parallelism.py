@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.settings.option import OptionGroup, option
+from .option import OptionGroup, option
 
 ATTENTION_KINDS = ("sdpa", "flash_attention_2", "flash_attention_3")
 
@@ -75,7 +75,7 @@ class ParallelismOptions(
 
 @dataclass
 class TensorParallelOptions(OptionGroup, title="Parallelism"):
-    """More about tensor parallelism."""
+    """Further options of tensor parallelism."""
 
     enable_async_tp: bool = option(False, "Overlap communication and computation.")
     plan: Any = option(None, "How each layer is cut: a mapping from patterns of names to styles.", kind="object")
@@ -90,7 +90,7 @@ class ContextParallelOptions(
     key="parallelism_config_",
     flag="parallelism_config_",
 ):
-    """More about context parallelism."""
+    """Further options of context parallelism."""
 
     cp_comm_strategy: str = option(
         "allgather",
@@ -110,7 +110,7 @@ class SequenceParallelOptions(
     key="parallelism_config_",
     flag="parallelism_config_",
 ):
-    """More about sequence parallelism."""
+    """Further options of sequence parallelism."""
 
     sp_seq_length: int | None = option(None, "The sequence length, when it is always the same.", minimum=1)
     sp_seq_length_is_variable: bool = option(True, "Sequence lengths differ between batches.", flag_default=True)

@@ -1,4 +1,4 @@
-"""From what was given to Settings: argument > flag > file > environment > default, then checked."""
+"""Collecting the settings of a run: argument > flag > file > environment > default, then checked."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from accelerate.errors import SettingError
-from accelerate.settings import env
-from accelerate.settings.checks import check, check_launchable, check_world
-from accelerate.settings.document import FOREIGN, REMARKS, read_layer
-from accelerate.settings.fp8 import AoOptions, MsampOptions, TeOptions
-from accelerate.settings.fsdp import ONLY_VERSION_1
-from accelerate.settings.option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
-from accelerate.settings.tree import CONDITIONS, GROUPS, Layer, Settings, encode_settings, launch_options_of
+from ..errors import SettingError
+from . import env
+from .checks import check, check_launchable, check_world
+from .document import FOREIGN, WARNINGS, read_layer
+from .fp8 import AoOptions, MsampOptions, TeOptions
+from .fsdp import ONLY_VERSION_1
+from .option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
+from .tree import CONDITIONS, GROUPS, Layer, Settings, encode_settings, launch_options_of
 
 __all__ = [
     "Settings",
@@ -55,7 +55,7 @@ OBJECTS: Final = {
     "project_config": "project",
     "gradient_accumulation_plugin": "accumulation",
 }
-#: What to write for them, where it isn't plain from the argument's name.
+#: The classes that users construct for them.
 _CLASSES: Final = {
     "fsdp_plugin": "FullyShardedDataParallelPlugin",
     "deepspeed_plugin": "DeepSpeedPlugin",
@@ -91,7 +91,7 @@ def collect(
     file: Layer | str | Path | None = None,
     warn: bool = True,
 ) -> Settings:
-    """The settings of a run: of each option the strongest value, checked against all others.
+    """Collect the settings of a run: of each option the value of highest priority, checked against all others.
 
     `arguments` are those of the Accelerator, `flags` those of `accelerate launch` by argparse name, `file` is a
     configuration file; `environment` is the process's own unless given. With flags or a file the settings are
@@ -119,20 +119,20 @@ def collect(
             layers[-1] = {**layers[-1], **_environment_layer(environ, [name])}
         _set_group(settings, name, given.get(name), layers, launching)
     settings.foreign = dict((file or {}).get(FOREIGN, ({}, DEFAULT))[0])
-    _settle(settings, given, launching)
-    idle = [*cast("list[str]", (file or {}).get(REMARKS, ((), DEFAULT))[0]), *_idle_options(settings, layers)]
-    if idle and warn:
-        warnings.warn(f"Given without effect in this run: {'; '.join(idle)}. Remove what isn't meant.", stacklevel=2)
+    _set_dependent_values(settings, given, launching)
+    unused = [*cast("list[str]", (file or {}).get(WARNINGS, ((), DEFAULT))[0]), *_unused_options(settings, layers)]
+    if unused and warn:
+        warnings.warn(f"Given without effect in this run: {'; '.join(unused)}. Remove what isn't meant.", stacklevel=2)
     _check_arguments(arguments, settings)
     check(settings)
     return settings
 
 
-# The four layers
+# ------------------------------------------------------------------------------------------------ the four layers
 
 
 def _objects(arguments: Mapping[str, object]) -> dict[str, tuple[OptionGroup, str]]:
-    """The whole groups among the arguments, by group, with the argument's name."""
+    """Return the arguments that are whole groups, by group, with the argument's name."""
     found: dict[str, tuple[OptionGroup, str]] = {}
     for argument, group in OBJECTS.items():
         value = arguments.get(argument)
@@ -189,7 +189,7 @@ def _flag_layer(flags: Mapping[str, object]) -> Layer:
 
 
 def _file_layer(file: Layer, flags: Mapping[str, object]) -> Layer:
-    """The file's values, with what its distributed_type stands for, unless flags choose other hardware.
+    """Return the file's values, with what its distributed_type implies, unless flags choose other hardware.
 
     `--cpu` takes FSDP to the CPU; the engines that choose their devices themselves are left out.
     """
@@ -220,7 +220,7 @@ def _environment_layer(environ: Mapping[str, str], groups: Iterable[str]) -> Lay
 
 
 def _choose_paradigm(layers: list[Layer]) -> None:
-    """Only the strongest layer that names an engine is heard about engines."""
+    """Drop the engine options of all layers but the one of highest priority that names an engine."""
     chosen: str | None = None
     for position, layer in enumerate(layers):
         named = [name for name in _PARADIGMS if layer.get(f"paradigm.{name}", (False,))[0]]
@@ -237,7 +237,7 @@ def _choose_paradigm(layers: list[Layer]) -> None:
             chosen = named[0]
 
 
-# Groups
+# --------------------------------------------------------------------------------------------------------- groups
 
 
 def _is_on(name: str, settings: Settings, given: Mapping[str, object]) -> bool:
@@ -258,7 +258,7 @@ def _set_group(
     layers: list[Layer],
     launching: bool,
 ) -> None:
-    """The group is there, each option with its strongest value; an object that was given stays that object."""
+    """Create the group with each option's value of highest priority; keep an object that was given as it is."""
     cls = GROUPS[name]
     if given is not None:
         setattr(settings, name, given[0])
@@ -276,19 +276,19 @@ def _set_group(
     setattr(settings, name, cls(**values))
 
 
-def _settle(settings: Settings, given: Mapping[str, tuple[OptionGroup, str]], launching: bool) -> None:
-    """What follows from several values together."""
+def _set_dependent_values(settings: Settings, given: Mapping[str, tuple[OptionGroup, str]], launching: bool) -> None:
+    """Set the values that follow from several others together."""
     if launching:
-        _settle_type(settings)
+        _set_distributed_type(settings)
     fsdp = settings.fsdp
     if fsdp is not None and "fsdp" not in given and launching:
-        # The launcher's own defaults are for version 1; they say nothing about version 2, and the reverse.
-        idle = tuple(ONLY_VERSION_1) if fsdp.fsdp_version == 2 else ("reshard_after_forward",)
-        for name in idle:
+        # the launcher's own defaults for version 1 don't apply to version 2, and the reverse
+        unused = tuple(ONLY_VERSION_1) if fsdp.fsdp_version == 2 else ("reshard_after_forward",)
+        for name in unused:
             if not settings.was_given(f"fsdp.{name}"):
                 setattr(fsdp, name, option_of(GROUPS["fsdp"], name).default)
     if fsdp is not None and fsdp.fsdp_version == 1 and isinstance(fsdp.reshard_after_forward, bool):
-        _say_in_version_1(settings)
+        _convert_reshard_for_version_1(settings)
     if settings.deepspeed is None:
         settings.deepspeed_launch.config_fields = None
     if "accumulation" not in given:
@@ -297,8 +297,8 @@ def _settle(settings: Settings, given: Mapping[str, tuple[OptionGroup, str]], la
         _fill_handlers(settings)
 
 
-def _settle_type(settings: Settings) -> None:
-    """The launch has the distributed_type that its engine and hardware say."""
+def _set_distributed_type(settings: Settings) -> None:
+    """Set the launch's distributed_type according to its engine and hardware."""
     launch, kind = settings.launch, settings.launch.distributed_type
     chosen = next((label for label, name in _ENGINE_LABELS if getattr(settings.paradigm, name)), None)
     if chosen is not None:
@@ -319,15 +319,15 @@ def _settle_type(settings: Settings) -> None:
         launch.num_processes = 1
 
 
-def _say_in_version_1(settings: Settings) -> None:
-    """A boolean reshard_after_forward under version 1 is the sharding strategy that means the same."""
+def _convert_reshard_for_version_1(settings: Settings) -> None:
+    """Replace a boolean reshard_after_forward under version 1 by the sharding strategy that means the same."""
     fsdp = settings.fsdp
     assert fsdp is not None
     if settings.source_of("fsdp.reshard_after_forward").kind == "argument":
         return  # the plugin class itself has refused or accepted it
     meant = "FULL_SHARD" if fsdp.reshard_after_forward else "SHARD_GRAD_OP"
     if settings.was_given("fsdp.sharding_strategy") and fsdp.sharding_strategy != meant:
-        fsdp.reshard_after_forward = None  # the strategy is version 1's own word, and more precise
+        fsdp.reshard_after_forward = None  # the strategy is version 1's own option, and more precise
         return
     fsdp.sharding_strategy = meant
     settings.sources["fsdp.sharding_strategy"] = settings.source_of("fsdp.reshard_after_forward")
@@ -335,7 +335,7 @@ def _say_in_version_1(settings: Settings) -> None:
 
 
 def _fill_handlers(settings: Settings) -> None:
-    """The handlers of a ParallelismConfig are the groups that say more about each kind of parallelism."""
+    """Take a ParallelismConfig's handlers as the groups of tensor, context and sequence parallelism."""
     assert settings.parallelism is not None
     for group, handler in (("tensor", "tp_handler"), ("context", "cp_handler"), ("sequence", "sp_handler")):
         given = getattr(settings.parallelism, handler)
@@ -343,28 +343,28 @@ def _fill_handlers(settings: Settings) -> None:
             setattr(settings, group, given)
 
 
-def _idle_options(settings: Settings, layers: list[Layer]) -> list[str]:
-    """Say what was given to `accelerate launch` for an engine that isn't used."""
+def _unused_options(settings: Settings, layers: list[Layer]) -> list[str]:
+    """Describe what was given to `accelerate launch` for an engine that isn't used."""
     _, flags, file, _ = layers
-    idle: dict[str, list[str]] = {}
+    unused: dict[str, list[str]] = {}
     for address, (_, source) in (*flags.items(), *file.items()):
         group, _, name = address.partition(".")
         if group not in GROUPS or _is_used(group, settings) or group == "sagemaker":
             continue
         option = option_of(GROUPS[group], name)
         if option.key is None and option.flag is None:
-            continue  # derived from the file by us: nobody wrote it
+            continue  # derived from the file, not written in it
         shared = source.kind == "flag" and any(
             _is_used(other, settings) and _has_flag(other, source.where) for other in GROUPS if other != group
         )
         if not shared:
-            place = f" ({source.where})" if source.kind == "file" else ""
-            idle.setdefault(_engine_of(group), []).append(f"`{option.spelling(source)}`{place}")
+            location = f" ({source.where})" if source.kind == "file" else ""
+            unused.setdefault(_engine_of(group), []).append(f"`{option.spelling(source)}`{location}")
     remarks = [
         f"{', '.join(names)}: {GROUPS[group].option_group.title} is not used ({_how_to_turn_on(group)})"
-        for group, names in idle.items()
+        for group, names in unused.items()
     ]
-    remarks += _idle_in_fsdp(settings)
+    remarks += _unused_in_fsdp(settings)
     launch = settings.launch
     on_tpu = launch.use_tpu or launch.distributed_type in ("TPU", "XLA")
     of_tpu = [f"`{source.where}`" for address, (value, source) in flags.items() if address.startswith("tpu.") and value]
@@ -380,8 +380,8 @@ def _idle_options(settings: Settings, layers: list[Layer]) -> list[str]:
     return remarks
 
 
-def _idle_in_fsdp(settings: Settings) -> list[str]:
-    """Say which options of FSDP the others leave without effect; an object that the caller built is its own affair."""
+def _unused_in_fsdp(settings: Settings) -> list[str]:
+    """Describe FSDP options that have no effect beside the others; an object that the caller built isn't checked."""
     fsdp = settings.fsdp
     if fsdp is None or settings.source_of("fsdp.fsdp_version").kind == "argument":
         return []
@@ -400,7 +400,7 @@ def _idle_in_fsdp(settings: Settings) -> list[str]:
 
 
 def _engine_of(group: str) -> str:
-    """The first group with the same title: what turns it on turns on both."""
+    """Return the first group with the same title: its condition turns on both."""
     return next(name for name, cls in GROUPS.items() if cls.option_group.title == GROUPS[group].option_group.title)
 
 
@@ -419,11 +419,11 @@ def _how_to_turn_on(group: str) -> str:
 
 
 def _check_arguments(arguments: Mapping[str, object], settings: Settings) -> None:
-    """Arguments that exclude each other."""
+    """Refuse arguments that exclude each other."""
     for one, other in (("dynamo_backend", "dynamo_plugin"), ("deepspeed_plugin", "deepspeed_plugins")):
         if arguments.get(one) is not None and arguments.get(other) is not None:
             raise SettingError(
-                f"You cannot pass in both `{other}` and `{one}`, please only pass in one: they say the same thing."
+                f"You cannot pass in both `{other}` and `{one}`, please only pass in one: they set the same options."
             )
     steps = arguments.get("gradient_accumulation_steps", 1)
     if arguments.get("gradient_accumulation_plugin") is not None and steps not in (None, 1):

@@ -1,11 +1,11 @@
-"""What a run is: precision, device, accumulation, paradigm; and switches that only the environment has."""
+"""Options of the run itself: precision, device, accumulation, engine; and switches that only the environment has."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accelerate.settings.labels import PrecisionType
-from accelerate.settings.option import OptionGroup, option
+from .labels import PrecisionType
+from .option import OptionGroup, option
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 assert set(PRECISIONS) == set(PrecisionType.list())
@@ -13,7 +13,7 @@ assert set(PRECISIONS) == set(PrecisionType.list())
 
 @dataclass
 class RunOptions(OptionGroup, title="Resources", env="ACCELERATE_", key="", flag=""):
-    """How the training itself runs, whatever it runs on."""
+    """Precision, device and accumulation of the training itself."""
 
     mixed_precision: str = option(
         "no",
@@ -72,7 +72,7 @@ class RunOptions(OptionGroup, title="Resources", env="ACCELERATE_", key="", flag
 
 @dataclass
 class ParadigmOptions(OptionGroup, title="Training paradigm", env="ACCELERATE_", flag=""):
-    """Which engine spreads the model over the processes: at most one, and none means plain data parallel."""
+    """The engine that distributes the model over the processes: at most one, and none means plain data parallel."""
 
     use_deepspeed: bool = option(
         False, "Use DeepSpeed.", switch=True, quiet=True, question="Do you want to use DeepSpeed?"
@@ -108,7 +108,7 @@ class SwitchOptions(OptionGroup, title="Switches", env="ACCELERATE_"):
     )
     bypass_device_map: bool = option(False, "Allow a model with a device map in a distributed run.", quiet=True)
     allow_cp_standalone: bool = option(False, "Allow context parallelism without FSDP2.", quiet=True)
-    debug_rdv_file: str | None = option(None, "The file through which `debug_launcher` processes meet.")
+    debug_rdv_file: str | None = option(None, "The rendezvous file of `debug_launcher` processes.")
     fork_launched: bool = option(
         False, "This process was forked by one of the launchers.", env="FORK_LAUNCHED", quiet=True
     )

@@ -1,4 +1,4 @@
-"""The Settings tree: every group of options, with where each value came from."""
+"""The Settings tree: all groups of options, and the source of each value."""
 
 from __future__ import annotations
 
@@ -6,27 +6,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from accelerate.settings.cluster_options import ClusterOptions, KubernetesOptions, RayOptions, SlurmOptions
-from accelerate.settings.compile import DynamoOptions
-from accelerate.settings.data import DataLoaderOptions
-from accelerate.settings.ddp import AccumulationOptions
-from accelerate.settings.deepspeed import DeepSpeedLaunchOptions, DeepSpeedOptions
-from accelerate.settings.env import encode
-from accelerate.settings.fp8 import Fp8Options
-from accelerate.settings.fsdp import FsdpOptions
-from accelerate.settings.launch_options import LaunchOptions, MpiOptions
-from accelerate.settings.megatron import MegatronOptions
-from accelerate.settings.option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
-from accelerate.settings.parallelism import (
-    ContextParallelOptions,
-    ParallelismOptions,
-    SequenceParallelOptions,
-    TensorParallelOptions,
-)
-from accelerate.settings.project import ProjectOptions
-from accelerate.settings.run_options import ParadigmOptions, RunOptions, SwitchOptions
-from accelerate.settings.sagemaker import SageMakerOptions
-from accelerate.settings.tpu import TpuOptions
+from .cluster_options import ClusterOptions, KubernetesOptions, RayOptions, SageMakerOptions, SlurmOptions, TpuOptions
+from .deepspeed import DeepSpeedLaunchOptions, DeepSpeedOptions
+from .env import encode
+from .fp8 import Fp8Options
+from .fsdp import FsdpOptions
+from .launch_options import LaunchOptions, MpiOptions
+from .megatron import MegatronOptions
+from .option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
+from .parallelism import ContextParallelOptions, ParallelismOptions, SequenceParallelOptions, TensorParallelOptions
+from .run_options import ParadigmOptions, RunOptions, SwitchOptions
+from .training import AccumulationOptions, DataLoaderOptions, DynamoOptions, ProjectOptions
 
 #: A value with its source, by "group.option".
 Layer = Mapping[str, tuple[Any, Source]]
@@ -59,7 +49,7 @@ GROUPS: Final[dict[str, type[OptionGroup]]] = {
     "sagemaker": SageMakerOptions,
 }
 
-#: What turns a group on; the others are always there.
+#: The option that turns a group on; the other groups are always there.
 CONDITIONS: Final = {
     "fsdp": "paradigm.use_fsdp",
     "deepspeed": "paradigm.use_deepspeed",
@@ -72,7 +62,7 @@ CONDITIONS: Final = {
     "sagemaker": "launch.compute_environment",
 }
 
-#: Groups whose values every launch decides.
+#: Groups whose values are decided by every launch.
 DECIDED: Final = ("run", "paradigm", "launch", "compile")
 #: Groups that only the launcher needs.
 _NOT_EXPORTED: Final = (
@@ -91,7 +81,7 @@ _NOT_EXPORTED: Final = (
 
 @dataclass
 class Settings:
-    """What the user asked for, complete and without contradictions; groups that are not in use are None."""
+    """The settings of a run, complete and without contradictions; groups that are not in use are None."""
 
     run: RunOptions = field(default_factory=RunOptions)
     paradigm: ParadigmOptions = field(default_factory=ParadigmOptions)
@@ -122,18 +112,18 @@ class Settings:
     sources: dict[str, Source] = field(default_factory=dict[str, Source], repr=False, compare=False)
 
     def groups(self) -> Iterator[tuple[str, OptionGroup]]:
-        """The groups in use, by attribute."""
+        """Yield the groups in use, by attribute."""
         for name in GROUPS:
             options = getattr(self, name)
             if options is not None:
                 yield name, options
 
     def source_of(self, name: str) -> Source:
-        """Where the value of "fsdp.cpu_offload" came from; a bare name means the first group that has it."""
+        """Return the source of the value of "fsdp.cpu_offload"; a bare name means the first group that has it."""
         return self.sources.get(self.address_of(name), DEFAULT)
 
     def address_of(self, name: str) -> str:
-        """The option's full name, "group.option"; KeyError when there is none."""
+        """Return the option's full name, "group.option"; raise KeyError when there is none."""
         if "." in name:
             group, _, bare = name.partition(".")
             option_of(GROUPS[group], bare)
@@ -144,11 +134,11 @@ class Settings:
         raise KeyError(name)
 
     def was_given(self, name: str) -> bool:
-        """Somebody gave the value; it is not a default."""
+        """Return whether somebody gave the value, so that it is not a default."""
         return self.source_of(name).kind != "default"
 
     def quote(self, name: str) -> str:
-        """The option as an error message shows it: as it was given, and where."""
+        """Format the option for an error message: as it was given, and where."""
         group, _, bare = self.address_of(name).partition(".")
         option, source, options = option_of(GROUPS[group], bare), self.source_of(name), getattr(self, group)
         value = option.default if options is None else getattr(options, bare)
@@ -156,14 +146,14 @@ class Settings:
         return f"`{option.spell(shown, source)}` ({source})"
 
     def value_of(self, option: OptionInfo) -> Any:
-        """The value of an option of whichever group has it; its default where that group is not in use."""
+        """Return the value of an option of whichever group has it; its default where that group is not in use."""
         for group, options in self.groups():
             if option in options_of(GROUPS[group]):
                 return getattr(options, option.name)
         return option.default
 
     def values_of_flags(self) -> dict[str, Any]:
-        """Return what this run has for each launch flag that somebody gave a value, and for what every launch decides.
+        """Return the values of all launch flags that somebody gave, and of those that every launch decides.
 
         A flag of several groups has the value that was given to one in use.
         """
@@ -181,7 +171,7 @@ class Settings:
         return {**decided, **given}
 
     def explain(self) -> Explanation:
-        """Every value in use as (group, option, value, source); secrets are masked. Printed, it is a table."""
+        """Return all values in use as rows (group, option, value, source) that print as a table; secrets are masked."""
         rows = Explanation()
         for group, options in self.groups():
             for option in options_of(GROUPS[group]):
@@ -192,10 +182,10 @@ class Settings:
 
 
 class Explanation(list[tuple[str, str, Any, Source]]):
-    """Rows of (group, option, value, source)."""
+    """Rows of (group, option, value, source), printed as a table."""
 
     def __str__(self) -> str:
-        # What was given comes last: it is what a terminal still shows when all of it has scrolled by.
+        # given values come last: a terminal still shows them when the rest has scrolled by
         rows = sorted(self, key=lambda row: row[3].kind != "default")
         lines = [(f"{group}.{name}", str(value), str(source)) for group, name, value, source in rows]
         first, second = (max((len(line[column]) for line in lines), default=0) for column in (0, 1))
@@ -204,7 +194,7 @@ class Explanation(list[tuple[str, str, Any, Source]]):
 
 
 def encode_settings(settings: Settings) -> dict[str, str]:
-    """The variables that hand the settings to a worker; collecting from them gives the same settings."""
+    """Return the variables that hand the settings to a worker; collecting from them gives the same settings."""
     variables: dict[str, str] = {}
     for group, options in settings.groups():
         if group not in _NOT_EXPORTED:
@@ -213,7 +203,7 @@ def encode_settings(settings: Settings) -> dict[str, str]:
 
 
 def launch_options_of() -> tuple[OptionInfo, ...]:
-    """Every option with a launch flag, each flag once, in the order of the help."""
+    """Return all options with a launch flag, each flag once, in the order of the help."""
     found: dict[str, OptionInfo] = {}
     for cls in GROUPS.values():
         for option in options_of(cls):

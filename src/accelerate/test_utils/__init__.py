@@ -1,4 +1,4 @@
-"""What tests share, here and in packages on top; and the scripts that `accelerate test` runs."""
+"""Utilities for tests, here and in packages on top; and the scripts that `accelerate test` runs."""
 
 from __future__ import annotations
 

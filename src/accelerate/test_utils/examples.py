@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def get_function_contents_by_name(lines: list[str], name: str) -> list[str]:
-    """The lines of the function ``training_function`` or ``main``.
+    """Return the lines of the function ``training_function`` or ``main``.
 
     Raises:
         ValueError: another name is asked for.
@@ -26,14 +26,14 @@ def get_function_contents_by_name(lines: list[str], name: str) -> list[str]:
 
 
 def clean_lines(lines: list[str]) -> list[str]:
-    """The lines without comments and blank ones."""
+    """Return the lines without comments and blank ones."""
     return [line for line in lines if not line.lstrip().startswith("#") and line.strip()]
 
 
 def compare_against_test(
     base_filename: str, feature_filename: str, parser_only: bool, secondary_filename: str | None = None
 ) -> list[str]:
-    """The lines that the base example has and the example of a feature lacks.
+    """Return the lines that the base example has and the example of a feature lacks.
 
     Compared is ``main`` with ``parser_only``, else ``training_function``. Lines that ``secondary_filename``
     has, which shows how the feature changes them, are not reported.

@@ -1,4 +1,4 @@
-"""What tests here and in packages on top share: commands, temporary folders, looks at all ranks."""
+"""Utilities for tests: subprocesses, temporary folders, comparisons over all ranks, test cases."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from unittest import mock
 
 import torch
 
-from .. import devices
-from ..collectives import gather
+from ..devices import table
+from ..devices.hardware import is_hpu_available, is_xpu_available
+from ..distributed.collectives import gather
 from ..ports import DEFAULT_PORT
-from ..probes import is_hpu_available, is_xpu_available
 from ..settings import env
 from ..settings.env import parse_flag_from_env
 from ..state import AcceleratorState, PartialState
@@ -90,16 +90,16 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """The kind of device found here, how many there are, and a function that tells the bytes held on one."""
-    kind = devices.available_kind(cpu=env.flag("ACCELERATE_USE_CPU"))
-    return kind.name, devices.count_devices(kind), kind.memory_allocated
+    """Return the kind of device found here, the number of devices, and a function for the bytes allocated on one."""
+    kind = table.available_kind(cpu=env.flag("ACCELERATE_USE_CPU"))
+    return kind.name, table.count_devices(kind), kind.memory_allocated
 
 
 torch_device, device_count, memory_allocated_func = get_backend()
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """``accelerate launch`` with each keyword as a flag: True as a bare flag, None and False left out."""
+    """Return an ``accelerate launch`` command with each keyword as a flag; True is a bare flag, False left out."""
     command = ["accelerate", "launch"]
     for name, value in kwargs.items():
         if value is True:
@@ -113,7 +113,7 @@ DEFAULT_LAUNCH_COMMAND: Final = get_launch_command(num_processes=device_count, m
 
 
 def run_first(test_case: Test) -> Test:
-    """The test runs before the others, where the plugin ``pytest-order`` is installed."""
+    """Run the test before the others, where the plugin ``pytest-order`` is installed."""
     import pytest
 
     return pytest.mark.order(1)(test_case)
@@ -123,7 +123,7 @@ def run_first(test_case: Test) -> Test:
 
 
 class SubprocessCallException(Exception):
-    """A command that a test ran has failed; the text holds what it printed."""
+    """The error of a failed command of a test; the text holds what it printed."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def execute_subprocess_async(
     quiet: bool = False,
     echo: bool = True,
 ) -> _RunOutput:
-    """The command has run; what it printed is returned, line by line.
+    """Run a command, and return what it printed, line by line.
 
     With ``echo`` the command is shown, and unless ``quiet`` each of its lines while it comes, marked ``stdout:`` or
     ``stderr:``.
@@ -196,7 +196,7 @@ def execute_subprocess_async(
 def run_command(
     command: Sequence[str], return_stdout: bool = False, env: Mapping[str, str] | None = None
 ) -> str | None:
-    """The command has run; with ``return_stdout``, what it printed is returned.
+    """Run a command; with ``return_stdout``, return what it printed.
 
     Raises:
         SubprocessCallException: it failed.
@@ -213,18 +213,18 @@ def run_command(
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """The path of a file of this package, given by the parts of its path inside."""
+    """Return the path of a file of this package, given by the components of its path inside."""
     return Path(__file__).resolve().parent.parent.joinpath(*components)
 
 
 def pytest_xdist_worker_id() -> int:
-    """The number of this pytest-xdist worker; 0 without pytest-xdist."""
+    """Return the number of this pytest-xdist worker; 0 without pytest-xdist."""
     worker = env.read("PYTEST_XDIST_WORKER", "gw0") or "gw0"
     return int(worker.removeprefix("gw"))
 
 
 def get_torch_dist_unique_port() -> int:
-    """A rendezvous port that no other pytest-xdist worker uses."""
+    """Return a rendezvous port that no other pytest-xdist worker uses."""
     return DEFAULT_PORT + pytest_xdist_worker_id()
 
 
@@ -232,7 +232,7 @@ def get_torch_dist_unique_port() -> int:
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Whether every process holds the same tensor."""
+    """Return whether every process holds the same tensor."""
     here = tensor[None].clone().to(PartialState().device)
     everywhere = gather(here).cpu()
     return bool((everywhere == everywhere[:1]).all())
@@ -240,7 +240,7 @@ def are_the_same_tensors(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """The block raises ``exception_class`` with ``msg`` in its text; else an AssertionError is raised."""
+    """Raise an AssertionError unless the block raises ``exception_class`` with ``msg`` in its text."""
     try:
         yield
     except exception_class as error:
@@ -253,7 +253,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What the call prints."""
+    """Return what the call prints."""
     with redirect_stdout(io.StringIO()) as printed:
         func(*args, **kwargs)
     return printed.getvalue()
@@ -263,7 +263,7 @@ def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 class TempDirTestCase(unittest.TestCase):
-    """Tests of this class share the folder ``tmpdir``, empty at the start of each (``clear_on_setup``)."""
+    """A test case with a folder ``tmpdir``, empty at the start of each test (``clear_on_setup``)."""
 
     clear_on_setup = True
     tmpdir: Path
@@ -283,7 +283,7 @@ class TempDirTestCase(unittest.TestCase):
 
 
 class AccelerateTestCase(unittest.TestCase):
-    """After each test, the global states are empty again."""
+    """A test case that resets the global states after each test."""
 
     def tearDown(self) -> None:
         super().tearDown()
@@ -292,10 +292,10 @@ class AccelerateTestCase(unittest.TestCase):
 
 
 class MockingTestCase(unittest.TestCase):
-    """Patches given to ``add_mocks`` last until the end of the test."""
+    """A test case whose patches, given to ``add_mocks``, last until the end of the test."""
 
     def add_mocks(self, mocks: Any) -> None:
-        """The ``mock.patch(...)`` objects are in force now."""
+        """Start the ``mock.patch(...)`` objects."""
         self.mocks: list[mock._patch[Any]] = list(mocks) if isinstance(mocks, (tuple, list)) else [mocks]
         for each in self.mocks:
             each.start()

@@ -1,4 +1,4 @@
-"""Tiny problems to train on in tests: a line with noise, and stand-ins for a corpus of sentence pairs."""
+"""Tiny problems to train on in tests: a noisy line, and synthetic sentence pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Sample = dict[str, torch.Tensor]
 
 
 class RegressionDataset(Dataset[Any]):
-    """``length`` points ``(x, a * x + b + noise)``; the same ``seed`` gives the same points."""
+    """A dataset of ``length`` points ``(x, a * x + b + noise)``; the same ``seed`` gives the same points."""
 
     def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
         generator = np.random.default_rng(seed)
@@ -31,7 +31,7 @@ class RegressionDataset(Dataset[Any]):
 
 
 class RegressionModel(torch.nn.Module):
-    """``x * a + b``; with ``double_output``, twice, as a pair."""
+    """The model ``x * a + b``; with ``double_output`` it returns a pair of it."""
 
     def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class RegressionModel(torch.nn.Module):
         self.double_output = double_output
 
     def forward(self, x: Any = None) -> Any:
-        """The line at ``x``."""
+        """Return the value of the line at ``x``."""
         y = x * self.a + self.b
         return (y, y) if self.double_output else y
 
@@ -95,7 +95,7 @@ def _predict_next(samples: list[Sample]) -> Sample:
 
 
 def mocked_dataloaders(accelerator: Accelerator, batch_size: int = 16) -> tuple[DataLoader[Sample], DataLoader[Sample]]:
-    """A training and an evaluation loader of sentence pairs, as a tokenizer would give them; no download."""
+    """Return a training and an evaluation loader of tokenised sentence pairs, without a download."""
     del accelerator  # documented; nothing here depends on the device
     train = DataLoader(_SentencePairs(64, seed=0), shuffle=True, collate_fn=_pad, batch_size=batch_size)
     evaluation = DataLoader(_SentencePairs(24, seed=1), shuffle=False, collate_fn=_pad, batch_size=batch_size)
@@ -105,7 +105,7 @@ def mocked_dataloaders(accelerator: Accelerator, batch_size: int = 16) -> tuple[
 def mocked_dataloaders_for_autoregressive_models(
     accelerator: Accelerator, batch_size: int = 16
 ) -> tuple[DataLoader[Sample], DataLoader[Sample]]:
-    """The same for a model that predicts the next token: ``labels`` are the tokens, padding -100."""
+    """Return such loaders for a model that predicts the next token: ``labels`` are the tokens, padding -100."""
     del accelerator
     train = DataLoader(_SentencePairs(64, seed=0), shuffle=True, collate_fn=_predict_next, batch_size=batch_size)
     evaluation = DataLoader(_SentencePairs(24, seed=1), collate_fn=_predict_next, batch_size=batch_size)

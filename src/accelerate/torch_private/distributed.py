@@ -1,4 +1,4 @@
-"""Of torch.distributed: stores and process groups, meshes, what DistributedDataParallel keeps."""
+"""Private names of torch.distributed: stores, process groups, meshes, DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FileStore", "GradBucket", "PrefixStore", "Store", "TCPStore",
-    "cut_locally", "default_store", "flattened", "find_tensors", "forget_comm_hooks", "joined",
+    "shard_locally", "default_store", "flattened", "find_tensors", "forget_comm_hooks", "concatenated",
     "overlap_tensor_parallel", "set_ring_rotation", "synchronize_buffers",
 ]  # fmt: skip
 
@@ -30,19 +30,19 @@ declare(__name__, *(f"{_C10D}:{name}" for name in ("FileStore", "GradBucket", "P
 
 @uses(("torch.distributed.distributed_c10d:_get_default_store", ""))
 def default_store() -> Store:
-    """The store that the default process group was made with."""
+    """Return the store that the default process group was made with."""
     return dist.distributed_c10d._get_default_store()
 
 
 @uses(("torch.distributed.device_mesh:DeviceMesh._flatten", "self, mesh_dim_name"))
 def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """All axes of ``mesh`` as one, called ``name``."""
+    """Return all axes of ``mesh`` flattened into one, called ``name``."""
     return mesh._flatten(name)
 
 
 @uses(("torch.distributed.device_mesh:DeviceMesh._concatenate", "device_mesh_list", None, "2.10"))
-def joined(meshes: Sequence[DeviceMesh], root: DeviceMesh | None) -> DeviceMesh:
-    """One mesh with the axes of all ``meshes``, which are parts of ``root``."""
+def concatenated(meshes: Sequence[DeviceMesh], root: DeviceMesh | None) -> DeviceMesh:
+    """Return one mesh with the axes of all ``meshes``, which are submeshes of ``root``."""
     join: Any = getattr(type(meshes[0]), "_concatenate", None)
     if join is not None:
         return join(list(meshes))
@@ -50,19 +50,19 @@ def joined(meshes: Sequence[DeviceMesh], root: DeviceMesh | None) -> DeviceMesh:
     return root[tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())]
 
 
-def cut_locally(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """This rank's piece of a tensor that every rank has whole, without communication."""
+def shard_locally(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Shard a tensor that every rank has whole, without communication."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     if "src_data_rank" in inspect.signature(distribute_tensor).parameters:
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
-    # torch 2.6 always sends from the first rank; what is the same everywhere is cut by each rank for itself
+    # torch 2.6 always sends from the first rank; here each rank shards a tensor that is the same everywhere
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(mesh, placements)
 
 
 @uses(("torch.nn.parallel.distributed:_find_tensors", "obj"))
 def find_tensors(value: Any) -> Any:
-    """What DistributedDataParallel itself looks for unused parameters with: the tensors in any structure."""
+    """Return the tensors in any structure, as DistributedDataParallel finds them to look for unused parameters."""
     from torch.nn.parallel.distributed import _find_tensors
 
     return _find_tensors(value)
@@ -76,13 +76,13 @@ def synchronize_buffers(replica: torch.nn.parallel.DistributedDataParallel) -> N
 
 @uses("torch.nn.parallel.distributed:._comm_hooks")
 def forget_comm_hooks(replica: torch.nn.parallel.DistributedDataParallel) -> None:
-    """``replica`` no longer holds the states of its communication hooks."""
+    """Drop the states of the communication hooks of ``replica``."""
     replica._comm_hooks.clear()
 
 
 @uses(("torch.distributed.tensor.experimental._attention:set_rotate_method", "rotate_method"))
 def set_ring_rotation(method: str) -> None:
-    """Choose how torch's context parallelism passes keys and values on."""
+    """Choose how torch's ring attention passes keys and values on."""
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     set_rotate_method(method)

@@ -1,4 +1,4 @@
-"""Of FSDP 1 and 2: what is gathered, what is left of a pass between passes and after one that was given up."""
+"""Private names of FSDP 1 and 2: flat parameters, unsharded gradients, and the runtime state of a pass."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .names import uses
 if TYPE_CHECKING:  # half a second to import, and it brings sympy
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 
-#: Puts gradients back as they were.
-PutBack = Callable[[], None]
-#: Notes the gradients of parameters, and returns what puts them back.
-Remember = Callable[[Iterable[torch.Tensor]], PutBack]
+#: Restores gradients as they were.
+Restore = Callable[[], None]
+#: Records the gradients of parameters, and returns a function that restores them.
+Snapshot = Callable[[Iterable[torch.Tensor]], Restore]
 
 _FLAT = "torch.distributed.fsdp._flat_param"
 _WRAPPER = "torch.distributed.fsdp._common_utils"
@@ -27,13 +27,13 @@ _SAVED = "_saved_grad_shard"  # sharded gradients from before passes without red
 _HOOK = "_post_backward_hook_state"
 _ACCUMULATED = "unsharded_accumulated_grad"
 _QUEUED = "_post_backward_callback_queued"
-# From torch 2.15 on it is the gradient of the whole parameter itself, and can't be set.
-_WHOLE_GRADIENT = (f"{_PARAMETER}:.{_ACCUMULATED}", None, f"{_PARAMETER}:._unsharded_param")
+# From torch 2.15 on it is the gradient of the unsharded parameter itself, and can't be set.
+_UNSHARDED_GRADIENT = (f"{_PARAMETER}:.{_ACCUMULATED}", None, f"{_PARAMETER}:._unsharded_param")
 
 
 @uses("torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2")
 def hybrid_without_resharding() -> ShardingStrategy:
-    """Shard within a node, replicate between nodes, and keep what a forward gathered."""
+    """Return the strategy that shards within a node, replicates between nodes, and doesn't reshard after forward."""
     from torch.distributed.fsdp import ShardingStrategy
 
     return ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -41,29 +41,29 @@ def hybrid_without_resharding() -> ShardingStrategy:
 
 @uses("torch.distributed.fsdp.wrap:_Policy._run_policy")
 def modules_of_policy(policy: Any, model: torch.nn.Module, ignored: set[torch.nn.Module]) -> Any:
-    """The modules that a policy object of torch's wraps; None where ``policy`` is no such object."""
+    """Return the modules that a policy object of torch's wraps; None where ``policy`` is no such object."""
     run = getattr(policy, "_run_policy", None)
     return run(model, ignored, {}) if callable(run) else None
 
 
-# -- flat parameters ---------------------------------------------------------------------------------------
+# -- FSDP 1: flat parameters ---------------------------------------------------------------------------------------
 
 
 @uses(f"{_WRAPPER}:._handle")
 def handle_of(module: FullyShardedDataParallel) -> Any:
-    """torch's record of the unit's flat parameter; None for a unit without parameters of its own."""
+    """Return the handle of the unit's flat parameter; None for a unit without parameters of its own."""
     return module._handle
 
 
 @uses(f"{_FLAT}:FlatParamHandle", f"{_FLAT}:._use_orig_params", f"{_FLAT}:._params")
-def trained_in(handle: Any) -> list[torch.Tensor]:
-    """What an optimizer trains of the unit: the user's own parameters, or the flat one."""
+def trained_parameters(handle: Any) -> list[torch.Tensor]:
+    """Return the parameters of the unit that an optimizer trains: the user's own, or the flat one."""
     return list(handle.flat_param._params or ()) if handle._use_orig_params else [handle.flat_param]
 
 
 @uses(f"{_FLAT}:._use_orig_params", f"{_FLAT}:._shared_param_infos", f"{_FLAT}:._fqns")
-def names_in(handle: Any) -> list[str]:
-    """The dotted names, tied ones too, in the flat parameter that is trained; none where the user's own are."""
+def flat_parameter_names(handle: Any) -> list[str]:
+    """Return the dotted names, tied ones too, in a flat parameter that is trained; none with original parameters."""
     if handle._use_orig_params:
         return []
     shared = [f"{info.module_name}.{info.param_name}".lstrip(".") for info in handle.flat_param._shared_param_infos]
@@ -74,8 +74,8 @@ def names_in(handle: Any) -> list[str]:
     (f"{_RUNTIME}:_reshard", "state, handle, free_unsharded_flat_param"),
     f"{_FLAT}:._local_shard",
 )
-def free_gathered_flat(module: FullyShardedDataParallel) -> None:
-    """Of the unit's flat parameter only this rank's piece is left, also after a forward that keeps it."""
+def reshard_flat(module: FullyShardedDataParallel) -> None:
+    """Reshard the unit's flat parameter, also after a forward that keeps it unsharded."""
     from torch.distributed.fsdp._runtime_utils import _reshard
 
     handle = module._handle
@@ -84,17 +84,17 @@ def free_gathered_flat(module: FullyShardedDataParallel) -> None:
 
 
 @uses(f"{_FLAT}:._params", f"{_FLAT}:._shared_params")
-def in_flat(root: FullyShardedDataParallel) -> dict[torch.Tensor, None]:
-    """The flat parameters, and the user's own ones that are pieces of them."""
+def all_flat_parameters(root: FullyShardedDataParallel) -> dict[torch.Tensor, None]:
+    """Return the flat parameters, and the user's own ones that are views into them."""
     flats = [handle.flat_param for _, handle in _handles(root)]
     return dict.fromkeys(p for flat in flats for p in (flat, *(flat._params or ()), *(flat._shared_params or ())))
 
 
 @uses(f"{_FLAT}:._is_grad_none_mask", f"{_FLAT}:.{_SAVED}")
-def remember_flat(root: FullyShardedDataParallel, remember: Remember) -> PutBack:
-    """What puts the gradients of flat parameters back as they are now, those left whole on this rank included."""
-    flats, own = [handle.flat_param for _, handle in _handles(root)], in_flat(root)
-    put_back_others = remember(parameter for parameter in root.parameters() if parameter not in own)
+def snapshot_flat_gradients(root: FullyShardedDataParallel, snapshot: Snapshot) -> Restore:
+    """Record the gradients of flat parameters, unsharded ones too; return a function that restores them."""
+    flats, own = [handle.flat_param for _, handle in _handles(root)], all_flat_parameters(root)
+    restore_others = snapshot(parameter for parameter in root.parameters() if parameter not in own)
     # The gradients of the user's own parameters are views into those of the flat ones, whose values are copied.
     views = [(parameter, None if parameter.grad is None else parameter.grad.data) for parameter in own]
     saved = [(flat, getattr(flat, _SAVED, None)) for flat in flats]
@@ -102,12 +102,12 @@ def remember_flat(root: FullyShardedDataParallel, remember: Remember) -> PutBack
     values = [(t, t.clone()) for t in (*(flat.grad for flat in flats), *(t for _, t in saved)) if t is not None]
     values = [(tensor.data, copy) for tensor, copy in values]
 
-    def put_back() -> None:
-        put_back_others()
+    def restore() -> None:
+        restore_others()
         for tensor, copy in values:
             tensor.copy_(copy)
         for parameter, gradient in views:
-            _give(parameter, gradient)
+            _set_gradient(parameter, gradient)
         for flat, gradient in saved:
             flat.__dict__.pop(_SAVED, None)
             if gradient is not None:
@@ -115,7 +115,7 @@ def remember_flat(root: FullyShardedDataParallel, remember: Remember) -> PutBack
         for flat, mask in masks:
             flat._is_grad_none_mask = mask
 
-    return put_back
+    return restore
 
 
 @uses(
@@ -125,10 +125,10 @@ def remember_flat(root: FullyShardedDataParallel, remember: Remember) -> PutBack
     f"{_FLAT}:._is_grad_none_mask",
     f"{_FLAT}:.{_SAVED}",
 )
-def flat_gradients_of(root: FullyShardedDataParallel) -> list[dict[str, Any]]:
-    """What each unit has of gradients between two updates: its piece, or all of them where passes didn't reduce.
+def flat_gradients(root: FullyShardedDataParallel) -> list[dict[str, Any]]:
+    """Return each unit's gradients between two updates: its shard, or the unsharded one where passes didn't reduce.
 
-    ``before`` is the piece that was reduced before passes without reduction began.
+    ``before`` is the shard that was reduced before passes without reduction began.
     """
     return [
         {
@@ -150,8 +150,8 @@ def flat_gradients_of(root: FullyShardedDataParallel) -> list[dict[str, Any]]:
     f"{_FLAT}:._is_grad_none_mask",
     f"{_FLAT}:.{_SAVED}",
 )
-def take_flat_gradients(root: FullyShardedDataParallel, units: Sequence[Mapping[str, Any]] | None) -> bool:
-    """Give each unit what :func:`flat_gradients_of` gave; None: nothing at all. Returns whether they fit the units."""
+def set_flat_gradients(root: FullyShardedDataParallel, units: Sequence[Mapping[str, Any]] | None) -> bool:
+    """Set each unit's gradients to those of :func:`flat_gradients`, or to none; return whether they fit the units."""
     handles = [handle for _, handle in _handles(root)]
     if units is None:
         units = [{"names": list(handle.flat_param._fqns)} for handle in handles]
@@ -162,8 +162,8 @@ def take_flat_gradients(root: FullyShardedDataParallel, units: Sequence[Mapping[
         return False
     for handle, unit in pairs:
         flat, gradient, before = handle.flat_param, unit.get("gradient"), unit.get("before")
-        is_whole = gradient is not None and gradient.shape == flat._unpadded_unsharded_size
-        _give(flat, None if gradient is None else gradient.to(handle.device if is_whole else flat.device))
+        is_unsharded = gradient is not None and gradient.shape == flat._unpadded_unsharded_size
+        _set_gradient(flat, None if gradient is None else gradient.to(handle.device if is_unsharded else flat.device))
         flat.__dict__.pop(_SAVED, None)
         if before is not None:
             setattr(flat, _SAVED, before.to(handle.device))
@@ -173,7 +173,7 @@ def take_flat_gradients(root: FullyShardedDataParallel, units: Sequence[Mapping[
             flat._is_grad_none_mask = list(unit["is_none"])
         for parameter in (*flat._params, *flat._shared_params):
             parameter.grad = None
-        if is_whole or not handle.uses_sharded_strategy:
+        if is_unsharded or not handle.uses_sharded_strategy:
             handle._use_unsharded_grad_views()
         elif gradient is not None:
             handle._use_sharded_grad_views()
@@ -189,8 +189,8 @@ def _data(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.data
 
 
-def _give(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """``parameter.grad`` is ``gradient``, which may be whole where the parameter is a piece, as torch has it too."""
+def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Set ``parameter.grad`` to ``gradient``, which may be unsharded where the parameter is a shard, as in torch."""
     if gradient is not None and (gradient.shape, gradient.dtype) != (parameter.shape, parameter.dtype):
         parameter.grad = torch.empty_like(parameter)
         parameter.grad.data = gradient
@@ -218,8 +218,8 @@ def _give(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
     f"{_RUNTIME}:._post_backward_called",
     f"{_FLAT}:._post_forward_index",
 )
-def abandon_flat(root: FullyShardedDataParallel) -> None:
-    """Every unit is sharded, and waits for a forward."""
+def reset_flat_runtime(root: FullyShardedDataParallel) -> None:
+    """Reset FSDP's runtime state: reshard every unit and let it wait for a forward."""
     from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
     if root._is_root is None:  # no forward has come as far as that
@@ -245,7 +245,7 @@ def abandon_flat(root: FullyShardedDataParallel) -> None:
 
 
 def _handles(root: FullyShardedDataParallel) -> Iterator[tuple[Any, Any]]:
-    """torch's records of the units that hold parameters, and of their flat parameters."""
+    """Yield the states of the units that hold parameters, each with the handle of its flat parameter."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     for state in FullyShardedDataParallel.fsdp_modules(root):
@@ -254,7 +254,7 @@ def _handles(root: FullyShardedDataParallel) -> Iterator[tuple[Any, Any]]:
             yield state, handle
 
 
-# -- fully_shard -------------------------------------------------------------------------------------------
+# -- FSDP 2: fully_shard -------------------------------------------------------------------------------------------
 
 
 @uses(("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "self"))
@@ -265,7 +265,7 @@ def _state_of(module: Any) -> Any:
 # One group a unit before torch 2.12.
 @uses((f"{_STATE}:._fsdp_param_groups", None, f"{_STATE}:._fsdp_param_group"))
 def managed_parameters(model: torch.nn.Module) -> list[Any]:
-    """torch's records of the parameters that are sharded."""
+    """Return torch's records of the parameters that are sharded."""
     from torch.distributed.fsdp import FSDPModule
 
     found: list[Any] = []
@@ -281,49 +281,49 @@ def managed_parameters(model: torch.nn.Module) -> list[Any]:
 @uses(
     f"{_PARAMETER}:._unsharded_param",
     f"{_PARAMETER}:.sharded_param",
-    _WHOLE_GRADIENT,
+    _UNSHARDED_GRADIENT,
 )
-def remember_shards(model: FSDPModule, remember: Remember) -> PutBack:
-    """What puts the gradients under ``fully_shard`` back as they are now, those left whole on this rank included."""
+def snapshot_sharded_gradients(model: FSDPModule, snapshot: Snapshot) -> Restore:
+    """Record the gradients under ``fully_shard``, unsharded ones too; return a function that restores them."""
     assert isinstance(model, torch.nn.Module)
     managed = managed_parameters(model)
     accumulated = [(p, _copy(p.unsharded_accumulated_grad)) for p in managed if _ACCUMULATED in vars(p)]
     held = [kept for p in managed for kept in (p.sharded_param, getattr(p, "_unsharded_param", None))]
-    # Before the first forward there are no whole parameters, and afterwards either kind is what the model shows.
+    # Before the first forward there are no unsharded parameters, and afterwards the model shows either kind.
     parameters = dict.fromkeys([*(parameter for parameter in held if parameter is not None), *model.parameters()])
-    put_back_others = remember(parameters)
+    restore_others = snapshot(parameters)
 
-    def put_back() -> None:
+    def restore() -> None:
         for parameter in managed_parameters(model):
-            whole = getattr(parameter, "_unsharded_param", None)
-            if whole is not None:
-                whole.grad = None
-        put_back_others()
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is not None:
+                unsharded.grad = None
+        restore_others()
         for parameter, gradient in accumulated:
             parameter.unsharded_accumulated_grad = gradient
 
-    return put_back
+    return restore
 
 
-def gather_once(modules: Iterable[torch.nn.Module]) -> None:
-    """Leave every unit under ``fully_shard`` sharded, with the whole parameters that torch makes; a collective.
+def unshard_once(modules: Iterable[torch.nn.Module]) -> None:
+    """Unshard and reshard every unit under ``fully_shard``, so that its unsharded parameters exist; a collective.
 
-    torch makes them when they are gathered for the first time.
+    torch makes them when they are unsharded for the first time.
     """
     for unit in _units(modules):
         unit.unshard()
         unit.reshard()
 
 
-# Until torch 2.14 a gradient that was left whole moves to a record beside the parameter where it has another dtype;
-# from torch 2.15 on it stays on the whole parameter, and the record only shows it.
+# Until torch 2.14 a gradient that was left unsharded moves to a record beside the parameter where it has another dtype;
+# from torch 2.15 on it stays on the unsharded parameter, and the record only shows it.
 @uses(
     f"{_PARAMETER}:._unsharded_param",
     f"{_PARAMETER}:.sharded_param",
-    _WHOLE_GRADIENT,
+    _UNSHARDED_GRADIENT,
 )
-def whole_gradients_of(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The gradients that passes without reduction have left whole on this rank, each after its parameter's piece.
+def unsharded_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the gradients that passes without reduction left unsharded, each after its parameter's shard.
 
     Every unit is sharded afterwards, as it is between the passes of training.
     """
@@ -344,14 +344,14 @@ def whole_gradients_of(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.T
 @uses(
     f"{_PARAMETER}:._unsharded_param",
     f"{_PARAMETER}:.sharded_param",
-    _WHOLE_GRADIENT,
+    _UNSHARDED_GRADIENT,
 )
-def take_whole_gradients(
+def set_unsharded_gradients(
     modules: Iterable[torch.nn.Module], gradient_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 ) -> None:
-    """Leave every parameter with the whole gradient that ``gradient_of(piece, whole)`` gives, or with none.
+    """Set every parameter's unsharded gradient to what ``gradient_of(shard, unsharded)`` returns, or to none.
 
-    The next backward pass adds to it. Parameters that were never gathered have none, and are not asked for.
+    The next backward pass adds to it. Parameters that were never unsharded have none, and are skipped.
     """
     for record in _records(modules):
         unsharded = getattr(record, "_unsharded_param", None)
@@ -374,40 +374,40 @@ def _records(modules: Iterable[torch.nn.Module]) -> list[Any]:
 
 
 @uses(f"{_STATE}:._is_root")
-def abandon_shards(model: FSDPModule) -> None:
-    """Every unit is sharded, and waits for a forward."""
+def reset_sharded_runtime(model: FSDPModule) -> None:
+    """Reset FSDP's runtime state: reshard every unit and let it wait for a forward."""
     if _state_of(model)._is_root is not None:  # else no forward has come as far as that
         model.reset_iter_state()
 
 
 @uses(f"{_STATE}:FSDPState._root_post_backward_final_callback")
-def reduce_shards(model: FSDPModule) -> None:
-    """Do what torch does after the backward of a batch: gradients are averaged, and lie in pieces."""
+def reduce_sharded_gradients(model: FSDPModule) -> None:
+    """Reduce-scatter the gradients, as torch does after the backward of a batch."""
     _state_of(model)._root_post_backward_final_callback()
 
 
 @uses(f"{_STATE}:._mp_policy")
-def precision_of(module: FSDPModule) -> Any:
-    """The mixed-precision policy of the unit."""
+def mixed_precision_policy(module: FSDPModule) -> Any:
+    """Return the mixed-precision policy of the unit."""
     return _state_of(module)._mp_policy
 
 
 @uses("torch.nn.modules.module:._forward_hooks", "torch.nn.modules.module:._forward_pre_hooks")
-def without_own_hooks(module: Any) -> PutBack:
-    """The unit neither gathers nor frees until the function that this returns is called; hooks of others run."""
+def suspend_fsdp_hooks(module: Any) -> Restore:
+    """Remove the unit's own hooks, so that it neither unshards nor reshards; return a function that restores them."""
     state = _state_of(module)
-    kept: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    removed: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        kept.append((hooks, dict(hooks)))
+        removed.append((hooks, dict(hooks)))
         for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is state]:
             del hooks[key]
 
-    def put_back() -> None:
-        for hooks, before in kept:
+    def restore() -> None:
+        for hooks, before in removed:
             hooks.clear()
             hooks.update(before)
 
-    return put_back
+    return restore
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
-"""Of torch.nn: what a module saves of itself, and what torch.compile puts around it.
+"""Private names of torch.nn, torch.utils.data, torch.optim and torch.amp.
 
-Its three tables ``_parameters``, ``_buffers`` and ``_modules`` are used in place by every file that has to exchange
-an entry: torch's pickles and state dicts rest on them.
+The three tables of modules ``_parameters``, ``_buffers`` and ``_modules`` are used in place by every file that
+has to exchange an entry: torch's pickles and state dicts rest on them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
 
 from .names import declare, uses
 
@@ -20,42 +22,141 @@ declare(__name__, f"{_MODULE}:._parameters", f"{_MODULE}:._buffers", f"{_MODULE}
 
 @uses(f"{_MODULE}:._non_persistent_buffers_set")
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of the module's own buffers that no state dict holds."""
+    """Return the names of the module's own buffers that no state dict holds."""
     return set(module._non_persistent_buffers_set)
 
 
 @uses((f"{_MODULE}:Module._save_to_state_dict", "self, destination, prefix, keep_vars"))
 def save_own(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-    """Put what ``module`` itself, without its parts, saves into ``state``."""
+    """Save what ``module`` itself, without its children, holds into ``state``."""
     module._save_to_state_dict(state, prefix, keep_vars=False)
 
 
 @uses(f"{_MODULE}:_IncompatibleKeys")
 def loaded(missing: Sequence[str], unexpected: Sequence[str]) -> Any:
-    """What ``load_state_dict`` returns."""
+    """Return the result of ``load_state_dict`` for these missing and unexpected keys."""
     return nn.modules.module._IncompatibleKeys(list(missing), list(unexpected))
 
 
 @uses("torch._dynamo.eval_frame:OptimizedModule")
 def is_compiled(module: object) -> bool:
-    """Whether ``module`` is what torch.compile returned."""
+    """Return whether ``module`` is the result of torch.compile."""
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")  # costly to import; not there: nothing is compiled
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 @uses("torch._dynamo.eval_frame:._orig_mod")
-def original_of(compiled: Any) -> Any:
-    """The module that torch.compile was given."""
+def original_module(compiled: Any) -> Any:
+    """Return the module that torch.compile was given."""
     return compiled._orig_mod
 
 
 @uses("torch._dynamo.eval_frame:._orig_mod", "torch._dynamo.eval_frame:.dynamo_ctx")
-def compiled_alike(compiled: Any, module: nn.Module) -> Any:
-    """``module`` compiled as ``compiled`` was."""
+def compile_like(compiled: Any, module: nn.Module) -> Any:
+    """Return ``module`` compiled as ``compiled`` was."""
     return type(compiled)(module, compiled.dynamo_ctx)
 
 
 @uses(f"{_MODULE}:._compiled_call_impl")
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
+    """Return whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
+
+
+# -- torch.utils.data --------------------------------------------------------------------------------------
+
+
+@uses("torch.utils.data.dataloader:._iterator")
+def has_running_iterator(loader: DataLoader[Any] | None) -> bool:
+    """Return whether ``loader`` keeps an iterator, torch's with the workers of an earlier epoch, torchdata's too."""
+    return getattr(loader, "_iterator", None) is not None
+
+
+@uses("torch.utils.data.sampler:._num_samples")
+def requested_num_samples(sampler: RandomSampler) -> int | None:
+    """Return the number of samples that ``sampler`` was asked to draw; None where it draws all of its data."""
+    return sampler._num_samples
+
+
+# -- torch.optim, torch.amp and operations on lists of tensors ----------------------------------------------
+
+
+@uses(("torch:_foreach_copy_", "self, src, non_blocking"))
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
+
+
+@uses(("torch:_foreach_mul_", "self, scalars"))
+def scale_each(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each tensor, in place, by one factor."""
+    torch._foreach_mul_(list(tensors), factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@uses(("torch:_foreach_lerp_", "self, tensors1, weights"))
+def move_each(tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
+    """Interpolate each tensor, in place, towards its end by ``weight``."""
+    torch._foreach_lerp_(list(tensors), list(ends), weight)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@uses(("torch:_foreach_norm", "self, ord, dtype"))
+def norm_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> Sequence[torch.Tensor]:
+    """Return the norm of each tensor."""
+    return torch._foreach_norm(tensors, norm_type)  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
+
+
+@uses(("torch:_amp_foreach_non_finite_check_and_unscale_", "self, found_inf, inv_scale"))
+def unscale_each(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Multiply each gradient by ``inv_scale``; set ``found_inf`` to 1 where one isn't finite."""
+    torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
+        gradients,  # pyright: ignore[reportArgumentType]
+        found_inf,
+        inv_scale,
+    )
+
+
+@uses("torch.ops.aten:_indices", "torch.ops.aten:_values")
+def sparse_components(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices and values as they are stored: rows that come several times are not added up."""
+    return torch.ops.aten._indices.default(gradient), torch.ops.aten._values.default(gradient)
+
+
+@uses("torch.amp.grad_scaler:OptState.READY", "torch.amp.grad_scaler:._per_optimizer_states")
+def has_scaled_gradients(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``scaler.unscale_(optimizer)`` hasn't been called since the last update."""
+    from torch.amp.grad_scaler import OptState
+
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+
+
+@uses(("torch.amp.grad_scaler:GradScaler._found_inf_per_device", "self, optimizer"))
+def found_inf_by_device(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
+    """Return the ``found_inf`` of the last ``scaler.step(optimizer)`` by device; ``scaler.update()`` clears it."""
+    return scaler._found_inf_per_device(optimizer)
+
+
+@uses(
+    "torch.optim.optimizer:._optimizer_step_pre_hooks",
+    "torch.optim.optimizer:._optimizer_step_post_hooks",
+)
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+    """Return the hooks that are called before and after each step of ``optimizer``."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def set_step_hooks(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> None:
+    """Replace the hooks that :func:`step_hooks` returns."""
+    optimizer._optimizer_step_pre_hooks = before
+    optimizer._optimizer_step_post_hooks = after
+
+
+@uses("torch.optim.lr_scheduler:._step_count")
+def step_count(scheduler: Any) -> int:
+    """Return how often ``scheduler`` has stepped, its first value included."""
+    return scheduler._step_count
+
+
+@uses("torch.optim.lr_scheduler:._step_count")
+def count_step(scheduler: Any) -> None:
+    """Count a step that ``scheduler`` didn't take."""
+    scheduler._step_count += 1

@@ -1,4 +1,4 @@
-"""What a function relies on behind torch's interface, and the error when a torch doesn't have it."""
+"""The registry of private names of torch, and the error for a torch that lacks one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 @final
 @dataclass(frozen=True)
 class PrivateName:
-    """A name of torch's without a promise.
+    """A name of torch's that torch doesn't document or promise to keep.
 
     ``place`` is ``module:name``, with a dot before the name where it is an attribute of objects that the module makes.
     ``parameters`` are those of a function, in order; more that have defaults may follow in another version. ``instead``
@@ -34,12 +34,12 @@ class PrivateName:
 
     @property
     def module(self) -> str:
-        """Where it is defined, as it is imported."""
+        """The module that defines it, as it is imported."""
         return self.place.partition(":")[0]
 
     @property
     def name(self) -> str:
-        """What it is called there."""
+        """Its name in that module."""
         return self.place.partition(":")[2].removeprefix(".")
 
     @property
@@ -48,7 +48,7 @@ class PrivateName:
         return ":." in self.place
 
     def is_there(self) -> bool:
-        """Whether the installed torch has it; True for attributes."""
+        """Return whether the installed torch has it; True for attributes."""
         if self.is_attribute:
             return True
         try:
@@ -106,7 +106,7 @@ def _is_named(error: BaseException, name: PrivateName) -> bool:
 
 
 def refusal(missing: list[PrivateName]) -> MissingDependency:
-    """The error for a torch that lacks these names."""
+    """Return the error for a torch that lacks these names."""
     import torch
 
     listed = ", ".join(f"{name.module}.{name.name}" for name in missing)

@@ -1,4 +1,4 @@
-"""Of torch's ways to look at operations: structures of tensors, dispatch modes, tensors without values, operators."""
+"""Private names of torch's tracing: pytrees, dispatch modes, fake tensors, operators."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .names import declare, uses
 
 __all__ = [
     "TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
-    "attention_on_cpu", "attention_on_cpu_backward", "fake_tensor_mode", "grouped_product",
-    "identity_of", "is_check_of_tracing", "vector_instructions", "without_values",
+    "attention_on_cpu", "attention_on_cpu_backward", "fake_tensor_mode", "grouped_mm_operator",
+    "storage_key", "is_tracing_guard", "vector_instructions", "data_dependent_errors",
 ]  # fmt: skip
 
 _TREES = "torch.utils._pytree"
@@ -30,14 +30,14 @@ declare(
 
 
 @uses("torch.storage:._cdata")
-def identity_of(storage: torch.UntypedStorage) -> int:
-    """A number that tensors over the same storage have in common, also where it has no address."""
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that tensors over the same storage have in common, also where it has no address."""
     return storage._cdata
 
 
 @uses(("torch._subclasses.fake_tensor:FakeTensorMode.__init__", "self, allow_fallback_kernels, allow_non_fake_inputs"))
 def fake_tensor_mode() -> AbstractContextManager[Any]:
-    """Within the block, operations give tensors without values, from tensors with them too."""
+    """Enter a context in which operations give fake tensors, from real ones too."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -45,7 +45,7 @@ def fake_tensor_mode() -> AbstractContextManager[Any]:
 
 @uses("torch.cpu:_is_avx2_supported", "torch.cpu:_is_avx512_supported")
 def vector_instructions() -> str:
-    """The widest vectors of this processor, of those that choose between kernels: AVX512, AVX2, or neither ("")."""
+    """Return the widest vectors of this processor that choose between kernels: AVX512, AVX2, or neither ("")."""
     return "AVX512" if torch.cpu._is_avx512_supported() else "AVX2" if torch.cpu._is_avx2_supported() else ""
 
 
@@ -54,8 +54,8 @@ def vector_instructions() -> str:
     "torch._subclasses.fake_tensor:DynamicOutputShapeException",
     "torch._subclasses.fake_tensor:UnsupportedOperatorException",
 )
-def without_values() -> tuple[type[Exception], ...]:
-    """What an operation raises that can't be computed without values."""
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of operations that can't be computed on fake tensors."""
     from torch._subclasses import fake_tensor as fake
 
     return (
@@ -66,14 +66,14 @@ def without_values() -> tuple[type[Exception], ...]:
 
 
 @uses("torch.ops.aten:_assert_tensor_metadata")
-def is_check_of_tracing(target: Any) -> bool:
-    """Whether a node of a traced graph only compares what it meets with what was traced."""
+def is_tracing_guard(target: Any) -> bool:
+    """Return whether a node of a traced graph only compares its inputs with those that were traced."""
     return target is torch.ops.aten._assert_tensor_metadata.default or target == "_guards_fn"
 
 
 @uses(("torch.ops.aten:_grouped_mm", None, None, "2.8"))
-def grouped_product() -> Any:
-    """The operator that multiplies groups of rows by a matrix each; None before torch 2.8."""
+def grouped_mm_operator() -> Any:
+    """Return the operator that multiplies groups of rows by a matrix each; None before torch 2.8."""
     return getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 
 
@@ -84,7 +84,7 @@ def grouped_product() -> Any:
     )
 )
 def attention_on_cpu(*arguments: Any, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention without dropout over one block of keys and values, and the logarithm of its weights' sum."""
+    """Compute attention without dropout over one block of keys and values, and the log-sum-exp of its weights."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments, scale=scale)
 
 
@@ -95,5 +95,5 @@ def attention_on_cpu(*arguments: Any, scale: float | None) -> tuple[torch.Tensor
     )
 )
 def attention_on_cpu_backward(*arguments: Any, scale: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, keys and values."""
+    """Compute the gradients of query, keys and values."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*arguments, scale=scale)

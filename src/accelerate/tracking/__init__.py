@@ -1,4 +1,4 @@
-"""Trackers: where the numbers of a run go. One file per service, and a JSONL log that is always there."""
+"""Trackers: one file per service to which a run is logged, and a JSONL log that is always written."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 from ..optional import require
-from .base import GeneralTracker, as_numbers, in_turn, on_main_process
+from .base import GeneralTracker, as_numbers, on_main_process, queued
 
 
 class AimTracker(GeneralTracker):
-    """The run stands in the Aim repository ``logging_dir``; ``kwargs`` go to ``aim.Run``."""
+    """A tracker that writes the run to the Aim repository ``logging_dir``; ``kwargs`` go to ``aim.Run``."""
 
     name = "aim"
     requires_logging_directory = True
@@ -38,16 +38,16 @@ class AimTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.writer["hparams"] = values
 
-    @in_turn
+    @queued
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         for key, value in as_numbers(values).items():
             self.writer.track(value, name=key, step=step, **kwargs)
 
-    @in_turn
+    @queued
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Each value, an image or a pair of image and caption, is logged under its key.
+        """Log each value, an image or a pair of image and caption, under its key.
 
         ``kwargs["aim_image"]`` goes to ``aim.Image``, ``kwargs["track"]`` to ``Run.track``.
         """

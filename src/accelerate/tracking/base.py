@@ -1,4 +1,4 @@
-"""The contract for trackers: what a class must have so that ``Accelerator.log`` can write through it."""
+"""The base class of trackers: the interface through which ``Accelerator.log`` writes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, ClassVar, TypeVar, cast, final
 import numpy as np
 import torch
 
-from ..world import current_world
-from .outbox import Outbox
+from ..distributed.world import current_world
+from .background_queue import BackgroundQueue
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -18,13 +18,13 @@ _REQUIRED_ATTRIBUTES = ("name", "requires_logging_directory", "tracker")
 
 
 def writes_here(*, main_process_only: bool = True) -> bool:
-    """Whether this process writes to a tracker; before the world is joined, every process does."""
+    """Return whether this process writes to a tracker; before the world is joined, every process does."""
     world = current_world()
     return not main_process_only or world is None or world.is_main
 
 
 def on_main_process(function: Method) -> Method:
-    """The tracker method, doing nothing off the main process where the tracker is ``main_process_only``."""
+    """Make a tracker method do nothing off the main process where the tracker is ``main_process_only``."""
 
     @functools.wraps(function)
     def guarded(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
@@ -35,8 +35,8 @@ def on_main_process(function: Method) -> Method:
     return cast(Method, guarded)
 
 
-def in_turn(function: Method) -> Method:
-    """The tracker method, called on the tracker's own thread after what the tracker was given before.
+def queued(function: Method) -> Method:
+    """Make a tracker method run on the tracker's own thread, after the calls that were queued before.
 
     While the tracker has no such thread (before ``init_trackers``, after the end, built by hand), it is called at once.
     Off the main process it does nothing where the tracker is ``main_process_only``.
@@ -46,16 +46,16 @@ def in_turn(function: Method) -> Method:
     def guarded(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
         if not writes_here(main_process_only=self.main_process_only):
             return None
-        outbox = self._outbox
-        if outbox is None or outbox.is_current_thread:
+        queue = self._background_queue
+        if queue is None or queue.is_current_thread:
             return function(self, *args, **kwargs)
-        return outbox.put(functools.partial(function, self), function.__name__, *args, **kwargs)
+        return queue.put(functools.partial(function, self), function.__name__, *args, **kwargs)
 
     return cast(Method, guarded)
 
 
 def as_numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """``values`` with tensors and arrays of one element, and NumPy's numbers, as Python's numbers."""
+    """Return ``values`` with tensors and arrays of one element, and NumPy's numbers, as Python's numbers."""
     return {
         key: value.item()
         if isinstance(value, np.generic)
@@ -66,7 +66,7 @@ def as_numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class GeneralTracker:
-    """The base of every tracker, ours and yours; a subclass talks to one tracking service.
+    """The base class of all trackers; a subclass talks to one tracking service.
 
     A subclass has three attributes of its class:
 
@@ -79,7 +79,7 @@ class GeneralTracker:
 
     Which thread calls: ``start`` and ``store_init_configuration`` are called by the thread that calls
     ``init_trackers``, and so are ``log`` and ``finish``: what was logged can be read back at once. A failure there is
-    said once and costs that record, not the run. With ``logs_in_background = True``, as in the trackers of services,
+    logged once and costs that record, not the run. With ``logs_in_background = True``, as in the trackers of services,
     ``Accelerator.log`` only notes what is to be logged, and a thread that belongs to this tracker calls ``log``: one
     call at a time, in order, ``finish`` last.
 
@@ -95,13 +95,13 @@ class GeneralTracker:
     logs_in_background: bool = False
     queue_limit_bytes: int = 256 * 2**20
     finish_timeout_seconds: float = 60.0
-    _outbox: Outbox | None = None  # from `init_trackers` to the end
+    _background_queue: BackgroundQueue | None = None  # from `init_trackers` to the end
 
     def __init__(self, _blank: bool = False) -> None:
-        """``_blank=True`` makes a tracker on which the four methods do nothing."""
+        """Check the class's attributes; with ``_blank=True``, make a tracker on which the four methods do nothing."""
         if _blank:
             return
-        # The class is asked, not the instance: a `tracker` property may not be readable before `start`.
+        # The class is checked, not the instance: a `tracker` property may not be readable before `start`.
         declared = {*vars(self), *dir(type(self))}
         missing = [f"`{name}`" for name in _REQUIRED_ATTRIBUTES if name not in declared]
         if missing:
@@ -111,19 +111,19 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """The service is ready for values. Called once, by ``Accelerator.init_trackers``."""
+        """Connect to the service. Called once, by ``Accelerator.init_trackers``."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """``values`` are stored as the hyper-parameters of the run."""
+        """Store ``values`` as the hyper-parameters of the run."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """``values`` are logged at ``step``; ``kwargs`` go to the service's own call."""
+        """Log ``values`` at ``step``; ``kwargs`` go to the service's own call."""
 
     def finish(self) -> None:
-        """Everything logged has left this process, and the run is closed."""
+        """Send everything that was logged, and close the run."""
 
     def _leave_thread(self) -> None:
-        """The service has forgotten the thread that called ``start``; called there, after ``finish``."""
+        """Release what the service keeps for the thread that called ``start``; called there, after ``finish``."""
 
 
 @final
@@ -141,7 +141,7 @@ class BlankTracker(GeneralTracker):
         self.__dict__["name"] = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python and copying ask every object for
+        if name.startswith("__"):  # what Python and copying look up on every object
             raise AttributeError(name)
         return _NOTHING
 

@@ -1,4 +1,4 @@
-"""Which trackers a run has: the table of names, what ``log_with`` means, and the trackers started."""
+"""Choose the trackers of a run from ``log_with``, start them, log to them and finish them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .. import optional
 from ..errors import SettingError
 from ..settings.labels import LoggerType
 from .aim import AimTracker
+from .background_queue import BackgroundQueue
 from .base import BlankTracker, GeneralTracker, writes_here
 from .clearml import ClearMLTracker
 from .comet import CometMLTracker
 from .dvclive import DVCLiveTracker
 from .jsonl import JSONLTracker
 from .mlflow import MLflowTracker
-from .outbox import Outbox
 from .swanlab import SwanLabTracker
 from .tensorboard import TensorBoardTracker
 from .trackio import TrackioTracker
@@ -42,7 +42,7 @@ LOGGER_TYPE_TO_CLASS: Final[dict[str, type[GeneralTracker]]] = {
         TrackioTracker,
     )
 }
-#: How long a service may take to be told what was logged before its own object is handed out.
+#: How long to wait for the queued calls before the service's own object is handed out.
 CATCH_UP_SECONDS: Final = 10.0
 _SERVICES: Final = frozenset(LOGGER_TYPE_TO_CLASS)
 # What `start` raises because the call is wrong, not because the service is down: better learnt before training begins.
@@ -86,7 +86,7 @@ def filter_trackers(
     log_with: str | LoggerType | GeneralTracker | Iterable[str | LoggerType | GeneralTracker] | None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[LoggerType | str | GeneralTracker]:
-    """The trackers of ``log_with`` that can run here, each once: names as labels, objects as they are.
+    """Return the trackers of ``log_with`` that can run here, each once: names as labels, objects as they are.
 
     ``"all"`` means every one that is installed. One whose service isn't installed is dropped.
 
@@ -157,7 +157,7 @@ def init_trackers(
         if LOGGER_TYPE_TO_CLASS[str(each)].requires_logging_directory:
             arguments = (project_name, logging_dir)
         started.append(tracker_class(*arguments, **init_kwargs.get(str(each), {})))
-    return [_started(tracker, config) for tracker in started]
+    return [_start(tracker, config) for tracker in started]
 
 
 def init_run_log(
@@ -173,12 +173,12 @@ def init_run_log(
     is_wanted = (init_kwargs or {}).get(JSONLTracker.name, {}).get("enabled", True)
     if logging_dir is None or not is_wanted or not writes_here():
         return []
-    return [_started(JSONLTracker(project_name, os.fspath(logging_dir)), config)]
+    return [_start(JSONLTracker(project_name, os.fspath(logging_dir)), config)]
 
 
-def _started(tracker: GeneralTracker, config: dict[str, Any] | None) -> GeneralTracker:
-    """The tracker with its service ready and its own thread, or a blank one where the service can't be had."""
-    tracker._outbox = None  # until `start` has returned, calls are made at once
+def _start(tracker: GeneralTracker, config: dict[str, Any] | None) -> GeneralTracker:
+    """Start the service of ``tracker`` and its background queue; return a blank tracker where the service fails."""
+    tracker._background_queue = None  # until `start` has returned, calls are made at once
     try:
         tracker.start()
         if config is not None:
@@ -191,7 +191,7 @@ def _started(tracker: GeneralTracker, config: dict[str, Any] | None) -> GeneralT
             tracker.name, type(error).__name__, error,
         )  # fmt: skip
         return BlankTracker(tracker.name)
-    tracker._outbox = Outbox(
+    tracker._background_queue = BackgroundQueue(
         tracker.name, limit_bytes=tracker.queue_limit_bytes, in_background=tracker.logs_in_background
     )
     return tracker
@@ -203,24 +203,24 @@ def log(
     step: int | None,
     log_kwargs: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Each tracker will be told ``values`` as they are now, after what it was told before. Never raises."""
+    """Queue ``values``, as they are now, for each tracker, after the calls that were queued before. Never raises."""
     for tracker in trackers:
-        outbox = tracker._outbox
-        if outbox is not None:
+        queue = tracker._background_queue
+        if queue is not None:
             what = "log" if step is None else f"log at step {step}"
-            outbox.put(tracker.log, what, values, step=step, **log_kwargs.get(tracker.name, {}))
+            queue.put(tracker.log, what, values, step=step, **log_kwargs.get(tracker.name, {}))
 
 
 def finish(trackers: Iterable[GeneralTracker]) -> None:
-    """Each tracker was told everything and has finished, or its time was over; what was lost has been said."""
-    open_ones = [(tracker, tracker._outbox) for tracker in trackers if tracker._outbox is not None]
+    """Close all trackers, each within its timeout, and log how many calls were lost."""
+    open_ones = [(tracker, tracker._background_queue) for tracker in trackers if tracker._background_queue is not None]
     begun = time.monotonic()
-    for tracker, outbox in open_ones:  # all at once: they wait beside each other
-        outbox.close(tracker.finish)
-    for tracker, outbox in open_ones:
+    for tracker, queue in open_ones:  # all at once: they wait beside each other
+        queue.close(tracker.finish)
+    for tracker, queue in open_ones:
         limit = tracker.finish_timeout_seconds
-        is_finished = outbox.wait_for_the_end(begun + limit, limit)
-        tracker._outbox = None
+        is_finished = queue.wait_until_closed(begun + limit, limit)
+        tracker._background_queue = None
         if is_finished:
             _leave_thread(tracker)
 
@@ -237,7 +237,7 @@ def find_tracker(
 ) -> Any:
     """Return the tracker with that ``name``; with ``unwrap``, the service's own object.
 
-    That one has been told what was logged before, unless it takes longer than :data:`CATCH_UP_SECONDS`. Off the main
+    That one has received what was logged before, unless it takes longer than :data:`CATCH_UP_SECONDS`. Off the main
     process, and where no tracker runs at all, it is a blank one, on which every call does nothing.
 
     Raises:
@@ -246,9 +246,9 @@ def find_tracker(
     by_name = {tracker.name: tracker for tracker in trackers}
     found = next((tracker for tracker in (*by_name.values(), *run_log) if tracker.name == str(name)), None)
     if found is not None and unwrap:
-        outbox = found._outbox
-        if outbox is not None and not outbox.is_current_thread:
-            outbox.wait(CATCH_UP_SECONDS)
+        queue = found._background_queue
+        if queue is not None and not queue.is_current_thread:
+            queue.wait(CATCH_UP_SECONDS)
         return cast(Any, found).tracker
     if found is not None:
         return found
@@ -271,7 +271,7 @@ def _known(name: object) -> str:
 
 
 def _is_available(name: str) -> bool:
-    """Whether the service behind a name is installed; a registered class answers for itself."""
+    """Return whether the service behind a name is installed; a registered class is always available."""
     if name not in _SERVICES:
         return True
     return getattr(optional, f"is_{name}_available")()

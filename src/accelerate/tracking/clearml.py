@@ -8,7 +8,7 @@ from typing import Any, Final
 from ..errors import SettingError
 from ..optional import require
 from ..settings import env
-from .base import GeneralTracker, as_numbers, in_turn, on_main_process
+from .base import GeneralTracker, as_numbers, on_main_process, queued
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ _SERIES: Final = ("eval", "test", "train")
 
 
 class ClearMLTracker(GeneralTracker):
-    """Values go to the ClearML task that is running already, else to one made with ``kwargs``.
+    """A tracker that writes to the running ClearML task, else to one made with ``kwargs``.
 
     A task that was running already isn't closed. ``CLEARML_PROJECT`` and ``CLEARML_TASK`` name the project
     and task where ``kwargs`` don't.
@@ -55,9 +55,9 @@ class ClearMLTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.task.connect_configuration(values)
 
-    @in_turn
+    @queued
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers are scalars at ``step``, or single values without one.
+        """Report numbers as scalars at ``step``, or as single values without one.
 
         ``train_loss`` and ``eval_loss`` are two series of one plot, ``loss``.
         """
@@ -71,15 +71,15 @@ class ClearMLTracker(GeneralTracker):
                 title, series = self._get_title_series(key)
                 reporter.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
 
-    @in_turn
+    @queued
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Each value, an image, is logged under its key."""
+        """Log each value, an image, under its key."""
         reporter = self.task.get_logger()
         for key, image in values.items():
             title, series = self._get_title_series(key)
             reporter.report_image(title=title, series=series, iteration=step, image=image, **kwargs)
 
-    @in_turn
+    @queued
     def log_table(
         self,
         table_name: str,
@@ -89,7 +89,7 @@ class ClearMLTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """The table, a ``dataframe`` or ``columns`` and ``data``, is logged under ``table_name``."""
+        """Log a table, a ``dataframe`` or ``columns`` and ``data``, under ``table_name``."""
         if dataframe is None and data is None:
             raise SettingError("`log_table` got no table: give `data` (with `columns`), or `dataframe`.")
         table = dataframe

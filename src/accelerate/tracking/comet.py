@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..optional import is_installed, require
-from .base import GeneralTracker, as_numbers, in_turn, on_main_process
+from .base import GeneralTracker, as_numbers, on_main_process, queued
 
 
 class CometMLTracker(GeneralTracker):
-    """The experiment is one of the project ``run_name``; ``kwargs`` go to ``comet_ml.start``.
+    """A tracker that writes to an experiment of the Comet project ``run_name``; ``kwargs`` go to ``comet_ml.start``.
 
     Below version 3.41, which has no ``start``, they go to ``comet_ml.Experiment``.
     """
@@ -39,9 +39,9 @@ class CometMLTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.writer.log_parameters(values)
 
-    @in_turn
+    @queued
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers are metrics, strings are "others", dicts are groups of metrics."""
+        """Log numbers as metrics, strings as "others", dicts as groups of metrics."""
         if step is not None:
             self.writer.set_step(step)
         for key, value in as_numbers(values).items():

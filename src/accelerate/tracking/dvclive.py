@@ -6,13 +6,13 @@ import logging
 from typing import Any
 
 from ..optional import require
-from .base import GeneralTracker, as_numbers, in_turn, on_main_process
+from .base import GeneralTracker, as_numbers, on_main_process, queued
 
 logger = logging.getLogger(__name__)
 
 
 class DVCLiveTracker(GeneralTracker):
-    """Values go to ``live``, else to a ``dvclive.Live`` made with ``kwargs``; each ``log`` is a step."""
+    """A tracker that writes to ``live``, else to a ``dvclive.Live`` made with ``kwargs``; each ``log`` is a step."""
 
     name = "dvclive"
     requires_logging_directory = False
@@ -39,7 +39,7 @@ class DVCLiveTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.live.log_params(values)
 
-    @in_turn
+    @queued
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         metric = require("dvclive.plots").Metric
         if step is not None:

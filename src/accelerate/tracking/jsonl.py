@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import Any, final
 
-from .base import GeneralTracker, in_turn, on_main_process
+from .base import GeneralTracker, on_main_process, queued
 
 
 @final
 class JSONLTracker(GeneralTracker):
-    """Every value of the run stands in ``{logging_dir}/{run_name}.jsonl``, also after a crash (its thread writes within
-    milliseconds, and what it hasn't written yet is written at the exit of the program).
+    """A tracker that appends all values of the run to ``{logging_dir}/{run_name}.jsonl``, line by line, so that they
+    survive a crash (its thread writes within milliseconds; the rest is written at the exit of the program).
 
     Each line has ``time`` (when it was logged, seconds since 1970) and either ``config`` or the logged values and their
     ``step``.
@@ -43,7 +43,7 @@ class JSONLTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self._write({"config": values})
 
-    @in_turn
+    @queued
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         del kwargs  # meant for services
         self._write({"step": step, **values} if step is not None else dict(values))
@@ -55,7 +55,7 @@ class JSONLTracker(GeneralTracker):
     def _write(self, line: dict[str, Any]) -> None:
         if not self._is_open:
             return
-        when = time.time() if self._outbox is None else self._outbox.when
+        when = time.time() if self._background_queue is None else self._background_queue.when
         text = json.dumps({"time": round(when, 3), **line}, default=_as_json)
         # Opened for each line: nothing is left to flush or to close when the run dies.
         with self.path.open("a", encoding="utf-8") as file:
@@ -63,6 +63,6 @@ class JSONLTracker(GeneralTracker):
 
 
 def _as_json(value: Any) -> Any:
-    """Tensors and arrays as numbers, everything else as text."""
+    """Return tensors and arrays as numbers, everything else as text."""
     as_list = getattr(value, "tolist", None)
     return as_list() if callable(as_list) else str(value)

@@ -14,7 +14,7 @@ from typing import Any, Final, final
 from ..errors import SettingError
 from ..optional import require
 from ..settings import env
-from .base import GeneralTracker, as_numbers, in_turn, on_main_process
+from .base import GeneralTracker, as_numbers, on_main_process, queued
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ EXIT_SECONDS: Final = 5
 
 
 class MLflowTracker(GeneralTracker):
-    """The run is one of the MLflow experiment ``experiment_name``.
+    """A tracker that writes to a run of the MLflow experiment ``experiment_name``.
 
     MLflow's own variables complete the arguments: ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` (a JSON object) and
     ``MLFLOW_NESTED_RUN`` where the argument isn't given. ``MLFLOW_EXPERIMENT_NAME`` takes the place of
@@ -76,7 +76,7 @@ class MLflowTracker(GeneralTracker):
         self._id: str = self.active_run.info.run_id
 
     def _experiment(self) -> str | None:
-        """The id of the experiment, which exists now; None leaves the choice to MLflow."""
+        """Return the id of the experiment, created if need be; None leaves the choice to MLflow."""
         if self.experiment_name is None:
             return None
         experiment = self._mlflow.get_experiment_by_name(self.experiment_name)
@@ -92,7 +92,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """``values`` are the run's parameters; one that is too long for MLflow is left out, and named."""
+        """Log ``values`` as the run's parameters; warn of one that is too long for MLflow, and leave it out."""
         longest: int = self._mlflow.utils.validation.MAX_PARAM_VAL_LENGTH
         kept: list[tuple[str, Any]] = []
         for key, value in values.items():
@@ -103,9 +103,9 @@ class MLflowTracker(GeneralTracker):
         for first in range(0, len(kept), PARAMETERS_PER_REQUEST):
             self._mlflow.log_params(dict(kept[first : first + PARAMETERS_PER_REQUEST]))
 
-    @in_turn
+    @queued
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers are logged as metrics; anything else is left out, with one warning for each name."""
+        """Log numbers as metrics; leave anything else out, with one warning for each name."""
         metrics: dict[str, float] = {}
         for key, value in as_numbers(values).items():
             if isinstance(value, (int, float)):
@@ -116,22 +116,22 @@ class MLflowTracker(GeneralTracker):
         # The run is named, here and below: MLflow's active run is a matter of the thread that started it.
         self._mlflow.log_metrics(metrics, step=step, **{"run_id": self._id, **kwargs})
 
-    @in_turn
+    @queued
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """The figure is an artifact of the run, named ``artifact_file``."""
+        """Log the figure as an artifact of the run, named ``artifact_file``."""
         self._client.log_figure(self._id, figure, artifact_file, **save_kwargs)
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """The files of the folder, as they are now, are artifacts of the run, under ``artifact_path``."""
-        self._send(_Files(local_dir, keep=self._outbox is not None), artifact_path)
+        """Upload the files of the folder, as they are now, as artifacts of the run, under ``artifact_path``."""
+        self._send(_Files(local_dir, keep=self._background_queue is not None), artifact_path)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """The file, as it is now, is an artifact of the run, under ``artifact_path``."""
-        self._send(_Files(local_path, keep=self._outbox is not None), artifact_path)
+        """Upload the file, as it is now, as an artifact of the run, under ``artifact_path``."""
+        self._send(_Files(local_path, keep=self._background_queue is not None), artifact_path)
 
-    @in_turn
+    @queued
     def _send(self, files: _Files, artifact_path: str | None) -> None:
         send = self._client.log_artifacts if os.path.isdir(files.path) else self._client.log_artifact
         with files:
@@ -151,7 +151,7 @@ class MLflowTracker(GeneralTracker):
             self._mlflow.end_run()
 
     def _end_at_exit(self) -> None:
-        """A run that nobody ended is closed, or given up within seconds."""
+        """Close a run that is still open at exit, within seconds, and log if that fails."""
         with env.patched(MLFLOW_HTTP_REQUEST_TIMEOUT=EXIT_SECONDS, MLFLOW_HTTP_REQUEST_MAX_RETRIES=0):
             try:
                 self._leave_thread()
@@ -164,7 +164,7 @@ class MLflowTracker(GeneralTracker):
 
 @final
 class _Files:
-    """A file or folder that is still there when its turn comes, though the caller may have removed it by then."""
+    """A file or folder kept (linked or copied) until it is uploaded, though the caller may have removed it by then."""
 
     def __init__(self, path: str | os.PathLike[str], *, keep: bool) -> None:
         self.path = os.fspath(path)
@@ -177,7 +177,7 @@ class _Files:
                     shutil.copytree(self.path, kept, copy_function=_link)
                 else:
                     _link(self.path, kept)
-            except OSError:  # not there, or no room: said when its turn comes, as any failure of a tracker
+            except OSError:  # not there, or no room: logged when the file is sent, as any failure of a tracker
                 return
             self.path = kept
 
@@ -190,7 +190,7 @@ class _Files:
 
 
 def _link(source: str, target: str) -> str:
-    """A second name of the file where the file system can give it one, else a copy."""
+    """Make a hard link to the file where the file system has them, else a copy."""
     try:
         os.link(source, target)
     except OSError:

@@ -6,11 +6,11 @@ import threading
 from typing import Any
 
 from ..optional import require
-from .base import GeneralTracker, as_numbers, in_turn, on_main_process
+from .base import GeneralTracker, as_numbers, on_main_process, queued
 
 
 class SwanLabTracker(GeneralTracker):
-    """The run is one of the project ``run_name``; ``kwargs`` go to ``swanlab.init``."""
+    """A tracker that writes to a run of the SwanLab project ``run_name``; ``kwargs`` go to ``swanlab.init``."""
 
     name = "swanlab"
     requires_logging_directory = False
@@ -38,13 +38,13 @@ class SwanLabTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.run.config.update(values)
 
-    @in_turn
+    @queued
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self.run.log(as_numbers(values), step=step, **kwargs)
 
-    @in_turn
+    @queued
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Each value, a list of images, is logged under its key."""
+        """Log each value, a list of images, under its key."""
         for key, images in values.items():
             self.log({key: [self._swanlab.Image(image) for image in images]}, step=step, **kwargs)
 

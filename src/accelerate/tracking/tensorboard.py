@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..optional import is_installed, require
-from .base import GeneralTracker, as_numbers, in_turn, on_main_process
+from .base import GeneralTracker, as_numbers, on_main_process, queued
 
 
 class TensorBoardTracker(GeneralTracker):
-    """Values are event files under ``{logging_dir}/{run_name}``; ``kwargs`` go to ``SummaryWriter``."""
+    """A tracker that writes event files under ``{logging_dir}/{run_name}``; ``kwargs`` go to ``SummaryWriter``."""
 
     name = "tensorboard"
     requires_logging_directory = True
@@ -40,7 +40,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """``values`` (int, float, str, bool or tensor) stand in the HPARAMS tab and in ``hparams.yml``."""
+        """Store ``values`` (int, float, str, bool or tensor) in the HPARAMS tab and in ``hparams.yml``."""
         import torch
         import yaml
 
@@ -51,9 +51,9 @@ class TensorBoardTracker(GeneralTracker):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
 
-    @in_turn
+    @queued
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers are scalars, strings are texts, dicts are groups of scalars."""
+        """Log numbers as scalars, strings as texts, dicts as groups of scalars."""
         for key, value in as_numbers(values).items():
             if isinstance(value, (int, float)):
                 self.writer.add_scalar(key, value, global_step=step, **kwargs)
@@ -63,9 +63,9 @@ class TensorBoardTracker(GeneralTracker):
                 self.writer.add_scalars(key, value, global_step=step, **kwargs)
         self.writer.flush()
 
-    @in_turn
+    @queued
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Each value, a batch of images, is logged under its key; ``kwargs`` go to ``add_images``."""
+        """Log each value, a batch of images, under its key; ``kwargs`` go to ``add_images``."""
         for key, images in values.items():
             self.writer.add_images(key, images, global_step=step, **kwargs)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..optional import require
-from .base import GeneralTracker, as_numbers, in_turn, on_main_process
+from .base import GeneralTracker, as_numbers, on_main_process, queued
 
 
 class TrackioTracker(GeneralTracker):
-    """The run is one of the project ``run_name``; ``kwargs`` go to ``trackio.init``."""
+    """A tracker that writes to a run of the Trackio project ``run_name``; ``kwargs`` go to ``trackio.init``."""
 
     name = "trackio"
     requires_logging_directory = False
@@ -38,7 +38,7 @@ class TrackioTracker(GeneralTracker):
         # A trackio run's configuration is a plain dict.
         self.run.config.update(values)
 
-    @in_turn
+    @queued
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self.run.log(as_numbers(values), **({} if step is None else {"step": step}), **kwargs)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..optional import require
-from .base import GeneralTracker, as_numbers, in_turn, on_main_process
+from .base import GeneralTracker, as_numbers, on_main_process, queued
 
 
 class WandBTracker(GeneralTracker):
-    """The run is one of the project ``run_name``; ``kwargs`` go to ``wandb.init``."""
+    """A tracker that writes to a run of the W&B project ``run_name``; ``kwargs`` go to ``wandb.init``."""
 
     name = "wandb"
     requires_logging_directory = False
@@ -36,17 +36,17 @@ class WandBTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.run.config.update(values, allow_val_change=True)
 
-    @in_turn
+    @queued
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self.run.log(as_numbers(values), step=step, **kwargs)
 
-    @in_turn
+    @queued
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Each value, a list of images, is logged under its key."""
+        """Log each value, a list of images, under its key."""
         for key, images in values.items():
             self.log({key: [self._wandb.Image(image) for image in images]}, step=step, **kwargs)
 
-    @in_turn
+    @queued
     def log_table(
         self,
         table_name: str,
@@ -56,7 +56,7 @@ class WandBTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """The table, a ``dataframe`` or ``columns`` and ``data``, is logged under ``table_name``."""
+        """Log a table, a ``dataframe`` or ``columns`` and ``data``, under ``table_name``."""
         table = self._wandb.Table(columns=columns, data=data, dataframe=dataframe)
         self.log({table_name: table}, step=step, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Old address: everything that was once called a utility, found in its room when it is first used."""
+"""Import path kept for compatibility: all utilities, each imported from its module when it is first used."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 from .tqdm import tqdm
 
 if TYPE_CHECKING:
-    # As many names a line as fit, so that the page stays a page.
+    # As many names a line as fit, to keep the file short.
     # isort: off
     from ..checkpointing import clean_state_dict_for_safetensors, load, save
-    from ..clusters import get_cpu_distributed_information
-    from ..collectives import CannotPadNestedTensorWarning, TORCH_DISTRIBUTED_OPERATION_TYPES, broadcast
-    from ..collectives import broadcast_object_list, copy_tensor_to_devices, gather, gather_object
-    from ..collectives import pad_across_processes, reduce
+    from ..distributed.environment import get_cpu_distributed_information
+    from ..distributed.collectives import CannotPadNestedTensorWarning, TORCH_DISTRIBUTED_OPERATION_TYPES
+    from ..distributed.collectives import broadcast
+    from ..distributed.collectives import broadcast_object_list, copy_tensor_to_devices, gather, gather_object
+    from ..distributed.collectives import pad_across_processes, reduce
     from ..commands.config.default import write_basic_config
-    from ..hardware import check_cuda_fp8_capability, check_cuda_p2p_ib_support, get_current_device_type
-    from ..hardware import get_gpu_info, set_numa_affinity
+    from ..devices.hardware import check_cuda_fp8_capability, check_cuda_p2p_ib_support
+    from ..devices.hardware import get_current_device_type
+    from ..devices.hardware import get_gpu_info, set_numa_affinity
     from ..launch.tpu import install_xla
     from ..launch.prepared import _filter_args
     from ..launch.prepared import (
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
         prepare_simple_launcher_cmd_env,
         prepare_tpu,
     )
-    from ..memory import convert_bytes, find_executable_batch_size, release_memory
+    from ..devices.memory import convert_bytes, find_executable_batch_size, release_memory
     from ..modules import get_module_children_bottom_up, get_pretty_name, merge_dicts, model_has_dtensor
     from ..modules import recursive_getattr
     from ..names import MODEL_NAME, OPTIMIZER_NAME, PROFILE_PATTERN_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME
@@ -57,26 +59,27 @@ if TYPE_CHECKING:
     from ..optional import is_transformer_engine_available, is_transformer_engine_mxfp8_available
     from ..optional import is_transformers_available, is_triton_available, is_wandb_available
     from ..optional import is_weights_only_available, torchao_required
-    from ..plugins.accumulation import GradientAccumulationPlugin
-    from ..plugins.base import KwargsHandler
+    from ..plugins.handlers import GradientAccumulationPlugin
+    from ..plugins.handlers import KwargsHandler
     from ..plugins.data import DataLoaderConfiguration
     from ..plugins.ddp import DistributedDataParallelKwargs
     from ..plugins.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
     from ..plugins.deepspeed import get_active_deepspeed_plugin
-    from ..plugins.dynamo import TorchDynamoPlugin
+    from ..plugins.handlers import TorchDynamoPlugin
     from ..plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from ..plugins.fsdp import FullyShardedDataParallelPlugin
     from ..plugins.megatron import MegatronLMPlugin
-    from ..plugins.megatron_data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-    from ..plugins.megatron_models import add_model_config_to_megatron_parser
+    from ..plugins.megatron import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+    from ..plugins.megatron import add_model_config_to_megatron_parser
     from ..plugins.parallelism import DeepSpeedSequenceParallelConfig, ParallelismConfig
-    from ..plugins.parallelism import ExpertParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig
+    from ..plugins.parallelism import ExpertParallelConfig, TorchContextParallelConfig
+    from ..plugins.parallelism import TorchTensorParallelConfig
     from ..plugins.parallelism import TorchTensorParallelPlugin
-    from ..plugins.pipeline import PipelineParallelConfig
-    from ..plugins.precision import AutocastKwargs, GradScalerKwargs
-    from ..plugins.process_group import InitProcessGroupKwargs
-    from ..plugins.profile import ProfileKwargs
-    from ..plugins.project import ProjectConfiguration
+    from ..plugins.parallelism import PipelineParallelConfig
+    from ..plugins.handlers import AutocastKwargs, GradScalerKwargs
+    from ..plugins.handlers import InitProcessGroupKwargs
+    from ..plugins.handlers import ProfileKwargs
+    from ..plugins.handlers import ProjectConfiguration
     from ..plugins.quantization import BnbQuantizationConfig, TorchAoQuantizationConfig
     from ..ports import is_port_in_use
     from ..precision.choose import get_grad_scaler
@@ -84,13 +87,14 @@ if TYPE_CHECKING:
     from ..quantize import has_4bit_bnb_layers, load_and_quantize_model
     from ..precision.fp8_te import apply_fp8_autowrap, contextual_fp8_autocast, convert_model
     from ..precision.fp8_te import has_transformer_engine_layers
-    from ..precision.outputs import convert_outputs_to_fp32
-    from ..probes import is_bf16_available, is_cuda_available, is_fp16_available, is_fp8_available
-    from ..probes import is_habana_gaudi1, is_hpu_available, is_mlu_available, is_mps_available
-    from ..probes import is_musa_available, is_neuron_available, is_npu_available, is_rocm_available
-    from ..probes import is_sdaa_available, is_torch_xla_available, is_xccl_available, is_xpu_available
-    from ..processes import wait_for_everyone
-    from ..seeding import set_seed, synchronize_rng_state, synchronize_rng_states
+    from ..precision.base import convert_outputs_to_fp32
+    from ..devices.hardware import is_bf16_available, is_cuda_available, is_fp16_available, is_fp8_available
+    from ..devices.hardware import is_habana_gaudi1, is_hpu_available, is_mlu_available, is_mps_available
+    from ..devices.hardware import is_musa_available, is_neuron_available, is_npu_available, is_rocm_available
+    from ..devices.hardware import is_sdaa_available, is_torch_xla_available, is_xccl_available
+    from ..devices.hardware import is_xpu_available
+    from ..distributed.process_control import wait_for_everyone
+    from ..distributed.random import set_seed, synchronize_rng_state, synchronize_rng_states
     from ..settings.env import are_libraries_initialized, clear_environment
     from ..settings.env import convert_dict_to_env_variables, get_int_from_env, parse_choice_from_env
     from ..settings.env import parse_flag_from_env, patch_environment, purge_accelerate_environment
@@ -99,174 +103,160 @@ if TYPE_CHECKING:
     from ..settings.labels import DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
     from ..settings.labels import SageMakerDistributedType
     from ..state import deepspeed_required, get_mixed_precision_context_manager
-    from ..strategies.compile import compile_regions, compile_regions_deepspeed, compile_regions_fsdp2
-    from ..strategies.deepspeed_engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
-    from ..strategies.deepspeed_engine import DeepSpeedSchedulerWrapper, GatheredParameters
-    from ..strategies.deepspeed_engine import map_pytorch_optim_to_deepspeed
-    from ..strategies.megatron_engine import MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
-    from ..strategies.megatron_steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
-    from ..strategies.megatron_steps import avg_losses_across_data_parallel_group, gather_across_data_parallel_groups
-    from ..strategies.compile import has_compiled_regions, is_compiled_module
-    from ..strategies.rebind import ensure_weights_retied
+    from ..parallel.compile import compile_regions, compile_regions_deepspeed, compile_regions_fsdp2
+    from ..parallel.deepspeed.engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
+    from ..parallel.deepspeed.engine import DeepSpeedSchedulerWrapper, GatheredParameters
+    from ..parallel.deepspeed.engine import map_pytorch_optim_to_deepspeed
+    from ..parallel.megatron.engine import MegatronEngine, MegatronLMOptimizerWrapper
+    from ..parallel.megatron.engine import MegatronLMSchedulerWrapper
+    from ..parallel.megatron.steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
+    from ..parallel.megatron.steps import avg_losses_across_data_parallel_group
+    from ..parallel.megatron.steps import gather_across_data_parallel_groups
+    from ..parallel.compile import has_compiled_regions, is_compiled_module
+    from ..parallel.rebind import ensure_weights_retied
     from ..modules import get_model_tp_size
-    from ..strategies.fsdp_files import disable_fsdp_ram_efficient_loading
-    from ..strategies.fsdp_files import enable_fsdp_ram_efficient_loading, fsdp2_apply_ac
-    from ..strategies.fsdp_files import fsdp2_canonicalize_names, fsdp2_load_full_state_dict
-    from ..strategies.fsdp_files import fsdp2_prepare_model, fsdp2_switch_optimizer_parameters
-    from ..strategies.fsdp_files import get_fsdp2_grad_scaler, load_fsdp_model, load_fsdp_optimizer
-    from ..strategies.fsdp_files import save_fsdp_model, save_fsdp_optimizer
-    from ..strategies.unwrap import extract_model_from_parallel, is_peft_model
+    from ..parallel.fsdp.files import disable_fsdp_ram_efficient_loading
+    from ..parallel.fsdp.files import enable_fsdp_ram_efficient_loading, fsdp2_apply_ac
+    from ..parallel.fsdp.files import fsdp2_canonicalize_names, fsdp2_load_full_state_dict
+    from ..parallel.fsdp.files import fsdp2_prepare_model, fsdp2_switch_optimizer_parameters
+    from ..parallel.fsdp.files import get_fsdp2_grad_scaler, load_fsdp_model, load_fsdp_optimizer
+    from ..parallel.fsdp.files import save_fsdp_model, save_fsdp_optimizer
+    from ..parallel.rebind import extract_model_from_parallel, is_peft_model
     from ..versions import MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
     from ..versions import XPU_PROFILING_AVAILABLE_PYTORCH_VERSION, check_os_kernel, compare_versions
     from ..versions import is_torch_version
     from ..checkpointing import convert_file_size_to_int, merge_fsdp_weights
-    from ..device_map.budget import get_balanced_memory, get_max_memory
-    from ..device_map.load import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
-    from ..device_map.place import set_module_tensor_to_device
-    from ..device_map.plan import check_device_map, infer_auto_device_map
-    from ..device_map.sizes import calculate_maximum_sizes, compute_module_sizes, dtype_byte_size, get_max_layer_size
-    from ..device_map.tensors import id_tensor_storage, named_module_tensors
-    from ..device_map.tied import check_tied_parameters_in_config, check_tied_parameters_on_same_device
-    from ..device_map.tied import find_tied_parameters, retie_parameters
-    from ..hooks.values import align_module_device, has_offloaded_params
-    from ..offload import OffloadedWeightsLoader, PrefixedDataset, extract_submodules_state_dict
-    from ..offload import load_offloaded_weight, offload_state_dict, offload_weight, save_offload_index
+    from ..big_models.budget import get_balanced_memory, get_max_memory
+    from ..big_models.load import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
+    from ..big_models.placement import set_module_tensor_to_device
+    from ..big_models.device_map import check_device_map, infer_auto_device_map
+    from ..big_models.sizes import calculate_maximum_sizes, compute_module_sizes, dtype_byte_size
+    from ..big_models.sizes import get_max_layer_size
+    from ..big_models.sizes import id_tensor_storage, named_module_tensors
+    from ..big_models.sizes import check_tied_parameters_in_config, check_tied_parameters_on_same_device
+    from ..big_models.sizes import find_tied_parameters, retie_parameters
+    from ..hooks.align import align_module_device, has_offloaded_params
+    from ..big_models.offload import OffloadedWeightsLoader, PrefixedDataset, extract_submodules_state_dict
+    from ..big_models.offload import load_offloaded_weight, offload_state_dict, offload_weight
+    from ..big_models.offload import save_offload_index
     # isort: on
 
-# Name -> the room where the one real object lives.
-_HOMES = {
-    "AbstractTrainStep": "strategies.megatron_steps",
-    "BertTrainStep": "strategies.megatron_steps",
-    "GPTTrainStep": "strategies.megatron_steps",
-    "T5TrainStep": "strategies.megatron_steps",
-    "avg_losses_across_data_parallel_group": "strategies.megatron_steps",
-    "gather_across_data_parallel_groups": "strategies.megatron_steps",
-    "MegatronLMDummyDataLoader": "plugins.megatron_data",
-    "MegatronLMDummyScheduler": "plugins.megatron_data",
-    "MegatronEngine": "strategies.megatron_engine",
-    "MegatronLMOptimizerWrapper": "strategies.megatron_engine",
-    "MegatronLMSchedulerWrapper": "strategies.megatron_engine",
-    "DeepSpeedEngineWrapper": "strategies.deepspeed_engine",
-    "DeepSpeedOptimizerWrapper": "strategies.deepspeed_engine",
-    "DeepSpeedSchedulerWrapper": "strategies.deepspeed_engine",
-    "GatheredParameters": "strategies.deepspeed_engine",
-    "map_pytorch_optim_to_deepspeed": "strategies.deepspeed_engine",
-    "DummyOptim": "plugins.deepspeed",
-    "DummyScheduler": "plugins.deepspeed",
-    "HfDeepSpeedConfig": "plugins.deepspeed",
-    "get_active_deepspeed_plugin": "plugins.deepspeed",
-    "ensure_weights_retied": "strategies.rebind", "get_model_tp_size": "modules",
-    "disable_fsdp_ram_efficient_loading": "strategies.fsdp_files",
-    "enable_fsdp_ram_efficient_loading": "strategies.fsdp_files",
-    "fsdp2_apply_ac": "strategies.fsdp_files",
-    "fsdp2_canonicalize_names": "strategies.fsdp_files",
-    "fsdp2_load_full_state_dict": "strategies.fsdp_files",
-    "fsdp2_prepare_model": "strategies.fsdp_files",
-    "fsdp2_switch_optimizer_parameters": "strategies.fsdp_files",
-    "get_fsdp2_grad_scaler": "strategies.fsdp_files",
-    "load_fsdp_model": "strategies.fsdp_files",
-    "load_fsdp_optimizer": "strategies.fsdp_files", "merge_fsdp_weights": "checkpointing",
-    "save_fsdp_model": "strategies.fsdp_files",
-    "save_fsdp_optimizer": "strategies.fsdp_files",
-    "AORecipeKwargs": "plugins.fp8", "AutocastKwargs": "plugins.precision",
-    "apply_fp8_autowrap": "precision.fp8_te", "contextual_fp8_autocast": "precision.fp8_te",
-    "convert_model": "precision.fp8_te", "convert_model_to_fp8_ao": "precision.fp8_ao",
-    "filter_first_and_last_linear_layers": "precision.fp8_ao", "has_ao_layers": "precision.fp8_ao",
-    "has_transformer_engine_layers": "precision.fp8_te",
+# Name -> the module that defines it.
+_DEFINED_IN = {
+    "AbstractTrainStep": "parallel.megatron.steps", "BertTrainStep": "parallel.megatron.steps",
+    "GPTTrainStep": "parallel.megatron.steps", "T5TrainStep": "parallel.megatron.steps",
+    "avg_losses_across_data_parallel_group": "parallel.megatron.steps",
+    "gather_across_data_parallel_groups": "parallel.megatron.steps", "MegatronLMDummyDataLoader": "plugins.megatron",
+    "MegatronLMDummyScheduler": "plugins.megatron", "MegatronEngine": "parallel.megatron.engine",
+    "MegatronLMOptimizerWrapper": "parallel.megatron.engine",
+    "MegatronLMSchedulerWrapper": "parallel.megatron.engine", "DeepSpeedEngineWrapper": "parallel.deepspeed.engine",
+    "DeepSpeedOptimizerWrapper": "parallel.deepspeed.engine",
+    "DeepSpeedSchedulerWrapper": "parallel.deepspeed.engine", "GatheredParameters": "parallel.deepspeed.engine",
+    "map_pytorch_optim_to_deepspeed": "parallel.deepspeed.engine", "DummyOptim": "plugins.deepspeed",
+    "DummyScheduler": "plugins.deepspeed", "HfDeepSpeedConfig": "plugins.deepspeed",
+    "get_active_deepspeed_plugin": "plugins.deepspeed", "ensure_weights_retied": "parallel.rebind",
+    "get_model_tp_size": "modules", "disable_fsdp_ram_efficient_loading": "parallel.fsdp.files",
+    "enable_fsdp_ram_efficient_loading": "parallel.fsdp.files", "fsdp2_apply_ac": "parallel.fsdp.files",
+    "fsdp2_canonicalize_names": "parallel.fsdp.files", "fsdp2_load_full_state_dict": "parallel.fsdp.files",
+    "fsdp2_prepare_model": "parallel.fsdp.files", "fsdp2_switch_optimizer_parameters": "parallel.fsdp.files",
+    "get_fsdp2_grad_scaler": "parallel.fsdp.files", "load_fsdp_model": "parallel.fsdp.files",
+    "load_fsdp_optimizer": "parallel.fsdp.files", "merge_fsdp_weights": "checkpointing",
+    "save_fsdp_model": "parallel.fsdp.files", "save_fsdp_optimizer": "parallel.fsdp.files",
+    "AORecipeKwargs": "plugins.fp8", "AutocastKwargs": "plugins.handlers", "apply_fp8_autowrap": "precision.fp8_te",
+    "contextual_fp8_autocast": "precision.fp8_te", "convert_model": "precision.fp8_te",
+    "convert_model_to_fp8_ao": "precision.fp8_ao", "filter_first_and_last_linear_layers": "precision.fp8_ao",
+    "has_ao_layers": "precision.fp8_ao", "has_transformer_engine_layers": "precision.fp8_te",
     "BnbQuantizationConfig": "plugins.quantization", "TorchAoQuantizationConfig": "plugins.quantization",
     "has_4bit_bnb_layers": "quantize", "load_and_quantize_model": "quantize",
-    "CannotPadNestedTensorWarning": "collectives",
-    "ComputeEnvironment": "settings.labels", "CustomDtype": "settings.labels",
-    "DDPCommunicationHookType": "settings.labels", "DataLoaderConfiguration": "plugins.data",
-    "DeepSpeedPlugin": "plugins.deepspeed", "DeepSpeedSequenceParallelConfig": "plugins.parallelism",
-    "DistributedDataParallelKwargs": "plugins.ddp", "DistributedType": "settings.labels",
-    "DynamoBackend": "settings.labels", "FP8RecipeKwargs": "plugins.fp8",
-    "FullyShardedDataParallelPlugin": "plugins.fsdp", "GradScalerKwargs": "plugins.precision",
-    "GradientAccumulationPlugin": "plugins.accumulation", "InitProcessGroupKwargs": "plugins.process_group",
-    "KwargsHandler": "plugins.base", "LoggerType": "settings.labels",
-    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION": "versions", "MODEL_NAME": "names",
-    "MSAMPRecipeKwargs": "plugins.fp8", "MegatronLMPlugin": "plugins.megatron", "OPTIMIZER_NAME": "names",
-    "OffloadedWeightsLoader": "offload", "PROFILE_PATTERN_NAME": "names",
-    "ParallelismConfig": "plugins.parallelism", "PrecisionType": "settings.labels",
-    "PrefixedDataset": "offload", "PrepareForLaunch": "launch.prepared", "ProfileKwargs": "plugins.profile",
-    "ProjectConfiguration": "plugins.project", "RNGType": "settings.labels", "RNG_STATE_NAME": "names",
-    "SAFE_MODEL_NAME": "names", "SAFE_WEIGHTS_INDEX_NAME": "names", "SAFE_WEIGHTS_NAME": "names",
-    "SAFE_WEIGHTS_PATTERN_NAME": "names", "SAMPLER_NAME": "names", "SCALER_NAME": "names",
-    "SCHEDULER_NAME": "names", "SageMakerDistributedType": "settings.labels", "TERecipeKwargs": "plugins.fp8",
-    "TORCH_DISTRIBUTED_OPERATION_TYPES": "collectives", "TORCH_LAUNCH_PARAMS": "launch.prepared",
-    "TensorInformation": "nested", "TorchContextParallelConfig": "plugins.parallelism",
-    "ExpertParallelConfig": "plugins.parallelism", "PipelineParallelConfig": "plugins.pipeline",
-    "TorchDynamoPlugin": "plugins.dynamo", "TorchTensorParallelConfig": "plugins.parallelism",
-    "TorchTensorParallelPlugin": "plugins.parallelism", "WEIGHTS_INDEX_NAME": "names",
-    "WEIGHTS_NAME": "names", "WEIGHTS_PATTERN_NAME": "names",
-    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION": "versions",
-    "add_model_config_to_megatron_parser": "plugins.megatron_models", "align_module_device": "hooks.values",
-    "are_libraries_initialized": "settings.env", "broadcast": "collectives",
-    "broadcast_object_list": "collectives", "calculate_maximum_sizes": "device_map.sizes",
-    "check_cuda_fp8_capability": "hardware", "check_cuda_p2p_ib_support": "hardware",
-    "check_device_map": "device_map.plan", "check_os_kernel": "versions",
-    "check_tied_parameters_in_config": "device_map.tied",
-    "check_tied_parameters_on_same_device": "device_map.tied",
-    "clean_state_dict_for_safetensors": "checkpointing", "clear_environment": "settings.env",
-    "compare_versions": "versions", "compile_regions": "strategies.compile",
-    "compile_regions_deepspeed": "strategies.compile", "compile_regions_fsdp2": "strategies.compile",
-    "compute_module_sizes": "device_map.sizes", "concatenate": "nested", "convert_bytes": "memory",
+    "CannotPadNestedTensorWarning": "distributed.collectives", "ComputeEnvironment": "settings.labels",
+    "CustomDtype": "settings.labels", "DDPCommunicationHookType": "settings.labels",
+    "DataLoaderConfiguration": "plugins.data", "DeepSpeedPlugin": "plugins.deepspeed",
+    "DeepSpeedSequenceParallelConfig": "plugins.parallelism", "DistributedDataParallelKwargs": "plugins.ddp",
+    "DistributedType": "settings.labels", "DynamoBackend": "settings.labels", "FP8RecipeKwargs": "plugins.fp8",
+    "FullyShardedDataParallelPlugin": "plugins.fsdp", "GradScalerKwargs": "plugins.handlers",
+    "GradientAccumulationPlugin": "plugins.handlers", "InitProcessGroupKwargs": "plugins.handlers",
+    "KwargsHandler": "plugins.handlers", "LoggerType": "settings.labels",
+    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION": "versions", "MODEL_NAME": "names", "MSAMPRecipeKwargs": "plugins.fp8",
+    "MegatronLMPlugin": "plugins.megatron", "OPTIMIZER_NAME": "names", "OffloadedWeightsLoader": "big_models.offload",
+    "PROFILE_PATTERN_NAME": "names", "ParallelismConfig": "plugins.parallelism", "PrecisionType": "settings.labels",
+    "PrefixedDataset": "big_models.offload", "PrepareForLaunch": "launch.prepared",
+    "ProfileKwargs": "plugins.handlers", "ProjectConfiguration": "plugins.handlers", "RNGType": "settings.labels",
+    "RNG_STATE_NAME": "names", "SAFE_MODEL_NAME": "names", "SAFE_WEIGHTS_INDEX_NAME": "names",
+    "SAFE_WEIGHTS_NAME": "names", "SAFE_WEIGHTS_PATTERN_NAME": "names", "SAMPLER_NAME": "names",
+    "SCALER_NAME": "names", "SCHEDULER_NAME": "names", "SageMakerDistributedType": "settings.labels",
+    "TERecipeKwargs": "plugins.fp8", "TORCH_DISTRIBUTED_OPERATION_TYPES": "distributed.collectives",
+    "TORCH_LAUNCH_PARAMS": "launch.prepared", "TensorInformation": "nested",
+    "TorchContextParallelConfig": "plugins.parallelism", "ExpertParallelConfig": "plugins.parallelism",
+    "PipelineParallelConfig": "plugins.parallelism", "TorchDynamoPlugin": "plugins.handlers",
+    "TorchTensorParallelConfig": "plugins.parallelism", "TorchTensorParallelPlugin": "plugins.parallelism",
+    "WEIGHTS_INDEX_NAME": "names", "WEIGHTS_NAME": "names", "WEIGHTS_PATTERN_NAME": "names",
+    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION": "versions", "add_model_config_to_megatron_parser": "plugins.megatron",
+    "align_module_device": "hooks.align", "are_libraries_initialized": "settings.env",
+    "broadcast": "distributed.collectives", "broadcast_object_list": "distributed.collectives",
+    "calculate_maximum_sizes": "big_models.sizes", "check_cuda_fp8_capability": "devices.hardware",
+    "check_cuda_p2p_ib_support": "devices.hardware", "check_device_map": "big_models.device_map",
+    "check_os_kernel": "versions", "check_tied_parameters_in_config": "big_models.sizes",
+    "check_tied_parameters_on_same_device": "big_models.sizes", "clean_state_dict_for_safetensors": "checkpointing",
+    "clear_environment": "settings.env", "compare_versions": "versions", "compile_regions": "parallel.compile",
+    "compile_regions_deepspeed": "parallel.compile", "compile_regions_fsdp2": "parallel.compile",
+    "compute_module_sizes": "big_models.sizes", "concatenate": "nested", "convert_bytes": "devices.memory",
     "convert_dict_to_env_variables": "settings.env", "convert_file_size_to_int": "checkpointing",
-    "convert_outputs_to_fp32": "precision.outputs", "convert_to_fp32": "nested",
-    "copy_tensor_to_devices": "collectives", "deepspeed_required": "state",
-    "dtype_byte_size": "device_map.sizes", "extract_model_from_parallel": "strategies.unwrap",
-    "extract_submodules_state_dict": "offload", "find_batch_size": "nested", "find_device": "nested",
-    "find_executable_batch_size": "memory", "find_tied_parameters": "device_map.tied",
-    "gather": "collectives", "gather_object": "collectives", "get_balanced_memory": "device_map.budget",
-    "get_cpu_distributed_information": "clusters", "get_current_device_type": "hardware",
-    "get_data_structure": "nested", "get_gpu_info": "hardware", "get_grad_scaler": "precision.choose",
-    "get_int_from_env": "settings.env", "get_max_layer_size": "device_map.sizes",
-    "get_max_memory": "device_map.budget", "get_mixed_precision_context_manager": "state",
-    "get_module_children_bottom_up": "modules", "get_pretty_name": "modules",
-    "has_compiled_regions": "strategies.compile", "has_offloaded_params": "hooks.values",
-    "honor_type": "nested", "id_tensor_storage": "device_map.tensors", "ignorant_find_batch_size": "nested",
-    "infer_auto_device_map": "device_map.plan", "initialize_tensors": "nested",
+    "convert_outputs_to_fp32": "precision.base", "convert_to_fp32": "nested",
+    "copy_tensor_to_devices": "distributed.collectives", "deepspeed_required": "state",
+    "dtype_byte_size": "big_models.sizes", "extract_model_from_parallel": "parallel.rebind",
+    "extract_submodules_state_dict": "big_models.offload", "find_batch_size": "nested", "find_device": "nested",
+    "find_executable_batch_size": "devices.memory", "find_tied_parameters": "big_models.sizes",
+    "gather": "distributed.collectives", "gather_object": "distributed.collectives",
+    "get_balanced_memory": "big_models.budget", "get_cpu_distributed_information": "distributed.environment",
+    "get_current_device_type": "devices.hardware", "get_data_structure": "nested", "get_gpu_info": "devices.hardware",
+    "get_grad_scaler": "precision.choose", "get_int_from_env": "settings.env",
+    "get_max_layer_size": "big_models.sizes", "get_max_memory": "big_models.budget",
+    "get_mixed_precision_context_manager": "state", "get_module_children_bottom_up": "modules",
+    "get_pretty_name": "modules", "has_compiled_regions": "parallel.compile", "has_offloaded_params": "hooks.align",
+    "honor_type": "nested", "id_tensor_storage": "big_models.sizes", "ignorant_find_batch_size": "nested",
+    "infer_auto_device_map": "big_models.device_map", "initialize_tensors": "nested",
     "is_4bit_bnb_available": "optional", "is_8bit_bnb_available": "optional", "is_aim_available": "optional",
-    "is_amdsmi_available": "optional", "is_bf16_available": "probes",
+    "is_amdsmi_available": "optional", "is_bf16_available": "devices.hardware",
     "is_bitsandbytes_multi_backend_available": "optional", "is_bnb_available": "optional",
     "is_boto3_available": "optional", "is_clearml_available": "optional", "is_comet_ml_available": "optional",
-    "is_compiled_module": "strategies.compile", "is_cuda_available": "probes",
-    "is_datasets_available": "optional", "is_deepspeed_available": "optional",
-    "is_dvclive_available": "optional", "is_fp16_available": "probes", "is_fp8_available": "probes",
-    "is_habana_gaudi1": "probes", "is_hpu_available": "probes", "is_import_timer_available": "optional",
-    "is_lomo_available": "optional", "is_matplotlib_available": "optional",
-    "is_megatron_lm_available": "optional", "is_mlflow_available": "optional", "is_mlu_available": "probes",
-    "is_mps_available": "probes", "is_msamp_available": "optional", "is_musa_available": "probes",
-    "is_namedtuple": "nested", "is_neuron_available": "probes", "is_npu_available": "probes",
-    "is_pandas_available": "optional", "is_peft_available": "optional", "is_peft_model": "strategies.unwrap",
+    "is_compiled_module": "parallel.compile", "is_cuda_available": "devices.hardware",
+    "is_datasets_available": "optional", "is_deepspeed_available": "optional", "is_dvclive_available": "optional",
+    "is_fp16_available": "devices.hardware", "is_fp8_available": "devices.hardware",
+    "is_habana_gaudi1": "devices.hardware", "is_hpu_available": "devices.hardware",
+    "is_import_timer_available": "optional", "is_lomo_available": "optional", "is_matplotlib_available": "optional",
+    "is_megatron_lm_available": "optional", "is_mlflow_available": "optional", "is_mlu_available": "devices.hardware",
+    "is_mps_available": "devices.hardware", "is_msamp_available": "optional", "is_musa_available": "devices.hardware",
+    "is_namedtuple": "nested", "is_neuron_available": "devices.hardware", "is_npu_available": "devices.hardware",
+    "is_pandas_available": "optional", "is_peft_available": "optional", "is_peft_model": "parallel.rebind",
     "is_pippy_available": "optional", "is_port_in_use": "ports", "is_pynvml_available": "optional",
-    "is_pytest_available": "optional", "is_rich_available": "optional", "is_rocm_available": "probes",
+    "is_pytest_available": "optional", "is_rich_available": "optional", "is_rocm_available": "devices.hardware",
     "is_sagemaker_available": "optional", "is_schedulefree_available": "optional",
-    "is_sdaa_available": "probes", "is_swanlab_available": "optional", "is_tensor_information": "nested",
+    "is_sdaa_available": "devices.hardware", "is_swanlab_available": "optional", "is_tensor_information": "nested",
     "is_tensorboard_available": "optional", "is_timm_available": "optional", "is_torch_tensor": "nested",
-    "is_torch_version": "versions", "is_torch_xla_available": "probes", "is_torchao_available": "optional",
+    "is_torch_version": "versions", "is_torch_xla_available": "devices.hardware", "is_torchao_available": "optional",
     "is_torchdata_available": "optional", "is_torchdata_stateful_dataloader_available": "optional",
     "is_torchvision_available": "optional", "is_trackio_available": "optional",
     "is_transformer_engine_available": "optional", "is_transformer_engine_mxfp8_available": "optional",
-    "is_transformers_available": "optional", "is_triton_available": "optional",
-    "is_wandb_available": "optional", "is_weights_only_available": "optional", "is_xccl_available": "probes",
-    "is_xpu_available": "probes", "listify": "nested", "load": "checkpointing",
-    "load_checkpoint_in_model": "device_map.load", "load_offloaded_weight": "offload",
-    "load_offloaded_weights": "device_map.load", "load_state_dict": "device_map.load",
-    "merge_dicts": "modules", "model_has_dtensor": "modules", "named_module_tensors": "device_map.tensors",
-    "offload_state_dict": "offload", "offload_weight": "offload", "pad_across_processes": "collectives",
-    "pad_input_tensors": "nested", "parse_choice_from_env": "settings.env",
-    "parse_flag_from_env": "settings.env", "patch_environment": "settings.env",
-    "_filter_args": "launch.prepared", "install_xla": "launch.tpu",
+    "is_transformers_available": "optional", "is_triton_available": "optional", "is_wandb_available": "optional",
+    "is_weights_only_available": "optional", "is_xccl_available": "devices.hardware",
+    "is_xpu_available": "devices.hardware", "listify": "nested", "load": "checkpointing",
+    "load_checkpoint_in_model": "big_models.load", "load_offloaded_weight": "big_models.offload",
+    "load_offloaded_weights": "big_models.load", "load_state_dict": "big_models.load", "merge_dicts": "modules",
+    "model_has_dtensor": "modules", "named_module_tensors": "big_models.sizes",
+    "offload_state_dict": "big_models.offload", "offload_weight": "big_models.offload",
+    "pad_across_processes": "distributed.collectives", "pad_input_tensors": "nested",
+    "parse_choice_from_env": "settings.env", "parse_flag_from_env": "settings.env",
+    "patch_environment": "settings.env", "_filter_args": "launch.prepared", "install_xla": "launch.tpu",
     "prepare_deepspeed_cmd_env": "launch.prepared", "prepare_multi_gpu_env": "launch.prepared",
     "prepare_sagemager_args_inputs": "launch.prepared", "prepare_tpu": "launch.prepared",
     "prepare_simple_launcher_cmd_env": "launch.prepared", "purge_accelerate_environment": "settings.env",
-    "recursive_getattr": "modules", "recursively_apply": "nested", "reduce": "collectives",
-    "release_memory": "memory", "retie_parameters": "device_map.tied", "save": "checkpointing",
-    "save_offload_index": "offload", "send_to_device": "nested",
-    "set_module_tensor_to_device": "device_map.place", "set_numa_affinity": "hardware", "set_seed": "seeding",
-    "slice_tensors": "nested", "str_to_bool": "settings.env", "synchronize_rng_state": "seeding",
-    "synchronize_rng_states": "seeding", "torchao_required": "optional", "wait_for_everyone": "processes",
+    "recursive_getattr": "modules", "recursively_apply": "nested", "reduce": "distributed.collectives",
+    "release_memory": "devices.memory", "retie_parameters": "big_models.sizes", "save": "checkpointing",
+    "save_offload_index": "big_models.offload", "send_to_device": "nested",
+    "set_module_tensor_to_device": "big_models.placement", "set_numa_affinity": "devices.hardware",
+    "set_seed": "distributed.random", "slice_tensors": "nested", "str_to_bool": "settings.env",
+    "synchronize_rng_state": "distributed.random", "synchronize_rng_states": "distributed.random",
+    "torchao_required": "optional", "wait_for_everyone": "distributed.process_control",
     "write_basic_config": "commands.config.default",
 }  # fmt: skip
 
@@ -279,9 +269,9 @@ _MODULES = (
     "fsdp_utils",
     "imports",
     "launch",
-    "memory",
+    "devices.memory",
     "modeling",
-    "offload",
+    "big_models.offload",
     "operations",
     "other",
     "random",
@@ -370,8 +360,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f"accelerate.{_HOMES[name]}"), name)
+    if name in _DEFINED_IN:
+        value = getattr(importlib.import_module(f"accelerate.{_DEFINED_IN[name]}"), name)
         globals()[name] = value
         return value
     if name in _MODULES:
@@ -380,4 +370,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_MODULES})
+    return sorted({*globals(), *_DEFINED_IN, *_MODULES})

@@ -1,4 +1,4 @@
-"""Old address: fp8 by torchao."""
+"""Import path kept for compatibility: torchao's fp8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Old address: models in 8 and 4 bits by bitsandbytes."""
+"""Import path kept for compatibility: models in 8 and 4 bits by bitsandbytes."""
 
 from __future__ import annotations
 

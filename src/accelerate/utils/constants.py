@@ -1,9 +1,9 @@
-"""Old address: strings that are promises."""
+"""Import path kept for compatibility: names of files and options that are part of the interface."""
 
 from __future__ import annotations
 
-from ..collectives import TORCH_DISTRIBUTED_OPERATION_TYPES
-from ..hooks.casting import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from ..distributed.collectives import TORCH_DISTRIBUTED_OPERATION_TYPES
+from ..hooks.attach import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from ..launch.prepared import TORCH_LAUNCH_PARAMS
 from ..names import (
     FSDP_MODEL_NAME,

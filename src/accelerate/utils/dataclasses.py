@@ -1,18 +1,24 @@
-"""Old address: option classes and labels."""
+"""Import path kept for compatibility: option classes and labels."""
 
 from __future__ import annotations
 
 from ..nested import TensorInformation
-from ..plugins.accumulation import GradientAccumulationPlugin
-from ..plugins.base import KwargsHandler
 from ..plugins.data import DataLoaderConfiguration
 from ..plugins.ddp import DistributedDataParallelKwargs
 from ..plugins.deepspeed import DeepSpeedPlugin
-from ..plugins.dynamo import TorchDynamoPlugin
 from ..plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from ..plugins.fsdp import FullyShardedDataParallelPlugin, get_module_class_from_name
-from ..plugins.megatron import MegatronLMPlugin
-from ..plugins.megatron_models import add_model_config_to_megatron_parser
+from ..plugins.handlers import (
+    AutocastKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from ..plugins.megatron import MegatronLMPlugin, add_model_config_to_megatron_parser
 from ..plugins.parallelism import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
@@ -20,10 +26,6 @@ from ..plugins.parallelism import (
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from ..plugins.precision import AutocastKwargs, GradScalerKwargs
-from ..plugins.process_group import InitProcessGroupKwargs
-from ..plugins.profile import ProfileKwargs
-from ..plugins.project import ProjectConfiguration
 from ..plugins.quantization import BnbQuantizationConfig
 from ..settings.labels import (
     BaseEnum,

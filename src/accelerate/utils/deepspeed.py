@@ -1,15 +1,15 @@
-"""Old address: DeepSpeed."""
+"""Import path kept for compatibility: DeepSpeed."""
 
 from __future__ import annotations
 
-from ..plugins.deepspeed import DummyOptim, DummyScheduler, HfDeepSpeedConfig, get_active_deepspeed_plugin
-from ..strategies.deepspeed_engine import (
+from ..parallel.deepspeed.engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
     GatheredParameters,
     map_pytorch_optim_to_deepspeed,
 )
+from ..plugins.deepspeed import DummyOptim, DummyScheduler, HfDeepSpeedConfig, get_active_deepspeed_plugin
 
 __all__ = [
     "DeepSpeedEngineWrapper",

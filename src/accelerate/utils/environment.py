@@ -1,9 +1,8 @@
-"""Old address: the environment of a process."""
+"""Import path kept for compatibility: the environment of a process."""
 
 from __future__ import annotations
 
-from ..clusters import CPUInformation, get_cpu_distributed_information
-from ..hardware import (
+from ..devices.hardware import (
     check_cuda_fp8_capability,
     check_cuda_p2p_ib_support,
     get_current_device_type,
@@ -12,6 +11,7 @@ from ..hardware import (
     override_numa_affinity,
     set_numa_affinity,
 )
+from ..distributed.environment import CPUInformation, get_cpu_distributed_information
 from ..settings.env import (
     are_libraries_initialized,
     clear_environment,

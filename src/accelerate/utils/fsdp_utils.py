@@ -1,11 +1,9 @@
-"""Old address of FSDP's functions."""
+"""Import path kept for compatibility: FSDP's functions."""
 
 from __future__ import annotations
 
-from ..checkpointing import (
-    merge_fsdp_weights,
-)
-from ..strategies.fsdp_files import (
+from ..checkpointing import merge_fsdp_weights
+from ..parallel.fsdp.files import (
     disable_fsdp_ram_efficient_loading,
     enable_fsdp_ram_efficient_loading,
     fsdp2_apply_ac,
@@ -20,12 +18,8 @@ from ..strategies.fsdp_files import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
-from ..strategies.rebind import (
-    ensure_weights_retied,
-)
-from ..strategies.units import (
-    get_parameters_from_modules,
-)
+from ..parallel.fsdp.wrapping import get_parameters_from_modules
+from ..parallel.rebind import ensure_weights_retied
 
 __all__ = [
     "disable_fsdp_ram_efficient_loading",

@@ -1,7 +1,25 @@
-"""Old address: which packages and devices exist."""
+"""Import path kept for compatibility: the available packages and devices."""
 
 from __future__ import annotations
 
+from ..devices.hardware import (
+    is_bf16_available,
+    is_cuda_available,
+    is_fp8_available,
+    is_fp16_available,
+    is_habana_gaudi1,
+    is_hpu_available,
+    is_mlu_available,
+    is_mps_available,
+    is_musa_available,
+    is_neuron_available,
+    is_npu_available,
+    is_rocm_available,
+    is_sdaa_available,
+    is_torch_xla_available,
+    is_xccl_available,
+    is_xpu_available,
+)
 from ..optional import (
     is_4bit_bnb_available,
     is_8bit_bnb_available,
@@ -47,24 +65,6 @@ from ..optional import (
     is_wandb_available,
     is_weights_only_available,
     torchao_required,
-)
-from ..probes import (
-    is_bf16_available,
-    is_cuda_available,
-    is_fp8_available,
-    is_fp16_available,
-    is_habana_gaudi1,
-    is_hpu_available,
-    is_mlu_available,
-    is_mps_available,
-    is_musa_available,
-    is_neuron_available,
-    is_npu_available,
-    is_rocm_available,
-    is_sdaa_available,
-    is_torch_xla_available,
-    is_xccl_available,
-    is_xpu_available,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Old address: what a launch would run."""
+"""Import path kept for compatibility: commands and environments of a launch."""
 
 from __future__ import annotations
 

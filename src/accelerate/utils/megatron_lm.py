@@ -1,11 +1,9 @@
-"""Old address: Megatron-LM."""
+"""Import path kept for compatibility: Megatron-LM."""
 
 from __future__ import annotations
 
-from ..plugins.megatron_data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from ..plugins.megatron_models import add_model_config_to_megatron_parser
-from ..strategies.megatron_engine import MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
-from ..strategies.megatron_steps import (
+from ..parallel.megatron.engine import MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
+from ..parallel.megatron.steps import (
     AbstractTrainStep,
     BertTrainStep,
     GPTTrainStep,
@@ -13,6 +11,7 @@ from ..strategies.megatron_steps import (
     avg_losses_across_data_parallel_group,
     gather_across_data_parallel_groups,
 )
+from ..plugins.megatron import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, add_model_config_to_megatron_parser
 
 __all__ = [
     "AbstractTrainStep",

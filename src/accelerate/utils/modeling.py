@@ -1,69 +1,40 @@
-"""Old address: models larger than one device."""
+"""Import path kept for compatibility: models larger than one device."""
 
 from __future__ import annotations
 
-from ..checkpointing import (
-    convert_file_size_to_int,
-)
-from ..device_map.budget import (
-    get_balanced_memory,
-    get_max_memory,
-)
-from ..device_map.load import (
-    load_checkpoint_in_model,
-    load_offloaded_weights,
-    load_state_dict,
-)
-from ..device_map.place import (
-    set_module_tensor_to_device,
-)
-from ..device_map.plan import (
-    check_device_map,
-    clean_device_map,
-    fallback_allocate,
-    infer_auto_device_map,
-    logger,
-)
-from ..device_map.sizes import (
+from ..big_models.budget import get_balanced_memory, get_max_memory
+from ..big_models.device_map import check_device_map, clean_device_map, fallback_allocate, infer_auto_device_map, logger
+from ..big_models.load import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
+from ..big_models.placement import set_module_tensor_to_device
+from ..big_models.sizes import (
     _get_proper_dtype,
     calculate_maximum_sizes,
+    check_device_same,
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
     compute_module_sizes,
     compute_module_total_buffer_size,
     dtype_byte_size,
+    find_tied_parameters,
     get_max_layer_size,
     get_module_leaves,
-)
-from ..device_map.tensors import (
-    check_device_same,
+    get_module_size_with_ties,
     get_non_persistent_buffers,
     id_tensor_storage,
     named_module_tensors,
-)
-from ..device_map.tied import (
-    check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device,
-    find_tied_parameters,
-    get_module_size_with_ties,
     retie_parameters,
 )
-from ..hooks.values import (
+from ..checkpointing import convert_file_size_to_int
+from ..devices.memory import clear_device_cache
+from ..hooks.align import (
     align_module_device,
     get_state_dict_from_offload,
     get_state_dict_offloaded_model,
     has_offloaded_params,
 )
-from ..memory import (
-    clear_device_cache,
-)
-from ..precision.choose import (
-    get_grad_scaler,
-)
-from ..state import (
-    get_mixed_precision_context_manager,
-)
-from ..strategies.unwrap import (
-    is_peft_model,
-)
+from ..parallel.rebind import is_peft_model
+from ..precision.choose import get_grad_scaler
+from ..state import get_mixed_precision_context_manager
 
 __all__ = [
     "_get_proper_dtype",

@@ -1,8 +1,8 @@
-"""Old address: weights on disk."""
+"""Import path kept for compatibility: weights on disk."""
 
 from __future__ import annotations
 
-from ..offload import (
+from ..big_models.offload import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,

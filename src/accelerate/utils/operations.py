@@ -1,8 +1,9 @@
-"""Old address: tensors in containers, and collectives over them."""
+"""Import path kept for compatibility: operations on nested tensors, and collectives over them."""
 
 from __future__ import annotations
 
-from ..collectives import (
+from ..devices.table import is_torch_xpu_tensor
+from ..distributed.collectives import (
     CannotPadNestedTensorWarning,
     broadcast,
     broadcast_object_list,
@@ -15,7 +16,6 @@ from ..collectives import (
     reduce,
     verify_operation,
 )
-from ..devices import is_torch_xpu_tensor
 from ..errors import DistributedOperationException
 from ..nested import (
     TensorInformation,
@@ -37,8 +37,8 @@ from ..nested import (
     send_to_device,
     slice_tensors,
 )
-from ..precision.outputs import ConvertOutputsToFp32, convert_outputs_to_fp32
-from ..strategies.deepspeed_engine import GatheredParameters
+from ..parallel.deepspeed.engine import GatheredParameters
+from ..precision.base import ConvertOutputsToFp32, convert_outputs_to_fp32
 
 __all__ = [
     "GatheredParameters",

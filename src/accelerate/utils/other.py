@@ -1,10 +1,11 @@
-"""Old address: models, files and small things."""
+"""Import path kept for compatibility: models, files and miscellaneous functions."""
 
 from __future__ import annotations
 
 from ..checkpointing import clean_state_dict_for_safetensors, load, save
+from ..devices.memory import convert_bytes
+from ..distributed.process_control import wait_for_everyone
 from ..launch.tpu import install_xla
-from ..memory import convert_bytes
 from ..modules import (
     get_model_tp_size,
     get_module_children_bottom_up,
@@ -13,9 +14,7 @@ from ..modules import (
     model_has_dtensor,
     recursive_getattr,
 )
-from ..ports import get_free_port, is_port_in_use
-from ..processes import wait_for_everyone
-from ..strategies.compile import (
+from ..parallel.compile import (
     compile_regions,
     compile_regions_deepspeed,
     compile_regions_fsdp2,
@@ -24,7 +23,8 @@ from ..strategies.compile import (
     is_compiled_module,
     is_repeated_blocks,
 )
-from ..strategies.unwrap import extract_model_from_parallel
+from ..parallel.rebind import extract_model_from_parallel
+from ..ports import get_free_port, is_port_in_use
 from ..versions import check_os_kernel
 
 __all__ = [

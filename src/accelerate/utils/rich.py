@@ -1,4 +1,4 @@
-"""Old address: rich, for tracebacks."""
+"""Import path kept for compatibility: rich, for tracebacks."""
 
 from __future__ import annotations
 

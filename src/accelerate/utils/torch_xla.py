@@ -1,4 +1,4 @@
-"""Old address: torch_xla in a notebook."""
+"""Import path kept for compatibility: torch_xla in a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Old address: the progress bar."""
+"""Import path kept for compatibility: the progress bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Old address: version comparisons."""
+"""Import path kept for compatibility: version comparisons."""
 
 from __future__ import annotations
 

@@ -16,12 +16,7 @@ from report import ASSETS, OUTPUT, report
 from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding, get_scheduler
 
-from accelerate import (
-    Accelerator,
-    DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
-    skip_first_batches,
-)
+from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, skip_first_batches
 from accelerate.logging import get_logger
 from accelerate.utils import DataLoaderConfiguration, set_seed
 

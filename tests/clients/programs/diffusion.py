@@ -88,9 +88,9 @@ def main(resume: bool) -> None:
             clean = batch["input"]
             draw = torch.Generator().manual_seed(int(clean.abs().sum() * 1000) % 10**6)
             noise = torch.randn(clean.shape, generator=draw)
-            moment = torch.randint(0, 50, (clean.shape[0],), generator=draw)
+            failure_time = torch.randint(0, 50, (clean.shape[0],), generator=draw)
             with accelerator.accumulate(model):
-                guess = model(noise_scheduler.add_noise(clean, noise, moment), moment).sample
+                guess = model(noise_scheduler.add_noise(clean, noise, failure_time), failure_time).sample
                 loss = torch.nn.functional.mse_loss(guess.float(), noise.float())
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:

@@ -152,7 +152,7 @@ def textual_inversion(accelerator: Accelerator) -> Script:
         found, noise = guess(model, models["text_encoder"], batch)
         return torch.nn.functional.mse_loss(found, noise)
 
-    def put_back(models: dict[str, Any]) -> None:
+    def restore(models: dict[str, Any]) -> None:
         others = torch.arange(len(original)) != new
         with torch.no_grad():
             weights = accelerator.unwrap_model(models["text_encoder"]).get_input_embeddings().weight
@@ -164,7 +164,7 @@ def textual_inversion(accelerator: Accelerator) -> Script:
         return {"learned": learned.tolist()}
 
     return Script("textual_inversion", {"text_encoder": encoder}, loss, digits(24), stacked, [table],
-                  after_step=put_back, final=final)  # fmt: skip
+                  after_step=restore, final=final)  # fmt: skip
 
 
 def consistency(accelerator: Accelerator) -> Script:

@@ -1,4 +1,5 @@
-import torch, time
+import torch
+import time
 from torch import nn
 from torch.utils.data import DataLoader, random_split, TensorDataset
 

@@ -1,4 +1,5 @@
-import torch, torch.nn as nn
+import torch
+import torch.nn as nn
 from torch.utils.data import Dataset, DataLoader
 
 BATCH = 8

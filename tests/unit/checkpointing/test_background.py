@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from accelerate.checkpointing import Background, EncodingError, read_checkpoint, write_checkpoint
-from accelerate.checkpointing import content as content_module
-from accelerate.checkpointing.draft import Draft
+from accelerate.checkpointing import items as items_module
+from accelerate.checkpointing.store import StagingDirectory
 from accelerate.errors import CheckpointError
-from accelerate.settings.project import ProjectOptions
+from accelerate.settings.training import ProjectOptions
 
 
 class Keeper:
@@ -71,14 +71,14 @@ def background() -> Iterator[Background]:
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Saves in the background stop before their first file until the event is set."""
     released = threading.Event()
-    create = Draft.create
+    create = StagingDirectory.create
 
-    def wait_then_create(self: Draft, name: str, **options: Any) -> Any:
+    def wait_then_create(self: StagingDirectory, name: str, **options: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             assert released.wait(20)
         return create(self, name, **options)
 
-    monkeypatch.setattr(Draft, "create", wait_then_create)
+    monkeypatch.setattr(StagingDirectory, "create", wait_then_create)
     yield released
     released.set()
 
@@ -156,7 +156,7 @@ def test_a_failure_is_raised_once_by_the_next_save_and_leaves_nothing(
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(content_module, "write_weights", full)
+    monkeypatch.setattr(items_module, "write_weights", full)
     write_checkpoint(tmp_path / "bad", weights=[{"w": torch.ones(1)}], background=background, asynchronous=True)
     with pytest.raises(CheckpointError, match=r"in the background failed: .*No space left"):
         write_checkpoint(tmp_path / "next", weights=[{"w": torch.ones(1)}], background=background)
@@ -192,10 +192,10 @@ def test_hooks_and_strategies_take_part(background: Background, tmp_path: Path) 
         (Path(folder) / "from_hook").write_text("hook")
         weights.pop()
 
-    def write_parts(draft: Draft) -> Callable[[], None]:
+    def write_strategy_state(staging: StagingDirectory) -> Callable[[], None]:
         def later() -> None:
             threads.append(threading.current_thread().name)
-            with draft.create("from_strategy") as file:
+            with staging.create("from_strategy") as file:
                 file.write(b"strategy")
 
         return later
@@ -204,7 +204,7 @@ def test_hooks_and_strategies_take_part(background: Background, tmp_path: Path) 
         tmp_path / "ck",
         weights=[{"w": torch.ones(1)}],
         pre_hooks=[hook],
-        write_parts=write_parts,
+        write_strategy_state=write_strategy_state,
         background=background,
         asynchronous=True,
     )
@@ -217,7 +217,7 @@ SCRIPT = """
     import sys, torch
     from pathlib import Path
     from accelerate import Accelerator
-    from accelerate.checkpointing import content
+    from accelerate.checkpointing import items
 
     folder, case = Path(sys.argv[1]), sys.argv[2]
     accelerator = Accelerator(cpu=True)
@@ -225,7 +225,7 @@ SCRIPT = """
     if case.startswith("fails"):
         def full(*_, **__):
             raise OSError(28, "No space left on device")
-        content.write_weights = full
+        items.write_weights = full
     accelerator.save_state(folder / "ck", asynchronous=True)
     if case == "fails at the next step":
         accelerator._background.finish()

@@ -29,8 +29,8 @@ from accelerate.checkpointing.codec import (
     inlined_tensor,
     open_envelope,
 )
-from accelerate.checkpointing.draft import SealedFile
 from accelerate.checkpointing.objects import read_state, write_state
+from accelerate.checkpointing.store import DurableFile
 from accelerate.errors import CheckpointError
 
 
@@ -48,7 +48,7 @@ class Rights(enum.Flag):
     WRITE = 2
 
 
-class Place(NamedTuple):
+class Pair(NamedTuple):
     row: int
     column: Any
 
@@ -74,13 +74,13 @@ def through_files(value: Any, folder: Path) -> Any:
 
 class _Created:
     def __init__(self, path: Path) -> None:
-        self.file = SealedFile(path)
+        self.file = DurableFile(path)
 
-    def __enter__(self) -> SealedFile:
+    def __enter__(self) -> DurableFile:
         return self.file
 
     def __exit__(self, *_: object) -> None:
-        self.file.seal()
+        self.file.fsync_and_close()
 
 
 def same(left: Any, right: Any) -> bool:
@@ -212,7 +212,7 @@ def test_any_value_survives_a_trip_through_files(value: Any) -> None:
         Counter({3: 1, 5: 2}),
         defaultdict(None, a=1),
         defaultdict(dict, {1: {"x": 1}}),
-        Place(1, [2]),
+        Pair(1, [2]),
         bytearray(b"abc"),
         range(1, 10, 3),
         10**5000,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, cast
@@ -16,21 +17,21 @@ from torch import nn
 
 import accelerate
 from accelerate.big_modeling import load_checkpoint_and_dispatch
+from accelerate.big_models.load import load_checkpoint_in_model
+from accelerate.big_models.offload import OffloadedWeightsLoader, offload_state_dict
 from accelerate.checkpointing import write_checkpoint
 from accelerate.checkpointing.agreement import Ranks
-from accelerate.checkpointing.dcp import read_metadata
-from accelerate.checkpointing.inside import inside
 from accelerate.checkpointing.manifest import Manifest, measure, problems, read_manifest
 from accelerate.checkpointing.merge import merge_fsdp_weights
 from accelerate.checkpointing.objects import read_state
-from accelerate.checkpointing.place import RemotePlace, place_of
+from accelerate.checkpointing.paths import inside
 from accelerate.checkpointing.remote import RemoteStore
 from accelerate.checkpointing.series import inspect
+from accelerate.checkpointing.sharded import read_metadata
+from accelerate.checkpointing.storage import RemoteStorage, storage_of
 from accelerate.checkpointing.store import CheckpointStore
 from accelerate.checkpointing.weights import load_weights
-from accelerate.device_map.load import load_checkpoint_in_model
 from accelerate.errors import CheckpointError
-from accelerate.offload import OffloadedWeightsLoader, offload_state_dict
 
 PACKAGE: Final = Path(accelerate.__file__).parent
 
@@ -219,7 +220,7 @@ def _interrupted(folder: Path, *, files: tuple[str, ...] = (), replaces: tuple[s
         (staging / name).parent.mkdir(parents=True, exist_ok=True)
         (staging / name).write_text("theirs", encoding="utf-8")
     staging.mkdir(exist_ok=True)
-    manifest = Manifest({name: measure(staging / name) for name in files}, replaces=replaces).signed()
+    manifest = Manifest({name: measure(staging / name) for name in files}, replaces=replaces).with_identity()
     (staging / "manifest.json").write_bytes(manifest.to_bytes())
     return staging
 
@@ -238,7 +239,7 @@ def test_finishing_a_commit_neither_writes_nor_removes_through_a_link_that_leads
 
 def test_a_link_to_another_checkpoint_is_no_commit_to_finish(folder: Path, victim: Path) -> None:
     record = measure(victim / "kept.txt")
-    (victim / "manifest.json").write_bytes(Manifest({"kept.txt": record}).signed().to_bytes())
+    (victim / "manifest.json").write_bytes(Manifest({"kept.txt": record}).with_identity().to_bytes())
     (folder / f".{folder.name}.tmp-0").symlink_to(victim, target_is_directory=True)
     CheckpointStore(folder).require()
     assert (victim / "kept.txt").read_text(encoding="utf-8") == "mine" and (victim / "manifest.json").is_file()
@@ -248,7 +249,7 @@ def test_a_link_to_another_checkpoint_is_no_commit_to_finish(folder: Path, victi
 def test_saving_over_a_checkpoint_of_somebody_else_touches_nothing_outside(
     has_hooks: bool, folder: Path, victim: Path
 ) -> None:
-    foreign = Manifest({"way/kept.txt": measure(victim / "kept.txt")}).signed()
+    foreign = Manifest({"way/kept.txt": measure(victim / "kept.txt")}).with_identity()
     (folder / "manifest.json").write_bytes(foreign.to_bytes())
     hooks = [lambda models, weights, output_dir: None] if has_hooks else []
     with pytest.raises(CheckpointError, match="a link that leads to"):
@@ -275,10 +276,10 @@ def test_a_listing_of_a_remote_store_can_not_lead_out_of_the_folder_of_downloads
 
     downloads = tmp_path / "downloads"
     downloads.mkdir()
-    place = place_of("memory://bucket/run")
-    assert isinstance(place, RemotePlace)
+    storage = storage_of("memory://bucket/run")
+    assert isinstance(storage, RemoteStorage)
     with pytest.raises(CheckpointError, match=r"memory://bucket/run names the file '\.\./outside\.txt'"):
-        RemoteStore(place, Ranks())._fetch_unmanaged(cast("Any", Listing()), downloads)
+        RemoteStore(storage, Ranks())._fetch_unmanaged(cast("Any", Listing()), downloads)
     assert [path.name for path in tmp_path.rglob("*")] == ["downloads"]
 
 
@@ -314,52 +315,52 @@ GIVEN: Final = "the path itself comes from the caller, or from a place of this t
 #: Every place that opens a file of a checkpoint -> where the name comes from; or the attack above that tries it.
 PLACES: Final[dict[str, str]] = {
     "checkpointing/codec.py read_described_pickle": GIVEN,
-    "checkpointing/dcp.py _classes.Planner.load_bytes": GIVEN,
-    "checkpointing/dcp.py read_metadata": "metadata of a distributed checkpoint",
-    "checkpointing/draft.py SealedFile.__init__": OWN,
-    "checkpointing/layout.py Slot.read": OWN,
-    "checkpointing/late.py _add": OWN,
-    "checkpointing/locks.py is_locked": OWN,
-    "checkpointing/locks.py lock": OWN,
+    "checkpointing/sharded.py _load_classes.Planner.load_bytes": GIVEN,
+    "checkpointing/sharded.py read_metadata": "metadata of a distributed checkpoint",
+    "checkpointing/store.py DurableFile.__init__": OWN,
+    "checkpointing/layout.py StateFiles.read": OWN,
+    "checkpointing/added_items.py _add": OWN,
+    "checkpointing/store.py is_locked": OWN,
+    "checkpointing/store.py lock": OWN,
     "checkpointing/manifest.py measure": "manifest",
     "checkpointing/objects.py load": GIVEN,
     "checkpointing/objects.py read_custom_state": OWN,
     "checkpointing/objects.py save": GIVEN,
     "checkpointing/objects.py read_state": "test_tensors_beside_a_state_are_not_read_through_a_link_that_leads_out",
-    "checkpointing/place.py LocalPlace.read": OWN,
-    "checkpointing/place.py LocalPlace.write": OWN,
-    "checkpointing/read.py _read_model": OWN,
-    "checkpointing/shard_files.py _unpacked": "no file: what other ranks say",
-    "checkpointing/snapshot.py _in_large_pages": "no file: memory",
-    "checkpointing/store.py flush": OWN,
+    "checkpointing/storage.py LocalStorage.read": OWN,
+    "checkpointing/storage.py LocalStorage.write": OWN,
+    "checkpointing/loading.py _read_model": OWN,
+    "checkpointing/sharded.py _unpacked": "no file: what other ranks say",
+    "checkpointing/items.py _allocate_huge_pages": "no file: memory",
+    "checkpointing/store.py fsync_path": OWN,
     "checkpointing/store.py write_durably": OWN,
     "checkpointing/tensor_files.py open_tensors": GIVEN,
     "checkpointing/weights.py _shards": "index, into a model",
     "checkpointing/weights.py open_weights": "index, merged",
-    "device_map/budget.py _container_memory": "a file of the kernel",
-    "device_map/budget.py _from_kernel": "a file of the kernel",
-    "device_map/sources.py PickleSource.__init__": GIVEN,
-    "device_map/sources.py SafetensorsSource.__init__": GIVEN,
-    "device_map/sources.py _shards": "index, through a device map",
-    "device_map/tied.py check_tied_parameters_in_config": "no file: a configuration's method of that name",
+    "big_models/budget.py _container_memory": "a file of the kernel",
+    "big_models/budget.py _meminfo_bytes": "a file of the kernel",
+    "big_models/load.py PickleFile.__init__": GIVEN,
+    "big_models/load.py SafetensorsFile.__init__": GIVEN,
+    "big_models/load.py _shards": "index, through a device map",
+    "big_models/sizes.py check_tied_parameters_in_config": "no file: a configuration's method of that name",
     "estimate/subject.py _from_config": OWN,
-    "offload/folder.py save_offload_index": OWN,
+    "big_models/offload.py save_offload_index": OWN,
     "checkpointing/remote.py RemoteStore._fetch": OWN,
-    "offload/folder.py offload_weight": "test_weights_are_not_offloaded_out_of_their_folder",
-    "offload/folder.py load_offloaded_weight": "index of an offload folder",
-    "offload/folder.py read_index": OWN,
-    "offload/mapped.py MappedFile.__init__": GIVEN,
+    "big_models/offload.py offload_weight": "test_weights_are_not_offloaded_out_of_their_folder",
+    "big_models/offload.py load_offloaded_weight": "index of an offload folder",
+    "big_models/offload.py read_index": OWN,
+    "big_models/offload.py MappedFile.__init__": GIVEN,
     # By its documented purpose an offload index points at the safetensors files of a checkpoint elsewhere, which then
     # need no copy; such a file holds tensors and no code.
-    "offload/mapped.py OpenFiles.__getitem__": "an entry `safetensors_file` of an offload index",
-    "strategies/fsdp_files.py load_fsdp_model": OWN,
-    "strategies/fsdp_files.py save_fsdp_model": OWN,
-    "strategies/fsdp_files.py save_fsdp_optimizer": OWN,
+    "big_models/offload.py MappedFiles.__getitem__": "an entry `safetensors_file` of an offload index",
+    "parallel/fsdp/files.py load_fsdp_model": OWN,
+    "parallel/fsdp/files.py save_fsdp_model": OWN,
+    "parallel/fsdp/files.py save_fsdp_optimizer": OWN,
 }
-#: Rooms whose files are the user's configuration, the machine's, or of a run that this user has started.
-_OTHER_ROOMS: Final = (
-    "commands", "launch", "settings", "plugins", "health", "tracking", "watching", "test_utils",
-    "world", "devices", "hardware", "cores",
+#: Packages whose files are the user's configuration, the machine's, or of a run that this user has started.
+_OTHER_PACKAGES: Final = (
+    "commands", "launch", "settings", "plugins", "distributed", "tracking", "monitoring", "test_utils", "devices",
+    "cores",
 )  # fmt: skip
 
 
@@ -380,7 +381,7 @@ def test_every_place_that_opens_a_file_says_where_its_name_comes_from() -> None:
     found = {
         f"{path.relative_to(PACKAGE).as_posix()} {function}"
         for path in PACKAGE.rglob("*.py")
-        if path.relative_to(PACKAGE).parts[0].removesuffix(".py") not in _OTHER_ROOMS
+        if path.relative_to(PACKAGE).parts[0].removesuffix(".py") not in _OTHER_PACKAGES
         for function in _opening(ast.parse(path.read_text(encoding="utf-8")), "")
     }
     assert found == PLACES.keys()
@@ -392,33 +393,33 @@ OF_A_MANIFEST: Final = "a name in a manifest or a listing: inside(..., is_replac
 LISTED: Final = "what lies in the folder itself; links are neither followed nor taken for folders"
 #: Every place that moves, replaces or removes a file of a checkpoint -> where the name comes from.
 CHANGES: Final[dict[str, str]] = {
-    "checkpointing/hook_files.py _OpenedFolder._collect": LISTED,
-    "checkpointing/hook_files.py _OpenedFolder._set_aside": OF_A_MANIFEST,
-    "checkpointing/hook_files.py _OpenedFolder.close": OWN,
-    "checkpointing/hook_files.py _OpenedFolder.prepare": OWN,
-    "checkpointing/late.py LatePart.close": OWN,
-    "checkpointing/locks.py remove_mark": OWN,
-    "checkpointing/locks.py unlock": OWN,
+    "checkpointing/objects.py _HookFolder._collect": LISTED,
+    "checkpointing/objects.py _HookFolder._set_aside": OF_A_MANIFEST,
+    "checkpointing/objects.py _HookFolder.close": OWN,
+    "checkpointing/objects.py _HookFolder.prepare": OWN,
+    "checkpointing/added_items.py AddedItems.close": OWN,
+    "checkpointing/store.py remove_lock_file": OWN,
+    "checkpointing/store.py unlock": OWN,
     "checkpointing/merge.py _remove": GIVEN,
-    "checkpointing/objects.py created_in": OWN,
-    "checkpointing/place.py LocalPlace.delete": OWN,
-    "checkpointing/place.py LocalPlace.remove": LISTED,
-    "checkpointing/place.py LocalPlace.write": OWN,
-    "checkpointing/place.py RemotePlace.delete": "no file of this machine",
+    "checkpointing/objects.py atomic_file": OWN,
+    "checkpointing/storage.py LocalStorage.delete": OWN,
+    "checkpointing/storage.py LocalStorage.remove": LISTED,
+    "checkpointing/storage.py LocalStorage.write": OWN,
+    "checkpointing/storage.py RemoteStorage.delete": "no file of this machine",
     "checkpointing/remote.py RemoteStore._fetch_unmanaged": OF_A_MANIFEST,
     "checkpointing/remote.py RemoteStore.abandon": OWN,
     "checkpointing/remote.py RemoteStore.close": OWN,
     "checkpointing/remote.py RemoteStore.commit": OWN,
     "checkpointing/remote.py _fetched": OF_A_MANIFEST,
     "checkpointing/store.py CheckpointStore._move_in": OF_A_MANIFEST,
-    "checkpointing/store.py CheckpointStore._publish": OWN,
+    "checkpointing/store.py CheckpointStore._move_to_target": OWN,
     "checkpointing/store.py CheckpointStore._remove_leftovers": LISTED,
     "checkpointing/store.py CheckpointStore.abandon": OWN,
-    "checkpointing/store.py CheckpointStore.put_back": OWN,
+    "checkpointing/store.py CheckpointStore.restore": OWN,
     "checkpointing/store.py write_durably": OWN,
-    "checkpointing/weights.py new_files": LISTED,
-    "checkpointing/write.py _clear_stale_weights": LISTED,
-    "offload/folder.py save_offload_index": OWN,
+    "checkpointing/weights.py staged_files": LISTED,
+    "checkpointing/saving.py _clear_stale_weights": LISTED,
+    "big_models/offload.py save_offload_index": OWN,
 }
 
 
@@ -437,7 +438,7 @@ def _changing(node: ast.AST, name: str) -> Iterator[str]:
 def test_every_place_that_replaces_or_removes_a_file_says_where_its_name_comes_from() -> None:
     found = {
         f"{path.relative_to(PACKAGE).as_posix()} {function}"
-        for folder in ("checkpointing", "offload", "device_map", "strategies")
+        for folder in ("checkpointing", "big_models", "parallel")
         for path in (PACKAGE / folder).rglob("*.py")
         for function in _changing(ast.parse(path.read_text(encoding="utf-8")), "")
     }
@@ -449,11 +450,11 @@ def test_every_place_that_replaces_or_removes_a_file_says_where_its_name_comes_f
 
 def test_every_place_that_follows_a_name_in_a_file_asks_the_one_function() -> None:
     followers = {place.partition(" ")[0] for place, source in PLACES.items() if source in ATTACKS}
-    followers |= {"checkpointing/objects.py", "offload/weights.py"}
+    followers |= {"checkpointing/objects.py", "big_models/offload.py"}
     followers |= {place.partition(" ")[0] for place, source in CHANGES.items() if source == OF_A_MANIFEST}
     asking = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
-        if "import inside" in path.read_text(encoding="utf-8")
+        if re.search(r"import .*\binside\b", path.read_text(encoding="utf-8"))
     }
     assert asking == followers

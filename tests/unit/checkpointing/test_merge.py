@@ -15,8 +15,13 @@ from safetensors.torch import load_file
 
 from accelerate.checkpointing import merge as merge_module
 from accelerate.checkpointing import merge_fsdp_weights, read_checkpoint, save_model
-from accelerate.checkpointing.dcp import read_metadata
-from accelerate.checkpointing.sharded import InPlace, read_optimizer_shards, write_model_shards, write_optimizer_shards
+from accelerate.checkpointing.sharded import (
+    InPlace,
+    read_metadata,
+    read_optimizer_shards,
+    write_model_shards,
+    write_optimizer_shards,
+)
 from accelerate.commands import merge as merge_command
 from accelerate.errors import CheckpointError, CheckpointNotFound
 from tests.ranks import run_on_ranks
@@ -55,7 +60,7 @@ def test_shards_of_several_ranks(tmp_path: Path) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        from accelerate.world import join_world
+        from accelerate.distributed.world import join_world
 
         world = join_world(cpu=True)
         mesh = init_device_mesh("cpu", (world.size,))

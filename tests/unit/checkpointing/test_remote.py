@@ -24,10 +24,10 @@ from accelerate.checkpointing import (
     resume_checkpoint,
     write_checkpoint,
 )
-from accelerate.checkpointing import place as place_module
-from accelerate.checkpointing.place import RemotePlace, place_of
+from accelerate.checkpointing import storage as storage_module
+from accelerate.checkpointing.storage import RemoteStorage, storage_of
 from accelerate.errors import CheckpointError, CheckpointNotFound
-from accelerate.settings.project import ProjectOptions
+from accelerate.settings.training import ProjectOptions
 from tests.ranks import run_on_ranks
 
 fsspec = pytest.importorskip("fsspec")
@@ -36,7 +36,7 @@ fsspec = pytest.importorskip("fsspec")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Attempts follow each other at once, and files pass through a folder that must be empty in the end."""
-    monkeypatch.setattr(place_module, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(storage_module, "FIRST_PAUSE_SECONDS", 0.001)
     passage = tmp_path / "passage"
     passage.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(passage))
@@ -119,7 +119,7 @@ def load(target: str | ProjectOptions) -> float:
 
 
 def files(address: str) -> set[str]:
-    return set(place_of(address).files())
+    return set(storage_of(address).files())
 
 
 def test_a_checkpoint_is_saved_listed_and_loaded(root: str) -> None:
@@ -143,20 +143,20 @@ def test_numbers_go_on_and_limits_hold(root: str) -> None:
 
 def test_a_checkpoint_is_replaced_in_its_folder(root: str) -> None:
     save(f"{root}/last", 1, extra=1)
-    place_of(f"{root}/last").write("notes.txt", b"foreign")
+    storage_of(f"{root}/last").write("notes.txt", b"foreign")
     save(f"{root}/last", 2)
     assert load(f"{root}/last") == 2.0
     assert files(f"{root}/last") == {"manifest.json", "model.safetensors", "random_states_0.json", "notes.txt"}
-    assert set(place_of(root).folders()) == {"last"}
+    assert set(storage_of(root).folders()) == {"last"}
 
 
 def test_damage_is_found_and_an_older_one_is_loaded(root: str) -> None:
     options = project(root)
     addresses = [save(options, value) for value in range(1, 6)]
-    place_of(addresses[4]).write("model.safetensors", b"x" * 264)
-    place_of(addresses[3]).delete("random_states_0.json")
-    place_of(addresses[2]).write("random_states_0.json", b"")
-    place_of(addresses[1]).delete("manifest.json")
+    storage_of(addresses[4]).write("model.safetensors", b"x" * 264)
+    storage_of(addresses[3]).delete("random_states_0.json")
+    storage_of(addresses[2]).write("random_states_0.json", b"")
+    storage_of(addresses[1]).delete("manifest.json")
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(50))
     found = read_checkpoint(project=options, models=[model])
@@ -190,7 +190,7 @@ def test_two_ranks_save_to_one_server(s3: str, quick: Path) -> None:
     root = f"{s3}/{time.monotonic_ns()}"
 
     def attempt(asynchronous: bool) -> tuple[str, float]:
-        from accelerate.world import join_world
+        from accelerate.distributed.world import join_world
 
         world = join_world(cpu=True)
         background = Background()
@@ -266,7 +266,7 @@ def test_a_network_that_is_gone_at_any_call_leaves_the_old_or_the_new_state(memo
             if not fresh:
                 save(address, 1)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(place_module, "NUM_ATTEMPTS", 2)
+                patch.setattr(storage_module, "NUM_ATTEMPTS", 2)
                 Network(patch, from_call=number)
                 try:
                     save(address, 2)
@@ -279,7 +279,7 @@ def test_a_network_that_is_gone_at_any_call_leaves_the_old_or_the_new_state(memo
             save(address, 3)
             assert load(address) == 3.0
             assert files(address) == {"manifest.json", "model.safetensors", "random_states_0.json"}
-        assert set(place_of(f"{memory}/{number}").folders()) == {"fresh", "replaced"}
+        assert set(storage_of(f"{memory}/{number}").folders()) == {"fresh", "replaced"}
         if not failed:
             assert number > 10
             return
@@ -287,8 +287,8 @@ def test_a_network_that_is_gone_at_any_call_leaves_the_old_or_the_new_state(memo
 
 
 def test_answers_that_stay_the_same_are_not_asked_for_again(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = place_of(memory)
-    assert isinstance(place, RemotePlace)
+    storage = storage_of(memory)
+    assert isinstance(storage, RemoteStorage)
     calls: list[int] = []
 
     def denied(*_: Any, **__: Any) -> None:
@@ -297,7 +297,7 @@ def test_answers_that_stay_the_same_are_not_asked_for_again(memory: str, monkeyp
 
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "cat_file", denied)
     with pytest.raises(PermissionError):
-        place.read("x")
+        storage.read("x")
     assert len(calls) == 1
 
 

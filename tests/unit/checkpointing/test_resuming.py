@@ -15,7 +15,7 @@ import torch
 from accelerate.checkpointing import LoadedCheckpoint, resume_checkpoint, write_checkpoint
 from accelerate.checkpointing import store as store_module
 from accelerate.errors import CheckpointError, CheckpointNotFound
-from accelerate.settings.project import ProjectOptions
+from accelerate.settings.training import ProjectOptions
 
 
 def save(target: Path | ProjectOptions, value: float) -> Path:

@@ -11,8 +11,8 @@ import torch
 from accelerate.checkpointing import list_checkpoints, pin, unpin, write_checkpoint
 from accelerate.checkpointing.series import best
 from accelerate.errors import CheckpointNotFound, SettingError
-from accelerate.plugins.project import ProjectConfiguration
-from accelerate.settings.project import ProjectOptions
+from accelerate.plugins.handlers import ProjectConfiguration
+from accelerate.settings.training import ProjectOptions
 
 
 def project(folder: Path, **options: Any) -> ProjectOptions:

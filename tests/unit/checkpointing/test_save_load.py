@@ -28,7 +28,7 @@ from accelerate.checkpointing import (
     write_checkpoint,
 )
 from accelerate.errors import CheckpointError, CheckpointNotFound
-from accelerate.settings.project import ProjectOptions
+from accelerate.settings.training import ProjectOptions
 from tests.torch_needed import needs_torch
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from accelerate.checkpointing import list_checkpoints, read_checkpoint, write_checkpoint
-from accelerate.checkpointing.place import place_of
 from accelerate.checkpointing.series import next_number, prune
+from accelerate.checkpointing.storage import storage_of
 from accelerate.errors import CheckpointError, CheckpointNotFound
-from accelerate.settings.project import ProjectOptions
+from accelerate.settings.training import ProjectOptions
 
 
 def project(folder: Path, **options: object) -> ProjectOptions:
@@ -42,7 +42,7 @@ def test_folders_are_numbered_from_zero(tmp_path: Path) -> None:
 def test_a_new_process_continues_the_numbers_on_disk(tmp_path: Path) -> None:
     for number in range(12):
         save(project(tmp_path), number)  # a fresh configuration each time, as after a restart
-    assert next_number(place_of(tmp_path / "checkpoints")) == 12
+    assert next_number(storage_of(tmp_path / "checkpoints")) == 12
     assert load(project(tmp_path)) == (11, 11.0, [])
 
 
@@ -119,7 +119,7 @@ def test_a_newer_number_than_the_committed_one_is_never_removed(tmp_path: Path) 
     options = project(tmp_path)
     folders = [save(options, step) for step in range(4)]
     options.total_limit = 1
-    prune(place_of(folders[0].parent), options, "checkpoint_1")
+    prune(storage_of(folders[0].parent), options, "checkpoint_1")
     assert names(tmp_path) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
 
 

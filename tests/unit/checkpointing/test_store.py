@@ -10,21 +10,20 @@ from pathlib import Path
 import pytest
 
 from accelerate.checkpointing import store as store_module
-from accelerate.checkpointing.draft import Draft
 from accelerate.checkpointing.manifest import Manifest, read_manifest
-from accelerate.checkpointing.store import CheckpointStore
+from accelerate.checkpointing.store import CheckpointStore, StagingDirectory
 from accelerate.errors import CheckpointError, CheckpointNotFound
 
 
 def save(folder: Path, **files: str) -> None:
     """A committed checkpoint whose files have these contents."""
-    with CheckpointStore(folder).draft() as draft:
+    with CheckpointStore(folder).transaction() as staging:
         for name, text in files.items():
-            write(draft, name, text)
+            write(staging, name, text)
 
 
-def write(draft: Draft, name: str, text: str) -> None:
-    with draft.create(name) as file:
+def write(staging: StagingDirectory, name: str, text: str) -> None:
+    with staging.create(name) as file:
         file.write(text.encode())
 
 
@@ -68,18 +67,18 @@ def test_a_new_folder_appears_with_its_files_and_a_manifest(tmp_path: Path) -> N
 
 def test_nothing_is_there_before_the_block_ends(tmp_path: Path) -> None:
     folder = tmp_path / "ck"
-    with CheckpointStore(folder).draft() as draft:
-        write(draft, "a", "one")
+    with CheckpointStore(folder).transaction() as staging:
+        write(staging, "a", "one")
         assert not folder.exists()
-        assert draft.folder.name.startswith(".ck.tmp-")
-        assert not (draft.folder / "manifest.json").exists()
+        assert staging.folder.name.startswith(".ck.tmp-")
+        assert not (staging.folder / "manifest.json").exists()
 
 
 def test_files_that_others_wrote_into_the_staging_folder_belong_to_the_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "ck"
-    with CheckpointStore(folder).draft() as draft:
-        (draft.folder / "unet").mkdir()
-        (draft.folder / "unet" / "weights.bin").write_text("by a hook")
+    with CheckpointStore(folder).transaction() as staging:
+        (staging.folder / "unet").mkdir()
+        (staging.folder / "unet" / "weights.bin").write_text("by a hook")
     assert contents(folder) == {"unet/weights.bin": "by a hook"}
     manifest = read_manifest(folder)
     assert manifest is not None
@@ -88,8 +87,8 @@ def test_files_that_others_wrote_into_the_staging_folder_belong_to_the_checkpoin
 
 def test_an_error_in_the_block_leaves_no_trace(tmp_path: Path) -> None:
     folder = tmp_path / "ck"
-    with pytest.raises(KeyError, match="mine"), CheckpointStore(folder).draft() as draft:
-        write(draft, "a", "one")
+    with pytest.raises(KeyError, match="mine"), CheckpointStore(folder).transaction() as staging:
+        write(staging, "a", "one")
         raise KeyError("mine")
     assert list(tmp_path.iterdir()) == []
 
@@ -225,10 +224,10 @@ def _save_dying_at(number: int, folder: Path) -> bool:
 
 def test_a_staging_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "ck"
-    with CheckpointStore(folder).draft() as draft:
-        write(draft, "a", "mine")
+    with CheckpointStore(folder).transaction() as staging:
+        write(staging, "a", "mine")
         save(folder, b="another save of the same folder meanwhile")
-        assert draft.folder.exists()
+        assert staging.folder.exists()
     assert contents(folder) == {"a": "mine"}
 
 
@@ -319,10 +318,10 @@ def test_a_missing_folder_is_not_found(tmp_path: Path) -> None:
 
 def test_the_manifest_records_what_was_saved(tmp_path: Path) -> None:
     description = Manifest({}, step=7, strategy="MULTI_CPU", details={"epoch": 2})
-    with CheckpointStore(tmp_path / "ck").draft(description) as draft:
-        with draft.create("x.pkl", pickle=True) as file:
+    with CheckpointStore(tmp_path / "ck").transaction(description) as staging:
+        with staging.create("x.pkl", pickle=True) as file:
             file.write(b"1")
-        draft.details["metrics"] = {"loss": 0.5}
+        staging.details["metrics"] = {"loss": 0.5}
     manifest = read_manifest(tmp_path / "ck")
     assert manifest is not None
     assert (manifest.step, manifest.strategy, manifest.world_size) == (7, "MULTI_CPU", 1)

@@ -131,7 +131,7 @@ def test_the_folder_holds_exactly_the_new_weights_and_other_files(
 def test_a_tensor_with_two_names_is_saved_once_and_loaded_into_both(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    weights_module._tell_removed.cache_clear()
+    weights_module._warn_removed.cache_clear()
     model = Tied()
     with caplog.at_level(logging.WARNING):
         save_model(model.state_dict(), tmp_path)

@@ -10,7 +10,7 @@ import torch
 
 from accelerate.checkpointing import write_checkpoint
 from accelerate.commands import checkpoints
-from accelerate.settings.project import ProjectOptions
+from accelerate.settings.training import ProjectOptions
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def test_a_loop_that_only_evaluates_keeps_its_loader_and_says_so() -> None:
     text = LOOP + "test_loader = DataLoader([1])\nfor x in test_loader:\n    x = x.cuda()\n    print(model(x))\n"
     found = migrate(text, "train.py")
     assert "x = x.to(accelerator.device)" in found.after and "test_loader = accelerator" not in found.after
-    assert any(note.line == 13 and "every process goes through all of it" in note.text for note in found.left)
+    assert any(note.line == 13 and "every process goes through all of it" in note.text for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_processes_by_hand(before: str, after: str | None) -> None:
         "print('end')\n" if "dist." in before else "accelerator.print('end')\n"
     )
     if after == before:
-        assert any("is left as it is" in note.text for note in found.left)
+        assert any("is left as it is" in note.text for note in found.notes)
 
 
 def test_a_scaler_with_options_keeps_them() -> None:
@@ -207,7 +207,7 @@ def test_a_switch_that_isnt_known_where_the_accelerator_is_made_is_said() -> Non
     text = LOOP.replace("    loss = ", "    with torch.autocast('cuda', enabled=x.sum() > 0):\n        loss = ")
     found = migrate(text, "train.py")
     assert 'Accelerator(mixed_precision="fp16")' in found.after
-    assert any("switches mixed precision" in note.text for note in found.left)
+    assert any("switches mixed precision" in note.text for note in found.notes)
 
 
 def test_a_block_that_only_moved_something_is_gone() -> None:
@@ -253,7 +253,7 @@ def test_what_switches_processes_on_asks_the_accelerator() -> None:
     after = migrate(text, "train.py").after
     assert "args.many = accelerator.use_distributed\nmodel" in after and "if args.many:\n    print" in after
     found = migrate(text.replace("args.many = args.size > 1\n", ""), "train.py")
-    assert any("`args.many` switches" in note.text for note in found.left)
+    assert any("`args.many` switches" in note.text for note in found.notes)
 
 
 def test_a_function_whose_caller_isnt_shown_prepares_what_it_gets() -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from accelerate.commands import plan as command
 from accelerate.errors import SettingError
-from accelerate.estimate.layout import footprint
-from accelerate.estimate.plan import layouts, propose
+from accelerate.estimate.plan import footprint, layouts, propose
 from accelerate.estimate.trace import TrainingTrace, trace_training
 from accelerate.settings import file
 
@@ -74,23 +73,25 @@ def _planned(memory: int, gpus: int = 8, gpus_per_host: int = 8) -> Any:
 
 def test_the_first_way_that_fits_is_chosen() -> None:
     smallest = _planned(1)
-    assert smallest.chosen is None and len({way.name for way in smallest.ways}) == len(smallest.ways)
-    for number, way in enumerate(smallest.ways):
-        earlier = [each.footprint.peak for each in smallest.ways[:number]]
+    assert smallest.chosen is None and len({way.name for way in smallest.candidates}) == len(smallest.candidates)
+    for number, way in enumerate(smallest.candidates):
+        earlier = [each.footprint.peak for each in smallest.candidates[:number]]
         if way.footprint.peak < min(earlier, default=way.footprint.peak + 1):
             found = _planned(way.footprint.peak)
-            assert found.chosen is not None and found.chosen.name == way.name and len(found.ways) == number + 1
+            assert found.chosen is not None and found.chosen.name == way.name and len(found.candidates) == number + 1
 
 
 def test_less_memory_takes_stronger_ways() -> None:
     names = [_planned(memory * KB).chosen.name for memory in (8192, 2600, 1900, 1500, 1100)]
     assert names == ["ddp8", "fsdp-grad8", "fsdp8", "fsdp8, recomputing", "tp2+fsdp4, recomputing"]
-    assert any(way.layout.tp > 1 for way in _planned(1).ways) and any(way.layout.cp > 1 for way in _planned(1).ways)
-    assert _planned(1).ways[-1].layout.offload_weights
+    assert any(way.layout.tp > 1 for way in _planned(1).candidates) and any(
+        way.layout.cp > 1 for way in _planned(1).candidates
+    )
+    assert _planned(1).candidates[-1].layout.offload_weights
 
 
 def test_the_numbers_are_those_of_the_estimate() -> None:
-    for way in _planned(1).ways:
+    for way in _planned(1).candidates:
         if way.layout.cp == 1:
             assert way.footprint == footprint(_trace(way.recompute), way.layout)
         else:  # FSDP shards over these ranks too
@@ -106,7 +107,7 @@ def test_every_way_uses_all_devices_and_splits_matrices_inside_a_host(gpus: int,
 
 
 def test_four_thousand_devices_are_planned_at_once() -> None:
-    assert _planned(1, gpus=4096).ways[-1].layout.ranks == 4096
+    assert _planned(1, gpus=4096).candidates[-1].layout.ranks == 4096
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_numbers_that_cannot_be_are_refused(numbers: dict[str, int], text: str) 
 
 @pytest.mark.parametrize("gpus", [1, 8, 16])
 def test_every_way_has_a_configuration_that_means_it(gpus: int, tmp_path: Path) -> None:
-    for way in _planned(1, gpus=gpus).ways:
+    for way in _planned(1, gpus=gpus).candidates:
         path = tmp_path / "written.yaml"
         file.save(command.settings_of(way, gpus, 8, "bf16", ["Block"]), path)
         read = file.load(path)

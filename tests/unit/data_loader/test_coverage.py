@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from accelerate.data_loader import BatchCoverage
-from accelerate.data_loader.coverage import rows_to_keep
+from accelerate.data_loader.sampling import rows_to_keep
 
-TAIL = BatchCoverage(real=(4, 1, 0), size=(4, 4, 4))
+TAIL = BatchCoverage(valid=(4, 1, 0), size=(4, 4, 4))
 
 
 def kept(rows: list[int], coverage: BatchCoverage | None) -> list[int] | None:
@@ -37,20 +37,20 @@ def test_rows_that_arent_samples_stay_whole() -> None:
 
 
 def test_shares_of_different_sizes_are_told_apart() -> None:
-    uneven = BatchCoverage(real=(3, 0), size=(3, 1))
+    uneven = BatchCoverage(valid=(3, 0), size=(3, 1))
     assert kept([3, 1], uneven) == [0, 1, 2]
     assert kept([3, 3], uneven) == [0, 1, 2], "padded to the largest batch before the gather"
     assert kept([12, 12, 12], BatchCoverage((4, 1, 1), (4, 1, 1))) == [*range(12), 12, 13, 14, 24, 25, 26]
     assert kept([8, 2, 2], BatchCoverage((4, 1, 1), (4, 1, 1))) == list(range(12)), "two rows per sample, not padded"
 
 
-def test_a_batch_without_a_real_sample_leaves_nothing() -> None:
+def test_a_batch_without_a_valid_row_leaves_nothing() -> None:
     assert kept([2, 2], BatchCoverage((0, 0), (2, 2))) == []
     assert kept([0, 0], BatchCoverage((0, 0), (0, 0))) is None
 
 
-def test_the_shares_that_have_a_batch_have_an_account_of_their_own() -> None:
-    account = BatchCoverage((3, 1, 0), (3, 1, 0), num_absent=1)
-    assert account.is_uneven and account.of_present() == BatchCoverage((3, 1), (3, 1))
-    assert kept([3, 1], account.of_present()) == [0, 1, 2, 3]
+def test_the_ranks_that_have_a_batch_have_a_coverage_of_their_own() -> None:
+    coverage = BatchCoverage((3, 1, 0), (3, 1, 0), num_absent=1)
+    assert coverage.is_uneven and coverage.of_present() == BatchCoverage((3, 1), (3, 1))
+    assert kept([3, 1], coverage.of_present()) == [0, 1, 2, 3]
     assert not TAIL.is_uneven and TAIL.of_present() is TAIL

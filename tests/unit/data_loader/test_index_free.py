@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from accelerate.data_loader import BatchSamplerShard, IndexFreeSampler, prepare_data_loader
-from accelerate.data_loader.index_free import SMALLEST_NETWORK, Permutation
-from accelerate.data_loader.order import Place
+from accelerate.data_loader.sampling import SMALLEST_NETWORK, Permutation, ResumePosition
 from accelerate.utils import DataLoaderConfiguration
 
 BILLION = 10**9
@@ -70,13 +69,13 @@ def test_epochs_have_orders_of_their_own_and_a_seed_has_its_order() -> None:
     assert list(again) == second
 
 
-def test_a_billion_samples_are_shared_and_entered_anywhere_in_little_memory_and_time() -> None:
+def test_a_billion_samples_are_sharded_and_resumed_anywhere_in_little_memory_and_time() -> None:
     sampler = torch.utils.data.BatchSampler(IndexFreeSampler(Endless(), 1), 32, False)
     shard = BatchSamplerShard(sampler, 8, 3)
-    next(iter(shard.draw(Place())))
+    next(iter(shard.draw(ResumePosition())))
     tracemalloc.start()
     start = time.process_time()
-    batches = shard.draw(Place(3_000_000, 24_000_000, 768_000_000))
+    batches = shard.draw(ResumePosition(3_000_000, 24_000_000, 768_000_000))
     for _ in range(1000):
         next(batches)
     assert tracemalloc.get_traced_memory()[1] < 10e6  # what Python holds; tensors hold a chunk of 4096 numbers

@@ -38,7 +38,7 @@ from accelerate.data_loader import (
 )
 from accelerate.data_loader.adapter import FixedAttributeWarning
 from accelerate.errors import PreparationError, SettingError
-from accelerate.gradients import GradientState
+from accelerate.training.accumulation import GradientState
 
 CPU = torch.device("cpu")
 
@@ -104,64 +104,64 @@ def test_the_length_is_the_number_of_batches_on_every_rank(
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("dataset", [range(10), Stream(10)], ids=["map", "stream"])
-def test_the_last_batch_is_known_while_it_is_in_hand(dataset, num_workers: int) -> None:
+def test_the_last_batch_is_known_while_it_is_current(dataset, num_workers: int) -> None:
     arguments = {"dispatch_batches": False}
     if num_workers and isinstance(dataset, Stream):
         pytest.skip("each worker would read the whole stream")
     loader = prepared(dataset, batch_size=4, num_workers=num_workers, prepare=arguments)
-    seen = [(batch.tolist(), loader.end_of_dataloader, loader.coverage.real) for batch in loader]
+    seen = [(batch.tolist(), loader.end_of_dataloader, loader.coverage.valid) for batch in loader]
     assert seen == [([0, 1, 2, 3], False, (4,)), ([4, 5, 6, 7], False, (4,)), ([8, 9], True, (2,))]
     assert loader.coverage is None
 
 
 @pytest.mark.parametrize("dataset", [range(0), Stream(0)], ids=["map", "stream"])
 def test_an_empty_loader_ends_at_once(dataset) -> None:
-    clock = GradientState.create()
-    assert numbers(prepared(dataset, batch_size=4, prepare={"gradient_state": clock})) == []
-    assert not clock.in_dataloader
+    gradient_state = GradientState.create()
+    assert numbers(prepared(dataset, batch_size=4, prepare={"gradient_state": gradient_state})) == []
+    assert not gradient_state.in_dataloader
 
 
 def test_the_clock_follows_the_loop_by_every_road() -> None:
-    clock = GradientState.create()
-    loader = prepared(range(8), batch_size=2, prepare={"gradient_state": clock})
+    gradient_state = GradientState.create()
+    loader = prepared(range(8), batch_size=2, prepare={"gradient_state": gradient_state})
     for _ in loader:
-        assert clock.active_dataloader is loader
+        assert gradient_state.active_dataloader is loader
         break
-    assert not clock.in_dataloader
+    assert not gradient_state.in_dataloader
     with pytest.raises(RuntimeError, match="stop"):
         for _ in loader:
             raise RuntimeError("stop")
-    assert not clock.in_dataloader
+    assert not gradient_state.in_dataloader
     batches = iter(loader)
     next(batches)
-    assert clock.in_dataloader
+    assert gradient_state.in_dataloader
     batches.close()
-    assert not clock.in_dataloader
+    assert not gradient_state.in_dataloader
     held = iter(loader)  # never closed, replaced by the next pass
     next(held)
     assert len(numbers(loader)) == 4
-    assert not clock.in_dataloader
+    assert not gradient_state.in_dataloader
     held.close()
-    assert not clock.in_dataloader
+    assert not gradient_state.in_dataloader
 
 
 def test_loops_over_the_same_loader_may_be_nested() -> None:
-    clock = GradientState.create()
-    loader = prepared(range(4), batch_size=2, prepare={"gradient_state": clock})
+    gradient_state = GradientState.create()
+    loader = prepared(range(4), batch_size=2, prepare={"gradient_state": gradient_state})
     seen = [(outer.tolist(), inner.tolist()) for outer in loader for inner in loader]
     assert seen == [([0, 1], [0, 1]), ([0, 1], [2, 3]), ([2, 3], [0, 1]), ([2, 3], [2, 3])]
-    assert not clock.in_dataloader
+    assert not gradient_state.in_dataloader
 
 
 def test_a_pass_that_is_closed_late_leaves_the_running_one_alone() -> None:
-    clock = GradientState.create()
-    loader = prepared(range(4), batch_size=2, prepare={"gradient_state": clock})
+    gradient_state = GradientState.create()
+    loader = prepared(range(4), batch_size=2, prepare={"gradient_state": gradient_state})
     held = iter(loader)
     next(held)
     for _ in loader:
         held.close()
-        assert clock.active_dataloader is loader and loader.coverage is not None
-    assert not clock.in_dataloader
+        assert gradient_state.active_dataloader is loader and loader.coverage is not None
+    assert not gradient_state.in_dataloader
 
 
 def test_a_loop_that_stops_at_its_last_batch_has_finished_the_epoch() -> None:
@@ -223,17 +223,17 @@ def test_batches_skipped_after_a_finished_epoch_are_those_of_the_next() -> None:
 
 
 def test_the_loader_that_delivered_last_is_the_active_one() -> None:
-    clock = GradientState.create()
-    first, second = (prepared(range(6), batch_size=2, prepare={"gradient_state": clock}) for _ in range(2))
+    gradient_state = GradientState.create()
+    first, second = (prepared(range(6), batch_size=2, prepare={"gradient_state": gradient_state}) for _ in range(2))
     ones, twos = iter(first), iter(second)
     next(ones), next(twos)
-    assert clock.active_dataloader is second
+    assert gradient_state.active_dataloader is second
     next(ones)
-    assert clock.active_dataloader is first
+    assert gradient_state.active_dataloader is first
     list(twos)
-    assert clock.active_dataloader is first
+    assert gradient_state.active_dataloader is first
     list(ones)
-    assert not clock.in_dataloader
+    assert not gradient_state.in_dataloader
 
 
 def test_remainder_has_its_documented_meaning() -> None:
@@ -355,7 +355,7 @@ def test_each_rank_reads_only_its_own_items(size: int, num_workers: int) -> None
         dataset = Counting(size)
         loader = prepared(dataset, share, 2, batch_size=4, num_workers=num_workers)
         for batch in loader:
-            seen += batch[: loader.coverage.real[share]].tolist()
+            seen += batch[: loader.coverage.valid[share]].tolist()
         if not num_workers:
             assert len(dataset.read) == len(loader) * 4
     assert sorted(seen) == list(range(size))
@@ -370,13 +370,13 @@ def test_streams_of_unknown_length_are_covered_exactly(size: int, split: bool) -
         loader = prepared(Stream(size), share, 2, batch_size=4, prepare=options)
         for batch in loader:
             assert len(batch) == (2 if split else 4) == loader.coverage.size[share]
-            seen += batch[: loader.coverage.real[share]].tolist()
+            seen += batch[: loader.coverage.valid[share]].tolist()
     assert sorted(seen) == list(range(size))
 
 
-def test_a_stream_read_by_workers_carries_its_account_to_the_loop() -> None:
+def test_a_stream_read_by_workers_gives_its_coverage_to_the_loop() -> None:
     loader = prepared(Stream(5), 1, 2, batch_size=2, num_workers=1, prepare={"dispatch_batches": False})
-    assert [(batch.tolist(), loader.coverage.real) for batch in loader] == [([2, 3], (2, 2)), ([1, 2], (1, 0))]
+    assert [(batch.tolist(), loader.coverage.valid) for batch in loader] == [([2, 3], (2, 2)), ([1, 2], (1, 0))]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -385,7 +385,7 @@ def test_loaders_that_dont_batch_are_divided(count: int) -> None:
     for share in range(count):
         loader = prepared(range(7), share, count, batch_size=None)
         for item in loader:
-            if loader.coverage.real[share]:
+            if loader.coverage.valid[share]:
                 seen.append(int(item))
     assert sorted(seen) == list(range(7))
 
@@ -398,11 +398,11 @@ def test_a_batch_sampler_in_the_place_of_the_sampler_is_divided() -> None:
         def __len__(self) -> int:
             return 5
 
-    deal = []
+    assigned = []
     for share in range(2):
         sampler = BatchSampler(SequentialSampler(range(5)), 2, False)
-        deal.append(numbers(prepared(Table(), share, 2, sampler=sampler, batch_size=None)))
-    assert deal == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
+        assigned.append(numbers(prepared(Table(), share, 2, sampler=sampler, batch_size=None)))
+    assert assigned == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
 
 
 class Buckets(Sampler):
@@ -417,14 +417,14 @@ class Buckets(Sampler):
         return 4
 
 
-def test_variable_batches_are_accounted_for() -> None:
+def test_variable_batches_have_a_coverage() -> None:
     loaders = [prepared(range(20), share, 3, batch_sampler=Buckets()) for share in range(3)]
     seen = []
     for share, loader in enumerate(loaders):
         random.seed(0)
         for batch in loader:
             assert loader.coverage.size[share] == len(batch)
-            seen += batch[: loader.coverage.real[share]].tolist()
+            seen += batch[: loader.coverage.valid[share]].tolist()
     assert sorted(seen) == sorted(sample for batch in Buckets() for sample in batch)
 
 
@@ -525,7 +525,7 @@ def test_the_epoch_reaches_whoever_listens(place: str) -> None:
 
 @pytest.mark.parametrize("num_skipped", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("count", [1, 2])
-def test_skipping_continues_the_same_deal(num_skipped: int, count: int) -> None:
+def test_skipping_continues_the_same_sharding(num_skipped: int, count: int) -> None:
     for share in range(count):
         loader = prepared(range(19), share, count, batch_size=4)
         expected = [(batch.tolist(), loader.coverage) for batch in loader][num_skipped:]
@@ -543,7 +543,7 @@ def test_skipping_reads_no_data() -> None:
 
 
 @pytest.mark.parametrize("share", [0, 1])
-def test_skipping_in_a_stream_continues_the_same_deal(share: int) -> None:
+def test_skipping_in_a_stream_continues_the_same_sharding(share: int) -> None:
     options = {"dispatch_batches": False}
     loader = prepared(Stream(19), share, 2, batch_size=4, prepare=options)
     expected = [(batch.tolist(), loader.coverage) for batch in loader][1:]
@@ -634,7 +634,7 @@ def test_what_a_loader_has_for_good_is_kept_with_a_remark(name: str, value: Any)
 def test_one_process_can_dispatch_to_itself() -> None:
     loader = prepared(Stream(5), batch_size=2)
     assert isinstance(loader, DataLoaderDispatcher)
-    seen = [(batch.tolist(), loader.end_of_dataloader, loader.coverage.real) for batch in loader]
+    seen = [(batch.tolist(), loader.end_of_dataloader, loader.coverage.valid) for batch in loader]
     assert seen == [([0, 1], False, (2,)), ([2, 3], False, (2,)), ([4], True, (1,))]
 
 
@@ -656,7 +656,7 @@ def test_batches_that_cant_be_split_are_refused(dataset) -> None:
 
 @pytest.mark.parametrize("size", [5, 8, 9, 17])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_distributed_sampler_is_used_as_it_is_and_accounted_for(size: int, drop_last: bool) -> None:
+def test_a_distributed_sampler_is_used_as_it_is_with_its_coverage(size: int, drop_last: bool) -> None:
     from torch.utils.data.distributed import DistributedSampler
 
     seen: list[int] = []
@@ -666,7 +666,7 @@ def test_a_distributed_sampler_is_used_as_it_is_and_accounted_for(size: int, dro
             loader = prepared(range(size), rank, 3, batch_size=2, sampler=sampler)
         assert numbers(loader) == numbers(DataLoader(range(size), batch_size=2, sampler=sampler))
         for batch in loader:
-            real = len(batch) if drop_last else loader.coverage.real[rank]
+            real = len(batch) if drop_last else loader.coverage.valid[rank]
             seen += batch[:real].tolist()
     assert sorted(seen) == list(range(size - size % 3 if drop_last else size))
 

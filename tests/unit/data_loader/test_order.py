@@ -7,7 +7,15 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from accelerate.data_loader import SeedableRandomSampler
-from accelerate.data_loader.order import BEGINNING, Place, SkipBatchSampler, agree, enter, unskipped, witnesses_of
+from accelerate.data_loader.sampling import (
+    BEGINNING,
+    ResumePosition,
+    SkipBatchSampler,
+    batches_from,
+    order_fingerprint,
+    same_order,
+    unskipped,
+)
 
 SIZE = 23
 
@@ -26,7 +34,7 @@ def samplers(generator: torch.Generator | None):
 @pytest.mark.parametrize("name", samplers(None))
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_entering_at_a_sample_equals_going_there(name: str, own_generator: bool, drop_last: bool) -> None:
+def test_resuming_at_a_sample_equals_reading_up_to_it(name: str, own_generator: bool, drop_last: bool) -> None:
     def begin() -> tuple[BatchSampler, torch.Generator]:
         torch.manual_seed(4)
         generator = torch.Generator().manual_seed(9)
@@ -35,28 +43,28 @@ def test_entering_at_a_sample_equals_going_there(name: str, own_generator: bool,
     batch_sampler, generator = begin()
     whole = list(batch_sampler)
     drawn_after = (torch.rand(()).item(), torch.rand((), generator=generator).item())
-    for num_groups in range(1, len(whole) + 1):
+    for num_batches in range(1, len(whole) + 1):
         batch_sampler, generator = begin()
-        entered = enter(batch_sampler, Place(0, num_groups, 4 * num_groups), num_head=2)
-        assert list(entered.groups) == whole[num_groups:]
-        assert entered.head == whole[:2]
-        assert agree(entered.before, witnesses_of(whole[num_groups - 1])) and entered.before
+        remaining = batches_from(batch_sampler, ResumePosition(0, num_batches, 4 * num_batches), num_first=2)
+        assert list(remaining.batches) == whole[num_batches:]
+        assert remaining.first_batches == whole[:2]
+        assert same_order(remaining.fingerprint, order_fingerprint(whole[num_batches - 1])) and remaining.fingerprint
         assert (torch.rand(()).item(), torch.rand((), generator=generator).item()) == drawn_after
 
 
-def test_other_batch_samplers_are_entered_at_the_batch() -> None:
+def test_other_batch_samplers_are_resumed_at_the_batch() -> None:
     groups = [[0, 1, 2], [3], [4, 5]]
-    entered = enter(groups, Place(0, 2, 4), num_head=1)
-    assert (list(entered.groups), entered.head) == ([[4, 5]], [[0, 1, 2]])
-    assert entered.before == witnesses_of([3])
-    assert list(enter(groups, BEGINNING, num_head=2).groups) == groups
+    remaining = batches_from(groups, ResumePosition(0, 2, 4), num_first=1)
+    assert (list(remaining.batches), remaining.first_batches) == ([[4, 5]], [[0, 1, 2]])
+    assert remaining.fingerprint == order_fingerprint([3])
+    assert list(batches_from(groups, BEGINNING, num_first=2).batches) == groups
 
 
-def test_witnesses_tell_orders_apart() -> None:
-    assert agree(witnesses_of([1, 2, 3]), witnesses_of([9, 2, 3])) is False
-    assert agree(witnesses_of([1, 2, 3]), witnesses_of([2, 3]))
-    assert agree([], witnesses_of([1]))
-    assert witnesses_of(5) == witnesses_of([5])
+def test_fingerprints_tell_orders_apart() -> None:
+    assert same_order(order_fingerprint([1, 2, 3]), order_fingerprint([9, 2, 3])) is False
+    assert same_order(order_fingerprint([1, 2, 3]), order_fingerprint([2, 3]))
+    assert same_order([], order_fingerprint([1]))
+    assert order_fingerprint(5) == order_fingerprint([5])
 
 
 def test_skips_inside_skips_add_up() -> None:

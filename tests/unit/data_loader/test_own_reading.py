@@ -95,8 +95,8 @@ def test_a_loader_with_an_iteration_of_its_own_keeps_it(kind: type[DataLoader], 
         torch.manual_seed(3)
         loaded = prepared(loader(), share, 2)
         both.append([batch[: loaded.own_rows[0]].tolist() for batch in loaded])
-    dealt = [row for pair in zip(*both, strict=True) for batch in pair for row in batch]
-    assert dealt == expected[0]
+    rows = [row for pair in zip(*both, strict=True) for batch in pair for row in batch]
+    assert rows == expected[0]
 
 
 def test_a_position_in_a_loader_with_an_iteration_of_its_own_is_continued() -> None:

@@ -1,4 +1,4 @@
-"""The dealing rules, held against an oracle that builds the whole deal at once, without any of the package's code."""
+"""The sharding rules, compared with an oracle that builds all ranks' batches at once, without the package's code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
-from accelerate.data_loader.order import BEGINNING
+from accelerate.data_loader.sampling import BEGINNING
 from accelerate.errors import PreparationError
 
 SHARES = range(1, 9)
@@ -32,7 +32,7 @@ def cycle_from_start(samples: list[int]):
 def oracle(size: int, batch: int, count: int, drop_last: bool, split: bool, even: bool) -> list[list[list[int]]]:
     """What each share gets, by the documented rules; completion samples are negative: -1 - sample."""
     groups = groups_of(size, batch, drop_last)
-    deal: list[list[list[int]]] = [[] for _ in range(count)]
+    assigned: list[list[list[int]]] = [[] for _ in range(count)]
     if split:
         part = batch // count
         for group in groups:
@@ -42,44 +42,44 @@ def oracle(size: int, batch: int, count: int, drop_last: bool, split: bool, even
             for share in range(count):
                 piece = group[share * part : (share + 1) * part]
                 if piece:
-                    deal[share].append(piece)
-        return deal
+                    assigned[share].append(piece)
+        return assigned
     beginning = [sample for group in groups[:count] for sample in group]
     while groups:
-        dealt, groups = groups[:count], groups[count:]
-        is_whole = len(dealt) == count and len(dealt[-1]) == batch
+        step_batches, groups = groups[:count], groups[count:]
+        is_whole = len(step_batches) == count and len(step_batches[-1]) == batch
         if not is_whole and drop_last:
             continue
         if not is_whole and even:
             filler = cycle_from_start(beginning)
-            dealt = dealt + [[] for _ in range(count - len(dealt))]
-            dealt = [group + [-1 - next(filler) for _ in range(batch - len(group))] for group in dealt]
-        for share, group in enumerate(dealt):
-            deal[share].append(group)
-    return deal
+            step_batches = step_batches + [[] for _ in range(count - len(step_batches))]
+            step_batches = [group + [-1 - next(filler) for _ in range(batch - len(group))] for group in step_batches]
+        for share, group in enumerate(step_batches):
+            assigned[share].append(group)
+    return assigned
 
 
 def actual(size: int, batch: int, count: int, drop_last: bool, split: bool, even: bool) -> list[list[list[int]]]:
-    """What the shards give, in the oracle's notation: rows that the account calls added are negative."""
-    deal = []
+    """What the shards give, in the oracle's notation: padding rows, by the coverage, are negative."""
+    assigned = []
     for share in range(count):
         shard = BatchSamplerShard(batch_sampler(size, batch, drop_last), count, share, split, even)
-        drawn = list(shard.draw(BEGINNING))
-        assert [one.indices for one in drawn] == list(shard)
-        assert [one.is_last for one in drawn] == [False] * (len(drawn) - 1) + [True] * bool(drawn)
+        batch_infos = list(shard.draw(BEGINNING))
+        assert [one.indices for one in batch_infos] == list(shard)
+        assert [one.is_last for one in batch_infos] == [False] * (len(batch_infos) - 1) + [True] * bool(batch_infos)
         rows = []
-        for one in drawn:
+        for one in batch_infos:
             assert one.coverage.size[share] == len(one.indices)
-            real = one.coverage.real[share]
+            real = one.coverage.valid[share]
             rows.append(one.indices[:real] + [-1 - sample for sample in one.indices[real:]])
-        deal.append(rows)
-    return deal
+        assigned.append(rows)
+    return assigned
 
 
 @pytest.mark.parametrize("count", SHARES)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("even", [True, False])
-def test_batches_are_dealt_by_the_rules(count: int, drop_last: bool, even: bool) -> None:
+def test_batches_are_sharded_by_the_rules(count: int, drop_last: bool, even: bool) -> None:
     for size in SIZES:
         for batch in (1, 2, 4, 5):
             case = (size, batch, count, drop_last, False, even)
@@ -98,15 +98,15 @@ def test_batches_are_split_by_the_rules(count: int, drop_last: bool, even: bool)
 
 @pytest.mark.parametrize("count", SHARES)
 @pytest.mark.parametrize("split", [False, True])
-def test_every_account_is_the_same_on_all_ranks_and_true(count: int, split: bool) -> None:
+def test_the_coverage_is_the_same_on_all_ranks_and_true(count: int, split: bool) -> None:
     for size, batch, even in itertools.product(SIZES, (count, 2 * count), (True, False)):
         shards = [BatchSamplerShard(batch_sampler(size, batch, False), count, r, split, even) for r in range(count)]
-        rounds: dict[int, set] = {}
+        global_batches: dict[int, set] = {}
         for shard in shards:
             for one in shard.draw(BEGINNING):
-                rounds.setdefault(one.rounds, set()).add((one.coverage, one.groups, one.samples))
-        assert all(len(accounts) == 1 for accounts in rounds.values())
-        assert sum(next(iter(accounts))[0].num_samples for accounts in rounds.values()) == size
+                global_batches.setdefault(one.steps, set()).add((one.coverage, one.batches, one.samples))
+        assert all(len(coverages) == 1 for coverages in global_batches.values())
+        assert sum(next(iter(coverages))[0].num_samples for coverages in global_batches.values()) == size
 
 
 @pytest.mark.parametrize("count", SHARES)
@@ -121,15 +121,15 @@ def test_length_is_the_number_of_batches_where_it_is_promised(count: int) -> Non
 
 
 def test_the_documented_examples_hold() -> None:
-    def deal(size: int, split: bool = False, even: bool = True) -> list[list[list[int]]]:
+    def assigned(size: int, split: bool = False, even: bool = True) -> list[list[list[int]]]:
         return [list(BatchSamplerShard(batch_sampler(size, 4, False), 2, share, split, even)) for share in range(2)]
 
-    assert deal(11) == [[[0, 1, 2, 3], [8, 9, 10, 0]], [[4, 5, 6, 7], [1, 2, 3, 4]]]
-    assert deal(3) == [[[0, 1, 2, 0]], [[1, 2, 0, 1]]]
-    assert deal(11, even=False) == [[[0, 1, 2, 3], [8, 9, 10]], [[4, 5, 6, 7]]]
-    assert deal(3, even=False) == [[[0, 1, 2]], []]
-    assert deal(11, split=True) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 0]]]
-    assert deal(11, split=True, even=False)[1][-1] == [10]
+    assert assigned(11) == [[[0, 1, 2, 3], [8, 9, 10, 0]], [[4, 5, 6, 7], [1, 2, 3, 4]]]
+    assert assigned(3) == [[[0, 1, 2, 0]], [[1, 2, 0, 1]]]
+    assert assigned(11, even=False) == [[[0, 1, 2, 3], [8, 9, 10]], [[4, 5, 6, 7]]]
+    assert assigned(3, even=False) == [[[0, 1, 2]], []]
+    assert assigned(11, split=True) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 0]]]
+    assert assigned(11, split=True, even=False)[1][-1] == [10]
 
 
 # -- batch samplers of the user's --------------------------------------------------------------------------
@@ -149,21 +149,21 @@ class Groups:
 
 def test_batches_without_a_common_size_are_followed_by_copies_of_the_first_ones() -> None:
     groups = [[10 * i + j for j in range(i + 1)] for i in range(5)]
-    deal = [list(BatchSamplerShard(Groups(groups), 4, share).draw(BEGINNING)) for share in range(4)]
-    assert [[one.indices for one in drawn] for drawn in deal] == [
+    assigned = [list(BatchSamplerShard(Groups(groups), 4, share).draw(BEGINNING)) for share in range(4)]
+    assert [[one.indices for one in batch_infos] for batch_infos in assigned] == [
         [groups[0], groups[4]],
         [groups[1], groups[0]],
         [groups[2], groups[1]],
         [groups[3], groups[2]],
     ]
-    assert deal[0][1].coverage.real == (5, 0, 0, 0)
-    assert deal[0][1].coverage.size == (5, 1, 2, 3)
+    assert assigned[0][1].coverage.valid == (5, 0, 0, 0)
+    assert assigned[0][1].coverage.size == (5, 1, 2, 3)
 
 
 def test_a_short_batch_in_the_middle_loses_no_sample() -> None:
     groups = [[0, 1], [2], [3, 4], [5, 6]]
-    deal = [list(BatchSamplerShard(Groups(groups, batch_size=2), 2, share)) for share in range(2)]
-    assert deal == [[[0, 1], [3, 4]], [[2], [5, 6]]]
+    assigned = [list(BatchSamplerShard(Groups(groups, batch_size=2), 2, share)) for share in range(2)]
+    assert assigned == [[[0, 1], [3, 4]], [[2], [5, 6]]]
 
 
 def test_counts_and_completion_can_be_changed_between_passes() -> None:
@@ -199,18 +199,18 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize("count", SHARES)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("split", [False, True])
-def test_streams_are_dealt_by_the_rules(count: int, drop_last: bool, split: bool) -> None:
+def test_streams_are_sharded_by_the_rules(count: int, drop_last: bool, split: bool) -> None:
     for size in SIZES:
         for part in (1, 3):
             batch = part * count if split else part
             total = part * count
-            rounds = [list(range(start, min(start + total, size))) for start in range(0, size, total)]
+            global_batches = [list(range(start, min(start + total, size))) for start in range(0, size, total)]
             expected: list[list[int]] = [[] for _ in range(count)]
-            for samples in rounds:
+            for samples in global_batches:
                 if len(samples) < total:
                     if drop_last:
                         continue
-                    filler = itertools.cycle(rounds[0])
+                    filler = itertools.cycle(global_batches[0])
                     samples = samples + [next(filler) for _ in range(total - len(samples))]
                 for share in range(count):
                     expected[share] += samples[share * part : (share + 1) * part]
@@ -220,11 +220,11 @@ def test_streams_are_dealt_by_the_rules(count: int, drop_last: bool, split: bool
                 assert len(shards[0]) == len(expected[0])
 
 
-def test_the_last_item_of_a_completed_round_carries_its_account() -> None:
+def test_the_last_item_of_a_padded_global_batch_has_its_coverage() -> None:
     shard = IterableDatasetShard(Stream(5), 2, False, 2, 1)
     *plain, last = shard.draw()
     assert plain == [2, 3, 1]
-    assert (last.item, last.coverage.real, last.coverage.size) == (2, (1, 0), (2, 2))
+    assert (last.item, last.coverage.valid, last.coverage.size) == (2, (1, 0), (2, 2))
 
 
 def test_a_generator_of_the_stream_is_seeded_by_the_epoch() -> None:

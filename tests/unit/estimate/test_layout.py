@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelerate.errors import SettingError
-from accelerate.estimate.layout import Layout, footprint
+from accelerate.estimate.plan import Layout, footprint
 from accelerate.estimate.trace import Moment, TrainingTrace
 
 GB = 10**9

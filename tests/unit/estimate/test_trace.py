@@ -135,8 +135,8 @@ def test_a_model_that_gives_no_loss_is_refused() -> None:
 
 def test_moments_are_kept_while_no_other_surpasses_them() -> None:
     trace = traced(LanguageModel, (torch.zeros(2, 32, dtype=torch.long),))
-    gradients = [moment.gradients for moment in trace.moments]
-    activations = [moment.activations for moment in trace.moments]
+    gradients = [failure_time.gradients for failure_time in trace.moments]
+    activations = [failure_time.activations for failure_time in trace.moments]
     assert gradients == sorted(set(gradients)) and activations == sorted(set(activations), reverse=True)
     assert isinstance(trace.moments[0], Moment)
     assert max(gradients) <= trace.gradients

@@ -1,4 +1,4 @@
-"""What the tests of plans have in common: settings from flags, two hosts, words that a shell would change."""
+"""Shared by the tests of plans: settings from flags, two hosts, arguments that a shell would change."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from accelerate.launch.host import Host
 from accelerate.launch.plan import Program
+from accelerate.launch.preflight import Host
 from accelerate.settings.run import Settings, collect
 
 CPU_HOST = Host(name="box", num_cores=8, free_port=40000)
@@ -19,7 +19,7 @@ NASTY = ("a b", "$(touch pwned)", "`touch pwned`", "*", "it's", 'say "x"', "x;to
 NASTY_PROGRAM = Program("train.py", NASTY)
 
 #: Any argument that an operating system accepts: no zero byte, and nothing that UTF-8 can't say.
-words = st.lists(
+argument_lists = st.lists(
     st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=12)
     | st.sampled_from([*NASTY, "%n", "~", "!!", "{a,b}", "#", "\n", "-x", "--y=$z", "$$", "$(RANK)", "'", "''"]),
     max_size=6,

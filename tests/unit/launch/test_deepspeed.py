@@ -1,4 +1,4 @@
-"""The command line of `deepspeed`, and the parcel in it."""
+"""The command line of `deepspeed`, and the encoded command in it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ from hypothesis import strategies as st
 
 from accelerate.errors import SettingError
 from accelerate.launch.choose import choose
-from accelerate.launch.deepspeed import PARCEL, DeepSpeedLauncher
-from accelerate.launch.parcel import pack, unpack
+from accelerate.launch.deepspeed import DECODER, DeepSpeedLauncher
+from accelerate.launch.encoded_command import decode_command, encode_command
 from accelerate.launch.plan import LaunchPlan
-from tests.unit.launch.plans import CPU_HOST, GPU_HOST, NASTY, NASTY_PROGRAM, PROGRAM, hosts_file, settings, words
+from tests.unit.launch.plans import (
+    CPU_HOST,
+    GPU_HOST,
+    NASTY,
+    NASTY_PROGRAM,
+    PROGRAM,
+    argument_lists,
+    hosts_file,
+    settings,
+)
 
 SHELL = {"PATH": "/bin", "HF_TOKEN": "secret", "PYTHONPATH": "/a b;touch pwned"}
 
@@ -35,8 +44,8 @@ def plan(folder: Path, **more: Any) -> LaunchPlan:
 def test_pdsh_is_the_default(tmp_path: Path) -> None:
     made = plan(tmp_path, main_process_port=7)
     where = ("--hostfile", str(tmp_path / "hosts file"), "--launcher", "pdsh", "--num_nodes", "2", "--num_gpus", "4")
-    meeting = ("--master_addr", "n1", "--master_port", "7", "--no_local_rank", PARCEL)
-    assert made.argv[:-1] == ("deepspeed", *where, *meeting)
+    rendezvous = ("--master_addr", "n1", "--master_port", "7", "--no_local_rank", DECODER)
+    assert made.argv[:-1] == ("deepspeed", *where, *rendezvous)
 
 
 def test_filters_replace_the_counts(tmp_path: Path) -> None:
@@ -78,26 +87,30 @@ def test_who_starts_several_machines(tmp_path: Path) -> None:
 def test_no_secret_travels_and_no_shell_sees_a_value(tmp_path: Path) -> None:
     host = replace(CPU_HOST, environment=SHELL)
     made = DeepSpeedLauncher().plan(settings(**flags(tmp_path)), NASTY_PROGRAM, host)
-    argv, environment = unpack(made.argv[-1])
+    argv, environment = decode_command(made.argv[-1])
     assert tuple(argv) == NASTY_PROGRAM.argv()
     assert environment["PYTHONPATH"] == SHELL["PYTHONPATH"] and environment["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert "HF_TOKEN" not in environment
     assert not made.files
 
 
-@given(words, st.dictionaries(st.from_regex(r"[A-Z_]{1,5}", fullmatch=True), st.text(max_size=9), max_size=3))
-def test_a_parcel_is_opened_as_it_was_packed(argv: list[str], environment: dict[str, str]) -> None:
-    word = pack(argv, environment)
-    assert word.replace("-", "").replace("_", "").replace("=", "").isalnum() and word.isascii()
-    assert unpack(word) == (argv, environment)
+@given(argument_lists, st.dictionaries(st.from_regex(r"[A-Z_]{1,5}", fullmatch=True), st.text(max_size=9), max_size=3))
+def test_decoding_gives_the_encoded_command_back(argv: list[str], environment: dict[str, str]) -> None:
+    encoded = encode_command(argv, environment)
+    assert encoded.replace("-", "").replace("_", "").replace("=", "").isalnum() and encoded.isascii()
+    assert decode_command(encoded) == (argv, environment)
 
 
 @pytest.mark.parametrize("arguments", [NASTY, ("\udcff",)])
-def test_a_remote_shell_starts_the_program_with_its_words(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_a_remote_shell_starts_the_program_with_its_arguments(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     tell = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['X']]))"
-    word = pack([sys.executable, "-c", tell, *arguments], {"X": "$(touch pwned)"})
+    encoded = encode_command([sys.executable, "-c", tell, *arguments], {"X": "$(touch pwned)"})
     done = subprocess.run(
-        ["sh", "-c", f"{sys.executable} -u {PARCEL} {word}"], cwd=tmp_path, capture_output=True, text=True, check=True
+        ["sh", "-c", f"{sys.executable} -u {DECODER} {encoded}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert json.loads(done.stdout) == [list(arguments), "$(touch pwned)"]
     assert not (tmp_path / "pwned").exists()

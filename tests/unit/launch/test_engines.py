@@ -11,8 +11,8 @@ from accelerate.cores import num_cores
 from accelerate.errors import SettingError
 from accelerate.launch.choose import ORDER, choose
 from accelerate.launch.engine import PortInUse
-from accelerate.launch.host import Host, this_host
 from accelerate.launch.plan import LaunchPlan, Program
+from accelerate.launch.preflight import Host, this_host
 from accelerate.settings.run import Settings, collect
 
 CPU_HOST = Host(name="box", num_cores=8, free_port=40000)

@@ -12,10 +12,10 @@ from hypothesis import given
 
 from accelerate.errors import MissingDependency, SettingError
 from accelerate.launch.choose import choose
-from accelerate.launch.host import Host
-from accelerate.launch.kubernetes import Kubernetes, unexpanded
+from accelerate.launch.kubernetes import Kubernetes, escape
 from accelerate.launch.plan import LaunchPlan, Program
-from tests.unit.launch.plans import CPU_HOST, GPU_HOST, NASTY, PROGRAM, settings, words
+from accelerate.launch.preflight import Host
+from tests.unit.launch.plans import CPU_HOST, GPU_HOST, NASTY, PROGRAM, argument_lists, settings
 
 
 def plan(program: Program = PROGRAM, host: Host = GPU_HOST, **flags: Any) -> LaunchPlan:
@@ -123,10 +123,10 @@ def test_a_dry_run_writes_the_manifest_only_where_it_was_asked_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Kubernetes().rehearse(plan(num_processes=2))
+    Kubernetes().dry_run(plan(num_processes=2))
     assert list(tmp_path.iterdir()) == [] and "kind: PyTorchJob" in capsys.readouterr().out
     made = plan(num_processes=2, k8s_manifest="jobs/a.yaml")
-    Kubernetes().rehearse(made)
+    Kubernetes().dry_run(made)
     assert yaml.safe_load((tmp_path / "jobs" / "a.yaml").read_text()) == manifest(made)
 
 
@@ -139,7 +139,7 @@ def test_without_the_client_it_is_said_what_to_install(monkeypatch: pytest.Monke
         Kubernetes().run(plan(num_processes=2))
 
 
-@given(words)
+@given(argument_lists)
 def test_every_argument_arrives_as_it_was(arguments: list[str]) -> None:
     made = plan(Program("train.py", tuple(arguments)), num_processes=2)
     command = container(manifest(made))["command"]
@@ -151,4 +151,4 @@ def test_every_argument_arrives_as_it_was(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("text", [*NASTY, "$$", "$(HOME)", "$$(HOME)", "a$", "$$$(x"])
 def test_kubernetes_replaces_nothing_in_a_value(text: str) -> None:
-    assert expanded(unexpanded(text), {"HOME": "/root"}) == text
+    assert expanded(escape(text), {"HOME": "/root"}) == text

@@ -11,10 +11,10 @@ from hypothesis import given
 
 from accelerate.errors import SettingError
 from accelerate.launch.choose import choose
-from accelerate.launch.host import Host
 from accelerate.launch.mpi import Mpirun, flavor_of
 from accelerate.launch.plan import LaunchPlan, Program
-from tests.unit.launch.plans import CPU_HOST, NASTY_PROGRAM, PROGRAM, hosts_file, settings, words
+from accelerate.launch.preflight import Host
+from tests.unit.launch.plans import CPU_HOST, NASTY_PROGRAM, PROGRAM, argument_lists, hosts_file, settings
 
 TWO = ("n1 slots=4", "n2 slots=4  # the second")
 SHELL = {"PATH": "/bin", "HF_TOKEN": "secret", "WANDB_API_KEY": "secret", "NCCL_DEBUG": "INFO", "EDITOR": "vi"}
@@ -119,7 +119,7 @@ def test_a_hostfile_chooses_mpirun(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flavor", ["openmpi", "mpich", "intel", "mvapich"])
-@given(words)
+@given(argument_lists)
 def test_every_argument_is_a_word_of_its_own(
     tmp_path_factory: pytest.TempPathFactory, flavor: str, arguments: list[str]
 ) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from accelerate.errors import SettingError
-from accelerate.launch.preflight import check_cheap, program_of
-from accelerate.launch.probe import Facts, contradictions, table
+from accelerate.launch.preflight import Facts, check_cheap, contradictions, program_of, table
 from tests.unit.launch.plans import settings
 
 TASK = {
@@ -64,7 +63,7 @@ def test_each_contradiction_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_preflight_is_a_program_of_its_own() -> None:
     program = program_of(settings(preflight=True))
-    assert (program.kind, program.target) == ("module", "accelerate.launch.probe")
+    assert (program.kind, program.target) == ("module", "accelerate.launch.preflight")
 
 
 ONE = Facts(0, 0, "a", "cuda:0", 2, "3.11.7", "2.13.0", "1.15.0", 2**40)

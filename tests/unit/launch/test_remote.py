@@ -8,7 +8,15 @@ import pytest
 
 from accelerate.errors import MissingDependency, SettingError
 from accelerate.launch.plan import LaunchPlan
-from accelerate.launch.remote import Secret, hosts_of, looks_secret, run_command, spread, travelling, write_files
+from accelerate.launch.remote import (
+    Secret,
+    forwarded_environment,
+    hosts_of,
+    looks_secret,
+    run_command,
+    spread,
+    write_files,
+)
 from tests.unit.launch.plans import CPU_HOST, GPU_HOST, settings
 
 
@@ -17,7 +25,7 @@ from tests.unit.launch.plans import CPU_HOST, GPU_HOST, settings
     ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "COMET_APIKEY", "X_CREDENTIALS"],
 )
 def test_secrets_are_known_by_their_names(name: str) -> None:
-    assert looks_secret(name) and travelling({name: "x"}) == {}
+    assert looks_secret(name) and forwarded_environment({name: "x"}) == {}
 
 
 def test_what_a_run_needs_elsewhere_travels_and_the_rest_stays() -> None:
@@ -28,11 +36,11 @@ def test_what_a_run_needs_elsewhere_travels_and_the_rest_stays() -> None:
         "HF_HOME": "/h",
         "OMP_NUM_THREADS": "2",
     }
-    assert travelling({**shell, "EDITOR": "vi", "SSH_AUTH_SOCK": "/s", "HF_TOKEN": "t"}) == shell
+    assert forwarded_environment({**shell, "EDITOR": "vi", "SSH_AUTH_SOCK": "/s", "HF_TOKEN": "t"}) == shell
 
 
 def test_a_value_of_several_lines_stays() -> None:
-    assert travelling({"NCCL_X": "a\nb"}) == {}
+    assert forwarded_environment({"NCCL_X": "a\nb"}) == {}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from accelerate.errors import SettingError
 from accelerate.launch.choose import choose
 from accelerate.launch.plan import LaunchPlan, Program
 from accelerate.launch.slurm import Slurm, in_batch_script, is_task
-from tests.unit.launch.plans import CPU_HOST, GPU_HOST, NASTY, PROGRAM, settings, words
+from tests.unit.launch.plans import CPU_HOST, GPU_HOST, NASTY, PROGRAM, argument_lists, settings
 
 ALLOCATION = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[3-4]"}
 BATCH = {**ALLOCATION, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"}
@@ -128,11 +128,11 @@ def test_further_arguments_of_sbatch_stand_in_the_script() -> None:
 
 
 def run_script(folder: Path, text: str) -> tuple[list[str], dict[str, str]]:
-    """(srun's words, srun's environment) when bash runs the script."""
+    """Return (srun's arguments, srun's environment) when bash runs the script."""
     tools = folder / "tools"
     tools.mkdir(exist_ok=True)
     for name, body in {
-        "srun": 'printf "%s\\0" "$@" > "$OUT/words"; env -0 > "$OUT/variables"',
+        "srun": 'printf "%s\\0" "$@" > "$OUT/arguments"; env -0 > "$OUT/variables"',
         "scontrol": "printf 'gpu3\\ngpu4\\n'",
     }.items():
         (tools / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -141,13 +141,13 @@ def run_script(folder: Path, text: str) -> tuple[list[str], dict[str, str]]:
     path.write_text(text)
     variables = {**ALLOCATION, "PATH": f"{tools}:/usr/bin:/bin", "OUT": str(folder)}
     subprocess.run(["bash", str(path)], env=variables, cwd=folder, check=True, timeout=20)
-    found = (folder / "words").read_bytes().decode().split("\0")[:-1]
+    found = (folder / "arguments").read_bytes().decode().split("\0")[:-1]
     pairs = [line.split("=", 1) for line in (folder / "variables").read_bytes().decode().split("\0") if line]
     return found, dict(pairs)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs bash")
-@given(words)
+@given(argument_lists)
 @examples(max_examples=25, deadline=None)
 def test_bash_hands_every_argument_on_as_it_was(tmp_path_factory: pytest.TempPathFactory, arguments: list[str]) -> None:
     folder = tmp_path_factory.getbasetemp()

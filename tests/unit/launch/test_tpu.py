@@ -19,7 +19,7 @@ from accelerate.launch import tpu
 from accelerate.launch.choose import choose
 from accelerate.launch.plan import LaunchPlan, Program
 from accelerate.launch.tpu import Tpu
-from tests.unit.launch.plans import CPU_HOST, NASTY, PROGRAM, settings, words
+from tests.unit.launch.plans import CPU_HOST, NASTY, PROGRAM, argument_lists, settings
 
 
 def pod_file(folder: Path, *more: str) -> Path:
@@ -35,8 +35,8 @@ def plan(program: Program = PROGRAM, **flags: Any) -> LaunchPlan:
 
 def test_one_host_calls_the_scripts_function() -> None:
     made = plan(num_processes=8, main_training_function="train")
-    words = ("-m", "accelerate.launch.tpu", "--function", "train", "--num_processes", "8", "train.py", "--lr", "1")
-    assert made.argv == (sys.executable, *words)
+    argv = ("-m", "accelerate.launch.tpu", "--function", "train", "--num_processes", "8", "train.py", "--lr", "1")
+    assert made.argv == (sys.executable, *argv)
     assert choose(settings(tpu=True), CPU_HOST).name == "tpu"
 
 
@@ -74,7 +74,7 @@ def test_a_machine_of_the_pod_starts_its_own_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
-@given(words)
+@given(argument_lists)
 @examples(max_examples=20, deadline=None)
 def test_the_remote_shell_hands_every_word_on_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, arguments: list[str]

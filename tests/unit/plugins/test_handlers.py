@@ -15,16 +15,19 @@ import torch
 
 from accelerate.errors import MissingDependency, SettingError
 from accelerate.optional import is_installed
-from accelerate.plugins.accumulation import GradientAccumulationPlugin
-from accelerate.plugins.base import KwargsHandler
 from accelerate.plugins.data import DataLoaderConfiguration
 from accelerate.plugins.ddp import DistributedDataParallelKwargs
-from accelerate.plugins.dynamo import TorchDynamoPlugin
 from accelerate.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from accelerate.plugins.precision import AutocastKwargs, GradScalerKwargs
-from accelerate.plugins.process_group import InitProcessGroupKwargs
-from accelerate.plugins.profile import ProfileKwargs
-from accelerate.plugins.project import ProjectConfiguration
+from accelerate.plugins.handlers import (
+    AutocastKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from accelerate.settings.env import patched
 from accelerate.settings.labels import DDPCommunicationHookType, DynamoBackend
 

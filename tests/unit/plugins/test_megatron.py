@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from accelerate.errors import SettingError
-from accelerate.plugins import megatron_models
-from accelerate.plugins.megatron import MegatronLMPlugin
-from accelerate.plugins.megatron_models import add_model_config_to_megatron_parser
+from accelerate.plugins import megatron as megatron_models
+from accelerate.plugins.megatron import MegatronLMPlugin, add_model_config_to_megatron_parser
 from accelerate.settings import env
 
 

@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 
-from accelerate.plugins.accumulation import GradientAccumulationPlugin
 from accelerate.plugins.data import DataLoaderConfiguration
 from accelerate.plugins.ddp import DistributedDataParallelKwargs
 from accelerate.plugins.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from accelerate.plugins.dynamo import TorchDynamoPlugin
 from accelerate.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
+from accelerate.plugins.handlers import (
+    AutocastKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from accelerate.plugins.megatron import MegatronLMPlugin
 from accelerate.plugins.parallelism import (
     DeepSpeedSequenceParallelConfig,
@@ -22,10 +29,6 @@ from accelerate.plugins.parallelism import (
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from accelerate.plugins.precision import AutocastKwargs, GradScalerKwargs
-from accelerate.plugins.process_group import InitProcessGroupKwargs
-from accelerate.plugins.profile import ProfileKwargs
-from accelerate.plugins.project import ProjectConfiguration
 from accelerate.plugins.quantization import BnbQuantizationConfig
 
 #: Class -> its arguments, in order. `name` alone: the default is None.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.plugins.precision import AutocastKwargs
+from accelerate.plugins.handlers import AutocastKwargs
 from accelerate.precision.autocast import AutocastPrecision
 from accelerate.precision.base import FullPrecision
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate import devices
+from accelerate.devices import table as devices
+from accelerate.distributed.world import join_world
 from accelerate.errors import SettingError
-from accelerate.plugins.precision import AutocastKwargs, GradScalerKwargs
+from accelerate.plugins.handlers import AutocastKwargs, GradScalerKwargs
 from accelerate.precision import choose
 from accelerate.precision.choose import get_grad_scaler
-from accelerate.world import join_world
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import accelerate.accelerator
-from accelerate import Accelerator, devices
+from accelerate import Accelerator
+from accelerate.devices import table as devices
 from accelerate.errors import MissingDependency, NotBuilt, PreparationError, SettingError
 from accelerate.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin

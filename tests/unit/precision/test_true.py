@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.errors import SettingError
-from accelerate.plugins.precision import AutocastKwargs
+from accelerate.plugins.handlers import AutocastKwargs
 
 
 class Net(nn.Module):

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from accelerate.errors import SettingError
 from accelerate.settings import env
-from accelerate.settings.compile import DynamoOptions
 from accelerate.settings.deepspeed import DeepSpeedOptions
 from accelerate.settings.fp8 import Fp8Options
 from accelerate.settings.fsdp import FsdpOptions
 from accelerate.settings.labels import DynamoBackend
 from accelerate.settings.option import OptionGroup
 from accelerate.settings.run_options import RunOptions
+from accelerate.settings.training import DynamoOptions
 from accelerate.settings.tree import GROUPS
 from tests.unit.settings.strategies import groups
 

@@ -130,7 +130,7 @@ MISTAKES = {
     ),
     "negative restarts": Mistake(("--max_restarts", "-1", "at least 0"), flags={"max_restarts": -1}),
     "an FSDP version to come": Mistake(("--fsdp_version", "'3'", "1, 2"), flags={**FSDP, "fsdp_version": "3"}),
-    "a word of version 1 in version 2": Mistake(
+    "a value of version 1 in version 2": Mistake(
         ("--fsdp_reshard_after_forward FULL_SHARD", "--fsdp_version 2", "true or false"),
         flags={**FSDP2, "fsdp_reshard_after_forward": "FULL_SHARD"},
     ),
@@ -284,7 +284,7 @@ def test_what_is_right_is_not_refused(flags: dict[str, Any]) -> None:
     collect({}, {}, flags=flags)
 
 
-REMARKS = {
+WARNINGS = {
     "a misspelt key in a section": Mistake(
         ("`fsdp_config.fsdp_offload_parms`", "config.yaml:3", "did you mean `fsdp_offload_params`?"),
         file="distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_parms: true\n",
@@ -330,9 +330,9 @@ REMARKS = {
 }
 
 
-@pytest.mark.parametrize("name", REMARKS)
+@pytest.mark.parametrize("name", WARNINGS)
 def test_what_has_no_effect_gets_one_remark_and_the_launch_goes_on(tmp_path: Path, name: str) -> None:
-    given = REMARKS[name]
+    given = WARNINGS[name]
     path = None
     if given.file is not None:
         path = tmp_path / "config.yaml"

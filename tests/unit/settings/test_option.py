@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accelerate.errors import SettingError
-from accelerate.settings.option import OptionGroup, Source, nearest, option, option_of, options_of, truth
+from accelerate.settings.option import OptionGroup, Source, nearest, option, option_of, options_of, parse_bool
 
 
 @dataclass
@@ -74,12 +74,12 @@ def test_subclasses_keep_the_options_also_of_redeclared_fields() -> None:
 
 @pytest.mark.parametrize("text", ["true", "1", "YES", "On", "y", "T", True])
 def test_true_words(text: object) -> None:
-    assert truth(text) is True
+    assert parse_bool(text) is True
 
 
 @pytest.mark.parametrize("text", ["false", "0", "No", "OFF", "n", "f", False])
 def test_false_words(text: object) -> None:
-    assert truth(text) is False
+    assert parse_bool(text) is False
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from accelerate.distributed.world import World
 from accelerate.tracking import GeneralTracker, base, on_main_process
-from accelerate.world import World
 
 
 def test_a_class_that_lacks_attributes_is_refused_with_their_names() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from accelerate import optional
+from accelerate.distributed.world import World
 from accelerate.settings.labels import LoggerType
 from accelerate.tracking import (
     LOGGER_TYPE_TO_CLASS,
@@ -22,7 +23,6 @@ from accelerate.tracking import (
     init_trackers,
     register_tracker_class,
 )
-from accelerate.world import World
 
 
 class ListTracker(GeneralTracker):

@@ -217,7 +217,7 @@ class TestMLflow:
         client.log_artifact.side_effect, client.log_artifacts.side_effect = one, folder
         [tracker] = init_trackers([MLflowTracker("project")], "project")
         held = threading.Event()
-        tracker._outbox.put(held.wait, "hold")  # type: ignore[union-attr]
+        tracker._background_queue.put(held.wait, "hold")  # type: ignore[union-attr]
         (tmp_path / "results").mkdir()
         (tmp_path / "results" / "a.txt").write_text("one")
         tracker.log_artifact(str(tmp_path / "results" / "a.txt"))  # type: ignore[attr-defined]

@@ -45,7 +45,7 @@ subcommands:
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate config``."""
+    """Create the parser of ``accelerate config``."""
     description = "Answer a few questions about this machine; `accelerate launch` then needs no flags."
     options: dict[str, Any] = {
         "description": description,
@@ -64,7 +64,7 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate config`` that knows its subcommands."""
+    """Create the parser of ``accelerate config`` with its subcommands."""
     parser = config_command_parser(subparsers)
     commands = parser.add_subparsers(dest="subcommand", title="subcommands", parser_class=argparse.ArgumentParser)
     default_command_parser(commands)
@@ -74,21 +74,21 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def config_command(args: argparse.Namespace) -> None:
-    """The questions have been asked, the file written, and it and the command to run have been shown."""
+    """Ask the questions, write the file, and show it and the command to run."""
     path = Path(file.default_config_file() if args.config_file is None else args.config_file).expanduser()
-    _check_place(path)
+    _check_writable(path)
     asker = Asker()
     file.save(Questionnaire(asker, advanced=args.advanced).run(), path)
-    asker.say(f"\nThe configuration is at {path}:\n\n{path.read_text().rstrip()}\n")
+    asker.write_line(f"\nThe configuration is at {path}:\n\n{path.read_text().rstrip()}\n")
     named = "" if args.config_file is None else f" --config_file {path}"
-    asker.say(f"Run a script with it:\n\n  accelerate launch{named} script.py")
+    asker.write_line(f"Run a script with it:\n\n  accelerate launch{named} script.py")
 
 
-def _check_place(path: Path) -> None:
-    """The file can be written: better to know that before the questions than after them."""
+def _check_writable(path: Path) -> None:
+    """Raise unless the file can be written, before the questions are asked."""
     if path.is_dir():
         raise SettingError(f"{path} is a folder: give the name of a file with --config_file.")
-    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    existing = next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
     if not (existing == path or existing.is_dir()) or not os.access(existing, os.W_OK):
         raise SettingError(
             f"{path} can't be written ({existing} is in the way). Give another place with --config_file."
@@ -96,15 +96,15 @@ def _check_place(path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``accelerate config``."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in _SUBCOMMANDS:
-        parser = _SUBCOMMANDS[words[0]]()
-        words = words[1:]
+    """Run ``accelerate config`` and return its exit code."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if argv and argv[0] in _SUBCOMMANDS:
+        parser = _SUBCOMMANDS[argv[0]]()
+        argv = argv[1:]
     else:
         parser = config_command_parser()
     try:
-        args = parser.parse_args(words)
+        args = parser.parse_args(argv)
         args.func(args)
     except KeyboardInterrupt:
         print("\nNothing was written.", file=sys.stderr)

@@ -1,9 +1,7 @@
-"""Questions to a person: menus with arrow keys in a terminal, lines of text everywhere else, the same answers
-in both.
+"""Questions to a user: menus with arrow keys in a terminal, lines of text everywhere else, the same answers in both.
 
-A choice is given by its number, its label, its value or a word that only it contains. Every question shows
-its default and, where there is one, a line of why. An answer that makes no sense is explained and asked
-again.
+A choice is given by its number, its label, its value or text that only it contains. Every question shows its default
+and, where there is one, an explanation. After an invalid answer the reason is printed and the question asked again.
 """
 
 from __future__ import annotations
@@ -44,24 +42,24 @@ class InputEnded(SettingError):
 
 
 def match(text: str, choices: Sequence[Choice[Value]]) -> Value | None:
-    """The value of the choice that ``text`` names, or None when it names none or several."""
-    word = text.strip().lower()
-    if word.isdigit() and int(word) < len(choices) and word not in {str(choice.value) for choice in choices}:
-        return choices[int(word)].value
-    exact = [choice.value for choice in choices if word in (choice.label.lower(), str(choice.value).lower())]
+    """Return the value of the choice that ``text`` names, or None when it names none or several."""
+    typed = text.strip().lower()
+    if typed.isdigit() and int(typed) < len(choices) and typed not in {str(choice.value) for choice in choices}:
+        return choices[int(typed)].value
+    exact = [choice.value for choice in choices if typed in (choice.label.lower(), str(choice.value).lower())]
     if len(exact) == 1:
         return exact[0]
     found = [
         choice.value
         for choice in choices
-        if len(word) > 1 and (word in choice.label.lower() or word in str(choice.value).lower())
+        if len(typed) > 1 and (typed in choice.label.lower() or typed in str(choice.value).lower())
     ]
     return found[0] if len(found) == 1 else None
 
 
 @final
 class Asker:
-    """Asks on ``output`` and reads the answers from ``input``."""
+    """A dialogue that asks on ``output`` and reads the answers from ``input``."""
 
     def __init__(self, input: TextIO | None = None, output: TextIO | None = None) -> None:
         self._input = input if input is not None else sys.stdin
@@ -82,18 +80,18 @@ class Asker:
         why: str = "",
         brief: bool = False,
     ) -> Value:
-        """The value of the choice that was made. ``brief`` shows the values instead of numbered labels."""
+        """Ask for one of the choices and return its value; ``brief`` shows the values instead of numbered labels."""
         self._why(why)
-        place = next((index for index, choice in enumerate(choices) if choice.value == default), 0)
+        marked = next((index for index, choice in enumerate(choices) if choice.value == default), 0)
         if self._menus:
             self.num_asked += 1
-            return self._menu(question, choices, place)
+            return self._menu(question, choices, marked)
         if brief:
-            shown = "/".join(choice.label.upper() if i == place else choice.label for i, choice in enumerate(choices))
+            shown = "/".join(choice.label.upper() if i == marked else choice.label for i, choice in enumerate(choices))
             prompt = f"{question} [{shown}]: "
         else:
             shown = ", ".join(f"[{index}] {choice.label}" for index, choice in enumerate(choices))
-            prompt = f"{question} ({shown}) [{place}]: "
+            prompt = f"{question} ({shown}) [{marked}]: "
         legal = ", ".join(f"{index} ({choice.label})" for index, choice in enumerate(choices))
 
         def read(text: str) -> Value:
@@ -105,14 +103,14 @@ class Asker:
         return self._line(prompt, read, default)
 
     def yes(self, question: str, default: bool = False, *, why: str = "") -> bool:
-        """Whether the answer was yes."""
+        """Ask a yes/no question and return the answer."""
         self._why(why)
 
         def read(text: str) -> bool:
-            word = text.lower()
-            if word in ("yes", "y", "true", "1"):
+            answer = text.lower()
+            if answer in ("yes", "y", "true", "1"):
                 return True
-            if word in ("no", "n", "false", "0"):
+            if answer in ("no", "n", "false", "0"):
                 return False
             raise ValueError(f"{text!r} is neither: answer yes or no.")
 
@@ -127,15 +125,13 @@ class Asker:
         shown: str | None = None,
         why: str = "",
     ) -> Value:
-        """What ``read`` makes of the answer; it raises ValueError, with a reason, for one that makes no
-        sense.
-        """
+        """Ask and return the answer as converted by ``read``, which raises ValueError with a reason where it can't."""
         self._why(why)
         text = shown if shown is not None else ("" if default is None else str(default))
         return self._line(f"{question} [{text}]: " if text else f"{question}: ", read, default)
 
     def whole_number(self, question: str, default: int, *, at_least: int = 0, why: str = "") -> int:
-        """A whole number of at least ``at_least``."""
+        """Ask for a whole number of at least ``at_least``."""
 
         def read(text: str) -> int:
             try:
@@ -149,7 +145,7 @@ class Asker:
         return self.ask(question, read, default, why=why)
 
     def text(self, question: str, default: str = "", *, required: bool = False, why: str = "") -> str:
-        """The answer as it was typed."""
+        """Ask for a text and return it as typed."""
 
         def read(text: str) -> str:
             return text
@@ -158,10 +154,10 @@ class Asker:
             answer = self.ask(question, read, default, why=why)
             if answer or not required:
                 return answer
-            self.say("An answer is needed here.")
+            self.write_line("An answer is needed here.")
 
-    def say(self, text: str) -> None:
-        """The person sees a line."""
+    def write_line(self, text: str) -> None:
+        """Print a line."""
         self._output.write(f"{text}\n")
         self._output.flush()
 
@@ -169,7 +165,7 @@ class Asker:
 
     def _why(self, why: str) -> None:
         if why:
-            self.say(f"{_DIM}{why}{_PLAIN}" if self._menus else f"  ({why})")
+            self.write_line(f"{_DIM}{why}{_PLAIN}" if self._menus else f"  ({why})")
 
     def _line(self, prompt: str, read: Callable[[str], Value], default: Value) -> Value:
         self.num_asked += 1
@@ -185,47 +181,47 @@ class Asker:
                 )
             answer = line.strip()
             if not self._input.isatty():
-                self.say(answer)  # a transcript that can be read: nobody saw it being typed
+                self.write_line(answer)  # piped input isn't echoed: a transcript has the answers too
             if not answer:
                 return default
             try:
                 return read(answer)
             except ValueError as reason:
-                self.say(str(reason))
+                self.write_line(str(reason))
 
     # menus
 
-    def _menu(self, question: str, choices: Sequence[Choice[Value]], place: int) -> Value:
-        """Arrow keys, digits or the first letters; Enter takes the marked line."""
+    def _menu(self, question: str, choices: Sequence[Choice[Value]], marked: int) -> Value:
+        """Let the user choose by arrow keys, digits or first letters; Enter takes the marked line."""
         self._output.write(f"{question}\n")
         typed, note = "", f"{_DIM}arrows or a number, then Enter{_PLAIN}"
         with _keys(self._input) as read_key:
             while True:
-                self._draw(choices, place, typed, note)
+                self._draw(choices, marked, typed, note)
                 key = read_key()
                 if key in ("\r", "\n"):
-                    value = match(typed, choices) if typed else choices[place].value
+                    value = match(typed, choices) if typed else choices[marked].value
                     if value is not None:
                         break
                     typed, note = "", f"{typed!r} is none of them"
                 elif key in ("\x7f", "\b"):
                     typed = typed[:-1]
                 elif key in _UP or key in _DOWN or key in (_HOME, _END):
-                    typed, place = "", _moved(place, key, len(choices))
+                    typed, marked = "", _moved(marked, key, len(choices))
                 elif key in ("\x03", ""):
                     raise KeyboardInterrupt
                 elif key.isprintable():
                     typed += key
-                    place = _jump(typed, choices, place)
+                    marked = _jump(typed, choices, marked)
                 self._output.write(f"\x1b[{len(choices) + 1}A\r{_ERASE_BELOW}")
         chosen = next(choice.label for choice in choices if choice.value == value)
         self._output.write(f"\x1b[{len(choices) + 2}A\r{_ERASE_BELOW}{question} {_BOLD}{chosen}{_PLAIN}\n")
         self._output.flush()
         return value
 
-    def _draw(self, choices: Sequence[Choice[Value]], place: int, typed: str, note: str) -> None:
+    def _draw(self, choices: Sequence[Choice[Value]], marked: int, typed: str, note: str) -> None:
         lines = [
-            f"{_BOLD}> [{index}] {choice.label}{_PLAIN}" if index == place else f"  [{index}] {choice.label}"
+            f"{_BOLD}> [{index}] {choice.label}{_PLAIN}" if index == marked else f"  [{index}] {choice.label}"
             for index, choice in enumerate(choices)
         ]
         lines.append(f"  {typed}" if typed else f"  {note}")
@@ -247,16 +243,16 @@ class BulletMenu:
         return Asker().choose(self.prompt or "Which one?", entries, default_choice)
 
 
-def _moved(place: int, key: str, count: int) -> int:
+def _moved(marked: int, key: str, count: int) -> int:
     if key == _HOME:
         return 0
     if key == _END:
         return count - 1
-    return (place + (1 if key in _DOWN else -1)) % count
+    return (marked + (1 if key in _DOWN else -1)) % count
 
 
-def _jump(typed: str, choices: Sequence[Choice[Value]], place: int) -> int:
-    """The line that the typed text marks: a number's, or the first that begins with it."""
+def _jump(typed: str, choices: Sequence[Choice[Value]], marked: int) -> int:
+    """Return the index of the line that the typed text marks: by number, or the first that begins with it."""
     value = match(typed, choices)
     for index, choice in enumerate(choices):
         if value is not None and choice.value == value:
@@ -264,7 +260,7 @@ def _jump(typed: str, choices: Sequence[Choice[Value]], place: int) -> int:
     for index, choice in enumerate(choices):
         if choice.label.lower().startswith(typed.lower()):
             return index
-    return place
+    return marked
 
 
 def _has_termios() -> bool:
@@ -277,7 +273,7 @@ def _has_termios() -> bool:
 
 @contextlib.contextmanager
 def _keys(stream: TextIO) -> Iterator[Callable[[], str]]:
-    """A function that returns one key at a time; the terminal is as before afterwards."""
+    """Switch the terminal to single keys in this block and yield a function that reads one key."""
     import termios
     import tty
 

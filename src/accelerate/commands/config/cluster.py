@@ -1,4 +1,4 @@
-"""Old address: the questions about one's own machines."""
+"""Import path kept for compatibility: the questions about one's own machines."""
 
 from __future__ import annotations
 

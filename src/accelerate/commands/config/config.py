@@ -1,4 +1,4 @@
-"""Old address: the command ``accelerate config`` and what it asks."""
+"""Import path kept for compatibility: the command ``accelerate config`` and what it asks."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ default_json_config_file: str = str(Path(cache_dir) / "default_config.json")
 
 
 def _labelled(kind: type[Enum], value: Any) -> Any:
-    """The label that the text stands for; what stands for none stays as it is."""
+    """Return the label that the text spells, or the value unchanged where it spells none."""
     if isinstance(value, kind):
         return value
     for label in kind:
@@ -39,7 +39,7 @@ def _labelled(kind: type[Enum], value: Any) -> Any:
 
 @dataclass
 class BaseConfig:
-    """What both kinds of configuration hold."""
+    """The fields of both kinds of configuration."""
 
     compute_environment: ComputeEnvironment
     distributed_type: DistributedType | SageMakerDistributedType | str
@@ -53,7 +53,7 @@ class BaseConfig:
         self.distributed_type = _labelled(SageMakerDistributedType if cloud else DistributedType, self.distributed_type)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of the file: labels as text, without what is None or empty."""
+        """Return the content of the file: labels as text, without values that are None or empty."""
         content: dict[str, Any] = {}
         for name, value in dataclasses.asdict(self).items():
             plain = value.value if isinstance(value, Enum) else value
@@ -63,7 +63,7 @@ class BaseConfig:
 
     @staticmethod
     def process_config(config_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A file's content with today's keys: old spellings moved, what every file has filled in."""
+        """Return a file's content with today's keys: old spellings converted, defaults filled in."""
         content = dict(config_dict)
         content.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE.value)
         if content.get("distributed_type") is None:
@@ -87,7 +87,7 @@ class BaseConfig:
 
     @classmethod
     def from_dict(cls: type[Config], content: Mapping[str, Any], where: str = "the configuration") -> Config:
-        """The configuration with this content.
+        """Create the configuration with this content.
 
         Raises:
             ValueError: it has keys that no configuration has.
@@ -105,22 +105,22 @@ class BaseConfig:
 
     @classmethod
     def from_yaml_file(cls: type[Config], yaml_file: str | Path | None = None) -> Config:
-        """The configuration in a YAML file (default: the one that ``accelerate config`` writes)."""
+        """Load the configuration from a YAML file (default: the one that ``accelerate config`` writes)."""
         path = Path(yaml_file if yaml_file is not None else default_yaml_config_file)
         return cls.from_dict(_parse(path), str(path))
 
     @classmethod
     def from_json_file(cls: type[Config], json_file: str | Path | None = None) -> Config:
-        """The configuration in a JSON file."""
+        """Load the configuration from a JSON file."""
         path = Path(json_file if json_file is not None else default_json_config_file)
         return cls.from_dict(_parse(path), str(path))
 
     def to_json_file(self, json_file: str | Path) -> None:
-        """The file holds this configuration, as JSON."""
+        """Write this configuration to a JSON file."""
         Path(json_file).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
-        """The file holds this configuration, as YAML."""
+        """Write this configuration to a YAML file."""
         import yaml
 
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
@@ -141,7 +141,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """A run on machines of one's own."""
+    """The configuration of a run on machines of one's own."""
 
     num_processes: int = -1
     machine_rank: int = 0
@@ -179,7 +179,7 @@ class ClusterConfig(BaseConfig):
 
 @dataclass
 class SageMakerConfig(BaseConfig):
-    """A run as a SageMaker job."""
+    """The configuration of a run as a SageMaker job."""
 
     ec2_instance_type: str | None = None
     iam_role_name: str | None = None
@@ -200,7 +200,7 @@ class SageMakerConfig(BaseConfig):
 
 
 def load_config_from_file(config_file: str | Path | None) -> ClusterConfig | SageMakerConfig:
-    """The configuration in ``config_file``, or, where that is None, the default one.
+    """Load the configuration from ``config_file``, or from the default file where that is None.
 
     Raises:
         FileNotFoundError: there is no such file.

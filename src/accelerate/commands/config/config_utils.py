@@ -1,4 +1,4 @@
-"""Old address: single questions, and what their answers stand for."""
+"""Import path kept for compatibility: single questions, and the values of their answers."""
 
 from __future__ import annotations
 

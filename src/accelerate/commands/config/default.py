@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any, Literal
 
-from ...devices import CPU, present
+from ...devices.table import CPU, present
 from ...errors import SettingError
 from ...settings import file
 from ...settings.option import Source
@@ -18,7 +18,7 @@ PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def detected(mixed_precision: str) -> Settings:
-    """Settings for this machine."""
+    """Return settings for the devices of this machine."""
     kind, count = present()
     num_devices = 0 if kind is CPU else count
     source = Source("file", "this machine")
@@ -32,8 +32,7 @@ def detected(mixed_precision: str) -> Settings:
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | Literal[False]:
-    """The path of the configuration file that was written for this machine; False where there was one
-    already.
+    """Write a configuration file for this machine and return its path; False where there is one already.
 
     Raises:
         ValueError: the precision is unknown.
@@ -56,7 +55,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
 
 
 def default_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate config default``."""
+    """Create the parser of ``accelerate config default``."""
     description = "Write a configuration file from what this machine has."
     if subparsers is not None:
         parser = subparsers.add_parser("default", description=description, allow_abbrev=False)
@@ -71,7 +70,7 @@ def default_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def default_config_command(args: argparse.Namespace) -> None:
-    """Write the file and print its path; one that is there stays as it is, which is said."""
+    """Write the file and print its path, or that an existing one was kept."""
     path = write_basic_config(args.mixed_precision, args.config_file)
     if path is not False:
         print(f"The configuration is at {path}")

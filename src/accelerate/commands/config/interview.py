@@ -81,17 +81,17 @@ def _ask_options(
     convert_value: Callable[[int], Any] | None = None,
     default: int = 0,
 ) -> Any:
-    """Let one of ``options`` be chosen, and return its index, converted."""
+    """Ask for one of ``options`` and return its index, converted."""
     index = BulletMenu(input_text, list(options)).run(default_choice=default)
     return index if convert_value is None else convert_value(index)
 
 
 def _nth(values: Sequence[Any], answer: int | str) -> Any:
-    """The value with this number, from 0; ValueError when there is none."""
-    place = int(answer)
-    if not 0 <= place < len(values):
+    """Return the value with this number, from 0; raise ValueError when there is none."""
+    index = int(answer)
+    if not 0 <= index < len(values):
         raise ValueError(f"{answer!r} is no number from 0 to {len(values) - 1}")
-    return values[place]
+    return values[index]
 
 
 def _convert_compute_environment(value: int | str) -> Enum:
@@ -132,7 +132,7 @@ def _convert_yes_no_to_bool(value: str) -> bool:
 
 
 class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """The help of a command whose subcommands are listed without the line that names them all."""
+    """A help formatter that lists subcommands without the line that names them all."""
 
     def _format_action(self, action: argparse.Action) -> str:
         text = super()._format_action(action)

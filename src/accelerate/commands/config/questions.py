@@ -1,7 +1,7 @@
 """The questionnaire: a few questions on the common path, more where an answer calls for them, all with
 ``--advanced``.
 
-What comes back is the content of the configuration file. Texts, choices and defaults of single options come
+The result are the settings of the configuration file. Texts, choices and defaults of single options come
 from their declarations in ``settings/``; only the order and the conditions are here.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from ...devices import CPU, KINDS, present
-from ...settings.compile import DynamoOptions
+from ...devices.table import CPU, KINDS, present
+from ...settings.cluster_options import SageMakerOptions, TpuOptions
 from ...settings.deepspeed import DeepSpeedLaunchOptions, DeepSpeedOptions
 from ...settings.fp8 import Fp8Options
 from ...settings.fsdp import FsdpOptions
@@ -22,8 +22,7 @@ from ...settings.option import OptionGroup, Source, option_of
 from ...settings.parallelism import ContextParallelOptions, ParallelismOptions
 from ...settings.run import collect
 from ...settings.run_options import RunOptions
-from ...settings.sagemaker import SageMakerOptions
-from ...settings.tpu import TpuOptions
+from ...settings.training import DynamoOptions
 from ...settings.tree import GROUPS, Settings
 from .ask import Asker, Choice
 
@@ -32,7 +31,7 @@ Answers = dict[str, Any]
 _NAMES: Final = {cls: name for name, cls in GROUPS.items()}
 _SOURCE: Final = Source("file", "the questionnaire")
 
-PLACES: Final = (
+COMPUTE_ENVIRONMENTS: Final = (
     Choice("LOCAL_MACHINE", "This machine"),
     Choice("AMAZON_SAGEMAKER", "AWS (Amazon SageMaker)"),
 )
@@ -40,7 +39,7 @@ PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
 
 
 def machine_types() -> tuple[Choice[str], ...]:
-    """None, CPUs, GPUs and TPUs first, then the other devices in the order of the device table."""
+    """Return the machine types: none, CPUs, GPUs and TPUs first, then the other devices in the device table's order."""
     first = [
         Choice("NO", "No distributed training"),
         Choice("MULTI_CPU", "multi-CPU"),
@@ -55,24 +54,24 @@ def machine_types() -> tuple[Choice[str], ...]:
 @final
 @dataclass
 class Questionnaire:
-    """One dialogue. ``answers`` holds a value for each "group.option" that was asked."""
+    """One dialogue; ``answers`` holds a value for each "group.option" that was asked."""
 
     asker: Asker
     advanced: bool = False
     answers: Answers = field(default_factory=dict)
     num_machines: int = 1
 
-    def run(self, place: str | None = None) -> Settings:
-        """Return what the answers say, checked; ``place`` is asked for where it isn't given."""
-        if place is None:
-            place = self.asker.choose(
+    def run(self, environment: str | None = None) -> Settings:
+        """Ask the questions and return the checked settings; ``environment`` is asked for where it isn't given."""
+        if environment is None:
+            environment = self.asker.choose(
                 "In which compute environment are you running?",
-                PLACES,
+                COMPUTE_ENVIRONMENTS,
                 "LOCAL_MACHINE",
                 why="where the training will run",
             )
-        self._put(LaunchOptions, "compute_environment", place)
-        if place == "AMAZON_SAGEMAKER":
+        self._put(LaunchOptions, "compute_environment", environment)
+        if environment == "AMAZON_SAGEMAKER":
             self._sagemaker()
         else:
             self._machine()
@@ -196,7 +195,7 @@ class Questionnaire:
         if precision == "fp8":
             self._fp8()
 
-    # engines
+    # DeepSpeed, FSDP, Megatron-LM, fp8
 
     def _deepspeed(self) -> None:
         by_file = self.asker.yes("Do you want to specify a json file to a DeepSpeed config?")
@@ -293,7 +292,7 @@ class Questionnaire:
             higher = tuple(self.asker.yes(f"Should {product} be?") for product in products)
             self._put(Fp8Options, "override_linear_precision", higher)
 
-    # elsewhere
+    # TPUs and SageMaker
 
     def _tpu(self) -> None:
         self._one(LaunchOptions, "main_training_function", default="main")
@@ -349,7 +348,7 @@ class Questionnaire:
         required: bool = False,
         choices: tuple[str, ...] | None = None,
     ) -> Any:
-        """The answer to an option's own question, by the kind of value that it holds; kept for the file."""
+        """Ask an option's own question in the form of its kind of value, store the answer and return it."""
         option = option_of(group, name)
         if default is None:
             default = option.launched
@@ -372,6 +371,6 @@ class Questionnaire:
         return value
 
     def _put(self, group: type[OptionGroup], name: str, value: Any) -> None:
-        """The settings will hold the value."""
+        """Store the value as an answer unless it is None."""
         if value is not None:
             self.answers[f"{_NAMES[group]}.{name}"] = (value, _SOURCE)

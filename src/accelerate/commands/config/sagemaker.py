@@ -1,4 +1,4 @@
-"""Old address: the questions about a SageMaker job."""
+"""Import path kept for compatibility: the questions about a SageMaker job."""
 
 from __future__ import annotations
 

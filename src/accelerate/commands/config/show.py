@@ -11,7 +11,7 @@ from ..parser import Parser, spellings
 
 
 def show_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate config show``."""
+    """Create the parser of ``accelerate config show``."""
     description = "Print a configuration file, and every value that a launch would take from it."
     if subparsers is not None:
         parser = subparsers.add_parser("show", description=description, allow_abbrev=False)
@@ -23,7 +23,7 @@ def show_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def show_config_command(args: argparse.Namespace) -> None:
-    """The file and its meaning have been printed."""
+    """Print the file and the settings that a launch would take from it."""
     path = Path(file.default_config_file() if args.config_file is None else args.config_file).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"There is no configuration at {path}. `accelerate config` writes one.")

@@ -11,7 +11,7 @@ from ..parser import Parser, spellings
 
 
 def update_config(path: str | Path | None = None) -> Path:
-    """The path of the file, which has been read and written again."""
+    """Load the file, write it again in today's spelling, and return its path."""
     target = Path(file.default_config_file() if path is None else path).expanduser()
     if not target.is_file():
         raise FileNotFoundError(f"There is no configuration at {target}. `accelerate config` writes one.")
@@ -20,7 +20,7 @@ def update_config(path: str | Path | None = None) -> Path:
 
 
 def update_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate config update``."""
+    """Create the parser of ``accelerate config update``."""
     description = "Rewrite a configuration file in today's spelling, with today's defaults."
     if subparsers is not None:
         parser = subparsers.add_parser("update", description=description, allow_abbrev=False)
@@ -32,5 +32,5 @@ def update_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def update_config_command(args: argparse.Namespace) -> None:
-    """The file has been updated, and its path has been printed."""
+    """Update the file and print its path."""
     print(f"Updated the configuration at {update_config(args.config_file)}")

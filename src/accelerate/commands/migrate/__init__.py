@@ -21,7 +21,7 @@ _DESCRIPTION: Final = (
 
 
 def migrate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate migrate``."""
+    """Create the parser of ``accelerate migrate``."""
     if subparsers is not None:
         parser = subparsers.add_parser("migrate", description=_DESCRIPTION, allow_abbrev=False)
     else:
@@ -35,7 +35,7 @@ def migrate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def migrate_command(args: argparse.Namespace) -> int:
-    """The changes are shown, and written where that was asked for or accepted; 0 unless they were declined.
+    """Show the changes, write them where that was asked for or accepted, and return 0 unless they were declined.
 
     Raises:
         Refused: the script can't be changed, or is accelerated already.
@@ -72,7 +72,7 @@ def _read(path: Path) -> str:
 
 
 def shown(found: Migration, *, colored: bool = False) -> str:
-    """The diff, the reasons, and what was left alone."""
+    """Return the diff, the reasons and the notes as text."""
     red, green, dim, plain = ("\033[31m", "\033[32m", "\033[2m", "\033[0m") if colored else ("", "", "", "")
     lines: list[str] = []
     for line in found.diff().splitlines():
@@ -84,14 +84,14 @@ def shown(found: Migration, *, colored: bool = False) -> str:
         reasons.setdefault(why, []).append(line)
     for why, places in reasons.items():
         lines.append(f"  line {', '.join(map(str, dict.fromkeys(places)))}: {why}")
-    if found.left:
+    if found.notes:
         lines += ["", "Left alone, or to be known:"]
-        lines += [f"  {found.name}:{note.line}: {note.text}" for note in found.left]
+        lines += [f"  {found.name}:{note.line}: {note.text}" for note in found.notes]
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``accelerate migrate``: 2 where the script is refused."""
+    """Run ``accelerate migrate`` and return its exit code, 2 where the script is refused."""
     from ..launch import complain
 
     args = migrate_command_parser().parse_args(None if arguments is None else list(arguments))

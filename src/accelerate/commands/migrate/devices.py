@@ -1,4 +1,4 @@
-"""Devices: whoever says where something computes is answered by the Accelerator."""
+"""The devices that a script names, which become the Accelerator's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOVED = "the device of this process, whatever it is"
 
 
 def is_device(plan: Plan, node: ast.expr | None, depth: int = 0) -> bool:
-    """Whether an expression names a device."""
+    """Return whether an expression names a device."""
     if node is None or depth > 4:
         return False
     if isinstance(node, ast.Constant):
@@ -44,32 +44,32 @@ def is_device(plan: Plan, node: ast.expr | None, depth: int = 0) -> bool:
 
 
 def is_rank(name: ast.expr) -> bool:
-    """Whether a name is used for the number of a device, as ``model.to(local_rank)`` does."""
+    """Return whether a name is used for the number of a device, as in ``model.to(local_rank)``."""
     return bool(_RANK.search(dotted(name).rpartition(".")[2]))
 
 
 def change(plan: Plan) -> None:
-    """Devices that the script names itself are the Accelerator's."""
+    """Replace the devices that the script names by the Accelerator's."""
     for call in plan.script.nodes(ast.Call):
-        asked = method(call)
-        if asked is not None and asked[0] in ("to", "cuda") and not plan.is_gone(call):
-            _moved(plan, call, *asked)
-        for word in call.keywords:
-            if word.arg in ("device", "map_location") and is_literal(plan, word.value):
-                plan.replace(word.value, f"{plan.accelerator}.device", _MOVED)
+        method_call = method(call)
+        if method_call is not None and method_call[0] in ("to", "cuda") and not plan.is_removed(call):
+            _moved(plan, call, *method_call)
+        for keyword in call.keywords:
+            if keyword.arg in ("device", "map_location") and is_literal(plan, keyword.value):
+                plan.replace(keyword.value, f"{plan.accelerator}.device", _MOVED)
         if plan.script.path(call.func) == "torch.cuda.set_device":
             plan.remove(plan.script.statement(call), "the Accelerator has chosen the device of each process")
 
 
 def assigned(plan: Plan) -> None:
-    """Names that the script gives to a device mean the Accelerator's; those that nothing asks for any more are gone."""
+    """Assign the Accelerator's device to names of devices, and remove those that nothing uses any more."""
     for statement in plan.script.nodes((ast.Assign, ast.AnnAssign)):
         _assigned(plan, statement)
     _compared(plan)
 
 
 def is_literal(plan: Plan, node: ast.expr) -> bool:
-    """Whether a device is spelled out here, and not only passed on under a name that is changed where it is made."""
+    """Return whether a device is spelled out here, not passed on under a name that is changed where it is assigned."""
     if isinstance(node, (ast.Name, ast.Attribute)):
         name = dotted(node)
         return "." in name and not name.startswith("self.") and name.endswith(".device") and name != "torch.device"
@@ -78,10 +78,10 @@ def is_literal(plan: Plan, node: ast.expr) -> bool:
 
 def _moved(plan: Plan, call: ast.Call, how: str, what: ast.expr) -> None:
     if how == "to":
-        words = [word for word in call.keywords if word.arg not in ("non_blocking", "device")]
-        given = next((word.value for word in call.keywords if word.arg == "device"), None)
+        options = [keyword for keyword in call.keywords if keyword.arg not in ("non_blocking", "device")]
+        given = next((keyword.value for keyword in call.keywords if keyword.arg == "device"), None)
         arguments = [*call.args, *([] if given is None else [given])]
-        if len(arguments) != 1 or words:
+        if len(arguments) != 1 or options:
             if arguments and is_literal(plan, arguments[0]):
                 plan.replace(arguments[0], f"{plan.accelerator}.device", _MOVED)
             return
@@ -101,7 +101,7 @@ def _moved(plan: Plan, call: ast.Call, how: str, what: ast.expr) -> None:
 
 
 def is_model(plan: Plan, node: ast.expr) -> bool:
-    """Whether an expression is a model that is prepared, or makes one."""
+    """Return whether an expression is a model that is prepared, or creates one."""
     if dotted(node):
         return plan.is_prepared(node, MODEL)
     statement = plan.script.statement(node)
@@ -126,9 +126,9 @@ def _model_moved(plan: Plan, call: ast.Call, what: ast.expr) -> None:
 
 
 def is_in_prepared_loop(plan: Plan, node: ast.AST, what: ast.expr) -> bool:
-    """Whether ``what`` is a part of a batch that a prepared loader gave."""
+    """Return whether ``what`` is a part of a batch of a prepared loader."""
     for loop in plan.survey.loops:
-        if any(outer is loop.node for outer in plan.script.around(node)) and loop.loaders <= set(plan.names(LOADER)):
+        if any(outer is loop.node for outer in plan.script.ancestors(node)) and loop.loaders <= set(plan.names(LOADER)):
             names = set(loop.batch_names) | _comprehended(plan, node, loop.batch_names)
             if derived(what, names):
                 return True
@@ -136,9 +136,9 @@ def is_in_prepared_loop(plan: Plan, node: ast.AST, what: ast.expr) -> bool:
 
 
 def _comprehended(plan: Plan, node: ast.AST, names: set[str]) -> set[str]:
-    """The names of a comprehension around the node that goes through parts of a batch."""
+    """Return the names of comprehensions around the node that iterate over parts of a batch."""
     found: set[str] = set()
-    for outer in plan.script.around(node):
+    for outer in plan.script.ancestors(node):
         if isinstance(outer, (ast.DictComp, ast.ListComp, ast.GeneratorExp)):
             for each in outer.generators:
                 if derived(each.iter, names):
@@ -155,7 +155,9 @@ def _batch_moved(plan: Plan, call: ast.Call, what: ast.expr) -> None:
 
 
 def _only_moves(plan: Plan, statement: ast.Assign) -> bool:
-    """``x, y = x.to(d), y.to(d)``, ``batch = {k: v.to(d) for k, v in batch.items()}`` and the like."""
+    """Return whether a statement only moves names: ``x, y = x.to(d), y.to(d)``, ``batch = {k: v.to(d) for ...}`` and
+    the like.
+    """
     for target, value in pairs(statement):
         inner = value
         if isinstance(value, (ast.DictComp, ast.ListComp)) and len(value.generators) == 1:
@@ -168,14 +170,19 @@ def _only_moves(plan: Plan, statement: ast.Assign) -> bool:
             continue
         if isinstance(inner, (ast.Tuple, ast.List)):
             return False
-        asked = method(inner)
-        if asked is None or asked[0] not in ("to", "cuda") or dotted(asked[1]) != dotted(target) or not dotted(target):
+        method_call = method(inner)
+        if (
+            method_call is None
+            or method_call[0] not in ("to", "cuda")
+            or dotted(method_call[1]) != dotted(target)
+            or not dotted(target)
+        ):
             return False
     return True
 
 
 def _assigned(plan: Plan, statement: ast.Assign | ast.AnnAssign) -> None:
-    if plan.is_gone(statement):
+    if plan.is_removed(statement):
         return
     for target, value in pairs(statement):
         name = dotted(target)
@@ -192,18 +199,18 @@ def _assigned(plan: Plan, statement: ast.Assign | ast.AnnAssign) -> None:
             for node in plan.script.nodes((ast.Name, ast.Attribute))
             if dotted(node) == name and isinstance(node.ctx, ast.Load)
         ]
-        if uses and all(plan.is_gone(use) for use in uses) and statement.value is value:
+        if uses and all(plan.is_removed(use) for use in uses) and statement.value is value:
             plan.remove(statement, "nothing asks for the device any more")
         elif not (isinstance(value, ast.Attribute) and name == dotted(value)):
             plan.replace(value, f"{plan.accelerator}.device", _ASSIGNED)
 
 
 def _compared(plan: Plan) -> None:
-    """``device == "cuda"`` was right for a string; the Accelerator's device is an object."""
+    """Compare ``device.type`` where the script compares ``device`` with a string."""
     for node in plan.script.nodes(ast.Compare):
         other, name = node.comparators[0], node.left
         if not (isinstance(other, ast.Constant) and isinstance(other.value, str) and _DEVICE.match(other.value)):
             continue
-        if dotted(name) and is_device(plan, name) and not plan.is_gone(node):
+        if dotted(name) and is_device(plan, name) and not plan.is_removed(node):
             end = plan.script.end(name)
             plan.cut(end, end, ".type", "a device, not its name", node)

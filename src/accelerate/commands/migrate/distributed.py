@@ -1,4 +1,4 @@
-"""Distributed training written by hand: the launcher and ``prepare`` do all of it."""
+"""Distributed training written by hand, which the launcher and ``prepare`` replace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHARDED = "a prepared loader gives each process its part"
 
 
 def is_by_hand(plan: Plan) -> bool:
-    """Whether the script sets up processes itself."""
+    """Return whether the script sets up processes itself."""
     script = plan.script
     return any(
         path.startswith("torch.distributed.") or path.endswith(("DistributedDataParallel", "DistributedSampler"))
@@ -34,7 +34,7 @@ def is_by_hand(plan: Plan) -> bool:
 
 
 def change(plan: Plan) -> None:
-    """Process groups, samplers, wrappers and collectives are the Accelerator's."""
+    """Replace process groups, samplers, wrappers and collectives by the Accelerator's."""
     for call in plan.script.nodes(ast.Call):
         path = plan.script.path(call.func)
         last = path.rpartition(".")[2]
@@ -52,7 +52,7 @@ def change(plan: Plan) -> None:
     _inner_models(plan)
 
 
-# ------------------------------------------------------------------------------------------ the wrapper
+# ---------------------------------------------------------------------------------------- wrappers
 
 
 def _wrapper(plan: Plan, call: ast.Call, last: str) -> None:
@@ -60,10 +60,10 @@ def _wrapper(plan: Plan, call: ast.Call, last: str) -> None:
         return
     inner, statement = call.args[0], plan.script.statement(call)
     why = f"prepare() wraps the model in what the run needs, {last} included"
-    options = [word for word in call.keywords if word.arg in _DDP_OPTIONS]
+    options = [keyword for keyword in call.keywords if keyword.arg in _DDP_OPTIONS]
     if options and last == "DistributedDataParallel":
         plan.handlers["DistributedDataParallelKwargs"] = [
-            f"{word.arg}={plan.script.of(word.value)}" for word in options
+            f"{keyword.arg}={plan.script.text_of(keyword.value)}" for keyword in options
         ]
     bound = targets(statement)
     same = len(bound) == 1 and bool(dotted(inner)) and dotted(bound[0]) == dotted(inner)
@@ -80,17 +80,17 @@ def _wrapper(plan: Plan, call: ast.Call, last: str) -> None:
 
 
 def _only_places(value: ast.expr, call: ast.Call) -> bool:
-    """Whether a value is the call, moved to a device at most."""
+    """Return whether a value is the call, at most moved to a device."""
     while value is not call:
-        asked = method(value)
-        if asked is None or asked[0] not in ("to", "cuda"):
+        method_call = method(value)
+        if method_call is None or method_call[0] not in ("to", "cuda"):
             return False
-        value = asked[1]
+        value = method_call[1]
     return True
 
 
 def _switches(plan: Plan) -> None:
-    """``if args.distributed:`` around what sets up processes: now it is whether there are several."""
+    """Set the variables of ``if args.distributed:`` around distributed set-up to ``use_distributed``."""
     found: dict[str, ast.If] = {}
     for node in plan.script.nodes(ast.If):
         name = dotted(node.test)
@@ -118,30 +118,30 @@ def _switches(plan: Plan) -> None:
 
 
 def _inner_models(plan: Plan) -> None:
-    """``model.module`` and ``model.no_sync()`` of a wrapped model."""
+    """Replace ``model.module`` and ``model.no_sync()`` of a wrapped model."""
     for call in plan.script.nodes(ast.Call):
-        asked = method(call)
-        if asked is not None and asked[0] == "no_sync" and is_trained(plan, asked[1]):
-            text = f"{plan.accelerator}.no_sync({plan.script.of(asked[1])})"
+        method_call = method(call)
+        if method_call is not None and method_call[0] == "no_sync" and is_trained(plan, method_call[1]):
+            text = f"{plan.accelerator}.no_sync({plan.script.text_of(method_call[1])})"
             plan.replace(call, text, "gradients stay here, whatever the model is wrapped in")
     for node in plan.script.nodes(ast.Attribute):
         if node.attr == "module" and isinstance(node.ctx, ast.Load) and is_trained(plan, node.value):
-            text = f"{plan.accelerator}.unwrap_model({plan.script.of(node.value)})"
+            text = f"{plan.accelerator}.unwrap_model({plan.script.text_of(node.value)})"
             plan.replace(node, text, "the model without what prepare() put around it")
 
 
 def is_trained(plan: Plan, node: ast.expr) -> bool:
-    """Whether a name is one of the prepared models, before or after it was wrapped."""
+    """Return whether a name is one of the prepared models, before or after it was wrapped."""
     roots = plan.survey.roots(plan.survey.symbol(node))
     known = {*plan.prepared[MODEL], *plan.aliases, *plan.aliases.values()}
     return bool(roots) and roots <= known
 
 
-# ---------------------------------------------------------------------------------------------- numbers
+# --------------------------------------------------------------------------------- ranks and sizes
 
 
 def _variable(plan: Plan, node: ast.expr) -> str | None:
-    """``RANK`` for ``os.environ["RANK"]``, ``os.environ.get("RANK", 0)`` and ``os.getenv("RANK")``."""
+    """Return ``RANK`` for ``os.environ["RANK"]``, ``os.environ.get("RANK", 0)`` and ``os.getenv("RANK")``."""
     name: ast.expr | None = None
     if isinstance(node, ast.Subscript) and plan.script.path(node.value) == "os.environ":
         name = node.slice
@@ -151,7 +151,7 @@ def _variable(plan: Plan, node: ast.expr) -> str | None:
 
 
 def _numbers(plan: Plan) -> None:
-    """Ranks and sizes are asked of the Accelerator; addresses are the launcher's business."""
+    """Replace ranks and sizes by the Accelerator's, and remove assignments to the launcher's variables."""
     for node in plan.script.nodes((ast.Subscript, ast.Call)):
         variable = _variable(plan, node)
         if variable in _ADDRESS and isinstance(getattr(node, "ctx", None), ast.Store):
@@ -166,7 +166,7 @@ def _numbers(plan: Plan) -> None:
 
 
 def _is_test(plan: Plan, node: ast.AST) -> bool:
-    """Whether the question is only if the variable is there at all."""
+    """Return whether an expression only tests if the variable is set."""
     outer = plan.script.parents[node]
     return isinstance(outer, (ast.If, ast.BoolOp)) or (
         isinstance(outer, ast.Compare) and isinstance(outer.ops[0], ast.In)
@@ -182,12 +182,12 @@ def _collective(plan: Plan, call: ast.Call, last: str) -> None:
     elif last == "barrier":
         plan.replace(call, f"{plan.accelerator}.wait_for_everyone()", "every process has arrived")
     elif last in ("all_reduce", "reduce") and is_whole and call.args:
-        operation = next((word.value for word in call.keywords if word.arg == "op"), None)
+        operation = next((keyword.value for keyword in call.keywords if keyword.arg == "op"), None)
         if operation is None and len(call.args) > (1 if last == "all_reduce" else 2):
             operation = call.args[1 if last == "all_reduce" else 2]
         name = "SUM" if operation is None else plan.script.path(operation).rpartition(".")[2]
         if name in _REDUCTIONS and isinstance(call.args[0], (ast.Name, ast.Attribute, ast.Subscript)):
-            what = plan.script.of(call.args[0])
+            what = plan.script.text_of(call.args[0])
             text = f'{what} = {plan.accelerator}.reduce({what}, reduction="{_REDUCTIONS[name]}")'
             plan.replace(call, text, "a reduction that is valid on one process, too")
             return
@@ -203,23 +203,25 @@ def _collective(plan: Plan, call: ast.Call, last: str) -> None:
 
 
 def _spawned(plan: Plan, call: ast.Call) -> None:
-    """``mp.spawn(worker, args=(a, b), nprocs=n)`` is ``worker(rank, a, b)`` in each process."""
+    """Replace ``mp.spawn(worker, args=(a, b), nprocs=n)`` by ``worker(rank, a, b)`` in each process."""
     if not call.args:
         return
     given = next(
-        (word.value for word in call.keywords if word.arg == "args"), call.args[1] if len(call.args) > 1 else None
+        (keyword.value for keyword in call.keywords if keyword.arg == "args"),
+        call.args[1] if len(call.args) > 1 else None,
     )
     count = next(
-        (word.value for word in call.keywords if word.arg == "nprocs"), call.args[2] if len(call.args) > 2 else None
+        (keyword.value for keyword in call.keywords if keyword.arg == "nprocs"),
+        call.args[2] if len(call.args) > 2 else None,
     )
     size = f"{plan.accelerator}.num_processes"
-    words = [f"{plan.accelerator}.process_index"]
+    arguments = [f"{plan.accelerator}.process_index"]
     if isinstance(given, (ast.Tuple, ast.List)):
-        same = None if count is None else plan.script.of(count)
-        words += [size if plan.script.of(each) == same else plan.script.of(each) for each in given.elts]
+        same = None if count is None else plan.script.text_of(count)
+        arguments += [size if plan.script.text_of(each) == same else plan.script.text_of(each) for each in given.elts]
     elif given is not None:
-        words.append(f"*{plan.script.of(given)}")
-    plan.replace(call, f"{plan.script.of(call.args[0])}({', '.join(words)})", _LAUNCHED)
+        arguments.append(f"*{plan.script.text_of(given)}")
+    plan.replace(call, f"{plan.script.text_of(call.args[0])}({', '.join(arguments)})", _LAUNCHED)
     plan.everywhere = True
     symbol = None if count is None else plan.survey.symbol(count)
     if symbol is None:
@@ -236,8 +238,8 @@ def _spawned(plan: Plan, call: ast.Call) -> None:
 
 def _samplers(plan: Plan) -> None:
     for call in plan.script.nodes(ast.Call):
-        asked = method(call)
-        if asked is not None and asked[0] == "set_epoch" and _is_sampler(plan, asked[1]):
+        method_call = method(call)
+        if method_call is not None and method_call[0] == "set_epoch" and _is_sampler(plan, method_call[1]):
             plan.remove(plan.script.statement(call), "a prepared loader shuffles anew in each epoch by itself")
         if plan.survey.role(call) == LOADER and isinstance(call, ast.Call) and call.keywords:
             _loader(plan, call)
@@ -255,7 +257,7 @@ def _is_sampler(plan: Plan, node: ast.expr) -> bool:
 
 
 def _sampler_of(plan: Plan, node: ast.expr) -> ast.Call | None:
-    """The DistributedSampler that an expression is, or that a name stands for."""
+    """Return the DistributedSampler that an expression creates or that a name stands for."""
     if isinstance(node, ast.IfExp):
         return _sampler_of(plan, node.body) or _sampler_of(plan, node.orelse)
     if isinstance(node, ast.Call):
@@ -269,35 +271,34 @@ def _sampler_of(plan: Plan, node: ast.expr) -> ast.Call | None:
 
 
 def _loader(plan: Plan, call: ast.Call) -> None:
-    """A loader with a distributed sampler has a plain one, and is prepared."""
-    words = {word.arg: word for word in call.keywords}
-    word = words.get("sampler")
-    made = None if word is None else _sampler_of(plan, word.value)
-    if word is None or made is None:
+    """Replace a loader's distributed sampler by ``shuffle``, and prepare the loader."""
+    keywords = {keyword.arg: keyword for keyword in call.keywords}
+    keyword = keywords.get("sampler")
+    made = None if keyword is None else _sampler_of(plan, keyword.value)
+    if keyword is None or made is None:
         return
-    asked = next((each.value for each in made.keywords if each.arg == "shuffle"), None)
-    shuffle = "True" if asked is None else plan.script.of(asked)
-    own = words.get("shuffle")
+    given = next((each.value for each in made.keywords if each.arg == "shuffle"), None)
+    shuffle = "True" if given is None else plan.script.text_of(given)
+    own = keywords.get("shuffle")
     if own is not None:
         plan.replace(own.value, shuffle, "the order that the sampler gave", uses=False)
-        _drop(plan, call, word, _SHARDED)
+        _drop(plan, call, keyword, _SHARDED)
     else:
-        plan.replace(word, f"shuffle={shuffle}", _SHARDED, uses=False)
+        plan.replace(keyword, f"shuffle={shuffle}", _SHARDED, uses=False)
     for target in targets(plan.script.statement(call)):
         for root in plan.survey._outermost(plan.survey.roots(plan.survey.symbol(target))):
             if root not in plan.prepared[LOADER]:
                 plan.prepared[LOADER].append(root)
 
 
-def _drop(plan: Plan, call: ast.Call, word: ast.keyword, why: str) -> None:
-    """An argument and the comma before it (or after it, when it is the first) are gone."""
-    everything = [*call.args, *call.keywords]
-    everything.sort(key=plan.script.start)
-    at = everything.index(word)
+def _drop(plan: Plan, call: ast.Call, keyword: ast.keyword, why: str) -> None:
+    """Remove an argument and the comma before it (or after it, when it is the first)."""
+    arguments = sorted([*call.args, *call.keywords], key=plan.script.start)
+    at = arguments.index(keyword)
     if at:
-        plan.cut(plan.script.end(everything[at - 1]), plan.script.end(word), "", why, word)
-    elif len(everything) > 1:
-        plan.cut(plan.script.start(word), plan.script.start(everything[1]), "", why, word)
+        plan.cut(plan.script.end(arguments[at - 1]), plan.script.end(keyword), "", why, keyword)
+    elif len(arguments) > 1:
+        plan.cut(plan.script.start(keyword), plan.script.start(arguments[1]), "", why, keyword)
 
 
 def _sampler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
@@ -306,5 +307,5 @@ def _sampler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.ex
     made = _sampler_of(plan, value)
     for node in plan.script.nodes(ast.Call):
         if dotted(node.func) == "len" and node.args and plan.survey.symbol(node.args[0]) == symbol and made is not None:
-            data = plan.script.of(made.args[0]) if made.args else "dataset"
+            data = plan.script.text_of(made.args[0]) if made.args else "dataset"
             plan.replace(node, f"(len({data}) // {plan.accelerator}.num_processes)", "the part of one process")

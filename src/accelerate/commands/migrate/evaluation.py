@@ -1,4 +1,4 @@
-"""Scripts that only evaluate: each process predicts its part, and what is collected is that of all processes."""
+"""Scripts that only evaluate: each process predicts its part, and the results of all processes are gathered."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ _ENDS: Final = frozenset({"cpu", "numpy", "tolist", "detach", "float", "clone"})
 
 
 def collected(survey: Survey) -> list[tuple[Loop, ast.expr]]:
-    """Names whose values a loop over a loader appends to lists: ``predictions.append(output.cpu().numpy())``."""
+    """Return the names whose values a loop over a loader appends to lists:
+    ``predictions.append(output.cpu().numpy())``.
+    """
     found: list[tuple[Loop, ast.expr]] = []
     for loop in survey.loops:
         for call in survey.script.nodes(ast.Call, loop.node):
-            asked = method(call)
-            if asked is None or asked[0] not in ("append", "extend") or len(call.args) != 1:
+            method_call = method(call)
+            if method_call is None or method_call[0] not in ("append", "extend") or len(call.args) != 1:
                 continue
             value = call.args[0]
             while (inner := method(value)) is not None and inner[0] in _ENDS:
@@ -29,7 +31,7 @@ def collected(survey: Survey) -> list[tuple[Loop, ast.expr]]:
 
 
 def adds_up(survey: Survey) -> ast.AST | None:
-    """Something that a loop over a loader counts by itself, which wouldn't be that of all processes."""
+    """Return an augmented assignment in a loop over a loader, whose result would be that of one process."""
     for loop in survey.loops:
         for node in survey.script.nodes(ast.AugAssign, loop.node):
             return node
@@ -37,10 +39,10 @@ def adds_up(survey: Survey) -> ast.AST | None:
 
 
 def change(plan: Plan) -> None:
-    """What the loops collect is gathered, and their loaders and models are prepared."""
+    """Gather what the loops collect, and prepare their loaders and models."""
     survey = plan.survey
     for _, value in collected(survey):
-        text = f"{plan.accelerator}.gather_for_metrics({plan.script.of(value)})"
+        text = f"{plan.accelerator}.gather_for_metrics({plan.script.text_of(value)})"
         plan.replace(value, text, "of all processes, each sample once")
     models: dict[Symbol, None] = {}
     for loop in survey.loops:

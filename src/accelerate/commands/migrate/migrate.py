@@ -1,4 +1,4 @@
-"""A script in, an accelerated script out, with a reason for every change."""
+"""The migration of a script: all changes to its text, each with its reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .survey import Survey
 @final
 @dataclass(frozen=True)
 class Migration:
-    """What becomes of a script.
+    """The result of a migration: the script before and after, the changes and the notes.
 
     Attributes:
         changes: line of the original and reason, in the order of the text.
@@ -28,10 +28,10 @@ class Migration:
     before: str
     after: str
     changes: list[tuple[int, str]]
-    left: list[Note]
+    notes: list[Note]
 
     def diff(self) -> str:
-        """The changes as a unified diff."""
+        """Return the changes as a unified diff."""
         return "".join(
             difflib.unified_diff(
                 self.before.splitlines(keepends=True),
@@ -43,7 +43,7 @@ class Migration:
 
 
 def migrate(text: str, name: str) -> Migration:
-    """The accelerated form of a script.
+    """Change a script to use the Accelerator.
 
     Raises:
         Refused: it is malformed, accelerated already, or has no loop that can be changed.
@@ -74,7 +74,7 @@ def migrate(text: str, name: str) -> Migration:
     if not by_hand:
         steps.prints(plan, visible, made_at)
     setup.drop_imports(plan)
-    _say_what_is_left(plan)
+    _add_final_notes(plan)
     return _finished(plan)
 
 
@@ -89,12 +89,12 @@ def _finished(plan: Plan) -> Migration:
             "Please report this with the script; nothing was written."
         ) from None
     changes = [(edit.line, edit.why) for edit in chosen(edits) if edit.why]
-    left = sorted(plan.notes, key=lambda note: note.line)
-    return Migration(plan.script.name, plan.script.text, text, changes, left)
+    notes = sorted(plan.notes, key=lambda note: note.line)
+    return Migration(plan.script.name, plan.script.text, text, changes, notes)
 
 
-def _say_what_is_left(plan: Plan) -> None:
-    """Loops that every process runs in full, options that have no effect any more."""
+def _add_final_notes(plan: Plan) -> None:
+    """Note loops that every process runs in full, and options that have no effect any more."""
     trained = set(plan.names(LOADER))
     for loop in plan.survey.loops:
         if not loop.trains and not loop.loaders <= trained:
@@ -105,7 +105,7 @@ def _say_what_is_left(plan: Plan) -> None:
                 "accelerator.gather_for_metrics(...).",
             )
     for call in plan.script.nodes(ast.Call):
-        name = plan.script.of(call.func)
+        name = plan.script.text_of(call.func)
         if name.endswith(".add_argument") and call.args and isinstance(call.args[0], ast.Constant):
             option = str(call.args[0].value)
             if option.lstrip("-").replace("-", "_") in ("local_rank", "device", "gpu", "gpus", "world_size", "no_cuda"):

@@ -1,4 +1,4 @@
-"""The changes to one script, while they are being decided: edits, statements that go, arguments, and what is left."""
+"""The changes to one script: edits, removed statements, the Accelerator's arguments, and notes to the author."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRAPPING: Final = (ast.If, ast.With, ast.AsyncWith)
 @final
 @dataclass(frozen=True)
 class Note:
-    """Something that was left alone, or that the author has to know."""
+    """A message to the author about something that was left alone or that they have to know."""
 
     line: int
     text: str
@@ -24,7 +24,7 @@ class Note:
 @final
 @dataclass
 class Plan:
-    """What is going to change.
+    """The changes to one script.
 
     Attributes:
         users: nodes whose new text mentions the Accelerator, so that it has to exist before them.
@@ -46,7 +46,7 @@ class Plan:
     handlers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     stripped: set[int] = field(default_factory=set[int])
     aliases: dict[Symbol, Symbol] = field(default_factory=dict[Symbol, Symbol])
-    everywhere: bool = False  # the Accelerator has to be known in the whole module
+    everywhere: bool = False  # the Accelerator has to be created at module level
     accelerator: str = "accelerator"
 
     def __post_init__(self) -> None:
@@ -54,62 +54,62 @@ class Plan:
             self.accelerator = "the_accelerator"
         self.prepared: dict[str, list[Symbol]] = {role: list(found) for role, found in self.survey.trained.items()}
 
-    # -- deciding ------------------------------------------------------------------------------------------
+    # -- changes -------------------------------------------------------------------------------------------
 
     def replace(self, node: Any, text: str, why: str, *, uses: bool = True) -> None:
-        """The text of ``node`` becomes ``text``."""
+        """Replace the text of ``node`` by ``text``."""
         self.cut(self.script.start(node), self.script.end(node), text, why, node)
         if uses:
             self.users.append(node)
 
     def cut(self, start: int, end: int, text: str, why: str, node: Any) -> None:
-        """Characters ``start`` to ``end`` become ``text``, on account of ``node``."""
+        """Replace characters ``start`` to ``end`` by ``text``, on account of ``node``."""
         self.edits.append(Edit(start, end, text, why, node.lineno))
 
     def remove(self, statement: ast.stmt, why: str) -> None:
-        """The statement goes, with its lines; a block that is left empty goes too."""
+        """Remove the statement with its lines; a block that is left empty is removed too."""
         self.removed.setdefault(statement, why)
 
     def note(self, node: Any, text: str) -> None:
-        """``text`` is said about the place of ``node``."""
+        """Add a message about the position of ``node``."""
         note = Note(getattr(node, "lineno", 1), text)
         if note not in self.notes:
             self.notes.append(note)
 
     def strip(self, call: ast.Call, base: ast.expr, why: str) -> None:
-        """``base.to(device)`` becomes ``base``."""
+        """Replace ``base.to(device)`` by ``base``."""
         self.cut(self.script.end(base), self.script.end(call), "", why, call)
         for argument in (*call.args, *call.keywords):
             self.stripped.update(map(id, ast.walk(argument)))
 
     def strip_around(self, call: ast.Call, inner: ast.expr, why: str) -> None:
-        """``wrapper(inner, ...)`` becomes ``inner``."""
+        """Replace ``wrapper(inner, ...)`` by ``inner``."""
         self.cut(self.script.start(call), self.script.start(inner), "", why, call)
         self.cut(self.script.end(inner), self.script.end(call), "", "", call)
         for argument in (*call.args[1:], *call.keywords):
             self.stripped.update(map(id, ast.walk(argument)))
 
-    # -- asking --------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------
 
     def is_prepared(self, node: ast.AST, role: str) -> bool:
-        """Whether a name stands for something that is prepared, whoever hands it over."""
+        """Return whether a name stands for a prepared object, through parameters and aliases."""
         roots = self.survey.roots(self.survey.symbol(node))
         return bool(roots) and roots <= set(self.prepared[role])
 
-    def is_gone(self, node: ast.AST) -> bool:
-        """Whether the node is part of something that goes."""
+    def is_removed(self, node: ast.AST) -> bool:
+        """Return whether the node is part of something that is removed."""
         if id(node) in self.stripped or node in self.removed:
             return True
-        return any(outer in self.removed or id(outer) in self.stripped for outer in self.script.around(node))
+        return any(outer in self.removed or id(outer) in self.stripped for outer in self.script.ancestors(node))
 
     def names(self, role: str) -> list[Symbol]:
-        """What is prepared of one role."""
+        """Return the prepared objects of one role."""
         return self.prepared[role]
 
-    # -- finishing -----------------------------------------------------------------------------------------
+    # -- edits ---------------------------------------------------------------------------------------------
 
     def empty_blocks(self) -> None:
-        """Blocks all of whose statements go are gone too, and so are functions and the calls of them."""
+        """Remove blocks whose statements are all removed, and functions of which nothing is left with their calls."""
         changed = True
         while changed:
             before = len(self.removed)
@@ -124,11 +124,11 @@ class Plan:
 
     def _is_empty(self, node: Any) -> bool:
         body = [each for each in node.body if not _is_docstring(each)]
-        return self._is_gone_block(body) and all(each in self.removed for each in getattr(node, "orelse", ()))
+        return self._is_removed_block(body) and all(each in self.removed for each in getattr(node, "orelse", ()))
 
-    def _is_gone_block(self, block: list[ast.stmt]) -> bool:
-        gone = all(each in self.removed or isinstance(each, ast.Pass) for each in block)
-        return gone and any(each in self.removed for each in block)
+    def _is_removed_block(self, block: list[ast.stmt]) -> bool:
+        all_removed = all(each in self.removed or isinstance(each, ast.Pass) for each in block)
+        return all_removed and any(each in self.removed for each in block)
 
     def _why_inside(self, node: Any) -> str:
         return next(self.removed[each] for each in node.body if each in self.removed)
@@ -145,19 +145,19 @@ class Plan:
                 self.remove(self.script.statement(use), f"{name}() is gone")
 
     def removals(self) -> list[Edit]:
-        """The removed statements as edits."""
+        """Return the removed statements as edits."""
         found = [edit for node in self.script.nodes(ast.If) for edit in self._else_branch(node)]
         for statement, why in self.removed.items():
-            if any(outer in self.removed for outer in self.script.around(statement)):
+            if any(outer in self.removed for outer in self.script.ancestors(statement)):
                 continue
             found.append(self._removal(statement, why))
         return found
 
     def _else_branch(self, node: ast.If) -> list[Edit]:
-        """An ``else`` whose statements all go, beside a branch that stays."""
+        """Return the edit for an ``else`` whose statements are all removed, beside a branch that stays."""
         block, script = node.orelse, self.script
-        is_elif = len(block) == 1 and isinstance(block[0], ast.If) and script.of(block[0]).startswith("elif")
-        if node in self.removed or is_elif or not block or not self._is_gone_block(block):
+        is_elif = len(block) == 1 and isinstance(block[0], ast.If) and script.text_of(block[0]).startswith("elif")
+        if node in self.removed or is_elif or not block or not self._is_removed_block(block):
             return []
         line = first_line(block[0]) - 1
         while line > (node.body[-1].end_lineno or 0) and not script.lines[line - 1].lstrip().startswith("else"):
@@ -191,7 +191,7 @@ class Plan:
         return Edit(line_start, end, "", why, statement.lineno)
 
     def _beside(self, statement: ast.stmt) -> tuple[int, int] | None:
-        """What goes with a statement that shares its line with another one."""
+        """Return the range to remove for a statement that shares its line with another one."""
         block = self.script.block(statement)
         at = block.index(statement)
         if at + 1 < len(block) and block[at + 1].lineno == statement.end_lineno:
@@ -201,7 +201,7 @@ class Plan:
         return None
 
     def _opens(self, statement: ast.stmt, block: list[ast.stmt]) -> bool:
-        """Whether nothing before this statement stays in its block, and something after it does."""
+        """Return whether the statement precedes all that stays of its block."""
         if isinstance(self.script.parents[statement], ast.Module):
             return False
         at = block.index(statement)

@@ -1,4 +1,4 @@
-"""Scripts that can't be changed, or needn't be; each with the line that says so."""
+"""The refusal of scripts that can't be changed, or needn't be, with the line that is the reason."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _TRAINERS: Final = ("transformers.Trainer", "transformers.Seq2SeqTrainer", "trl.
 
 
 class Refused(AccelerateError, ValueError):
-    """The script isn't migrated; the text begins with the file and the line that are why."""
+    """The script isn't migrated; the text begins with the file and line of the reason."""
 
 
 def check(script: Script, survey: Survey) -> None:
-    """The script has a loop of its own that can be changed.
+    """Raise unless the script has a loop of its own that can be changed.
 
     Raises:
         Refused: it hasn't.
@@ -80,9 +80,9 @@ def _check_imports(script: Script) -> None:
                 if name == other or name.startswith(f"{other}."):
                     raise _refused(script, node, reason)
     for node in script.nodes(ast.Call):
-        asked = method(node)
+        method_call = method(node)
         if dotted(node.func) == "Accelerator" or (
-            asked and asked[0] == "prepare" and "accelerator" in dotted(asked[1])
+            method_call and method_call[0] == "prepare" and "accelerator" in dotted(method_call[1])
         ):
             raise _refused(script, node, "it uses accelerate already")
 
@@ -93,7 +93,7 @@ def _trains(survey: Survey, call: ast.Call) -> bool:
 
 
 def _check_placing(script: Script) -> None:
-    """A model that is spread over several devices by hand."""
+    """Raise for a model that is spread over several devices by hand."""
     seen: dict[str, ast.AST] = {}
     for node in script.nodes(ast.Constant):
         if isinstance(node.value, str) and node.value.startswith("cuda:") and node.value[5:].isdigit():
@@ -105,4 +105,4 @@ def _check_placing(script: Script) -> None:
 
 
 def _refused(script: Script, node: ast.AST, reason: str) -> Refused:
-    return Refused(f"{script.where(node)}: {reason}.")
+    return Refused(f"{script.location(node)}: {reason}.")

@@ -1,4 +1,4 @@
-"""Files: written once, with the names of the user's own model in them."""
+"""Saving and loading: files written once, with the names of the user's own model in them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _UNWRAPPED = "the model's own names, without what prepare() put around it"
 
 
 def change(plan: Plan, prepared_at: dict[int, int]) -> None:
-    """What is saved is written by one process, and what is loaded reaches the model itself.
+    """Save by one process, and load into the model without its wrapper.
 
     Args:
         prepared_at: where in the text models are prepared, by the id of the scope.
     """
     for call in plan.script.nodes(ast.Call):
-        if plan.script.path(call.func) == "torch.save" and not plan.is_gone(call):
+        if plan.script.path(call.func) == "torch.save" and not plan.is_removed(call):
             plan.replace(call.func, f"{plan.accelerator}.save", "written once, by the main process")
             if call.args and dotted(call.args[0]) and is_trained(plan, call.args[0]):
                 _unwrap(plan, call.args[0])
     for call in plan.script.nodes(ast.Call):
-        asked = method(call)
-        if asked is None or asked[0] not in ("state_dict", "load_state_dict", "save_pretrained"):
+        method_call = method(call)
+        if method_call is None or method_call[0] not in ("state_dict", "load_state_dict", "save_pretrained"):
             continue
-        if dotted(asked[1]) and is_trained(plan, asked[1]) and not plan.is_gone(call):
-            place = prepared_at.get(id(plan.script.scope(call)))
-            if place is None or plan.script.start(call) > place:
-                _unwrap(plan, asked[1])
+        if dotted(method_call[1]) and is_trained(plan, method_call[1]) and not plan.is_removed(call):
+            offset = prepared_at.get(id(plan.script.scope(call)))
+            if offset is None or plan.script.start(call) > offset:
+                _unwrap(plan, method_call[1])
 
 
 def _unwrap(plan: Plan, node: ast.expr) -> None:
-    plan.replace(node, f"{plan.accelerator}.unwrap_model({plan.script.of(node)})", _UNWRAPPED)
+    plan.replace(node, f"{plan.accelerator}.unwrap_model({plan.script.text_of(node)})", _UNWRAPPED)

@@ -1,4 +1,4 @@
-"""What is added: the import, the Accelerator, and ``prepare``; and the imports that nothing needs any more."""
+"""The code that is added (the import, the Accelerator, ``prepare``), and the imports that are removed."""
 
 from __future__ import annotations
 
@@ -19,60 +19,60 @@ _WHY_MADE: Final = "it knows the device, the processes and the precision, from t
 
 @final
 @dataclass
-class Place:
-    """Between two statements."""
+class InsertionPoint:
+    """A position between two statements."""
 
     offset: int
     indentation: str
     line: int
-    before: bool  # whether it is the beginning of a line that holds something else
+    before: bool  # whether it is the beginning of a line with other code
 
 
-def after(plan: Plan, statement: ast.stmt) -> Place:
-    """The beginning of the line after a statement."""
+def after(plan: Plan, statement: ast.stmt) -> InsertionPoint:
+    """Return the beginning of the line after a statement."""
     line = statement.end_lineno or statement.lineno
-    return Place(plan.script.line_start(line + 1), plan.script.indentation(statement), line, False)
+    return InsertionPoint(plan.script.line_start(line + 1), plan.script.indentation(statement), line, False)
 
 
-def ahead(plan: Plan, statement: ast.stmt) -> Place:
-    """The beginning of the first line of a statement, and of the comments that stand directly above it."""
+def ahead(plan: Plan, statement: ast.stmt) -> InsertionPoint:
+    """Return the beginning of a statement's first line, or of the comments directly above it."""
     line, indentation = first_line(statement), plan.script.indentation(statement)
     while line > 1 and plan.script.lines[line - 2].startswith(f"{indentation}#"):
         line -= 1
-    return Place(plan.script.line_start(line), indentation, first_line(statement), True)
+    return InsertionPoint(plan.script.line_start(line), indentation, first_line(statement), True)
 
 
-def insert(plan: Plan, place: Place, text: str, why: str) -> None:
-    """``text``, one line or several, stands there."""
-    whole = "".join(f"{place.indentation}{line}\n" if line else "\n" for line in text.split("\n"))
-    if place.offset >= len(plan.script.text) and plan.script.text and not plan.script.text.endswith("\n"):
+def insert(plan: Plan, point: InsertionPoint, text: str, why: str) -> None:
+    """Insert ``text``, of one line or several, at a position."""
+    whole = "".join(f"{point.indentation}{line}\n" if line else "\n" for line in text.split("\n"))
+    if point.offset >= len(plan.script.text) and plan.script.text and not plan.script.text.endswith("\n"):
         whole = "\n" + whole
-    plan.edits.append(Edit(place.offset, place.offset, whole, why, place.line))
+    plan.edits.append(Edit(point.offset, point.offset, whole, why, point.line))
 
 
 # ---------------------------------------------------------------------------------------------- prepare
 
 
 def prepare(plan: Plan) -> dict[int, int]:
-    """``prepare`` follows the last of its objects in each scope; where that is, by the id of the scope."""
+    """Insert ``prepare`` after the last of its objects in each scope, and return its offset by the id of the scope."""
     groups: dict[int, tuple[Scope, list[tuple[str, Symbol]]]] = {}
     for role in PREPARED:
         for symbol in plan.names(role):
-            scope = _home(plan, symbol)
+            scope = _prepare_scope(plan, symbol)
             groups.setdefault(id(scope), (scope, []))[1].append((role, symbol))
     found: dict[int, int] = {}
     for key, (scope, members) in groups.items():
-        place = _place_for(plan, scope, [symbol for _, symbol in members])
+        point = _insertion_point(plan, scope, [symbol for _, symbol in members])
         names = ", ".join(dict.fromkeys(symbol.name for _, symbol in members))
         text = f"{names} = {plan.accelerator}.prepare({names})"
-        if len(place.indentation) + len(text) > _WIDTH:
-            unit = "\t" if "\t" in place.indentation else "    "
+        if len(point.indentation) + len(text) > _WIDTH:
+            unit = "\t" if "\t" in point.indentation else "    "
             text = f"{names} = {plan.accelerator}.prepare(\n{unit}{names}\n)"
-        if place.before:
+        if point.before:
             text += "\n"
-        insert(plan, place, text, _WHY_PREPARE)
-        found[key] = place.offset
-        plan.users.append(_Spot(scope, place.offset))
+        insert(plan, point, text, _WHY_PREPARE)
+        found[key] = point.offset
+        plan.users.append(_UsePoint(scope, point.offset))
     if not plan.names(LOADER) and plan.survey.backwards:
         plan.note(
             plan.survey.backwards[0],
@@ -83,27 +83,27 @@ def prepare(plan: Plan) -> dict[int, int]:
 
 
 @final
-class _Spot(ast.AST):
-    """A place in a scope that needs the Accelerator, though no node of the script does."""
+class _UsePoint(ast.AST):
+    """A position in a scope that needs the Accelerator, though no node of the script does."""
 
     def __init__(self, scope: Scope, offset: int) -> None:
         super().__init__()
         self.scope, self.offset = scope, offset
 
 
-def _home(plan: Plan, symbol: Symbol) -> Scope:
-    """The function, or the module, in which ``prepare`` gets the name."""
+def _prepare_scope(plan: Plan, symbol: Symbol) -> Scope:
+    """Return the function, or the module, in which the name is prepared."""
     made = plan.survey.assignments(symbol)
     if made:
         return plan.script.scope(made[-1][0])
     return plan.script.tree if isinstance(symbol.scope, ast.ClassDef) else symbol.scope
 
 
-def _place_for(plan: Plan, scope: Scope, symbols: list[Symbol]) -> Place:
+def _insertion_point(plan: Plan, scope: Scope, symbols: list[Symbol]) -> InsertionPoint:
     made = [statement for symbol in symbols for statement, _, _ in plan.survey.assignments(symbol)]
     made = [statement for statement in made if plan.script.scope(statement) is scope]
     if not made:
-        return _place_of_undefined(plan, scope, symbols)
+        return _insertion_point_of_arguments(plan, scope, symbols)
     block, index = _common(plan, made)
     anchor = index
     for number in range(index + 1, len(block)):
@@ -115,8 +115,8 @@ def _place_for(plan: Plan, scope: Scope, symbols: list[Symbol]) -> Place:
     return after(plan, statement)
 
 
-def _place_of_undefined(plan: Plan, scope: Scope, symbols: list[Symbol]) -> Place:
-    """Objects that are handed over: at the top of the function, or before the loop that trains."""
+def _insertion_point_of_arguments(plan: Plan, scope: Scope, symbols: list[Symbol]) -> InsertionPoint:
+    """Return the position for objects that are passed in: the top of the function, or before the training loop."""
     body = list(scope.body)
     if not isinstance(scope, ast.Module) and any(symbol.name in parameters(scope) for symbol in symbols):
         first = body[1] if _is_text(body[0]) and len(body) > 1 else body[0]
@@ -129,7 +129,7 @@ def _place_of_undefined(plan: Plan, scope: Scope, symbols: list[Symbol]) -> Plac
 
 
 def _common(plan: Plan, statements: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
-    """The innermost block that holds all the statements, and the place of the last of them in it."""
+    """Return the innermost block that holds all the statements, and the index of the last of them in it."""
     chains = [_chain(plan, statement) for statement in statements]
     depth = min(map(len, chains))
     level = 0
@@ -151,12 +151,14 @@ def _chain(plan: Plan, statement: ast.stmt) -> list[tuple[list[ast.stmt], int]]:
 
 
 def _loads(plan: Plan, statement: ast.stmt, symbols: Iterable[Symbol]) -> bool:
-    """Whether a statement loads saved state into one of the objects."""
+    """Return whether a statement loads saved state into one of the objects."""
     for call in ast.walk(statement):
-        asked = method(call)
-        if asked is not None and asked[0] == "load_state_dict":
-            symbol = plan.survey.symbol(asked[1])
-            if (symbol is not None and symbol in symbols) or any(dotted(asked[1]) == each.name for each in symbols):
+        method_call = method(call)
+        if method_call is not None and method_call[0] == "load_state_dict":
+            symbol = plan.survey.symbol(method_call[1])
+            if (symbol is not None and symbol in symbols) or any(
+                dotted(method_call[1]) == each.name for each in symbols
+            ):
                 return True
     return False
 
@@ -169,31 +171,31 @@ def _is_text(statement: ast.stmt) -> bool:
 
 
 def create(plan: Plan) -> tuple[set[int], int]:
-    """The Accelerator is made before its first use, and imported; the scopes that see it, and where it is made."""
-    users = [user for user in plan.users if isinstance(user, _Spot) or not plan.is_gone(user)]
+    """Create the Accelerator before its first use, import it, and return (ids of scopes that see it, its offset)."""
+    users = [user for user in plan.users if isinstance(user, _UsePoint) or not plan.is_removed(user)]
     scope: Scope = plan.script.tree if plan.everywhere else _common_scope(plan, users)
     last = _last_import(plan)
     arguments = _arguments(plan, scope)
     text = f"{plan.accelerator} = Accelerator({arguments})"
     if isinstance(scope, ast.Module) and not plan.needs:
-        place = _head(plan, last)
+        point = _insertion_point_at_head(plan, last)
         _import(plan, last)
-        insert(plan, place, "\n" + text if last is not None else text + "\n", _WHY_MADE)
+        insert(plan, point, "\n" + text if last is not None else text + "\n", _WHY_MADE)
     else:
         _import(plan, last)
-        place = ahead(plan, _first_user(plan, scope, users))
-        insert(plan, place, text, _WHY_MADE)
-        # A use that stands at the same place (prepare) comes after it.
+        point = ahead(plan, _first_user(plan, scope, users))
+        insert(plan, point, text, _WHY_MADE)
+        # A use at the same offset (prepare) comes after it.
         plan.edits.insert(0, plan.edits.pop())
     visible = {id(scope)}
     for function in plan.script.nodes((ast.FunctionDef, ast.AsyncFunctionDef)):
-        if isinstance(scope, ast.Module) or scope in plan.script.around(function):
+        if isinstance(scope, ast.Module) or scope in plan.script.ancestors(function):
             visible.add(id(function))
-    return visible, place.offset
+    return visible, point.offset
 
 
 def _scopes(plan: Plan, user: Any) -> list[Scope]:
-    inner = user.scope if isinstance(user, _Spot) else plan.script.scope(user)
+    inner = user.scope if isinstance(user, _UsePoint) else plan.script.scope(user)
     found: list[Scope] = [inner]
     while not isinstance(found[-1], ast.Module):
         found.append(plan.script.scope(found[-1]))
@@ -209,8 +211,8 @@ def _common_scope(plan: Plan, users: list[Any]) -> Scope:
 
 
 def _first_user(plan: Plan, scope: Scope, users: list[Any]) -> ast.stmt:
-    """The first statement of a scope that needs the Accelerator."""
-    first = min(user.offset if isinstance(user, _Spot) else plan.script.start(user) for user in users)
+    """Return the first statement of a scope that needs the Accelerator."""
+    first = min(user.offset if isinstance(user, _UsePoint) else plan.script.start(user) for user in users)
     body = [statement for statement in scope.body if not _is_text(statement)]
     for statement in body:
         if plan.script.end(statement) >= first or plan.script.line_start((statement.end_lineno or 0) + 1) > first:
@@ -219,24 +221,24 @@ def _first_user(plan: Plan, scope: Scope, users: list[Any]) -> ast.stmt:
 
 
 def _arguments(plan: Plan, scope: Scope) -> str:
-    """The constructor's arguments; conditions that aren't known where it is made are taken as true."""
+    """Return the constructor's arguments; conditions that aren't known where it is created are taken as true."""
     if plan.needs and not all(_is_known(plan, need, scope) for need in plan.needs):
         plan.note(
             plan.needs[0],
-            f"`{plan.script.of(plan.needs[0])}` switches mixed precision here, but isn't known where the Accelerator "
-            "is made; it is on. `accelerate launch --mixed_precision no` switches it off.",
+            f"`{plan.script.text_of(plan.needs[0])}` switches mixed precision here, but isn't known where the "
+            "Accelerator is made; it is on. `accelerate launch --mixed_precision no` switches it off.",
         )
         plan.arguments["mixed_precision"] = plan.arguments["mixed_precision"].split(" if ")[0]
         plan.needs.clear()
-    words = [f"{name}={value}" for name, value in plan.arguments.items()]
+    arguments = [f"{name}={value}" for name, value in plan.arguments.items()]
     if plan.handlers:
         made = ", ".join(f"{name}({', '.join(values)})" for name, values in plan.handlers.items())
-        words.append(f"kwargs_handlers=[{made}]")
-    return ", ".join(words)
+        arguments.append(f"kwargs_handlers=[{made}]")
+    return ", ".join(arguments)
 
 
 def _is_known(plan: Plan, need: ast.expr, scope: Scope) -> bool:
-    """Whether every name of an expression has its value in ``scope`` before the first use of the Accelerator."""
+    """Return whether all names of an expression have their values in ``scope`` before the Accelerator's first use."""
     names = [node for node in ast.walk(need) if isinstance(node, ast.Name)]
     for name in names:
         symbol = plan.survey.symbol(name)
@@ -245,14 +247,14 @@ def _is_known(plan: Plan, need: ast.expr, scope: Scope) -> bool:
         if symbol.name in parameters(scope):
             continue
         made = plan.survey.assignments(symbol)
-        first = min((plan.script.start(user) for user in plan.users if not isinstance(user, _Spot)), default=0)
+        first = min((plan.script.start(user) for user in plan.users if not isinstance(user, _UsePoint)), default=0)
         if not made or (symbol.scope is scope and plan.script.start(made[-1][0]) > first):
             return False
     return True
 
 
 def _last_import(plan: Plan) -> ast.stmt | None:
-    """The last import at the head of the module."""
+    """Return the last import at the head of the module."""
     found: ast.stmt | None = None
     for statement in plan.script.tree.body:
         if isinstance(statement, (ast.Import, ast.ImportFrom)) or (
@@ -266,8 +268,8 @@ def _last_import(plan: Plan) -> ast.stmt | None:
     return found
 
 
-def _head(plan: Plan, last: ast.stmt | None) -> Place:
-    """After the last import; in a script without any, after the comments and the docstring that it begins with."""
+def _insertion_point_at_head(plan: Plan, last: ast.stmt | None) -> InsertionPoint:
+    """Return the position after the last import, or without any, after the leading comments and docstring."""
     if last is not None:
         return after(plan, last)
     first = plan.script.tree.body[0]
@@ -276,20 +278,20 @@ def _head(plan: Plan, last: ast.stmt | None) -> Place:
     line = 1
     while line < first_line(first) and plan.script.lines[line - 1].startswith("#"):
         line += 1
-    return Place(plan.script.line_start(line), "", line, True)
+    return InsertionPoint(plan.script.line_start(line), "", line, True)
 
 
 def _import(plan: Plan, last: ast.stmt | None) -> None:
     names = ", ".join(sorted(["Accelerator", *plan.handlers]))
     text = f"from accelerate import {names}"
-    insert(plan, _head(plan, last), text if last is not None else text + "\n", "the package")
+    insert(plan, _insertion_point_at_head(plan, last), text if last is not None else text + "\n", "the package")
 
 
 # --------------------------------------------------------------------------------------------- imports
 
 
 def drop_imports(plan: Plan) -> None:
-    """Imports that only what is gone needed are gone."""
+    """Remove imports that only removed code needed."""
     edits = [edit for edit in chosen([*plan.edits, *plan.removals()]) if edit.end > edit.start]
     for statement in plan.script.nodes((ast.Import, ast.ImportFrom)):
         if statement in plan.removed or (isinstance(statement, ast.ImportFrom) and statement.module == "__future__"):
@@ -301,7 +303,7 @@ def drop_imports(plan: Plan) -> None:
         if len(unused) == len(statement.names):
             plan.remove(statement, why)
         elif isinstance(statement, ast.ImportFrom) and statement.lineno == statement.end_lineno:
-            kept = [plan.script.of(alias) for alias in statement.names if alias not in unused]
+            kept = [plan.script.text_of(alias) for alias in statement.names if alias not in unused]
             plan.replace(statement, f"from {statement.module} import {', '.join(kept)}", why, uses=False)
 
 
@@ -310,11 +312,11 @@ def _lost_its_uses(plan: Plan, alias: ast.alias, edits: list[Edit]) -> bool:
     uses = [n for n in plan.script.nodes(ast.Name) if n.id == name]
     if not uses:
         return False
-    word = re.compile(rf"\b{re.escape(name)}\b")
+    pattern = re.compile(rf"\b{re.escape(name)}\b")
     for use in uses:
         start = plan.script.start(use)
         covering = [edit for edit in edits if edit.start <= start < edit.end]
-        if not covering or any(word.search(edit.text) for edit in covering):
+        if not covering or any(pattern.search(edit.text) for edit in covering):
             return False
     # `import torch.distributed as dist` beside `import torch`: the path is used, the name isn't.
     return alias.asname is not None or "." not in alias.name

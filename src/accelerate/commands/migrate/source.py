@@ -1,4 +1,4 @@
-"""A script as text and as a tree, and edits of the text that leave every other character alone.
+"""A script as text and syntax tree, and edits of the text that keep every other character.
 
 Positions come from the tree; what is written back is the text. So quotes, comments, blank lines and the width of the
 indentation stay the author's own.
@@ -20,7 +20,7 @@ _BLOCKS: Final = ("body", "orelse", "finalbody", "handlers")
 @final
 @dataclass(frozen=True)
 class Edit:
-    """Characters ``start`` to ``end`` become ``text``; ``why`` says it to the author of line ``line``."""
+    """The replacement of characters ``start`` to ``end`` by ``text``, with the reason and the line it concerns."""
 
     start: int
     end: int
@@ -31,7 +31,7 @@ class Edit:
 
 @final
 class Script:
-    """One script.
+    """One script as text and syntax tree.
 
     Raises:
         SyntaxError: it isn't Python (3.10 or newer, whatever runs this).
@@ -51,65 +51,65 @@ class Script:
         for line in self.lines:
             self._starts.append(self._starts[-1] + len(line))
 
-    # -- where ---------------------------------------------------------------------------------------------
+    # -- positions ---------------------------------------------------------------------------------------------
 
     def _offset(self, line: int, column: int) -> int:
-        """The place in the text; the tree counts columns in bytes."""
+        """Convert (line, column in bytes) to an offset in the text."""
         before = self.lines[line - 1].encode()[:column].decode() if line <= len(self.lines) else ""
         return self._starts[line - 1] + len(before)
 
     def start(self, node: Any) -> int:
-        """Where the node begins."""
+        """Return the offset at which the node begins."""
         return self._offset(node.lineno, node.col_offset)
 
     def end(self, node: Any) -> int:
-        """Where the node ends."""
+        """Return the offset at which the node ends."""
         return self._offset(node.end_lineno, node.end_col_offset)
 
     def line_start(self, line: int) -> int:
-        """Where a line (counted from 1) begins."""
+        """Return the offset at which a line (counted from 1) begins."""
         return self._starts[min(line - 1, len(self._starts) - 1)]
 
-    def of(self, node: Any) -> str:
-        """The text of a node, exactly as written."""
+    def text_of(self, node: Any) -> str:
+        """Return the text of a node, exactly as written."""
         return self.text[self.start(node) : self.end(node)]
 
     def indentation(self, statement: ast.stmt) -> str:
-        """The white space before a statement that begins its line."""
+        """Return the white space before a statement that begins its line."""
         line = self.lines[first_line(statement) - 1]
         return line[: len(line) - len(line.lstrip())]
 
-    def where(self, node: Any) -> str:
-        """``train.py:31``"""
+    def location(self, node: Any) -> str:
+        """Return the location of a node, as ``train.py:31``."""
         return f"{self.name}:{getattr(node, 'lineno', 1)}"
 
-    # -- around --------------------------------------------------------------------------------------------
+    # -- context ---------------------------------------------------------------------------------------------
 
-    def around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """The nodes that contain this one, from the inside out."""
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the nodes that contain this one, from the inside out."""
         while node in self.parents:
             node = self.parents[node]
             yield node
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """The statement that this expression is a part of; a statement itself."""
+        """Return the statement that contains this expression, or the node itself if it is a statement."""
         while not isinstance(node, ast.stmt):
             node = self.parents[node]
         return node
 
     def scope(self, node: ast.AST) -> Scope:
-        """The function (or the module) whose local names this node sees."""
-        for outer in self.around(node):
+        """Return the function (or the module) whose local names this node sees."""
+        for outer in self.ancestors(node):
             if isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Module)):
                 return outer
         return self.tree
 
     def owner(self, scope: Scope) -> ast.ClassDef | None:
-        """The class whose method a function is, or is inside of."""
-        return next((outer for outer in self.around(scope) if isinstance(outer, ast.ClassDef)), None)
+        """Return the class whose method a function is, or is inside of."""
+        return next((outer for outer in self.ancestors(scope) if isinstance(outer, ast.ClassDef)), None)
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The statements among which this one stands."""
+        """Return the list of statements that this one is in."""
         parent = self.parents[statement]
         for name in _BLOCKS:
             block = getattr(parent, name, None)
@@ -121,7 +121,7 @@ class Script:
         return [statement]
 
     def nodes(self, kind: Any, inside: ast.AST | None = None) -> list[Any]:
-        """All nodes of a kind, in the order of the text."""
+        """Return all nodes of a kind, in the order of the text."""
         if inside is None and kind in self._found:
             return self._found[kind]
         found = [node for node in ast.walk(inside or self.tree) if isinstance(node, kind)]
@@ -148,7 +148,9 @@ class Script:
         return names
 
     def path(self, node: ast.AST | None) -> str:
-        """``torch.optim.SGD`` for ``optim.SGD`` after ``from torch import optim``; '' for anything but a chain."""
+        """Resolve a chain of names: ``torch.optim.SGD`` for ``optim.SGD`` after ``from torch import optim``; '' for
+        anything else.
+        """
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -158,18 +160,18 @@ class Script:
         return ".".join([self.imported.get(node.id, node.id), *reversed(parts)])
 
     def is_used(self, name: str) -> bool:
-        """Whether the script has this name for something."""
+        """Return whether the script uses this name."""
         return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(self.tree))
 
 
 def first_line(statement: ast.stmt) -> int:
-    """The first line of a statement, its decorators included."""
+    """Return the first line of a statement, its decorators included."""
     decorators = getattr(statement, "decorator_list", ())
     return min([statement.lineno, *(each.lineno for each in decorators)])
 
 
 def dotted(node: ast.AST) -> str:
-    """``self.model`` for a chain of names as it is written; '' for anything else."""
+    """Return a chain of names as written, such as ``self.model``; '' for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -179,14 +181,14 @@ def dotted(node: ast.AST) -> str:
 
 
 def method(call: ast.AST) -> tuple[str, ast.expr] | None:
-    """The name of the method and the object, for a call ``object.name(...)``."""
+    """Return (name of the method, object) of a call ``object.name(...)``, None for anything else."""
     if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
         return call.func.attr, call.func.value
     return None
 
 
 def targets(statement: ast.AST) -> list[ast.expr]:
-    """What a statement binds: the left sides of an assignment, flat."""
+    """Return the targets of an assignment or a loop, without nesting."""
     if isinstance(statement, ast.Assign):
         found = list(statement.targets)
     elif isinstance(statement, (ast.AnnAssign, ast.AugAssign, ast.For, ast.AsyncFor)):
@@ -204,7 +206,7 @@ def targets(statement: ast.AST) -> list[ast.expr]:
 
 
 def pairs(statement: ast.Assign | ast.AnnAssign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Each target beside its value; ``a, b = x, y`` gives two, ``a, b = f()`` gives ``f()`` twice."""
+    """Yield each target with its value; ``a, b = x, y`` gives two pairs, ``a, b = f()`` gives ``f()`` twice."""
     if isinstance(statement, ast.AnnAssign):
         if statement.value is not None:
             yield statement.target, statement.value
@@ -220,7 +222,7 @@ def pairs(statement: ast.Assign | ast.AnnAssign) -> Iterator[tuple[ast.expr, ast
 
 
 def apply(script: Script, edits: list[Edit]) -> str:
-    """The text with the edits made. Of edits that overlap, the one that covers the other is made."""
+    """Apply the edits; of edits that overlap, the one that covers the other."""
     text, at = [], 0
     for edit in chosen(edits):
         text += [script.text[at : edit.start], edit.text]
@@ -229,7 +231,7 @@ def apply(script: Script, edits: list[Edit]) -> str:
 
 
 def chosen(edits: list[Edit]) -> list[Edit]:
-    """The edits that are made, in the order of the text; insertions at one place in the order they were asked for."""
+    """Return the edits to apply, in the order of the text; insertions at one offset in the order of the list."""
     done: list[Edit] = []
     for edit in sorted(edits, key=lambda each: (each.start, each.end > each.start, -each.end)):
         if done and edit.start < done[-1].end:

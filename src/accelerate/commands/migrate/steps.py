@@ -20,7 +20,7 @@ _AUTOCASTS: Final = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.aut
 
 
 def change(plan: Plan) -> None:
-    """Backward, clipping, loss scaling and autocast are the Accelerator's."""
+    """Replace backward, clipping, loss scaling and autocast by the Accelerator's."""
     for call in plan.survey.backwards:
         _backward(plan, call)
     for call in plan.script.nodes(ast.Call):
@@ -35,15 +35,15 @@ def change(plan: Plan) -> None:
 
 
 def _scaled(plan: Plan, loss: ast.expr) -> ast.expr | None:
-    """``loss`` of ``scaler.scale(loss)``."""
-    asked = method(loss)
-    if asked is None or asked[0] != "scale" or not isinstance(loss, ast.Call) or not loss.args:
+    """Return ``loss`` of ``scaler.scale(loss)``, None for anything else."""
+    method_call = method(loss)
+    if method_call is None or method_call[0] != "scale" or not isinstance(loss, ast.Call) or not loss.args:
         return None
-    return loss.args[0] if is_scaler(plan, asked[1]) else None
+    return loss.args[0] if is_scaler(plan, method_call[1]) else None
 
 
 def is_scaler(plan: Plan, node: ast.AST) -> bool:
-    """Whether a name stands for a gradient scaler."""
+    """Return whether a name stands for a gradient scaler."""
     symbol = plan.survey.symbol(node)
     roots = plan.survey.roots(symbol)
     made = any(plan.survey.role_of(root) == SCALER for root in roots)
@@ -64,9 +64,9 @@ def _backward(plan: Plan, call: ast.Call) -> None:
     if inner is not None:
         why += "; scaling included"
     loss = inner or loss
-    given = ", ".join(script.of(each) for each in call.args)
-    words = ", ".join(f"{word.arg}={script.of(word.value)}" for word in call.keywords)
-    rest = "".join(f", {each}" for each in (given and f"gradient={given}", words) if each)
+    given = ", ".join(script.text_of(each) for each in call.args)
+    keywords = ", ".join(f"{keyword.arg}={script.text_of(keyword.value)}" for keyword in call.keywords)
+    rest = "".join(f", {each}" for each in (given and f"gradient={given}", keywords) if each)
     plan.cut(script.start(call), script.start(loss), f"{plan.accelerator}.backward(", why, call)
     plan.cut(script.end(loss), script.end(call), f"{rest})", "", call)
     plan.users.append(call)
@@ -78,14 +78,14 @@ def _backward(plan: Plan, call: ast.Call) -> None:
 def _scaling(plan: Plan) -> None:
     made = [symbol for symbol in list(plan.survey._assigned) if plan.survey.role_of(symbol) == SCALER]
     for call in plan.script.nodes(ast.Call):
-        asked = method(call)
-        if asked is None or not is_scaler(plan, asked[1]):
+        method_call = method(call)
+        if method_call is None or not is_scaler(plan, method_call[1]):
             continue
         statement = plan.script.statement(call)
         is_whole = isinstance(statement, ast.Expr) and statement.value is call
-        if asked[0] in ("update", "unscale_") and is_whole:
+        if method_call[0] in ("update", "unscale_") and is_whole:
             plan.remove(statement, "the optimizer and clip_grad_norm_ do it")
-        elif asked[0] == "step" and call.args:
+        elif method_call[0] == "step" and call.args:
             _scaled_step(plan, call)
     for symbol in made:
         for statement, value, _ in plan.survey.assignments(symbol):
@@ -94,7 +94,7 @@ def _scaling(plan: Plan) -> None:
 
 def _scaled_step(plan: Plan, call: ast.Call) -> None:
     optimizer = call.args[0]
-    rest = ", ".join(plan.script.of(each) for each in call.args[1:])
+    rest = ", ".join(plan.script.text_of(each) for each in call.args[1:])
     plan.cut(plan.script.start(call), plan.script.start(optimizer), "", "a prepared optimizer scales by itself", call)
     plan.cut(plan.script.end(optimizer), plan.script.end(call), f".step({rest})", "", call)
 
@@ -102,9 +102,11 @@ def _scaled_step(plan: Plan, call: ast.Call) -> None:
 def _scaler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
     if not isinstance(value, ast.Call) or plan.survey.role(value) != SCALER:
         return
-    options = [word for word in value.keywords if word.arg not in ("enabled", "device", None)]
+    options = [keyword for keyword in value.keywords if keyword.arg not in ("enabled", "device", None)]
     if options:
-        plan.handlers["GradScalerKwargs"] = [f"{word.arg}={plan.script.of(word.value)}" for word in options]
+        plan.handlers["GradScalerKwargs"] = [
+            f"{keyword.arg}={plan.script.text_of(keyword.value)}" for keyword in options
+        ]
     known = ("scale", "step", "update", "unscale_")
     others = [
         node
@@ -124,7 +126,7 @@ def _scaler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.exp
 
 
 def is_autocast(script: Script, node: ast.AST) -> bool:
-    """Whether an expression is a call of one of torch's autocast contexts."""
+    """Return whether an expression is a call of one of torch's autocast contexts."""
     return isinstance(node, ast.Call) and script.path(node.func) in _AUTOCASTS
 
 
@@ -136,7 +138,7 @@ def _autocast(plan: Plan) -> None:
             plan.note(call, "autocast is used other than in a `with` statement; it is left as it is.")
             continue
         precision = _precision_of(plan, call)
-        enabled = next((word.value for word in call.keywords if word.arg == "enabled"), None)
+        enabled = next((keyword.value for keyword in call.keywords if keyword.arg == "enabled"), None)
         switches.append((precision, enabled))
         plan.replace(call, f"{plan.accelerator}.autocast()", "the Accelerator's precision, which the constructor names")
     if not switches:
@@ -150,12 +152,12 @@ def _autocast(plan: Plan) -> None:
     if enabled is None:
         plan.arguments["mixed_precision"] = f'"{precision}"'
     else:
-        plan.arguments["mixed_precision"] = f'"{precision}" if {plan.script.of(enabled)} else "no"'
+        plan.arguments["mixed_precision"] = f'"{precision}" if {plan.script.text_of(enabled)} else "no"'
         plan.needs.append(enabled)
 
 
 def _precision_of(plan: Plan, call: ast.Call) -> str:
-    given = next((word.value for word in call.keywords if word.arg == "dtype"), None)
+    given = next((keyword.value for keyword in call.keywords if keyword.arg == "dtype"), None)
     if given is None and len(call.args) > 1:
         given = call.args[1]
     found = _half(plan, given)
@@ -167,7 +169,7 @@ def _precision_of(plan: Plan, call: ast.Call) -> str:
         return "bf16" if on_host or ".cpu." in plan.script.path(call.func) else "fp16"
     scales = any(plan.survey.role_of(symbol) == SCALER for symbol in plan.survey._assigned)
     guess = "fp16" if scales else "bf16"
-    plan.note(call, f"`{plan.script.of(given)}` isn't known before the script runs; {guess} is taken. Change the "
+    plan.note(call, f"`{plan.script.text_of(given)}` isn't known before the script runs; {guess} is taken. Change the "
               "constructor's mixed_precision if that is wrong.")  # fmt: skip
     return guess
 
@@ -183,15 +185,17 @@ def _half(plan: Plan, node: ast.expr | None) -> str | None:
     return _half(plan, values[0]) if len(values) == 1 and isinstance(values[0], ast.Attribute) else None
 
 
-# ---------------------------------------------------------------------------------------------- the rest
+# -------------------------------------------------------------------- accumulation, schedules, printing
 
 
 def _accumulation(plan: Plan) -> None:
-    """Accumulation written by hand stays right; it is said what would be saved."""
+    """Note accumulation written by hand, which stays right but synchronises in every micro-batch."""
     for node in plan.script.nodes(ast.If):
         counts = any(isinstance(each, ast.Mod) for each in ast.walk(node.test))
         steps = any(
-            (asked := method(call)) is not None and asked[0] == "step" and plan.is_prepared(asked[1], OPTIMIZER)
+            (method_call := method(call)) is not None
+            and method_call[0] == "step"
+            and plan.is_prepared(method_call[1], OPTIMIZER)
             for each in node.body
             for call in ast.walk(each)
             if isinstance(call, ast.Call)
@@ -206,7 +210,7 @@ def _accumulation(plan: Plan) -> None:
 
 
 def schedule(plan: Plan, *, by_hand: bool) -> None:
-    """Learning rates follow the curve that they follow now, on any number of processes.
+    """Choose the scheduler's mode so that learning rates follow the same curve on any number of processes.
 
     A schedule that steps once an epoch keeps doing so. One that steps in every batch is either made for the number of
     batches of one process (then it takes as many steps at once as there are processes, which is the default), or, in a
@@ -215,16 +219,16 @@ def schedule(plan: Plan, *, by_hand: bool) -> None:
     if not plan.names(SCHEDULER):
         return
     made = plan.survey.assignments(plan.names(SCHEDULER)[0])
-    place: ast.AST = made[0][0] if made else plan.script.tree
+    location: ast.AST = made[0][0] if made else plan.script.tree
     if not _steps_per_batch(plan) or (by_hand and not _counts_batches(plan)):
         plan.arguments["scheduler_mode"] = '"updates"'
         plan.note(
-            place,
+            location,
             'scheduler_mode="updates" keeps the scheduler at one step a call, on any number of processes.',
         )
     else:
         plan.note(
-            place,
+            location,
             "the scheduler steps in every batch. On N processes it takes N steps at once, because an epoch has N times "
             'fewer updates. Accelerator(scheduler_mode="updates") makes it one step an update.',
         )
@@ -232,16 +236,16 @@ def schedule(plan: Plan, *, by_hand: bool) -> None:
 
 def _steps_per_batch(plan: Plan) -> bool:
     for call in plan.script.nodes(ast.Call):
-        asked = method(call)
-        if asked is not None and asked[0] == "step" and plan.is_prepared(asked[1], SCHEDULER):
-            around = set(map(id, plan.script.around(call)))
-            if any(loop.trains and id(loop.node) in around for loop in plan.survey.loops):
+        method_call = method(call)
+        if method_call is not None and method_call[0] == "step" and plan.is_prepared(method_call[1], SCHEDULER):
+            ancestors = set(map(id, plan.script.ancestors(call)))
+            if any(loop.trains and id(loop.node) in ancestors for loop in plan.survey.loops):
                 return True
     return False
 
 
 def _counts_batches(plan: Plan) -> bool:
-    """Whether something is made of the number of batches of a training loader."""
+    """Return whether the script takes the length of a training loader."""
     loaders = set(plan.names(LOADER))
     return any(
         dotted(call.func) == "len" and any(plan.survey.roots(plan.survey.symbol(each)) & loaders for each in call.args)
@@ -250,14 +254,14 @@ def _counts_batches(plan: Plan) -> bool:
 
 
 def prints(plan: Plan, is_visible: set[int], after: int) -> None:
-    """What the training prints is printed once, not once a process."""
+    """Replace ``print`` in what sees the Accelerator by its own, which prints once, not once per process."""
     for call in plan.script.nodes(ast.Call):
-        if dotted(call.func) != "print" or id(plan.script.scope(call)) not in is_visible or plan.is_gone(call):
+        if dotted(call.func) != "print" or id(plan.script.scope(call)) not in is_visible or plan.is_removed(call):
             continue
         inside_module = isinstance(plan.script.scope(call), ast.Module)
         if inside_module and plan.script.start(call) < after:
             continue
-        if any(word.arg == "file" for word in call.keywords):
+        if any(keyword.arg == "file" for keyword in call.keywords):
             continue
         plan.cut(
             plan.script.start(call), plan.script.start(call), f"{plan.accelerator}.", _ONCE,

@@ -1,6 +1,6 @@
-"""Which names of a script are the model, the optimizer, the loader: found by how they are made and how they are used.
+"""The roles of a script's names (model, optimizer, loader, ...), found by how they are created and used.
 
-A name is followed from the loop that trains, through the parameters of functions, to where its value is made: its root.
+A name is followed from the training loop, through the parameters of functions, to where its value is created: its root.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCALER: Final = "scaler"
 SAMPLER: Final = "sampler"
 Role: TypeAlias = str | None
 
-#: In this order they are given to ``prepare``.
+#: The roles of ``prepare``'s arguments, in their order.
 PREPARED: Final = (MODEL, OPTIMIZER, LOADER, SCHEDULER)
 _WRAPPERS: Final = ("DistributedDataParallel", "DataParallel")
 _KEEPS_ROLE: Final = frozenset({"to", "cuda", "cpu", "train", "eval", "half", "float", "double", "bfloat16", "apply"})
@@ -36,7 +36,7 @@ _NAMED_LIKE_MODELS: Final = re.compile(r"(^|\.|_)(model|net|network|module)\w*$"
 @final
 @dataclass(frozen=True)
 class Symbol:
-    """A name where it belongs: in a function, in the module, or (``self.x``) in a class."""
+    """A name in its scope: a function, the module, or (``self.x``) a class."""
 
     scope: Any
     name: str
@@ -58,7 +58,7 @@ class Loop:
 
 @final
 class Survey:
-    """What a script trains, and with what."""
+    """The analysis of a script: its loops, and the roles of its names in training."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -71,14 +71,14 @@ class Survey:
                 self.classes[node.name] = node
         self._assigned: dict[Symbol, list[tuple[ast.stmt, ast.expr, int | None]]] = {}
         for statement in script.nodes((ast.Assign, ast.AnnAssign)):
-            self._note(statement)
+            self._record_assignments(statement)
         self._loaders_in: dict[Symbol, dict[str, Symbol]] = {}
         for symbol, assigned in list(self._assigned.items()):
             for statement, value, _ in assigned:
-                self._note_loaders(symbol, statement, value)
+                self._record_loaders(symbol, statement, value)
 
-    def _note_loaders(self, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
-        """The loaders of ``{"train": DataLoader(...), ...}`` have names of their own: ``loaders["train"]``."""
+    def _record_loaders(self, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
+        """Record the loaders of ``{"train": DataLoader(...), ...}`` under names of their own: ``loaders["train"]``."""
         for key, made in self._entries(value):
             if self.role(made) == LOADER:
                 entry = Symbol(symbol.scope, f'{symbol.name}["{key}"]')
@@ -86,7 +86,7 @@ class Survey:
                 self._assigned[entry] = [(statement, made, None)]
 
     def _entries(self, value: ast.expr | None) -> Iterator[tuple[str, ast.expr]]:
-        """Keys and values of a dictionary of which the keys can be read, or of the function that makes it."""
+        """Yield the keys and values of a dictionary with literal keys, or of one that a function returns."""
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in self.functions:
             function = self.functions[value.func.id][0]
             value = _returned(function)
@@ -102,7 +102,7 @@ class Survey:
                 if isinstance(each, ast.Constant) and isinstance(each.value, str):
                     yield each.value, value.value
 
-    def _note(self, statement: ast.Assign | ast.AnnAssign) -> None:
+    def _record_assignments(self, statement: ast.Assign | ast.AnnAssign) -> None:
         for target, value in pairs(statement):
             symbol = self.symbol(target)
             if symbol is None:
@@ -116,7 +116,7 @@ class Survey:
     # -- symbols -------------------------------------------------------------------------------------------
 
     def symbol(self, node: ast.AST) -> Symbol | None:
-        """What a name or ``self.name`` stands for."""
+        """Return the symbol that a name or ``self.name`` stands for."""
         name = dotted(node)
         if not name:
             return None
@@ -135,7 +135,7 @@ class Survey:
 
     @functools.cache  # noqa: B019  (a survey lives as long as the command)
     def locals(self, scope: Scope) -> set[str]:
-        """The names that a function binds: its parameters, and what is assigned in it."""
+        """Return the names that a function binds: its parameters and what it assigns."""
         names = set(parameters(scope))
         outside: set[str] = set()
         for node in ast.walk(scope):
@@ -146,11 +146,11 @@ class Survey:
         return names - outside
 
     def assignments(self, symbol: Symbol) -> list[tuple[ast.stmt, ast.expr, int | None]]:
-        """Statements that bind it, with the value, and the place in it where a call gives several."""
+        """Return the statements that bind it, with the value and, where a call gives several, the index in it."""
         return self._assigned.get(symbol, [])
 
     def roots(self, symbol: Symbol | None, seen: frozenset[Symbol] = frozenset()) -> set[Symbol]:
-        """Where the value of a name comes from: itself, unless callers hand it over or another name gave it."""
+        """Return the symbols whose values a name may have, followed through callers' arguments and other names."""
         if symbol is None or symbol in seen:
             return set()
         seen |= {symbol}
@@ -164,14 +164,14 @@ class Survey:
         return copies if copies and not made else {symbol}
 
     def _arguments(self, symbol: Symbol) -> Iterator[Symbol | None]:
-        """What callers give for a parameter."""
+        """Yield the symbols that callers pass for a parameter."""
         function, name = symbol.scope, symbol.name
         owner = self.script.parents.get(function)
         is_method = isinstance(owner, ast.ClassDef)
         position = parameters(function).index(name) - (1 if is_method else 0)
         called = owner.name if is_method and function.name == "__init__" else function.name
         for call in self._calls_by_name.get(called, ()):
-            given = next((word.value for word in call.keywords if word.arg == name), None)
+            given = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
             if given is None and 0 <= position < len(call.args):
                 given = call.args[position]
             if given is not None and not isinstance(given, ast.Starred):
@@ -187,7 +187,7 @@ class Survey:
     # -- roles ---------------------------------------------------------------------------------------------
 
     def is_module_class(self, name: str, seen: tuple[str, ...] = ()) -> bool:
-        """Whether a class of the script is a torch module."""
+        """Return whether a class of the script is a torch module."""
         node = self.classes.get(name)
         if node is None or name in seen:
             return False
@@ -201,7 +201,7 @@ class Survey:
         )
 
     def role(self, value: ast.expr | None, depth: int = 0) -> Role | list[Role]:
-        """What an expression makes; a list for a tuple."""
+        """Return the role of an expression's value; a list for a tuple."""
         if value is None or depth > 6:
             return None
         if isinstance(value, (ast.Tuple, ast.List)):
@@ -220,10 +220,14 @@ class Survey:
             return found
         if last in _WRAPPERS or path in ("torch.compile", "torch.nn.SyncBatchNorm.convert_sync_batchnorm"):
             return self.role(call.args[0], depth + 1) if call.args else None
-        asked = method(call)
-        if asked is not None and asked[0] in _KEEPS_ROLE:
-            return self.role(asked[1], depth + 1)
-        if asked is not None and asked[0] == "from_pretrained" and _NAMED_LIKE_MODELS.search(dotted(asked[1]) or ""):
+        method_call = method(call)
+        if method_call is not None and method_call[0] in _KEEPS_ROLE:
+            return self.role(method_call[1], depth + 1)
+        if (
+            method_call is not None
+            and method_call[0] == "from_pretrained"
+            and _NAMED_LIKE_MODELS.search(dotted(method_call[1]) or "")
+        ):
             return MODEL
         if last in self.functions and (path == last or path.startswith("self.")):
             return self._role_of_result(self.functions[last][0], depth)
@@ -253,7 +257,7 @@ class Survey:
         return self.role(_returned(function), depth + 1)
 
     def role_of(self, symbol: Symbol | None, depth: int = 0) -> Role:
-        """What a name stands for, by how it is made."""
+        """Return the role of a name, by the values assigned to it."""
         if symbol is None or depth > 6:
             return None
         for _, value, position in self.assignments(symbol):
@@ -270,14 +274,14 @@ class Survey:
         return {*self.functions, *self.classes, *self.script.imported}
 
     def is_defined(self, symbol: Symbol) -> bool:
-        """Whether the script itself gives the name a value."""
+        """Return whether the script itself assigns to the name."""
         return bool(self.assignments(symbol))
 
     # -- the loops -----------------------------------------------------------------------------------------
 
     @functools.cached_property
     def backwards(self) -> list[ast.Call]:
-        """``loss.backward()``, however the loss is written."""
+        """The calls of ``loss.backward()``, however the loss is written."""
         found = (call for call in self.script.nodes(ast.Call) if (method(call) or ("",))[0] == "backward")
         return [call for call in found if not self._is_autograd(call)]
 
@@ -297,12 +301,12 @@ class Survey:
         return names
 
     def trains(self, node: ast.AST) -> bool:
-        """Whether a backward runs in ``node``, or in a function that it calls."""
+        """Return whether a backward runs in ``node``, or in a function that it calls."""
         return bool(self._called_in(node) & {_BACKWARD, *self.training_functions})
 
     @functools.cache  # noqa: B019  (a survey lives as long as the command)
     def _called_in(self, node: ast.AST) -> frozenset[str]:
-        """The last names of everything that is called in ``node``; a backward of a loss has a name of its own."""
+        """Return the last names of all calls in ``node``; a backward of a loss has a name of its own."""
         calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
         names = {dotted(call.func).rpartition(".")[2] for call in calls}
         return frozenset(names | ({_BACKWARD} if any(id(call) in self._backward_ids for call in calls) else set()))
@@ -313,25 +317,25 @@ class Survey:
 
     @functools.cached_property
     def loops(self) -> list[Loop]:
-        """Every loop over a loader."""
+        """All loops over a loader."""
         found: list[Loop] = []
         for node in self.script.nodes(ast.For):
             symbols: set[Symbol] = set()
             for name in _names_in(node.iter):
                 roots = self.roots(self.symbol(name))
                 symbols |= {root for root in roots if self._is_loader(root, node, name)}
-                symbols |= self._asked_of(name, roots)
+                symbols |= self._loaders_by_key(name, roots)
             if symbols:
                 loop = Loop(node, symbols, self.trains(node))
                 loop.batch_names = set(self._batch_names(node))
                 found.append(loop)
         return found
 
-    def _asked_of(self, name: ast.AST, roots: set[Symbol]) -> set[Symbol]:
-        """The loaders that ``loaders[key]`` may be: one where the key can be read, else all."""
-        around = self.script.parents.get(name)
-        asked = around.slice if isinstance(around, ast.Subscript) else None
-        key = asked.value if isinstance(asked, ast.Constant) and isinstance(asked.value, str) else None
+    def _loaders_by_key(self, name: ast.AST, roots: set[Symbol]) -> set[Symbol]:
+        """Return the loaders that ``loaders[key]`` may be: one where the key is a literal, else all."""
+        parent = self.script.parents.get(name)
+        index = parent.slice if isinstance(parent, ast.Subscript) else None
+        key = index.value if isinstance(index, ast.Constant) and isinstance(index.value, str) else None
         found: set[Symbol] = set()
         for root in roots:
             entries = self._loaders_in.get(root, {})
@@ -341,8 +345,7 @@ class Survey:
     def _is_loader(self, symbol: Symbol, loop: ast.For, name: ast.AST) -> bool:
         if self.is_defined(symbol):
             return self.role_of(symbol) == LOADER
-        # Handed over by a caller that this script doesn't show: what is gone through in a loop that trains, or is
-        # called a loader.
+        # Passed by a caller outside of this script: a loader if a training loop iterates over it, or by its name.
         called = self.script.parents.get(name)
         if (isinstance(called, ast.Call) and called.func is name) or symbol.name in self.script.imported:
             return False
@@ -376,12 +379,12 @@ class Survey:
         for loop in self.loops:
             if loop.trains:
                 found[LOADER].update(dict.fromkeys(self._outermost(_for_training(loop.loaders))))
-        self._add_fed(found)
+        self._add_iterated(found)
         self._add_undefined(found)
         return {role: list(symbols) for role, symbols in found.items()}
 
     def _is_only_returned(self, symbol: Symbol) -> bool:
-        """Whether a function makes it for its callers, who then have it under a name of their own."""
+        """Return whether a function creates it for its callers, who have it under a name of their own."""
         if isinstance(symbol.scope, (ast.Module, ast.ClassDef)):
             return False
         returned = any(
@@ -391,7 +394,7 @@ class Survey:
         return returned and not self.trains(symbol.scope)
 
     def _outermost(self, symbols: Iterable[Symbol]) -> Iterator[Symbol]:
-        """For what a function makes and returns, the names that its callers have for it."""
+        """Yield the symbols, or for what a function creates and returns, the names that its callers have for it."""
         for symbol in symbols:
             if not self._is_only_returned(symbol):
                 yield symbol
@@ -407,16 +410,16 @@ class Survey:
                             yield other
 
     def _makes_optimizer(self, call: ast.Call) -> bool:
-        for outer in self.script.around(call):
+        for outer in self.script.ancestors(call):
             if isinstance(outer, ast.Call) and self.role(outer) == OPTIMIZER:
                 return True
             if isinstance(outer, (ast.Assign, ast.AnnAssign)):  # parameters = filter(..., model.parameters())
-                return any(self._feeds_optimizer(target) for target in targets(outer))
+                return any(self._is_passed_to_optimizer(target) for target in targets(outer))
             if isinstance(outer, ast.stmt):
                 return False
         return False
 
-    def _feeds_optimizer(self, name: ast.expr) -> bool:
+    def _is_passed_to_optimizer(self, name: ast.expr) -> bool:
         symbol = self.symbol(name)
         if symbol is None:
             return False
@@ -426,8 +429,8 @@ class Survey:
             for call in self.script.nodes(ast.Call)
         )
 
-    def _add_fed(self, found: dict[str, dict[Symbol, None]]) -> None:
-        """Loaders that a training loop draws from by hand: ``next(batches)`` after ``batches = iter(loader)``."""
+    def _add_iterated(self, found: dict[str, dict[Symbol, None]]) -> None:
+        """Add loaders that a training loop reads by hand: ``next(batches)`` after ``batches = iter(loader)``."""
         for call in self.script.nodes(ast.Call):
             name = dotted(call.func)
             if name in ("iter", "cycle", "itertools.cycle") and call.args and self.trains(self.script.scope(call)):
@@ -439,13 +442,13 @@ class Survey:
                 found[LOADER].update(dict.fromkeys(root for root in roots if self.role_of(root) == LOADER))
 
     def _add_undefined(self, found: dict[str, dict[Symbol, None]]) -> None:
-        """A piece of a script: names that are used like an optimizer, a scheduler or a model, but made elsewhere."""
+        """Add names that are used like an optimizer, a scheduler or a model but defined outside of this script."""
         used: dict[Symbol, set[str]] = {}
         for call in self.script.nodes(ast.Call):
-            asked = method(call)
-            if asked is not None:
-                for root in self.roots(self.symbol(asked[1])):
-                    used.setdefault(root, set()).add(asked[0])
+            method_call = method(call)
+            if method_call is not None:
+                for root in self.roots(self.symbol(method_call[1])):
+                    used.setdefault(root, set()).add(method_call[0])
             elif isinstance(call.func, ast.Name):
                 for root in self.roots(self.symbol(call.func)):
                     used.setdefault(root, set()).add("()")
@@ -462,7 +465,7 @@ class Survey:
 
 
 def parameters(scope: Any) -> list[str]:
-    """The names of a function's parameters, in order."""
+    """Return the names of a function's parameters, in order."""
     arguments = getattr(scope, "args", None)
     if not isinstance(arguments, ast.arguments):
         return []
@@ -470,13 +473,13 @@ def parameters(scope: Any) -> list[str]:
 
 
 def is_parameters_call(node: ast.AST) -> bool:
-    """``model.parameters()`` or ``model.named_parameters()``."""
-    asked = method(node)
-    return asked is not None and asked[0] in ("parameters", "named_parameters")
+    """Return whether a node is ``model.parameters()`` or ``model.named_parameters()``."""
+    method_call = method(node)
+    return method_call is not None and method_call[0] in ("parameters", "named_parameters")
 
 
 def derived(value: ast.expr, names: set[str]) -> bool:
-    """Whether a value is made of nothing but parts of these names, where they lie: ``batch["x"].view(-1).to(d)``."""
+    """Return whether a value consists of parts of these names only: ``batch["x"].view(-1).to(d)``."""
     if isinstance(value, ast.Name):
         return value.id in names
     if isinstance(value, (ast.Attribute, ast.Subscript, ast.Starred)):
@@ -491,13 +494,13 @@ def derived(value: ast.expr, names: set[str]) -> bool:
 
 
 def _returned(function: Function) -> ast.expr | None:
-    """What the last ``return`` of a function gives."""
+    """Return the value of a function's last ``return``."""
     returns = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
     return returns[-1] if returns else None
 
 
 def _for_training(loaders: set[Symbol]) -> list[Symbol]:
-    """Of the loaders that a loop over ``("train", "val")`` goes through, those that it trains on."""
+    """Return, of the loaders that a loop over ``("train", "val")`` goes through, those that it trains on."""
     ordered = sorted(loaders, key=lambda each: each.name)
     return [each for each in ordered if "[" in each.name and "train" in each.name.lower()] or ordered
 
@@ -507,7 +510,7 @@ def _single(role: Role | list[Role]) -> Role:
 
 
 def _names_in(node: ast.AST) -> Iterator[ast.AST]:
-    """Names and ``self.names`` of an expression, the longest chains only; what is called is not one."""
+    """Yield the names and ``self.names`` of an expression, longest chains only, without those that are called."""
     if dotted(node):
         yield node
         return
@@ -517,7 +520,7 @@ def _names_in(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _iterated(node: ast.expr) -> ast.expr:
-    """The loader inside of ``enumerate(tqdm(loader), 1)``."""
+    """Return the loader inside of ``enumerate(tqdm(loader), 1)``."""
     while isinstance(node, ast.Call) and node.args and dotted(node.func).rpartition(".")[2] in _PASSES_ON:
         node = node.args[0]
     return node

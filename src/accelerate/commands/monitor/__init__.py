@@ -19,7 +19,7 @@ _PORT: Final = 8321
 
 
 def monitor_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """A parser of ``accelerate monitor``."""
+    """Create the parser of ``accelerate monitor``."""
     if subparsers is not None:
         parser = subparsers.add_parser("monitor", description=_DESCRIPTION, allow_abbrev=False)
     else:
@@ -41,7 +41,7 @@ def monitor_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def monitor_command(args: argparse.Namespace) -> int:
-    """The run was shown the way that was asked for.
+    """Show the run as a page, in the terminal or as an exported file, and return 0.
 
     Raises:
         SettingError: there is no such folder, or a file can't be written that way.
@@ -90,7 +90,7 @@ def _serve(run: Any, args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of ``accelerate monitor``."""
+    """Run ``accelerate monitor`` and return its exit code."""
     from ..launch import complain
 
     args = monitor_command_parser().parse_args(None if arguments is None else list(arguments))

@@ -27,7 +27,7 @@ _SECONDS: Final = 60
 
 
 def export(content: dict[str, Any], target: Path, *, theme: str = "light") -> None:
-    """``target`` (.html, .png or .json) shows the run as it is now.
+    """Write ``target`` (.html, .png or .json), which shows the run as it is now.
 
     Raises:
         SettingError: another ending.
@@ -46,14 +46,14 @@ def export(content: dict[str, Any], target: Path, *, theme: str = "light") -> No
 
 
 def find_browser() -> str | None:
-    """The program of a browser that draws without a screen, or None."""
+    """Return the program of a browser that can draw without a screen, or None."""
     found = (shutil.which(name) for name in _BROWSERS)
     here = (path for path in _APPLICATIONS if Path(path).is_file())
     return next((path for path in found if path), None) or next(here, None)
 
 
 def picture(html: str, target: Path, *, theme: str = "light") -> None:
-    """``target`` is a PNG of ``html``.
+    """Draw ``html`` as the PNG file ``target``.
 
     Raises:
         MissingDependency: there is no browser, or it didn't draw.
@@ -67,23 +67,23 @@ def picture(html: str, target: Path, *, theme: str = "light") -> None:
         source = Path(folder) / "run.html"
         source.write_text(html, encoding="utf-8")
         drawn = Path(folder) / "run.png"
-        words = [
+        argv = [
             browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
             f"--user-data-dir={folder}/profile", "--virtual-time-budget=2000",
         ]  # fmt: skip
         address = f"{source.as_uri()}?theme={theme}&still"
-        height = _height(_run([*words, f"--window-size={WIDTH},1200", "--dump-dom", address]).stdout)
-        done = _run([*words, f"--window-size={WIDTH},{height}", f"--screenshot={drawn}", address])
+        height = _height(_run([*argv, f"--window-size={WIDTH},1200", "--dump-dom", address]).stdout)
+        done = _run([*argv, f"--window-size={WIDTH},{height}", f"--screenshot={drawn}", address])
         if not drawn.is_file():
             raise MissingDependency(f"{browser} drew nothing (exit code {done.returncode}): {done.stderr[-300:]}")
         shutil.copyfile(drawn, target)
 
 
 def _height(document: str) -> int:
-    """How high the page says that it is, within reason."""
+    """Return the height that the page reports, in pixels, limited to 400 to 12,000."""
     found = re.search(r'data-height="(\d+)"', document)
     return min(max(int(found[1]), 400), 12000) if found else 1600
 
 
-def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=False)
+def _run(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, capture_output=True, text=True, timeout=_SECONDS, check=False)

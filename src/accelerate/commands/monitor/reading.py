@@ -1,4 +1,4 @@
-"""The files of a run, read as they grow: what each rank wrote down, and what the run logged on its own."""
+"""The files of a run, read as they grow: each rank's reports and events, and the numbers that the script logged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import SettingError
 
 FOLDER: Final = "monitor"
 _FILES: Final = "rank_*.jsonl"
-#: Of a rank's reports, what is drawn by name; all other numbers are the user's own.
+#: The numbers of a rank's reports that are drawn by name; all others are the user's own.
 KNOWN: Final = (
     "loss", "learning_rate", "step_seconds", "wait_seconds", "samples_per_second", "tokens_per_second", "memory_bytes",
     "mfu",
@@ -23,7 +23,7 @@ _MAX_EVENTS: Final = 2000
 
 
 def number(value: Any) -> float | None:
-    """``value`` as a number, NaN and infinities (which are text in the files) included; None for anything else."""
+    """Return ``value`` as a number, NaN and infinities (text in the files) included; None for anything else."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
@@ -36,19 +36,19 @@ def number(value: Any) -> float | None:
 @final
 @dataclass
 class Curve:
-    """One number over the steps of a run; a run that goes back writes over what it did before."""
+    """One number over the steps of a run; a run that resumes from an earlier step replaces what follows it."""
 
     steps: list[int] = field(default_factory=list[int])
     values: list[float] = field(default_factory=list[float])
 
     def add(self, step: int, value: float) -> None:
-        """The value at ``step``, which follows those of smaller steps only."""
+        """Add the value at ``step``, and drop those of the same and later steps."""
         self.cut(step)
         self.steps.append(step)
         self.values.append(value)
 
     def cut(self, step: int) -> None:
-        """Nothing is known of ``step`` and what follows it."""
+        """Drop the values at ``step`` and later."""
         while self.steps and self.steps[-1] >= step:
             self.steps.pop()
             self.values.pop()
@@ -56,14 +56,14 @@ class Curve:
 
 @final
 class Tail:
-    """The whole lines that have been added to a file since it was read last."""
+    """A reader of the whole lines that were added to a file since the last read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """New lines that are JSON objects. A half-written last one is left for the next time."""
+        """Yield new lines that are JSON objects; a half-written last one is left for the next time."""
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:  # written anew
@@ -86,7 +86,7 @@ class Tail:
 @final
 @dataclass
 class Rank:
-    """What one rank wrote down so far."""
+    """The reports and events of one rank so far."""
 
     number: int
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -97,7 +97,7 @@ class Rank:
     last_time: float = 0.0
 
     def take(self, line: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The line is known; returned is the event that it was, if it was one."""
+        """Process one line of the rank's file, and return its event if it is one."""
         self.last_time = max(self.last_time, number(line.get("time")) or 0.0)
         kind = line.get("event")
         if kind is None:
@@ -133,7 +133,7 @@ class Rank:
 
 @final
 class RunFiles:
-    """A run as its files tell it; :meth:`refresh` reads what is new.
+    """A run as described by its files; :meth:`refresh` reads what is new.
 
     Raises:
         SettingError: ``folder`` isn't a folder.
@@ -153,7 +153,7 @@ class RunFiles:
         self._tails: dict[Path, Tail] = {}
 
     def refresh(self) -> bool:
-        """Everything that the files hold is known; whether something is new."""
+        """Read what the files have gained, and return whether that was anything."""
         before = self.version
         for path in self._rank_files():
             rank = self.ranks.setdefault(_rank_of(path), Rank(_rank_of(path)))
@@ -169,7 +169,7 @@ class RunFiles:
         return self.version != before
 
     def _rank_files(self) -> list[Path]:
-        """Of the run itself, of the folder of its logs, or of this very folder."""
+        """Return the ranks' files of the run's folder, of the folder of its logs, or of this very folder."""
         for pattern in (f"{FOLDER}/{_FILES}", f"*/{FOLDER}/{_FILES}", _FILES):
             found = [path for path in self.folder.glob(pattern) if path.stem.removeprefix("rank_").isdigit()]
             if found:
@@ -185,7 +185,9 @@ class RunFiles:
         del self.events[:-_MAX_EVENTS]
 
     def _take_logged(self, line: Mapping[str, Any]) -> bool:
-        """Numbers that the script logged with ``accelerator.log(..., step=...)``."""
+        """Process a line that the script logged with ``accelerator.log(..., step=...)``, and return whether it has a
+        step.
+        """
         step = line.get("step")
         if not isinstance(step, int):
             return False
@@ -206,5 +208,5 @@ def _rank_of(path: Path) -> int:
 
 
 def finite(value: float | None) -> float | None:
-    """``value`` where JSON can hold it, else None."""
+    """Return ``value`` where JSON can hold it, else None."""
     return value if value is not None and math.isfinite(value) else None

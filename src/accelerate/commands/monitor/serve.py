@@ -16,22 +16,22 @@ _POLICY: Final = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'"
 )
-_PLACE: Final = "/*DATA*/null/*DATA*/"
+_PLACEHOLDER: Final = "/*DATA*/null/*DATA*/"
 
 
 def page(content: dict[str, Any] | None = None) -> str:
-    """The HTML of the page: a live one, or with ``content`` one that holds what it shows."""
+    """Return the HTML of the page: a live one, or with ``content`` one that contains its data."""
     html = resources.files(__package__ or "accelerate.commands.monitor").joinpath("page.html").read_text("utf-8")
     if content is None:
         return html
     # "</script>" inside a text of the run must not end the element that holds it.
     text = json.dumps(content).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    return html.replace(_PLACE, text, 1)
+    return html.replace(_PLACEHOLDER, text, 1)
 
 
 @final
 class Server(ThreadingHTTPServer):
-    """Serves ``/`` and ``/data`` of one run. ``port`` 0 takes a free one."""
+    """A server of ``/`` and ``/data`` of one run; ``port`` 0 takes a free one."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -44,14 +44,14 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where a browser finds the page."""
+        """The address of the page for a browser."""
         shown = "127.0.0.1" if self.host in ("", "0.0.0.0") else self.host
         return f"http://{shown}:{self.server_address[1]}/"
 
     def is_addressed_by(self, header: str | None) -> bool:
-        """Whether a request is meant for this server, and isn't a foreign page's that guessed its address."""
+        """Return whether the Host header names this server, not a foreign page's name for its address."""
         if self.host not in ("127.0.0.1", "localhost", "::1"):
-            return True  # whoever opens it to the network has other names for it
+            return True  # a server that is open to the network has other names
         name = (header or "").rpartition(":")[0] or (header or "")
         return name.strip("[]") in ("127.0.0.1", "localhost", "::1")
 
@@ -62,7 +62,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """The page, its data, or 404."""
+        """Answer with the page, its data, or 404."""
         if not self.server.is_addressed_by(self.headers.get("Host")):
             self._answer(403, "text/plain", b"This server answers to 127.0.0.1 and localhost only.\n")
             return
@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.run.refresh()
             content = snapshot(self.server.run)
-        # Time passes also where nothing is written: the state tells a silent run from a running one.
+        # Part of the tag, as a run becomes silent without a new version.
         tag = f"{content['version']}-{content['state']}"
         if query.get("known") == [tag]:
             self._answer(204, "text/plain", b"")
@@ -96,4 +96,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not worth a line in the terminal."""
+        """Ignore requests, which are not worth a line in the terminal."""

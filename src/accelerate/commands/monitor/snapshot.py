@@ -1,4 +1,4 @@
-"""A run as one JSON object: what the page and the terminal draw. Long curves are thinned out here."""
+"""A run as one JSON object, which the page and the terminal draw; long curves are thinned out here."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, Final
 
 from .reading import KNOWN, Curve, Rank, RunFiles, finite
 
-#: Points of a curve that are sent; more than there are pixels are of no use.
+#: Most points of a curve that are sent, about one per pixel.
 MAX_POINTS: Final = 600
-#: So many ranks are drawn as lines of their own; more as the smallest, the middle and the largest.
+#: Up to this many ranks are drawn as lines of their own, more as minimum, median and maximum.
 MAX_LINES: Final = 8
 _MAX_EVENTS: Final = 300
-#: A rank that has written nothing for so long, though it didn't say that it ends, may be gone.
+#: A rank that has written nothing for this long, and no end, counts as silent.
 SILENT_SECONDS: Final = 60.0
 _PER_RANK: Final = ("step_seconds", "wait_seconds", "memory_bytes")
-#: On every rank, but one line of them is enough.
-_TOLD_BY_ONE: Final = ("epoch", "save", "load", "stop", "start", "restart", "end")
+#: Events that all ranks report alike, shown once.
+_SAME_ON_ALL_RANKS: Final = ("epoch", "save", "load", "stop", "start", "restart", "end")
 
 
 def snapshot(run: RunFiles, *, now: float | None = None) -> dict[str, Any]:
-    """Everything that is shown of ``run``."""
+    """Return all that is shown of ``run`` as one JSON object."""
     main = run.main
     now = time.time() if now is None else now
     content: dict[str, Any] = {
@@ -51,7 +51,7 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> dict[str, Any]:
 
 
 def as_shown(folder: Path) -> str:
-    """A folder as people name it: from where they are, or from their home."""
+    """Return the folder relative to the current or the home directory, where it is below one of them."""
     for start, sign in ((Path.cwd(), ""), (Path.home(), "~/")):
         if folder.is_relative_to(start) and folder != start:
             return f"{sign}{folder.relative_to(start).as_posix()}"
@@ -59,7 +59,7 @@ def as_shown(folder: Path) -> str:
 
 
 def state_of(run: RunFiles, now: float) -> str:
-    """empty, running, silent, finished, stopped or failed."""
+    """Return empty, running, silent, finished, stopped or failed."""
     ranks = list(run.ranks.values())
     if not ranks:
         return "empty"
@@ -73,7 +73,7 @@ def state_of(run: RunFiles, now: float) -> str:
 
 
 def skew(run: RunFiles) -> dict[str, Any] | None:
-    """How much longer the slowest rank took than the middle one, in the newest report of all; None with one rank."""
+    """Return how much longer the slowest rank took than the median, at the newest common step; None with one rank."""
     curves = {n: rank.curves["step_seconds"] for n, rank in run.ranks.items() if "step_seconds" in rank.curves}
     if len(curves) < 2:
         return None
@@ -105,27 +105,27 @@ def _rank(rank: Rank, now: float) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    """JSON has no NaN: such a number is its name."""
+    """Return ``value``, or its text for NaN and infinities, which JSON lacks."""
     return value if not isinstance(value, float) or finite(value) is not None else str(value)
 
 
 def events(run: RunFiles) -> list[dict[str, Any]]:
-    """What happened, newest last; what all ranks tell alike, once."""
-    told: dict[tuple[Any, ...], dict[str, Any]] = {}
+    """Return the events, newest last; those that all ranks report alike, once."""
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for event in run.events:
         kind = event.get("event")
         what = (event.get("step"), event.get("epoch"), event.get("folder"), event.get("attempt"))
-        key = (kind, *what) if kind in _TOLD_BY_ONE else (kind, event.get("rank"), event.get("time"), len(told))
-        known = told.get(key)
+        key = (kind, *what) if kind in _SAME_ON_ALL_RANKS else (kind, event.get("rank"), event.get("time"), len(merged))
+        known = merged.get(key)
         if known is None:
-            told[key] = {**event, "ranks": [event["rank"]]}
+            merged[key] = {**event, "ranks": [event["rank"]]}
         else:
             known["ranks"].append(event["rank"])
-    return list(told.values())[-_MAX_EVENTS:]
+    return list(merged.values())[-_MAX_EVENTS:]
 
 
 def thinned(curve: Curve) -> dict[str, Any]:
-    """``steps`` and ``values``; of a long curve the means of neighbours, with the smallest and largest beside them."""
+    """Return ``steps`` and ``values``; for a long curve the means of neighbours, with their minimum and maximum."""
     size = -(-len(curve.steps) // MAX_POINTS)
     bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if finite(value) is None]
     if size <= 1:
@@ -145,7 +145,7 @@ def thinned(curve: Curve) -> dict[str, Any]:
 
 
 def over_ranks(run: RunFiles, name: str) -> dict[str, Any]:
-    """A curve for each rank; of many ranks the smallest, the middle and the largest value at each step."""
+    """Return a curve for each rank; for many ranks the minimum, median and maximum at each step."""
     curves = {n: rank.curves[name] for n, rank in sorted(run.ranks.items()) if name in rank.curves}
     if len(curves) <= MAX_LINES:
         return {"lines": {f"rank {n}": thinned(curve) for n, curve in curves.items()}}

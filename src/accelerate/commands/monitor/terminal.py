@@ -1,4 +1,4 @@
-"""The same run in a terminal: a few lines of numbers, the loss as a curve of dots, the ranks and the last events."""
+"""The terminal view of a run: a few lines of numbers, the loss as a curve of dots, the ranks and the last events."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _COLORS: Final = {
     "RUNNING": 32, "FINISHED": 34, "STOPPED": 31, "FAILED": 31, "SILENT": 33,
     "✓": 32, "✗": 31, "■": 31, "▲": 33, "▸": 34,
 }  # fmt: skip
-_COLORED: Final = re.compile(rf"(?<=  )({'|'.join(word for word in _COLORS if word.isalpha())})\b|^[✓✗■▲▸](?= )")
+_COLORED: Final = re.compile(rf"(?<=  )({'|'.join(state for state in _COLORS if state.isalpha())})\b|^[✓✗■▲▸](?= )")
 _NUM_EVENTS: Final = 8
 _NUM_RANKS: Final = 16
 _FRESH_SECONDS: Final = 5.0
 
 
 def watch(run: RunFiles, output: TextIO, *, seconds: float = 1.0) -> None:
-    """The run is on the terminal, drawn again every ``seconds``, until it is over or the user leaves."""
+    """Draw the run on the terminal every ``seconds``, until it is over or the user leaves."""
     output.write("\033[?1049h\033[?25l")  # a screen of its own, without a cursor
     try:
         while True:
@@ -53,23 +53,23 @@ def watch(run: RunFiles, output: TextIO, *, seconds: float = 1.0) -> None:
 
 
 def colored(lines: Sequence[str]) -> list[str]:
-    """The lines with the state of the run and the signs of its events in color, unless ``NO_COLOR`` is set."""
+    """Return the lines with the run's state and the signs of its events in color, unless ``NO_COLOR`` is set."""
     if env.read("NO_COLOR"):
         return list(lines)
     return [_COLORED.sub(lambda found: f"\033[{_COLORS[found[0]]}m{found[0]}\033[0m", line) for line in lines]
 
 
 def screen(content: dict[str, Any], width: int, height: int = 200) -> list[str]:
-    """The lines that show ``content``, none longer than ``width``."""
+    """Return the lines that show ``content``, none longer than ``width``."""
     lines = _head(content, width)
     if content["state"] == "empty":
         lines += ["", f"Nothing is reported yet in {content['folder']}/monitor.", "Call `accelerator.watch_run()`."]
         return [_fitting(line, width) for line in lines[:height]]
     loss = content["curves"].get("loss")
     ranks, events = _ranks(content["ranks"], content["now"]), _events(content["events"], content["ranks"], width)
-    room = max(4, min(14, height - len(lines) - len(ranks) - len(events) - 5))
+    plot_height = max(4, min(14, height - len(lines) - len(ranks) - len(events) - 5))
     if loss is not None:
-        lines += ["", *plot(loss["steps"], loss["values"], min(width, 100), room)]
+        lines += ["", *plot(loss["steps"], loss["values"], min(width, 100), plot_height)]
     lines += ["", *ranks, "", *events]
     return [_fitting(line, width) for line in lines[:height]]
 
@@ -78,28 +78,28 @@ def _fitting(line: str, width: int) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def _filled(words: Sequence[str], width: int) -> list[str]:
-    """The words in as many lines as they need; none is cut that fits into a line of its own."""
-    lines = [words[0]] if words else []
-    for word in words[1:]:
-        if len(lines[-1]) + 2 + len(word) <= width:
-            lines[-1] += f"  {word}"
+def _filled(parts: Sequence[str], width: int) -> list[str]:
+    """Join the parts into as few lines as fit ``width``, without cutting a part."""
+    lines = [parts[0]] if parts else []
+    for part in parts[1:]:
+        if len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
         else:
-            lines.append(word)
+            lines.append(part)
     return lines
 
 
 def _head(content: dict[str, Any], width: int) -> list[str]:
-    from ...health.throughput import clock_time
+    from ...monitoring.throughput import format_duration
 
     newest = content["newest"]
     step = newest.get("step")
     total = newest.get("total_steps")
-    words = [_fitting(content["name"], max(10, width - 12)), content["state"].upper()]
+    progress = [_fitting(content["name"], max(10, width - 12)), content["state"].upper()]
     if step is not None:
-        words.append(f"step {step}" + (f"/{total} ({min(100, 100 * step // total)}%)" if total else ""))
+        progress.append(f"step {step}" + (f"/{total} ({min(100, 100 * step // total)}%)" if total else ""))
     if "eta_seconds" in newest and content["state"] == "running":
-        words.append(f"{clock_time(newest['eta_seconds'])} left")
+        progress.append(f"{format_duration(newest['eta_seconds'])} left")
     numbers: list[str] = []
     if "loss" in newest:
         numbers.append(f"loss {_number(newest['loss'])}")
@@ -116,9 +116,9 @@ def _head(content: dict[str, Any], width: int) -> list[str]:
     if "mfu" in newest:
         numbers.append(f"MFU {newest['mfu']:.1%}")
     if content["state"] == "silent":
-        silent = clock_time(content["now"] - max(rank["seen"] for rank in content["ranks"]))
+        silent = format_duration(content["now"] - max(rank["seen"] for rank in content["ranks"]))
         numbers.append(f"no rank has written anything for {silent}")
-    return _filled(words, width) + _filled(numbers, width)
+    return _filled(progress, width) + _filled(numbers, width)
 
 
 def _number(value: Any) -> str:
@@ -126,7 +126,7 @@ def _number(value: Any) -> str:
 
 
 def plot(steps: Sequence[int], values: Sequence[float | None], width: int, height: int) -> list[str]:
-    """The values over the steps in dots of braille, with the numbers at the axes."""
+    """Plot the values over the steps in braille dots, with the numbers at the axes."""
     points = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
     if not points:
         return ["loss: no finite number yet"]
@@ -153,7 +153,7 @@ def plot(steps: Sequence[int], values: Sequence[float | None], width: int, heigh
 
 
 def _line(rows_of: dict[int, float], columns: int, height: int) -> list[list[int]]:
-    """The dots, by row and column of characters, of the line through the points: a row of dots for columns of dots."""
+    """Return the cells, by row and column, of the line through the points, given as dot column -> dot row."""
     cells = [[0] * columns for _ in range(height)]
     known = list(rows_of.items())
     for (x, y), (next_x, next_y) in zip(known, [*known[1:], known[-1]], strict=True):
@@ -204,17 +204,17 @@ def _events(events: Sequence[dict[str, Any]], ranks: Sequence[Any], width: int) 
         where = f"  step {event['step']}" if isinstance(event.get("step"), int) else ""
         who = "" if len(event["ranks"]) == len(ranks) else f"  rank {', '.join(map(str, event['ranks']))}"
         text = f"{_SIGNS.get(event['event'], '·')} {at}  {describe(event)}{where}{who}"
-        # What went wrong is read to its end; anything else has one line.
+        # Errors are shown in full; other events have one line.
         ending = event["event"] in ("error", "stop")
         lines += textwrap.wrap(text, width, subsequent_indent=" " * 12) if ending else [text]
     return lines
 
 
 def describe(event: dict[str, Any]) -> str:
-    """An event in a few words."""
+    """Describe an event in a few words."""
     kind = event.get("event")
     folder = str(event.get("folder") or "").rpartition("/")[2]
-    words = {
+    texts = {
         "start": "started",
         "restart": f"restarted (attempt {event.get('attempt')})",
         "save": f"saved {folder}",
@@ -224,9 +224,9 @@ def describe(event: dict[str, Any]) -> str:
         "stop": f"stopped: {event.get('text')}",
         "error": f"failed: {event.get('text')}",
     }
-    return words.get(str(kind)) or str(event.get("text") or kind)
+    return texts.get(str(kind)) or str(event.get("text") or kind)
 
 
 def is_terminal(output: TextIO = sys.stdout) -> bool:
-    """Whether ``output`` can be drawn on."""
+    """Return whether ``output`` can be drawn on."""
     return output.isatty()

@@ -8,7 +8,7 @@ from accelerate.state import PartialState
 
 
 def main() -> None:
-    """The number of processes has been printed, by the main one."""
+    """Print the number of processes, on the main one."""
     state = PartialState()
     total = torch.ones(1, device=state.device)
     if state.num_processes > 1:

@@ -13,7 +13,7 @@ HOOKS = tuple(DDPCommunicationHookType)
 
 
 def test_hook(hook: DDPCommunicationHookType) -> None:
-    """With ``hook``, gradients are equal on every process after one backward."""
+    """Check that with ``hook`` gradients are equal on every process after one backward."""
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
     torch.manual_seed(0)
     model = accelerator.prepare(torch.nn.Linear(8, 8))
@@ -25,7 +25,7 @@ def test_hook(hook: DDPCommunicationHookType) -> None:
 
 
 def main() -> None:
-    """Every check has passed."""
+    """Run all checks."""
     for hook in HOOKS:
         test_hook(hook)
     Accelerator().end_training()

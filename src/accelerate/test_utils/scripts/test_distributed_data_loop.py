@@ -26,7 +26,7 @@ def _seen(accelerator: Accelerator, dataset_size: int, batch_size: int) -> list[
 
 
 def test_every_sample_once(accelerator: Accelerator) -> None:
-    """With even batches, what is gathered for metrics is each sample exactly once, whatever the sizes."""
+    """Check that with even batches each sample is gathered for metrics exactly once, whatever the sizes."""
     count = accelerator.num_processes
     for dataset_size in (count, 3 * count, 3 * count + 1, 7 * count - 1):
         for batch_size in (1, 2, 3):
@@ -35,7 +35,7 @@ def test_every_sample_once(accelerator: Accelerator) -> None:
 
 
 def test_equal_number_of_batches(accelerator: Accelerator) -> None:
-    """With even batches, every process sees as many batches of the same size."""
+    """Check that with even batches every process gets as many batches of the same size."""
     dataset = TensorDataset(torch.arange(3 * accelerator.num_processes + 1))
     loader = accelerator.prepare(DataLoader(dataset, batch_size=2))
     sizes = torch.tensor([len(batch) for (batch,) in loader], device=accelerator.device)
@@ -44,14 +44,14 @@ def test_equal_number_of_batches(accelerator: Accelerator) -> None:
 
 
 def test_iterable_dataset(accelerator: Accelerator) -> None:
-    """The samples of a stream are shared out too, each once."""
+    """Check that the samples of an iterable dataset are sharded too, each once."""
     loader = accelerator.prepare(DataLoader(_Stream(5 * accelerator.num_processes), batch_size=2))
     seen = [int(sample) for batch in loader for sample in accelerator.gather_for_metrics(batch)]
     assert sorted(seen) == list(range(5 * accelerator.num_processes)), seen
 
 
 def main() -> None:
-    """Every check has passed."""
+    """Run all checks."""
     for split_batches in (False, True):
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=split_batches))
         if not split_batches:  # one batch must be divisible by the processes otherwise

@@ -12,20 +12,20 @@ from torch import nn
 
 from accelerate.accelerator import Accelerator
 from accelerate.checkpointing import merge_fsdp_weights
-from accelerate.collectives import broadcast_object_list
+from accelerate.distributed.collectives import broadcast_object_list
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
 
 
 def network() -> nn.Module:
-    """Two layers, the same ones in every process."""
+    """Return two layers, the same ones in every process."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 17), nn.ReLU(), nn.Linear(17, 5))
 
 
 def test_merged_shards_are_the_whole_weights(folder: Path, fsdp_version: int) -> None:
-    """``merge_fsdp_weights`` finds in the shards what every process has in its part of the model."""
+    """Check that ``merge_fsdp_weights`` merges the shards into the weights of the whole model."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=fsdp_version, state_dict_type="SHARDED_STATE_DICT")
     accelerator = Accelerator(fsdp_plugin=plugin)
     model = network()
@@ -46,7 +46,7 @@ def test_merged_shards_are_the_whole_weights(folder: Path, fsdp_version: int) ->
 
 
 def main() -> None:
-    """Every check has passed; one process has nothing to merge."""
+    """Run all checks; one process has no shards, and skips them."""
     accelerator = Accelerator()
     if accelerator.num_processes == 1:
         accelerator.print("One process holds whole weights: nothing to merge.")

@@ -10,30 +10,30 @@ NUM_PROCESSES = 2
 
 
 def basic_function() -> None:
-    """Every process knows its place."""
+    """Check that every process has its rank."""
     state = PartialState()
     assert state.num_processes == NUM_PROCESSES, state.num_processes
     print(f"process {state.process_index} of {state.num_processes}")
 
 
 def failing_function() -> None:
-    """Every process fails."""
+    """Raise in every process."""
     raise RuntimeError("a failure on purpose")
 
 
 def test_can_initialize() -> None:
-    """A function runs in two processes."""
+    """Check that a function runs in two processes."""
     notebook_launcher(basic_function, (), num_processes=NUM_PROCESSES)
 
 
 def test_errors_arrive() -> None:
-    """The error of a process is the error of the call."""
+    """Check that the error of a process is raised by the call."""
     with assert_exception(Exception, "a failure on purpose"):
         notebook_launcher(failing_function, (), num_processes=NUM_PROCESSES)
 
 
 def main() -> None:
-    """Every check has passed."""
+    """Run all checks."""
     test_can_initialize()
     test_errors_arrive()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerate.collectives import (
+from accelerate.distributed.collectives import (
     broadcast,
     copy_tensor_to_devices,
     gather,
@@ -17,38 +17,38 @@ from accelerate.state import PartialState
 
 
 def create_tensor(state: PartialState) -> torch.Tensor:
-    """``num_processes`` numbers, different on every rank: 1, 2, ... over all ranks."""
+    """Return ``num_processes`` numbers, different on every rank: 1, 2, ... over all ranks."""
     first = state.process_index * state.num_processes
     return (torch.arange(state.num_processes) + 1.0 + first).to(state.device)
 
 
 def test_gather(state: PartialState) -> None:
-    """Everything of every rank, in order."""
+    """Check that the tensors of all ranks are gathered in order."""
     gathered = gather(create_tensor(state))
     assert gathered.tolist() == list(range(1, state.num_processes**2 + 1)), gathered
 
 
 def test_gather_object(state: PartialState) -> None:
-    """Objects of every rank, in order."""
+    """Check that the objects of all ranks are gathered in order."""
     gathered = gather_object([state.process_index])
     assert gathered == list(range(state.num_processes)), gathered
 
 
 def test_gather_non_contiguous(state: PartialState) -> None:
-    """A tensor with gaps between its elements is gathered too."""
+    """Check that a non-contiguous tensor is gathered too."""
     tensor = torch.arange(12).view(4, 3).t().to(state.device)
     assert not tensor.is_contiguous()
     assert gather(tensor).shape == (3 * state.num_processes, 4)
 
 
 def test_broadcast(state: PartialState) -> None:
-    """The first rank's tensor, on every rank."""
+    """Check that every rank gets the first rank's tensor."""
     received = broadcast(create_tensor(state))
     assert received.tolist() == list(range(1, state.num_processes + 1)), received
 
 
 def test_pad_across_processes(state: PartialState) -> None:
-    """Tensors of different lengths end with zeros up to the longest."""
+    """Check that tensors of different lengths are padded with zeros to the longest."""
     length = state.num_processes + (1 if state.is_main_process else 0)
     padded = pad_across_processes(torch.arange(length, device=state.device))
     assert padded.shape == (state.num_processes + 1,), padded.shape
@@ -57,12 +57,12 @@ def test_pad_across_processes(state: PartialState) -> None:
 
 
 def test_reduce_sum(state: PartialState) -> None:
-    """The element-wise sum over ranks."""
+    """Check the element-wise sum over ranks."""
     _check_reduce(state, "sum", 1)
 
 
 def test_reduce_mean(state: PartialState) -> None:
-    """The element-wise mean over ranks."""
+    """Check the element-wise mean over ranks."""
     _check_reduce(state, "mean", state.num_processes)
 
 
@@ -74,19 +74,19 @@ def _check_reduce(state: PartialState, reduction: str, divisor: int) -> None:
 
 
 def test_copy_tensor_to_devices(state: PartialState) -> None:
-    """The first rank's tensor, on every rank's device."""
+    """Check that every rank gets the first rank's tensor on its device."""
     tensor = torch.tensor([1, 2, 3], device=state.device) if state.is_main_process else None
     assert copy_tensor_to_devices(tensor).tolist() == [1, 2, 3]
 
 
 def test_concatenate(state: PartialState) -> None:
-    """Containers are joined leaf by leaf."""
+    """Check that containers are concatenated leaf by leaf."""
     part = {"x": create_tensor(state)}
     assert concatenate([part, part])["x"].shape == (2 * state.num_processes,)
 
 
 def main() -> None:
-    """Every check has passed."""
+    """Run all checks."""
     state = PartialState()
     for check in (
         test_gather,

@@ -1,6 +1,6 @@
-"""What ``accelerate test`` runs: process control, random numbers, loaders and a training run that must come
-out the same on any number of processes. It needs nothing but this package, and ends with code 0 when
-everything holds.
+"""The script that ``accelerate test`` runs: process control, random numbers, loaders, and a training run that must give
+the same result on any number of processes. It needs nothing but this package, and exits with code 0 if everything
+holds.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
+from accelerate.distributed.random import set_seed, synchronize_rng_states
 from accelerate.plugins.data import DataLoaderConfiguration
-from accelerate.seeding import set_seed, synchronize_rng_states
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.test_utils.training import RegressionDataset, RegressionModel
 
@@ -32,10 +32,10 @@ def _gathered(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def process_execution_check(accelerator: Accelerator) -> None:
-    """Guards run on the ranks that they name, in the order that they promise."""
+    """Check that guards run on the ranks that they name, in the promised order."""
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
-        from accelerate.collectives import broadcast_object_list
+        from accelerate.distributed.collectives import broadcast_object_list
 
         broadcast_object_list(folder, 0)
         path = Path(folder[0]) / "order"
@@ -60,7 +60,7 @@ def process_execution_check(accelerator: Accelerator) -> None:
 
 
 def rng_sync_check(accelerator: Accelerator) -> None:
-    """After synchronising, every rank draws the same numbers."""
+    """Check that every rank draws the same numbers after synchronising."""
     torch.manual_seed(100 + accelerator.process_index)
     synchronize_rng_states(["torch"])
     draws = _gathered(accelerator, torch.rand(1, device=accelerator.device))
@@ -79,7 +79,7 @@ def _check_coverage(accelerator: Accelerator, loader: Any, *, shuffled: bool) ->
 
 
 def loader_check(accelerator: Accelerator, *, dispatch: bool) -> None:
-    """Each sample reaches one rank, in order or shuffled, with the batch split or not."""
+    """Check that each sample reaches one rank, in order or shuffled, with the batch split or not."""
     num_processes = accelerator.num_processes
     for split_batches in (False, True):
         for shuffle in (False, True):
@@ -99,7 +99,7 @@ def loader_check(accelerator: Accelerator, *, dispatch: bool) -> None:
 
 
 class _EveryOther(Sampler[int]):
-    """A user's own sampler: even places first, then odd ones."""
+    """A user's own sampler: even indices first, then odd ones."""
 
     def __iter__(self) -> Iterator[int]:
         yield from range(0, LENGTH, 2)
@@ -110,7 +110,7 @@ class _EveryOther(Sampler[int]):
 
 
 def custom_sampler_check(accelerator: Accelerator) -> None:
-    """A user's own sampler decides the order, also through a batch sampler."""
+    """Check that a user's own sampler decides the order, also through a batch sampler."""
     batches = BatchSampler(_EveryOther(), batch_size=4, drop_last=False)
     data = TensorDataset(torch.arange(LENGTH))
     for loader in (DataLoader(data, sampler=_EveryOther(), batch_size=4), DataLoader(data, batch_sampler=batches)):
@@ -121,21 +121,21 @@ def custom_sampler_check(accelerator: Accelerator) -> None:
 
 
 class _Stream(IterableDataset[int]):
-    """A stream without a length that is known from outside."""
+    """An iterable dataset without a length."""
 
     def __iter__(self) -> Iterator[int]:
         yield from range(LENGTH)
 
 
 def stream_check(accelerator: Accelerator) -> None:
-    """The ranks share a stream without gaps and without doubles."""
+    """Check that the ranks shard an iterable dataset without gaps and without duplicates."""
     prepared = accelerator.prepare_data_loader(DataLoader(_Stream(), batch_size=4))
     seen = torch.cat([_gathered(accelerator, batch) for batch in prepared])
     assert sorted(seen.tolist()) == list(range(LENGTH)), sorted(seen.tolist())
 
 
 def seedable_sampler_check(accelerator: Accelerator) -> None:
-    """The order is a function of the seed and the epoch."""
+    """Check that the order is a function of the seed and the epoch."""
     orders: list[list[int]] = []
     for _ in range(2):
         sampler = SeedableRandomSampler(range(LENGTH), data_seed=42)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ def seedable_sampler_check(accelerator: Accelerator) -> None:
 
 
 def _bare_weights(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the loop gives without this package, on one process."""
+    """Return the weights that the loop gives without this package, on one process."""
     set_seed(42)
     loader = _regression_loader(batch_size)
     model, losses = RegressionModel(), torch.nn.functional.mse_loss
@@ -169,7 +169,7 @@ def _regression_loader(batch_size: int) -> DataLoader[Any]:
 
 
 def training_check(accelerator: Accelerator, *, split_batches: bool, mixed_precision: str, tolerance: float) -> None:
-    """A training run gives the weights of the bare loop on the same global batches."""
+    """Check that a training run gives the weights of the plain loop on the same global batches."""
     global_batch_size = 4 * accelerator.num_processes
     expected = _bare_weights(global_batch_size)
     _forget_state()
@@ -195,7 +195,7 @@ def training_check(accelerator: Accelerator, *, split_batches: bool, mixed_preci
 
 
 def split_check(accelerator: Accelerator) -> None:
-    """Inputs of any kind are divided among the processes, padded where that is asked for."""
+    """Check that inputs of any kind are split among the processes, and padded where asked for."""
     total = list(range(2 * accelerator.num_processes + 1))
     with accelerator.split_between_processes(total) as mine:
         numbers = torch.tensor([len(mine)], device=accelerator.device)
@@ -205,7 +205,7 @@ def split_check(accelerator: Accelerator) -> None:
 
 
 def trigger_check(accelerator: Accelerator) -> None:
-    """A trigger that one rank sets is seen by all, once."""
+    """Check that a trigger set by one rank is seen by all, once."""
     assert not accelerator.check_trigger()
     if accelerator.is_last_process:
         accelerator.set_trigger()
@@ -214,7 +214,7 @@ def trigger_check(accelerator: Accelerator) -> None:
 
 
 def state_check(accelerator: Accelerator) -> None:
-    """The state views can be emptied and made again, and mean the same."""
+    """Check that the state objects can be reset and made again with the same values."""
     before = (accelerator.num_processes, accelerator.process_index, accelerator.device)
     _forget_state()
     state = PartialState(cpu=accelerator.device.type == "cpu")
@@ -227,7 +227,7 @@ def _forget_state() -> None:
 
 
 def checks(accelerator: Accelerator) -> dict[str, Callable[[], None]]:
-    """The checks by the line that announces each, in the order in which they run."""
+    """Return the checks by the line that announces each, in the order in which they run."""
     found: dict[str, Callable[[], None]] = {
         "process control": lambda: process_execution_check(accelerator),
         "random numbers": lambda: rng_sync_check(accelerator),
@@ -252,7 +252,7 @@ def checks(accelerator: Accelerator) -> dict[str, Callable[[], None]]:
 
 
 def main() -> None:
-    """Every check has passed, or the process has ended with the reason."""
+    """Run all checks, or exit with the reason."""
     accelerator = Accelerator()
     accelerator.print(f"{accelerator.num_processes} process(es) on {accelerator.device.type}")
     for name, check in checks(accelerator).items():

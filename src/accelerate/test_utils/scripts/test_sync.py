@@ -11,8 +11,8 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from accelerate.accelerator import Accelerator
-from accelerate.plugins.accumulation import GradientAccumulationPlugin
-from accelerate.seeding import set_seed
+from accelerate.distributed.random import set_seed
+from accelerate.plugins.handlers import GradientAccumulationPlugin
 from accelerate.test_utils.training import RegressionDataset, RegressionModel
 
 
@@ -26,7 +26,7 @@ def _training_setup(accelerator: Accelerator) -> tuple[Any, Any, Any, Any]:
 
 
 def _backward(model: Any, batch: dict[str, torch.Tensor], accelerator: Accelerator, divisor: int) -> None:
-    """The plain way, on the samples of all ranks: what the prepared way must equal."""
+    """Run the plain backward on the samples of all ranks: the prepared one must equal it."""
     x, y = accelerator.gather((batch["x"], batch["y"]))
     (F.mse_loss(model(x), y) / divisor).backward()
 
@@ -40,7 +40,7 @@ def _close(first: Any, second: Any) -> bool:
 
 
 def test_distributed_sync(accelerator: Accelerator) -> None:
-    """Gradients differ between ranks inside ``no_sync``, and are the mean of all outside."""
+    """Check that gradients differ between ranks inside ``no_sync``, and are the mean of all outside."""
     reference, model, _, loader = _training_setup(accelerator)
     for iteration, batch in enumerate(loader):
         _backward(reference, batch, accelerator, 1)
@@ -55,7 +55,7 @@ def test_distributed_sync(accelerator: Accelerator) -> None:
 
 
 def test_gradient_accumulation(accelerator: Accelerator) -> None:
-    """Every second batch steps, and so does the last one; gradients then equal those of the whole window."""
+    """Check that every second and the last batch step, with the gradients of the whole window."""
     reference, model, optimizer, loader = _training_setup(accelerator)
     steps = accelerator.gradient_accumulation_steps
     for iteration, batch in enumerate(loader):
@@ -71,7 +71,7 @@ def test_gradient_accumulation(accelerator: Accelerator) -> None:
 
 
 def main() -> None:
-    """Every check has passed."""
+    """Run all checks."""
     accelerator = Accelerator()
     accelerator.print("gradients inside and outside no_sync")
     test_distributed_sync(accelerator)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from accelerate.accelerator import Accelerator
-from accelerate.seeding import set_seed
+from accelerate.distributed.random import set_seed
 from accelerate.test_utils.training import RegressionDataset, RegressionModel
 
 NUM_EPOCHS = 3
@@ -40,7 +40,7 @@ def _parameters(accelerator: Accelerator, model: Any) -> list[float]:
 
 
 def training_function(folder: str) -> None:
-    """Three epochs in one go, and one epoch plus two after ``load_state``, end with the same parameters."""
+    """Check that three epochs in one run, and one plus two after ``load_state``, end with the same parameters."""
     accelerator = Accelerator()
     objects = _setup(accelerator)
     for epoch in range(NUM_EPOCHS):
@@ -60,8 +60,8 @@ def training_function(folder: str) -> None:
 
 
 def main() -> None:
-    """Every check has passed."""
-    from accelerate.collectives import broadcast_object_list
+    """Run all checks."""
+    from accelerate.distributed.collectives import broadcast_object_list
 
     accelerator = Accelerator()
     # One folder for all processes, named by the first one.

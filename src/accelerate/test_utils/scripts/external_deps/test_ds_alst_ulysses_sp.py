@@ -24,7 +24,7 @@ class Reader(nn.Module):
         self.projection, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, NUM_WORDS)
 
     def forward(self, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Scores of the next word at every place."""
+        """Return the scores of the next token at every position."""
         hidden = self.words(words) + self.places(places)
         parts = self.projection(hidden).unflatten(-1, (3, NUM_HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
@@ -32,13 +32,13 @@ class Reader(nn.Module):
 
 
 def sentences() -> TensorDataset:
-    """Words and the ones that follow, the same in every process."""
+    """Return tokens and the ones that follow, the same in every process."""
     words = torch.randint(0, NUM_WORDS, (2 * NUM_STEPS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     return TensorDataset(words[:, :-1].contiguous(), words[:, 1:].contiguous())
 
 
 def alone() -> list[float]:
-    """The losses of one process, by a loop in plain torch."""
+    """Return the losses of one process, by a loop in plain torch."""
     torch.manual_seed(0)
     model = Reader()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -54,7 +54,7 @@ def alone() -> list[float]:
 
 
 def together(num_processes: int) -> list[float]:
-    """The losses of all processes, each of which holds a part of every sequence."""
+    """Return the losses of all processes, each of which holds a part of every sequence."""
     accelerator = Accelerator(parallelism_config=ParallelismConfig(sp_size=num_processes, sp_backend="torch"))
     torch.manual_seed(0)
     model = Reader()
@@ -77,7 +77,7 @@ def together(num_processes: int) -> list[float]:
 
 
 def main() -> None:
-    """The check has passed; one process has nobody to share a sequence with."""
+    """Run the check; one process can't split a sequence, and skips it."""
     state = PartialState()
     if state.num_processes == 1:
         state.print("One process has nobody to share a sequence with.")

@@ -15,7 +15,7 @@ BATCH_SIZE = 4
 
 
 def single_gpu_test() -> None:
-    """The student's loss against the teacher's answers falls; each model is in its plugin's stage."""
+    """Check that the student's loss against the teacher falls, and that each model is in its plugin's stage."""
     plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
     trainer = Accelerator(deepspeed_plugins=plugins)
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def single_gpu_test() -> None:
 
 
 def main() -> None:
-    """The check has passed."""
+    """Run the check."""
     single_gpu_test()
 
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate.accelerator import Accelerator
+from accelerate.distributed.random import set_seed
 from accelerate.plugins.data import DataLoaderConfiguration
-from accelerate.seeding import set_seed
 from accelerate.test_utils.training import RegressionDataset, RegressionModel
 
 NUM_SAMPLES = 82  # no multiple of a batch, so that the last one is completed
@@ -28,7 +28,7 @@ def _outputs(model: Any, loader: Any, accelerator: Accelerator | None) -> tuple[
 
 
 def test_torch_metrics(accelerator: Accelerator, num_samples: int = NUM_SAMPLES, batch_size: int = 16) -> None:
-    """As many predictions as samples, and they equal those of the plain loop."""
+    """Check that there are as many predictions as samples, equal to those of the plain loop."""
     set_seed(42)
     dataset = RegressionDataset(length=num_samples, seed=3)
     model = RegressionModel(a=1, b=2)
@@ -41,7 +41,7 @@ def test_torch_metrics(accelerator: Accelerator, num_samples: int = NUM_SAMPLES,
 
 
 def test_gather_for_metrics_with_non_tensor_objects(accelerator: Accelerator) -> None:
-    """Texts are gathered as well, each once."""
+    """Check that texts are gathered too, each once."""
     samples = [f"sample {index}" for index in range(NUM_SAMPLES)]
     loader = accelerator.prepare(DataLoader(samples, batch_size=16))  # pyright: ignore[reportArgumentType]
     gathered = [text for batch in loader for text in accelerator.gather_for_metrics(batch)]
@@ -49,7 +49,7 @@ def test_gather_for_metrics_with_non_tensor_objects(accelerator: Accelerator) ->
 
 
 def main() -> None:
-    """Every check has passed."""
+    """Run all checks."""
     for split_batches in (False, True):
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=split_batches))
         accelerator.print(f"metrics, split_batches={split_batches}")

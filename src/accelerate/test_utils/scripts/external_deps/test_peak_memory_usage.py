@@ -11,16 +11,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate.accelerator import Accelerator
-from accelerate.seeding import set_seed
+from accelerate.distributed.random import set_seed
 
 
 def b2mb(num_bytes: float) -> int:
-    """Bytes as whole megabytes."""
+    """Return bytes as whole megabytes."""
     return int(num_bytes / 2**20)
 
 
 class TorchTracemalloc:
-    """What a block of code added to the memory in use (``used``), and its peak above the beginning (``peaked``), in MB.
+    """A context that measures the memory added by its block (``used``) and its peak (``peaked``), in MB.
 
     On a device without a memory account (the CPU), both are those of the process, from the operating system.
     """
@@ -53,7 +53,7 @@ class TorchTracemalloc:
 
 
 def training_function(arguments: argparse.Namespace) -> dict[str, int]:
-    """The peak of each epoch, in MB.
+    """Return the peak of each epoch, in MB.
 
     Raises:
         ValueError: a peak is above ``--peak_memory_upper_bound``.
@@ -82,7 +82,7 @@ def training_function(arguments: argparse.Namespace) -> dict[str, int]:
 
 
 def main() -> None:
-    """The check has passed."""
+    """Run the check."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peak_memory_upper_bound", type=float, default=None, help="in MB")
     parser.add_argument("--n_train", type=int, default=320, help="samples")

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from accelerate.accelerator import Accelerator
-from accelerate.seeding import set_seed
+from accelerate.distributed.random import set_seed
 from accelerate.test_utils.training import RegressionDataset, RegressionModel
 
 TOLERANCE = 0.15
 
 
 def training_function() -> None:
-    """After 15 epochs the line ``2 x + 3`` is found."""
+    """Check that 15 epochs find the line ``2 x + 3``."""
     accelerator = Accelerator()
     set_seed(42)
     model = RegressionModel()
@@ -32,7 +32,7 @@ def training_function() -> None:
 
 
 def main() -> None:
-    """The check has passed."""
+    """Run the check."""
     training_function()
 
 

@@ -5,27 +5,27 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from accelerate.distributed.random import set_seed
 from accelerate.inference import prepare_pippy
-from accelerate.seeding import set_seed
 from accelerate.state import PartialState
 
 
 class Layers(nn.Module):
-    """A row of equal layers."""
+    """A sequence of equal layers."""
 
     def __init__(self, count: int = 8, width: int = 16) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(count)])
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What the last layer says."""
+        """Return the output of the last layer."""
         for layer in self.layers:
             inputs = torch.tanh(layer(inputs))
         return inputs
 
 
 def test_the_pipeline_computes_what_the_model_does() -> None:
-    """With ``gather_output`` every process has the output that the model has alone."""
+    """Check that with ``gather_output`` every process has the output that the model has alone."""
     state = PartialState()
     set_seed(42)
     model, inputs = Layers(), torch.randn(4, 16)
@@ -39,7 +39,7 @@ def test_the_pipeline_computes_what_the_model_does() -> None:
 
 
 def main() -> None:
-    """The check has passed; one process has no pipeline."""
+    """Run the check; one process has no pipeline, and skips it."""
     state = PartialState()
     if state.num_processes == 1:
         state.print("One process has no pipeline.")

@@ -18,7 +18,7 @@ CONFIG = {
 
 
 def init_torch_dist_then_launch_deepspeed() -> None:
-    """A process group made before the Accelerator is used, and a step changes the weights."""
+    """Check that a process group made before the Accelerator is used, and that a step changes the weights."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG, zero3_init_flag=True))
@@ -43,7 +43,7 @@ def init_torch_dist_then_launch_deepspeed() -> None:
 
 
 def main() -> None:
-    """The check has passed."""
+    """Run the check."""
     init_torch_dist_then_launch_deepspeed()
 
 

@@ -1,0 +1,345 @@
+"""Device maps of a model: inferred, simplified and checked. Internal."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Literal, TypeVar, final
+
+import torch
+from torch import nn
+
+from ..devices.memory import convert_bytes
+from ..devices.table import CPU
+from ..errors import SettingError
+from .budget import Bytes, DeviceKey, DevicePlan, Part, Placement, PlacementProblem, get_max_memory, parts_of
+from .exact import place_exactly
+from .sizes import (
+    DISK,
+    ByteDtype,
+    TiedNames,
+    compute_module_sizes,
+    find_tied_parameters,
+    no_split_classes,
+    own_parts,
+    partners_in,
+)
+
+logger = logging.getLogger(__name__)
+
+Map = TypeVar("Map", bound=MutableMapping[str, Any])
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[DeviceKey, Bytes | str] | None = None,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    dtype: ByteDtype | None = None,
+    special_dtypes: Mapping[str, ByteDtype] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+    *,
+    method: Literal["greedy", "exact"] = "greedy",
+) -> DevicePlan:
+    """Assign a device to every part of the model, within the limits of ``max_memory``.
+
+    ``"greedy"`` goes through the model in order and never returns to a device that it left. ``"exact"`` searches the
+    map with the fewest bytes off the accelerators, and is never worse in that than the greedy one.
+
+    Raises:
+        SettingError: the limits are too small, or a key of ``max_memory`` is no device.
+    """
+    problem = _problem(model, get_max_memory(max_memory), no_split_module_classes, dtype, special_dtypes)
+    if method not in ("greedy", "exact"):
+        raise SettingError(f"infer_auto_device_map(method={method!r}): choose 'greedy' or 'exact'.")
+    plan = _exact_or_greedy(problem, fallback_allocation) if method == "exact" else None
+    if plan is None:
+        plan = DevicePlan.of(problem, place_greedily(problem, fallback_allocation), "greedy")
+    if not offload_buffers:
+        _warn_about_buffers(problem, plan)
+    if verbose:
+        print(plan)
+    return clean_device_map(plan) if clean_result else plan
+
+
+def _problem(
+    model: nn.Module,
+    limits: Mapping[DeviceKey, Any],
+    no_split_module_classes: str | Iterable[str] | None,
+    dtype: ByteDtype | None,
+    special_dtypes: Mapping[str, ByteDtype] | None,
+) -> PlacementProblem:
+    sizes = compute_module_sizes(model, dtype, special_dtypes)
+    buffer_sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
+    parts = parts_of(own_parts(model), sizes, buffer_sizes, no_split_classes(no_split_module_classes))
+    devices = tuple(limits) if DISK in limits else (*limits, DISK)
+    return PlacementProblem(tuple(parts), devices, limits, tuple(map(frozenset, find_tied_parameters(model))))
+
+
+def _exact_or_greedy(problem: PlacementProblem, fallback_allocation: bool) -> DevicePlan | None:
+    """Return the exact plan, or the greedy one where it is as good, because that one keeps the order of the model."""
+    placements = place_exactly(problem)
+    if placements is None:
+        return None
+    exact = DevicePlan.of(problem, placements, "exact")
+    try:
+        greedy = DevicePlan.of(problem, place_greedily(problem, fallback_allocation), "exact, which is the greedy one")
+    except SettingError:  # out of order it fits
+        return exact
+
+    def cost(plan: DevicePlan) -> tuple[int, int]:
+        return -plan.num_bytes_on(problem.fastest), plan.num_bytes_on([DISK])
+
+    return exact if cost(exact) < cost(greedy) else greedy
+
+
+def _warn_about_buffers(problem: PlacementProblem, plan: DevicePlan) -> None:
+    """Warn if the buffers of offloaded parts, which stay where the layers run, don't fit there."""
+    accelerators = problem.accelerators
+    slow = (CPU.name, DISK) if accelerators else (DISK,)
+    needed = sum(each.part.buffer_bytes for each in plan.placements if each.device in slow)
+    if not needed or not accelerators:
+        return
+    left = max(problem.limit(device) - plan.num_bytes_on([device]) for device in accelerators)
+    if needed > left:
+        warnings.warn(
+            f"Current model requires {needed} bytes of buffer for offloaded layers, which seems does not fit any GPU's "
+            f"remaining memory: the most left on a device is {convert_bytes(max(left, 0))}. If memory runs out, use "
+            "offload_buffers=True.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def fallback_allocate(
+    modules: Sequence[tuple[str, nn.Module | torch.Tensor]],
+    module_sizes: Mapping[str, int],
+    size_limit: Bytes,
+    no_split_module_classes: str | Iterable[str] | None = None,
+    tied_parameters: TiedNames | None = None,
+) -> tuple[str | None, nn.Module | torch.Tensor | None, list[tuple[str, nn.Module | torch.Tensor]]]:
+    """Return the first module, breadth first, that fits into ``size_limit``: its name, itself, and the modules left."""
+    parts = parts_of(modules, module_sizes, {}, no_split_classes(no_split_module_classes))
+    problem = PlacementProblem(tuple(parts), (), {}, tuple(map(frozenset, tied_parameters or ())))
+    found, rest = first_that_fits(parts, size_limit, problem)
+    if found is None:
+        return None, None, list(modules)
+    named = {f"{name}.{own}" if own else name: each for name, module in modules for own, each in _all_parts(module)}
+    return found.name, named[found.name], [(part.name, named[part.name]) for part in rest]
+
+
+def _all_parts(module: nn.Module | torch.Tensor) -> Iterable[tuple[str, nn.Module | torch.Tensor]]:
+    if isinstance(module, torch.Tensor):
+        return [("", module)]
+    return [*module.named_modules(), *module.named_parameters(), *module.named_buffers()]
+
+
+def clean_device_map(device_map: Map, module_name: str = "") -> Map:
+    """Merge, in place, all entries below a module into one wherever they name the same device; return the map."""
+    prefix = f"{module_name}." if module_name else ""
+    below = {name: device for name, device in device_map.items() if name.startswith(prefix) or name == module_name}
+    merged = _merged(below, len(prefix.split(".")) - 1 if prefix else 0, module_name)
+    if len(merged) < len(below):
+        items = list(device_map.items())
+        device_map.clear()
+        for name, device in items:
+            if name not in below:
+                device_map[name] = device
+            elif merged:  # all of them stand where the first one stood
+                device_map.update(merged)
+                merged = {}
+    return device_map
+
+
+def _merged(entries: Mapping[str, Any], depth: int, name: str) -> dict[str, Any]:
+    """Return ``entries`` as one entry for ``name`` where they agree, else merged by their next name part."""
+    if len(entries) > 1 and len(set(entries.values())) == 1:
+        return {name: next(iter(entries.values()))}
+    if len(entries) <= 1:
+        return dict(entries)
+    groups: dict[str, dict[str, Any]] = {}
+    for each, device in entries.items():
+        groups.setdefault(".".join(each.split(".")[: depth + 1]), {})[each] = device
+    result: dict[str, Any] = {}
+    for group, members in groups.items():
+        result.update(members if group == name else _merged(members, depth + 1, group))
+    return result
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Check that the map gives every tensor of the model a device; warn of names that aren't in the model.
+
+    Raises:
+        SettingError: tensors that the map leaves out, by name.
+    """
+    tensors = list(model.state_dict().keys())
+    known = {"", *tensors}
+    for name in tensors:
+        while name:
+            name = name.rpartition(".")[0]
+            known.add(name)
+    known.update(name for name, _ in model.named_modules())
+    known.update(name for name, _ in model.named_buffers())
+    unknown = [name for name in device_map if name not in known]
+    if unknown:
+        warnings.warn(
+            f"The device map names parts that {type(model).__name__} hasn't: {', '.join(unknown)}.",
+            UserWarning,
+            stacklevel=2,
+        )
+    uncovered = [name for name in tensors if not _is_covered(name, device_map)]
+    if uncovered:
+        shown = ", ".join(uncovered[:10]) + (", ..." if len(uncovered) > 10 else "")
+        raise SettingError(
+            f"The device map gives no device to {len(uncovered)} tensors of {type(model).__name__}: {shown}. Name "
+            "them, or a module that holds them."
+        )
+
+
+def _is_covered(name: str, device_map: Mapping[str, Any]) -> bool:
+    while name:
+        if name in device_map:
+            return True
+        name = name.rpartition(".")[0]
+    return "" in device_map
+
+
+# --------------------------------------------------------------------------------------------------
+# The greedy planner: strictly in the order of the model, by the documented rules
+
+
+def place_greedily(problem: PlacementProblem, fallback_allocation: bool = False) -> list[Placement]:
+    """Assign a device to every part in the order of the model; a device that was left is never used again.
+
+    Raises:
+        SettingError: every device has a limit, and together they are too small.
+    """
+    return _Greedy(problem, fallback_allocation).run()
+
+
+def first_that_fits(pending: Sequence[Part], free: float, problem: PlacementProblem) -> tuple[Part | None, list[Part]]:
+    """Return the first part, breadth first, that fits into ``free`` bytes and has no tie outside; and those left."""
+    level = [(part, [*pending[:index]], [*pending[index + 1 :]]) for index, part in enumerate(pending)]
+    while level:
+        below: list[tuple[Part, list[Part], list[Part]]] = []
+        for part, before, after in level:
+            if part.num_bytes <= free and not problem.tied_names_outside(part):
+                return part, [*before, *after]
+            below += [
+                (each, [*before, *part.parts[:index]], [*part.parts[index + 1 :], *after])
+                for index, each in enumerate(part.parts)
+            ]
+        level = below
+    return None, list(pending)
+
+
+@final
+class _Greedy:
+    def __init__(self, problem: PlacementProblem, fallback_allocation: bool) -> None:
+        self.problem = problem
+        self.pending = list(problem.parts)
+        self.devices = list(problem.devices)
+        self.used: dict[DeviceKey, int] = dict.fromkeys(self.devices, 0)
+        self.fallback_allocation = fallback_allocation
+        self.placements: list[Placement] = []
+        self.next_reason = ""
+
+    def run(self) -> list[Placement]:
+        while self.pending:
+            part = self.pending.pop(0)
+            free = self._free_bytes()
+            partners = self._partners(part)
+            together = part.num_bytes + sum(each.num_bytes for each in partners)
+            if together <= free:
+                self._assign(part, partners)
+            elif part.num_bytes <= free:
+                self._split_a_partner(part, partners)
+            elif part.parts:
+                self.pending[:0] = part.parts
+            else:
+                self._skip_or_advance(part, free)
+        return self.placements
+
+    def _reserve(self) -> int:
+        """Return the bytes reserved for the largest layer that may be copied through this device later."""
+        return self._reserve_without(None)
+
+    def _free_bytes(self) -> float:
+        device = self.devices[0]
+        return self.problem.limit(device) - self.used[device] - self._reserve()
+
+    def _partners(self, part: Part) -> list[Part]:
+        """Return the pending parts that are tied to this one, directly or through other parts."""
+        found: list[int] = []
+        names = self.problem.tied_names_outside(part)
+        pending = [(each.name, each) for each in self.pending]
+        while names:
+            new = [index for index in partners_in(names, pending) if index not in found]
+            found += new
+            names = [name for index in new for name in self.problem.tied_names_outside(self.pending[index])]
+        return [self.pending[index] for index in sorted(found)]
+
+    def _assign(self, part: Part, partners: Sequence[Part]) -> None:
+        device = self.devices[0]
+        reason = self.next_reason or "fits"
+        for each in (part, *partners):
+            self.placements.append(Placement(each, device, reason))
+            self.used[device] += each.num_bytes
+            reason = f"tied to {part.name}"
+        self.pending = [each for each in self.pending if not any(each is other for other in partners)]
+
+    def _split_a_partner(self, part: Part, partners: Sequence[Part]) -> None:
+        """Split the first tied part that can be split and retry this part; go to the next device if none can."""
+        self.pending.insert(0, part)
+        for partner in partners:
+            if partner.parts:
+                index = next(i for i, each in enumerate(self.pending) if each is partner)
+                self.pending[index : index + 1] = partner.parts
+                return
+        self._advance(part, f"with what it is tied to it doesn't fit on {self.devices[0]}")
+
+    def _skip_or_advance(self, part: Part, free: float) -> None:
+        self.pending.insert(0, part)
+        device = self.devices[0]
+        if self.fallback_allocation and not self.used[device]:
+            found, rest = first_that_fits(self.pending, free, self.problem)
+            if found is not None:
+                self.pending = rest
+                self.next_reason = f"the first that fits on {device}"
+                self._assign(found, ())
+                self.next_reason = ""
+                return
+        self._advance(part, f"{device} has {convert_bytes(max(free, 0))} left")
+
+    def _advance(self, part: Part, reason: str) -> None:
+        device = self.devices[0]
+        if not self.used[device]:
+            needed = part.num_bytes + self._reserve_without(part)
+            logger.warning(
+                "No modules could be assigned to device %s due to insufficient memory: its limit is %s, and the first "
+                "remaining part, %s, needs %s there with the memory that is reserved for later layers.\n"
+                "  - %s: %s required",
+                device,
+                convert_bytes(self.problem.limit(device)),
+                part.name,
+                convert_bytes(needed),
+                device,
+                f"{needed} bytes",
+            )
+        if len(self.devices) == 1:
+            raise SettingError(
+                f"The limits in max_memory are too small for the model: {part.name} "
+                f"({convert_bytes(part.num_bytes)}) has no device, because {reason}. Raise a "
+                "limit, or leave 'disk' without one."
+            )
+        self.devices.pop(0)
+        self.next_reason = reason
+
+    def _reserve_without(self, part: Part | None) -> int:
+        if self.devices[0] not in self.problem.reserve_devices:
+            return 0
+        layers = (each for each in self.pending if each is not part and not each.is_tensor)
+        return max((each.largest_layer for each in layers), default=0)

@@ -1,0 +1,453 @@
+"""Offloaded weights: folders of ``{name}.dat`` files with an ``index.json``, and mapped safetensors files. Internal."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+
+from ..checkpointing.paths import inside
+from ..checkpointing.tensor_files import SAFETENSORS_NAMES, raw_bytes
+from ..devices.table import CPU
+from ..errors import CheckpointError, CheckpointNotFound, SettingError
+from .prefetch import MIN_UNIT_BYTES, WeightPrefetcher
+
+INDEX_NAME: Final = "index.json"
+
+Entry = dict[str, Any]
+
+
+def weight_path(folder: str | PathLike[str], name: str) -> Path:
+    """Return the path of the values of a weight in an offload folder."""
+    return Path(folder) / f"{name}.dat"
+
+
+def index_path(folder: str | PathLike[str]) -> Path:
+    """Return the path of the index of an offload folder."""
+    return Path(folder) / INDEX_NAME
+
+
+def offload_weight(
+    weight: torch.Tensor,
+    weight_name: str,
+    offload_folder: str | PathLike[str],
+    index: dict[str, Entry] | None = None,
+) -> dict[str, Entry]:
+    """Write the values of ``weight`` into the folder; add its entry to ``index`` (a new one if None) and return it.
+
+    Raises:
+        CheckpointError: the weight has no values, or its name, which may come from a file, is no path inside.
+    """
+    if weight.is_meta:
+        raise CheckpointError(f"{weight_name} is on the meta device: there are no values to write to {offload_folder}.")
+    index = {} if index is None else index
+    file_name = weight_path("", weight_name).as_posix()
+    path = inside(offload_folder, file_name, "a state dict", is_replaced=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(raw_bytes(weight))
+    index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: str | PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """Read the weight that a file of an offload folder holds into new memory.
+
+    Raises:
+        CheckpointError: the file hasn't the size that the index says.
+    """
+    dtype, shape = dtype_of(weight_info, weight_file), tuple(weight_info["shape"])
+    tensor = torch.empty(shape, dtype=dtype)
+    if not tensor.numel():
+        return tensor
+    expected = tensor.numel() * tensor.element_size()
+    found = os.path.getsize(weight_file)
+    if found != expected:
+        raise CheckpointError(
+            f"{weight_file} has {found} bytes, and its index says {dtype} of shape {shape}, which are {expected}. The "
+            "folder is damaged, or belongs to another model: offload again."
+        )
+    with open(weight_file, "rb") as file:
+        values: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        file.readinto(values)
+    return tensor
+
+
+def dtype_of(info: Mapping[str, Any], where: object) -> torch.dtype:
+    """Return the dtype that an index entry names."""
+    dtype = getattr(torch, str(info.get("dtype")).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{where}: the index names {info.get('dtype')!r}, which is no dtype of torch.")
+    return dtype
+
+
+def read_index(folder: str | PathLike[str]) -> dict[str, Entry]:
+    """Read the index of an offload folder; return an empty one where there is none.
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    path = index_path(folder)
+    if not path.is_file():
+        return {}
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: can't be read ({error})") from error
+    if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
+        raise CheckpointError(f"{path}: not an index of offloaded weights")
+    return index
+
+
+def save_offload_index(index: Mapping[str, Entry] | None, offload_folder: str | PathLike[str]) -> None:
+    """Add these entries to the index of the folder."""
+    if not index:
+        return
+    folder = Path(offload_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    merged = read_index(folder) | dict(index)
+    beside = folder / f".{INDEX_NAME}.{os.getpid()}"
+    beside.write_text(json.dumps(merged, indent=2), encoding="utf-8")
+    os.replace(beside, folder / INDEX_NAME)
+
+
+def offload_state_dict(save_dir: str | PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write every weight of the state dict into the folder, and its index."""
+    index: dict[str, Entry] = {}
+    for name, weight in state_dict.items():
+        offload_weight(weight, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+# --------------------------------------------------------------------------------------------------
+# Offloaded weights as one mapping from name to tensor
+
+
+class PrefixedDataset(Mapping[str, Any]):
+    """The entries of ``dataset`` whose names begin with ``prefix``, under their names without it."""
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __contains__(self, key: object) -> bool:
+        return f"{self.prefix}{key}" in self.dataset
+
+    def __iter__(self) -> Iterator[str]:
+        return (key[len(self.prefix) :] for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights by name from a state dict, from the ``.dat`` files of a folder, or from mapped safetensors files.
+
+    An entry of ``index`` is ``{"dtype", "shape"}`` for a file of ``save_folder``, or ``{"safetensors_file",
+    "weight_name", "dtype"}``. A weight in a safetensors file is a view of
+    it, mapped: it takes memory only while it is used.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: str | PathLike[str] | None = None,
+        index: Mapping[str, Entry] | None = None,
+        device: Any = None,
+    ) -> None:
+        """Collect the names of all weights, without reading any.
+
+        Raises:
+            SettingError: no source was given.
+            CheckpointError: the index in the folder can't be read.
+        """
+        if state_dict is None and save_folder is None and index is None:
+            raise SettingError(
+                "OffloadedWeightsLoader needs a `state_dict`, a `save_folder` or an `index` with the offloaded weights."
+            )
+        self.state_dict: MutableMapping[str, torch.Tensor] = {} if state_dict is None else state_dict  # pyright: ignore[reportAttributeAccessIssue]
+        if index is None and save_folder is not None:
+            index = read_index(save_folder)
+        self.index: dict[str, Entry] = dict(index or {})
+        self.save_folder = save_folder
+        self.device = device
+        self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
+        self._paths: dict[str, Path] = {}
+        self._files = MappedFiles()
+        self._prefetcher: WeightPrefetcher | None = None
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry = self.index[key]
+        if entry.get("safetensors_file") is not None:
+            return self._from_safetensors(key, entry)
+        if self.save_folder is None:
+            raise CheckpointError(f"{key} is in an offload folder, and no `save_folder` was given.")
+        if key not in self._paths:
+            self._paths[key] = inside(self.save_folder, weight_path("", key).as_posix(), index_path(self.save_folder))
+        weight = load_offloaded_weight(self._paths[key], entry)
+        return weight if self.device is None else weight.to(self.device)
+
+    def _from_safetensors(self, key: str, entry: Entry) -> torch.Tensor:
+        file, name = self._files[entry["safetensors_file"]], entry.get("weight_name", key)
+        if name not in file.entries:
+            raise CheckpointError(f"{file.path} has no tensor {name!r}, where the index looks for {key!r}.")
+        tensor = file.tensor(name)
+        dtype = dtype_of(entry, file.path) if "dtype" in entry else tensor.dtype
+        if self.device is not None or dtype != tensor.dtype:
+            tensor = tensor.to(device=self.device, dtype=dtype)
+        return tensor
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+    def alias(self, name: str, known: str) -> None:
+        """Add ``name`` as another name of the weight ``known``."""
+        if name in self:
+            return
+        if known in self.state_dict:
+            self.state_dict[name] = self.state_dict[known]
+        elif self.index[known].get("safetensors_file") is not None:
+            self.index[name] = {"weight_name": known, **self.index[known]}
+        else:
+            self.state_dict[name] = self[known]
+        self.all_keys.append(name)
+
+    def address(self, key: str) -> int | None:
+        """Return the data pointer of a weight, valid as long as this mapping; None for weights read anew each time."""
+        if key in self.state_dict:
+            return None if self.state_dict[key].is_meta else self.state_dict[key].data_ptr()
+        if self.index[key].get("safetensors_file") is None:
+            return None
+        values = self[key]
+        in_place = self._files[self.index[key]["safetensors_file"]].holds(values)
+        return values.data_ptr() if in_place else None
+
+    def num_bytes(self, key: str) -> int:
+        """Return the bytes of a weight, without reading it."""
+        if key in self.state_dict:
+            return self.state_dict[key].numel() * self.state_dict[key].element_size()
+        entry = self.index[key]
+        if entry.get("safetensors_file") is not None:
+            begin, end = self._files[entry["safetensors_file"]].entries[entry.get("weight_name", key)]["data_offsets"]
+            return end - begin
+        return torch.Size(entry["shape"]).numel() * dtype_of(entry, key).itemsize
+
+    @property
+    def prefetcher(self) -> WeightPrefetcher:
+        """The prefetcher of these weights, created at the first use."""
+        if self._prefetcher is None:
+            self._prefetcher = WeightPrefetcher(self)
+        return self._prefetcher
+
+    def is_worth_prefetching(self, keys: Sequence[str], device: torch.device) -> bool:
+        """Return whether these weights need reading or copying for the device, and enough of it to prefetch them."""
+        needs_copy = device.type != CPU.name or any(key not in self.state_dict for key in keys)
+        return needs_copy and device.type != "meta" and sum(map(self.num_bytes, keys)) >= MIN_UNIT_BYTES
+
+    def _mapped(self, key: str) -> tuple[MappedFile, str] | None:
+        """Return the safetensors file in which a weight is mapped and its name there; None for other weights."""
+        entry = self.index.get(key) if key not in self.state_dict else None
+        if entry is None or entry.get("safetensors_file") is None:
+            return None
+        return self._files[entry["safetensors_file"]], entry.get("weight_name", key)
+
+    def will_need(self, keys: Sequence[str]) -> bool:
+        """Tell the kernel to read these weights in the background; return whether it can for all of them."""
+        mapped_files = [self._mapped(key) for key in keys if key not in self.state_dict]
+        if any(mapped is None for mapped in mapped_files):
+            return False
+        for mapped in mapped_files:
+            if mapped is not None:
+                mapped[0].will_need([mapped[1]])
+        return True
+
+    def release(self, keys: Sequence[str]) -> None:
+        """Free the memory pages that were read for these weights, where they are in mapped safetensors files."""
+        for mapped in map(self._mapped, keys):
+            if mapped is not None:
+                mapped[0].release([mapped[1]])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_prefetcher": None}  # a copy learns its own order
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Return the entries that are one of the named submodules, or lie in one."""
+    return {
+        key: value
+        for key, value in state_dict.items()
+        if any(key == name or key.startswith(f"{name}.") for name in submodule_names)
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory-mapped safetensors files: a tensor is a view of the file, and takes memory only while it is used
+#
+# The safetensors library keeps touched pages in memory; here madvise says what will be needed soon, and what
+# won't be needed for a while.
+
+_DTYPES: Final = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()} | {
+    name: dtype
+    for name, dtype in (
+        ("F8_E8M0", getattr(torch, "float8_e8m0fnu", None)),
+        ("F8_E4M3FNUZ", torch.float8_e4m3fnuz),
+        ("F8_E5M2FNUZ", torch.float8_e5m2fnuz),
+        ("C64", torch.complex64),
+    )
+    if dtype is not None
+}
+_LARGEST_HEADER_BYTES: Final = 100_000_000
+
+
+@final
+class MappedFile:
+    """One safetensors file, memory-mapped; writing to a tensor changes this process's copy only."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        """Map the file and check its header.
+
+        Raises:
+            CheckpointNotFound: it isn't there.
+            CheckpointError: it isn't a whole safetensors file.
+        """
+        self.path = Path(path)
+        try:
+            with open(self.path, "rb") as file:
+                self.num_bytes = os.fstat(file.fileno()).st_size
+                self._start, header = self._read_header(file)
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            raise CheckpointNotFound(f"{self.path} is missing") from None
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        self.entries: dict[str, dict[str, Any]] = header
+        self._check_entries()
+
+    def _read_header(self, file: Any) -> tuple[int, dict[str, Any]]:
+        length = int.from_bytes(file.read(8), "little")
+        if self.num_bytes < 8 or length > min(self.num_bytes - 8, _LARGEST_HEADER_BYTES):
+            raise CheckpointError(
+                f"{self.path}: not a whole safetensors file: its header would have {length} bytes, the file has "
+                f"{self.num_bytes}"
+            )
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: not a safetensors file ({error})") from error
+        if not isinstance(header, dict):
+            raise CheckpointError(f"{self.path}: not a safetensors file (its header is no table)")
+        return 8 + length, header
+
+    def _check_entries(self) -> None:
+        for name, entry in self.entries.items():
+            try:
+                begin, end = entry["data_offsets"]
+                shape, dtype = entry["shape"], entry["dtype"]
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{self.path}: the header entry of {name} can't be read") from error
+            if self._start + end > self.num_bytes:
+                raise CheckpointError(
+                    f"{self.path} is cut off: {name} ends at byte {self._start + end}, the file has {self.num_bytes}"
+                )
+            known = _DTYPES.get(dtype)
+            if known is not None and end - begin != torch.Size(shape).numel() * known.itemsize:
+                raise CheckpointError(f"{self.path}: {name} has {end - begin} bytes, which isn't {dtype} of {shape}")
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor, without reading it."""
+        spelled = self.entries[name]["dtype"]
+        if spelled not in _DTYPES:
+            raise CheckpointError(f"{self.path}: {name} has the dtype {spelled}, which isn't known here")
+        return _DTYPES[spelled]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, without reading it."""
+        return tuple(self.entries[name]["shape"])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor as a view of the file."""
+        begin, end = self.entries[name]["data_offsets"]
+        dtype, shape = self.dtype(name), self.shape(name)
+        if begin == end:
+            return torch.empty(shape, dtype=dtype)
+        return tensor_view(self._map, self._start + begin, dtype, shape)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether the values of the tensor are in the mapped memory of this file."""
+        begin = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+        return begin <= tensor.data_ptr() < begin + self.num_bytes
+
+    def will_need(self, names: Iterable[str]) -> None:
+        """Tell the kernel to read these tensors in the background (MADV_WILLNEED)."""
+        option = getattr(mmap, "MADV_WILLNEED", None)
+        if option is None:
+            return
+        for name in names:
+            begin, end = (self._start + offset for offset in self.entries[name]["data_offsets"])
+            begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
+            if end > begin:
+                self._map.madvise(option, begin, end - begin)
+
+    def release(self, names: Iterable[str]) -> None:
+        """Free the memory pages that were read for these tensors (MADV_DONTNEED)."""
+        option = getattr(mmap, "MADV_DONTNEED", None)
+        if option is None:  # an operating system without it
+            return
+        page = mmap.PAGESIZE
+        for name in names:
+            begin, end = (self._start + offset for offset in self.entries[name]["data_offsets"])
+            begin, end = -(-begin // page) * page, end // page * page  # a page with a part of another tensor stays
+            if end > begin:
+                self._map.madvise(option, begin, end - begin)
+
+
+def tensor_view(buffer: Any, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor over the bytes of a buffer from ``offset`` on."""
+    num_elements = torch.Size(shape).numel()
+    if offset % dtype.itemsize == 0:
+        return torch.frombuffer(buffer, dtype=dtype, count=num_elements, offset=offset).reshape(shape)
+    # Files of other writers may have an odd header: torch wants elements at their own alignment, so these are copied.
+    raw = torch.frombuffer(buffer, dtype=torch.uint8, count=num_elements * dtype.itemsize, offset=offset)
+    return raw.clone().view(dtype).reshape(shape)
+
+
+@final
+class MappedFiles:
+    """Mapped files by path, each opened at its first use."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, MappedFile] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, path: str | PathLike[str]) -> MappedFile:
+        key = os.fspath(path)
+        found = self._files.get(key)
+        if found is None:
+            with self._lock:
+                found = self._files.get(key) or MappedFile(key)
+                self._files[key] = found
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MappedFiles:
+        return self  # the files are the same ones
+
+    def __reduce__(self) -> tuple[type[MappedFiles], tuple[()]]:
+        return MappedFiles, ()  # another process maps them for itself

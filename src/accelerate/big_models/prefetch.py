@@ -1,0 +1,192 @@
+"""Prefetching of offloaded weights: those of the modules that run next are read while this one computes. Internal.
+
+The order of the modules is recorded while the model runs for the first time. On the host the kernel is told to read
+what is mapped, and a thread reads other files. For an accelerator the thread fills page-locked buffers and copies from
+there on a stream of its own. What has been read and isn't used yet is bounded by the largest module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, Protocol, final
+
+import torch
+
+from ..devices.table import CPU
+
+Unit = tuple[str, ...]  # the names of weights that are needed together
+
+#: Smaller units are read when they are needed: handing them to the thread would take longer.
+MIN_UNIT_BYTES: Final = 256 << 10
+#: This many bytes may always be prefetched, however small the modules are.
+MIN_PREFETCH_BYTES: Final = 16 << 20
+MAX_PREFETCHED_UNITS: Final = 16
+
+
+class WeightStore(Protocol):
+    """A store of offloaded weights by name."""
+
+    def __getitem__(self, key: str, /) -> torch.Tensor: ...
+
+    def num_bytes(self, key: str, /) -> int:
+        """Return the bytes of a weight, without reading it."""
+        ...
+
+    def will_need(self, keys: Sequence[str], /) -> bool:
+        """Tell the kernel to read these weights in the background; return whether it can for all of them."""
+        ...
+
+    def release(self, keys: Sequence[str], /) -> None:
+        """Free the memory that was read for these weights."""
+        ...
+
+
+@final
+class WeightPrefetcher:
+    """A reader of weight units that prefetches those which followed in the previous run of the model."""
+
+    def __init__(self, weights: WeightStore) -> None:
+        self._weights = weights
+        self._successors: dict[Unit, Unit] = {}
+        self._last: Unit | None = None
+        self._sizes: dict[Unit, int] = {}
+        #: Units being read: by the thread, or (None) by the kernel.
+        self._in_flight: dict[tuple[Unit, torch.device], Future[_Transfer] | None] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._copy_streams: dict[torch.device, _CopyStream] = {}
+        self.num_prefetched = 0  # units that were read, or being read, when they were fetched
+
+    def fetch(self, unit: Unit, device: torch.device) -> list[torch.Tensor]:
+        """Return the weights of a unit on the device, and start to prefetch the units that follow."""
+        if self._last is not None:
+            self._successors[self._last] = unit
+        self._last = unit
+        self.num_bytes(unit)
+        self.num_prefetched += (unit, device) in self._in_flight
+        future = self._in_flight.pop((unit, device), None)
+        transfer = self._read_now(unit, device) if future is None else future.result()
+        self._prefetch_following(unit, device)
+        return transfer.wait()
+
+    def num_bytes(self, unit: Unit) -> int:
+        """Return the bytes of a unit."""
+        found = self._sizes.get(unit)
+        if found is None:
+            found = self._sizes[unit] = sum(map(self._weights.num_bytes, unit))
+        return found
+
+    def _read_now(self, unit: Unit, device: torch.device) -> _Transfer:
+        values = [self._weights[key] for key in unit]
+        if device.type != CPU.name:
+            values = [value.to(device, non_blocking=True) for value in values]
+        return _Transfer(values)
+
+    def _prefetch_following(self, unit: Unit, device: torch.device) -> None:
+        window = list(self._window(unit))
+        for key in [key for key in self._in_flight if key[0] not in window]:
+            future = self._in_flight.pop(key)
+            if future is not None:  # the model runs in another order
+                future.cancel()
+        for following in window:
+            if (following, device) in self._in_flight:
+                continue
+            if device.type == CPU.name and self._weights.will_need(following):
+                self._in_flight[following, device] = None
+                continue
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="offloaded-weights")
+            self._in_flight[following, device] = self._thread.submit(self._prefetch, following, device)
+
+    def _window(self, unit: Unit) -> Iterator[Unit]:
+        """Yield the units that are likely to follow, within the memory that prefetching may take."""
+        left = max(max(self._sizes.values(), default=0), MIN_PREFETCH_BYTES)
+        for _ in range(MAX_PREFETCHED_UNITS):
+            following = self._successors.get(unit)
+            if following is None:
+                return
+            unit, size = following, self.num_bytes(following)
+            if size < MIN_UNIT_BYTES:
+                continue
+            left -= size
+            if left < 0:
+                return
+            yield unit
+
+    def _prefetch(self, unit: Unit, device: torch.device) -> _Transfer:
+        values = [self._weights[key] for key in unit]
+        if device.type == CPU.name:
+            return _Transfer(values)
+        if device not in self._copy_streams:
+            self._copy_streams[device] = _CopyStream(device)
+        transfer = self._copy_streams[device].send(values)
+        self._weights.release(unit)
+        return transfer
+
+
+def pinned_buffer(num_bytes: int) -> torch.Tensor:
+    """Allocate pinned host memory, from which an accelerator can copy asynchronously."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+@final
+class _Transfer:
+    """Weights that have been read, or are being copied to an accelerator."""
+
+    def __init__(self, values: list[torch.Tensor], module: Any = None, done: Any = None) -> None:
+        self._values = values
+        self._module = module
+        self._done = done
+
+    def wait(self) -> list[torch.Tensor]:
+        """Make the current stream wait for the copies, and return the weights."""
+        if self._done is not None:
+            stream = self._module.current_stream(self._values[0].device)
+            stream.wait_event(self._done)
+            for value in self._values:
+                value.record_stream(stream)
+        return self._values
+
+
+@final
+class _CopyStream:
+    """A copy stream to one accelerator, with two pinned buffers that are used in turn."""
+
+    NUM_BUFFERS: Final = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+        self._buffers: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * self.NUM_BUFFERS
+        self._copied: list[Any] = [None] * self.NUM_BUFFERS
+        self._turn = 0
+
+    def send(self, values: list[torch.Tensor]) -> _Transfer:
+        """Start to copy the values to the device."""
+        self._turn = (self._turn + 1) % self.NUM_BUFFERS
+        if self._copied[self._turn] is not None:
+            self._copied[self._turn].synchronize()  # the buffer is still being read
+        staged = self._staged(values)
+        with self._module.stream(self._stream):
+            copies = [value.to(self._device, non_blocking=True) for value in staged]
+            done = self._module.Event()
+            done.record(self._stream)
+        self._copied[self._turn] = done
+        return _Transfer(copies, self._module, done)
+
+    def _staged(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy the values into the current pinned buffer, and return them as views of it."""
+        starts, end = [], 0
+        for value in values:
+            starts.append(end)
+            end += -(-value.numel() * value.element_size() // 64) * 64
+        if self._buffers[self._turn].numel() < end:
+            self._buffers[self._turn] = pinned_buffer(end)
+        buffer = self._buffers[self._turn]
+        staged = []
+        for value, start in zip(values, starts, strict=True):
+            num_bytes = value.numel() * value.element_size()
+            target = buffer[start : start + num_bytes].view(value.dtype).view(value.shape)
+            staged.append(target.copy_(value))
+        return staged

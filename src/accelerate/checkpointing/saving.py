@@ -1,0 +1,553 @@
+"""Saving: the state of a run as one committed checkpoint, by all ranks or the main process alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from ..distributed.call_rendezvous import CallParticipants
+from ..distributed.random import capture_rng_states, has_common_seed
+from ..distributed.world import current_world
+from ..errors import CheckpointError, SettingError
+from ..settings.training import ProjectOptions
+from .added_items import ABSENT_RANKS, AddedItems
+from .agreement import Ranks, StoreCollectives
+from .background import Background
+from .codec import encode
+from .items import CheckpointItem, DeferredItem, PickledItem, StateItem, WeightsItem
+from .layout import (
+    CUSTOM,
+    GRADIENTS,
+    LOADER,
+    OPEN_WINDOW,
+    OPTIMIZER,
+    RANDOM,
+    SCALER,
+    SCHEDULER,
+    STREAMS_ALIKE,
+    StateFiles,
+    to_classic_streams,
+)
+from .manifest import PIN_NAME, SILENT, ByteProgress, Manifest, read_manifest
+from .objects import run_hooks
+from .remote import open_store
+from .series import next_number, number_of, numbered_storage, prune, series_storage
+from .storage import LocalStorage, storage_of
+from .store import CheckpointStore, StagingDirectory, Store
+from .weights import EVERYTHING, Selection, stale_weights, write_weights
+
+if TYPE_CHECKING:
+    from ..distributed.world import World
+
+_log = logging.getLogger(__name__)
+
+#: Writes the state that a strategy saves in its own format; or returns items that are written with the others, or a
+#: function that writes later, from values that don't change meanwhile. An asynchronous save writes in another thread.
+WriteStrategyState = Callable[[StagingDirectory], Sequence[CheckpointItem] | Callable[[], None] | None]
+
+
+@dataclass
+@final
+class CheckpointContents:
+    """The live objects of a run that a checkpoint is made of.
+
+    Attributes:
+        models: passed to the hooks.
+        weights: one state dict per model, as the main process writes it. Hooks may take entries out.
+        custom_objects: the objects that the user registered.
+        open_window: holds the gradients of this rank, if the run is saved between two updates.
+        may_pickle: those of the registered objects that are saved as pickles.
+    """
+
+    models: Sequence[Any] = ()
+    weights: Iterable[Mapping[str, Any]] = ()
+    optimizers: Sequence[Any] = ()
+    schedulers: Sequence[Any] = ()
+    dataloaders: Sequence[Any] = ()
+    scaler: Any = None
+    custom_objects: Sequence[Any] = ()
+    may_pickle: Sequence[Any] = ()
+    open_window: Any = None
+    step: int = 0
+    classic: bool = False
+    safe_serialization: bool = True
+
+    # ------------------------------------------------------------------------------------------ as items
+
+    def weight_items(self, weights: Sequence[Mapping[str, Any]], selection: Selection) -> list[CheckpointItem]:
+        """Return one item for the weights of each model."""
+        chosen = [selection.of(state) for state in weights]
+        if self.safe_serialization:
+            return [WeightsItem(state, index) for index, state in enumerate(chosen)]
+        return [
+            PickledItem(partial(write_weights, state_dict=state, index=index, safe_serialization=False))
+            for index, state in enumerate(chosen)
+        ]
+
+    def shared_items(self) -> list[CheckpointItem]:
+        """Return the items that are the same on all ranks, besides weights."""
+        items: list[CheckpointItem] = []
+        for state_files, kind, objects in (
+            (OPTIMIZER, "optimizer", self.optimizers),
+            (SCHEDULER, "scheduler", self.schedulers),
+            (CUSTOM, "registered object", self.custom_objects),
+        ):
+            for number, obj in enumerate(objects):
+                what = f"{kind} {number} ({type(obj).__qualname__}).state_dict()"
+                is_pickle = state_files is CUSTOM and any(obj is one for one in self.may_pickle)
+                items.append(self._item(state_files, obj.state_dict(), number, what, is_pickle))
+        for number, loader in enumerate(self.dataloaders):
+            if _keeps_state(loader):
+                items.append(self._item(LOADER, loader.state_dict(), number, f"data loader {number}.state_dict()"))
+        if self.scaler is not None:
+            items.append(self._item(SCALER, self.scaler.state_dict(), 0, "scaler.state_dict()"))
+        return items
+
+    def rank_items(self, rank: int) -> list[CheckpointItem]:
+        """Return the items of this rank: random streams, its part of loaders' states, gradients of an open window."""
+        streams = capture_rng_states(self.step)
+        if self.classic:
+            return [
+                self._item(RANDOM, to_classic_streams(streams), rank, "random streams"),
+                *self._gradient_items(rank),
+            ]
+        states = [loader.state_dict() if _keeps_state(loader) else None for loader in self.dataloaders]
+        own = [state.get("own") if isinstance(state, Mapping) else None for state in states]
+        return [
+            self._item(RANDOM, {"streams": streams, "loaders": own}, rank, "random streams"),
+            *self._gradient_items(rank),
+        ]
+
+    def _gradient_items(self, rank: int) -> list[CheckpointItem]:
+        """Return the item of the gradients, never a pickle: the classic format of other programs has no name for it."""
+        window = None if self.open_window is None else self.open_window.state_dict()
+        return [] if window is None else [StateItem(GRADIENTS.name(rank), encode(window, "gradients"), beside=True)]
+
+    @property
+    def has_open_window(self) -> bool:
+        """Whether gradients of a window are a part of the checkpoint."""
+        return self.open_window is not None and self.open_window.state_dict() is not None
+
+    def epoch(self) -> int | None:
+        """Return the epoch of the first loader that knows it."""
+        states = (loader.state_dict() for loader in self.dataloaders if _keeps_state(loader))
+        found = (state.get("epoch") for state in states if isinstance(state, Mapping))
+        return next((epoch for epoch in found if isinstance(epoch, int)), None)
+
+    def _item(
+        self, state_files: StateFiles, value: Any, number: int, what: str, is_pickle: bool = False
+    ) -> CheckpointItem:
+        if self.classic or is_pickle:
+            return PickledItem(partial(state_files.write_pickle, value=value, number=number))
+        return StateItem(state_files.name(number), encode(value, what), beside=state_files.tensors_beside)
+
+
+def _keeps_state(loader: Any) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+@dataclass
+@final
+class Saving:
+    """One save under way: its target, its items and the options that apply after the commit."""
+
+    store: Store
+    project: ProjectOptions
+    number: int | None
+    selection: Selection
+    pin: bool
+    participants: CallParticipants = field(default_factory=CallParticipants)
+    items: list[CheckpointItem] = field(default_factory=list)
+    num_models: int = 0
+
+    @contextmanager
+    def committing(self, staging: StagingDirectory) -> Iterator[None]:
+        """Yield a block after which the staging directory is committed as the checkpoint."""
+        with ExitStack() as held, self.store.committing(staging):
+            yield
+            held.enter_context(self.participants.exclusive())  # a late rank may be adding items to the checkpoint there
+
+    def write(self, staging: StagingDirectory, *, shown: bool) -> None:
+        """Write every item into the staging directory."""
+        num_bytes = sum(tensor.numel() * tensor.element_size() for item in self.items for tensor in item.tensors())
+        name = self.store.address.rpartition("/")[2]
+        with ByteProgress(f"Saving {name}", num_bytes, shown=shown and staging.ranks.is_main) as staging.progress:
+            for item in self.items:
+                item.write(staging.create)
+        staging.progress = SILENT
+
+    def close(self) -> None:
+        """Finish after the commit: inform late ranks, remove stale weights, and prune checkpoints beyond the limits."""
+        if not self.participants.has_all and self.participants.is_main:
+            self.participants.finish(self.store.identity)
+        if isinstance(self.store, CheckpointStore):
+            _clear_stale_weights(self.store, self.num_models)
+        if self.number is not None and self.project.total_limit is not None:
+            with self.participants.exclusive():
+                _prune(self.store, self.project)
+
+    def finish_in_background(self, staging: StagingDirectory) -> None:
+        """Write the snapshot and commit it; runs in a thread of its own."""
+        try:
+            with _reporting_errors(self.participants, self.store.ranks):
+                with self.committing(staging):
+                    self.write(staging, shown=False)
+                self.close()
+        finally:
+            self.items.clear()
+            self.store.ranks.close()
+
+
+def write_checkpoint(
+    output_dir: str | PathLike[str] | None = None,
+    *,
+    world: World | None = None,
+    project: ProjectOptions | None = None,
+    step: int = 0,
+    strategy: str = "NO",
+    safe_serialization: bool = True,
+    pre_hooks: Iterable[Callable[..., None]] = (),
+    write_strategy_state: WriteStrategyState | None = None,
+    details: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    select: Selection | None = None,
+    pin: bool = False,
+    background: Background | None = None,
+    asynchronous: bool = False,
+    participants: CallParticipants | None = None,
+    **objects: Any,
+) -> str:
+    """Save everything given as one committed checkpoint, and return its folder.
+
+    A collective, unless only the main process is in ``participants``. With automatic naming the folder is
+    the next number of the project's series and ``output_dir`` is not used; ``project.iteration`` then
+    moves on, and older checkpoints beyond the project's limits are removed.
+
+    Args:
+        world: the processes that save together; None is this process alone.
+        step: given back by :func:`read_checkpoint`.
+        strategy: the label that the manifest records.
+        pre_hooks: called as ``hook(models, weights, folder)`` on every rank, with the folder that is returned (of a
+            checkpoint behind a network, the local one that is uploaded); files that they write there are committed too.
+        write_strategy_state: writes the state that a strategy saves in its own format, into ``staging``.
+        details: JSON values that the manifest records; ``epoch`` is shown in listings.
+        metrics: numbers that the manifest records; the best checkpoints by one of them can be kept.
+        select: leaves weights or other state out, or converts weights.
+        pin: the checkpoint is kept, whatever the limits say.
+        background: its save may still be running: this one begins when that one is committed.
+        asynchronous: return as soon as the state is copied to host memory, and write in the background.
+        participants: who calls this, as :func:`participants_of_save` found out; by default every rank of ``world``.
+        objects: the fields of :class:`CheckpointContents`: ``weights=``, ``optimizers=``, ...
+
+    Raises:
+        CheckpointError: on every rank, when any rank failed; whatever was there before still is. An asynchronous
+            save raises when the next one begins, from ``background.wait()``, or ends the program with status 1.
+        EncodingError: a state can't be written without pickle; the text names the object and the path.
+    """
+    if background is not None:
+        background.wait()
+    project, select, participants = (
+        project or ProjectOptions(),
+        select or EVERYTHING,
+        participants or CallParticipants(),
+    )
+    contents = CheckpointContents(
+        step=step, classic=project.checkpoint_format == "classic", safe_serialization=safe_serialization, **objects
+    )
+    writer = background if asynchronous else None
+    if not participants.has_all and not participants.is_main and not _writes_for_its_node(participants, project, world):
+        address = _add_to_checkpoint(participants, Ranks(world, alone=True), contents, select, list(pre_hooks), writer)
+        if project.automatic_checkpoint_naming:
+            project.iteration = number_of(address) + 1
+        return address
+    ranks = _ranks(world, writer is not None, alone=not participants.has_all)
+    with _reporting_errors(participants, ranks):
+        saving = _prepare(output_dir, ranks, project, select, pin, participants)
+        manifest = Manifest(
+            {},
+            step=step,
+            strategy=strategy,
+            checkpoint_format=project.checkpoint_format,
+            details=_details(details, metrics, saving, contents, world),
+        )
+        staging = saving.store.begin(manifest)
+        collect = partial(_collect, saving, contents, staging, list(pre_hooks), write_strategy_state)
+        if writer is not None:
+            with saving.store.abandon_on_error(staging):
+                collect()
+                writer.memory.snapshot(saving.items)
+            writer.start(partial(saving.finish_in_background, staging))
+        else:
+            with saving.committing(staging):
+                collect()
+                saving.write(staging, shown=True)
+            saving.close()
+    if saving.number is not None:
+        project.iteration = saving.number + 1
+    return saving.store.address
+
+
+def participants_of_save(
+    output_dir: str | PathLike[str] | None,
+    *,
+    world: World | None,
+    project: ProjectOptions,
+    needs_all: bool = False,
+    moment: str = "",
+) -> CallParticipants:
+    """Find out which ranks make this call of ``save_state``, before any of them enters a collective.
+
+    Args:
+        needs_all: the state is sharded over the ranks, so that the main process can't save it alone.
+        moment: tells this save from others that are made from the same line.
+
+    Raises:
+        SettingError: there is nowhere to save to.
+        CollectiveError: a rank that is needed doesn't come.
+    """
+    _check_target(output_dir, project)
+    if world is None or world.coordinator is None or not world.is_distributed:
+        return CallParticipants()
+    if needs_all:
+        world.coordinator.require_all("save_state")
+        return CallParticipants(is_main=world.is_main)
+    target = "" if project.automatic_checkpoint_naming or output_dir is None else os.fspath(output_dir)
+    return world.coordinator.calls.find_participants("save_state", target, moment=moment)
+
+
+@contextmanager
+def _reporting_errors(participants: CallParticipants, ranks: Ranks) -> Iterator[None]:
+    """Yield a block whose error closes the exchange between ranks and is reported to ranks that come late."""
+    try:
+        yield
+    except BaseException as error:  # whatever ended the save, the others must know
+        ranks.close()
+        if not participants.has_all and participants.is_main:
+            participants.finish(error=error)
+        raise
+
+
+def _writes_for_its_node(participants: CallParticipants, project: ProjectOptions, world: World | None) -> bool:
+    """Return whether this rank, which came late, is the first of a node whose folder nobody has written."""
+    if not project.save_on_each_node or world is None or not world.is_local_main:
+        return False
+    identity = participants.wait_for_outcome()
+    manifest = read_manifest(storage_of(participants.address))
+    return manifest is None or manifest.identity != identity
+
+
+def _add_to_checkpoint(
+    participants: CallParticipants,
+    ranks: Ranks,
+    contents: CheckpointContents,
+    select: Selection,
+    pre_hooks: Sequence[Callable[..., None]],
+    writer: Background | None,
+) -> str:
+    """Add this rank's items to the checkpoint that the main process has made alone."""
+    addition = AddedItems(participants, ranks)
+    try:
+        weights = [dict(state) for state in contents.weights]
+        for hook in pre_hooks:
+            hook(list(contents.models), weights, str(addition.staging.folder))
+        if not select.model_only:
+            addition.items += contents.rank_items(ranks.rank)
+        if writer is not None:
+            writer.memory.snapshot(addition.items)
+            writer.start(addition.add)
+    except BaseException:  # also when the program is being ended
+        addition.close()
+        raise
+    if writer is None:
+        addition.add()
+    return participants.address
+
+
+def _ranks(world: World | None, asynchronous: bool, *, alone: bool) -> Ranks:
+    if alone or not asynchronous or world is None or not world.is_distributed:
+        return Ranks(world, alone=alone)
+    if world.coordinator is None:
+        raise SettingError(
+            "asynchronous saving needs the key-value store of a process group, which this runtime doesn't have; "
+            "save with asynchronous=False."
+        )
+    number = world.coordinator.begin("save_state")
+    return Ranks(world, StoreCollectives(world.coordinator, f"save/{number}"))
+
+
+def _check_target(output_dir: str | PathLike[str] | None, project: ProjectOptions) -> None:
+    if not project.automatic_checkpoint_naming and output_dir is None:
+        raise SettingError(
+            "save_state() needs an output_dir, or ProjectConfiguration(automatic_checkpoint_naming=True)."
+        )
+    if project.automatic_checkpoint_naming and project.project_dir is None:
+        raise SettingError(
+            "automatic_checkpoint_naming needs a project_dir: give Accelerator(project_dir=...) or "
+            "ProjectConfiguration(project_dir=...)."
+        )
+
+
+def _prepare(
+    output_dir: str | PathLike[str] | None,
+    ranks: Ranks,
+    project: ProjectOptions,
+    select: Selection,
+    pin: bool,
+    participants: CallParticipants,
+) -> Saving:
+    _check_target(output_dir, project)
+    number, storage = None, output_dir
+    if project.automatic_checkpoint_naming:
+        assert project.project_dir is not None
+        root = series_storage(project.project_dir)
+        number = _on_main(ranks, f"look into {root}", lambda: next_number(root, project.iteration))
+        storage = numbered_storage(root, number)
+    assert storage is not None
+    store = open_store(storage, ranks, on_each_node=project.save_on_each_node)
+    if not participants.has_all and participants.is_main:
+        participants.begin(store.address)
+        _warn_of_absent_ranks(participants, store)
+    return Saving(store, project, number, select, pin, participants)
+
+
+def _warn_of_absent_ranks(participants: CallParticipants, store: Store) -> None:
+    if participants.is_first:
+        others = ", ".join(map(str, range(1, min(store.ranks.world_size, 9))))
+        _log.warning(
+            "save_state() was called by the main process alone: %s lacks the random streams of the other ranks (%s%s) "
+            "and their own parts of loaders, unless they come too. A run that continues from it derives them from the "
+            "main process's. Call save_state() on every rank for an exact continuation.",
+            store.address,
+            others,
+            ", ..." if store.ranks.world_size > 9 else "",
+        )
+
+
+def _on_main(ranks: Ranks, what: str, call: Callable[[], int]) -> int:
+    """Return the result of ``call()`` on the main process, on every rank."""
+    error: Exception | None = None
+    found = 0
+    try:
+        found = call() if ranks.is_main else 0
+    except Exception as problem:  # a network's errors have many names; raised again on every rank
+        error = problem
+    ranks.agree(error, what)
+    return ranks.all_gather(found)[0]
+
+
+def _details(
+    details: Mapping[str, Any] | None,
+    metrics: Mapping[str, Any] | None,
+    saving: Saving,
+    contents: CheckpointContents,
+    world: World | None,
+) -> dict[str, Any]:
+    found, ranks = dict(details or {}), saving.store.ranks
+    if found.get("epoch") is None and (epoch := contents.epoch()) is not None:
+        found["epoch"] = epoch
+    if not saving.selection.model_only and contents.has_open_window:
+        found[OPEN_WINDOW] = True
+    if metrics:
+        found["metrics"] = {name: float(value) for name, value in metrics.items()}
+    if saving.selection != EVERYTHING:
+        found["selection"] = saving.selection.to_details()
+    if saving.number is not None:
+        found["iteration"] = saving.number
+    if not saving.participants.has_all and not saving.selection.model_only:
+        found[ABSENT_RANKS] = [r for r in range(ranks.world_size) if r != ranks.rank]
+        found[STREAMS_ALIKE] = world is not None and has_common_seed(world)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _collect(
+    saving: Saving,
+    contents: CheckpointContents,
+    staging: StagingDirectory,
+    pre_hooks: Iterable[Callable[..., None]],
+    write_strategy_state: WriteStrategyState | None,
+) -> None:
+    """Collect the items that this rank writes, after running the hooks, which write their files at once."""
+    weights = [dict(state) for state in contents.weights]
+    run_hooks(saving.store, staging, [partial(hook, list(contents.models), weights) for hook in pre_hooks])
+    saving.num_models = len(weights)
+    later = write_strategy_state(staging) if write_strategy_state is not None else None
+    if callable(later):
+        saving.items.append(DeferredItem(later))
+    elif later is not None:
+        saving.items += later
+    if staging.is_writer:
+        saving.items += contents.weight_items(weights, saving.selection)
+        if not saving.selection.model_only:
+            saving.items += contents.shared_items()
+        if saving.pin:
+            (staging.folder / PIN_NAME).touch()
+    if not saving.selection.model_only:
+        saving.items += contents.rank_items(staging.ranks.rank)
+
+
+def _clear_stale_weights(store: CheckpointStore, num_models: int) -> None:
+    """Remove weights of an unmanaged save from the folder, which would otherwise be found beside ours."""
+    if not store.ranks.is_local_main:
+        return
+    manifest = store.manifest()
+    written = list(manifest.files) if manifest else []
+    for index in range(num_models):
+        for name in stale_weights(store.folder, index, written):
+            (store.folder / name).unlink(missing_ok=True)
+
+
+def _prune(store: Store, project: ProjectOptions) -> None:
+    is_local = isinstance(store, CheckpointStore)
+    if not (store.ranks.is_main or (is_local and store.ranks.is_local_main and store.on_each_node)):
+        return
+    assert project.project_dir is not None
+    root = LocalStorage(store.folder.parent) if is_local else series_storage(project.project_dir)
+    try:
+        prune(root, project, Path(store.address).name)
+    except Exception as error:  # the new checkpoint is safe; a disk or a network that fails is for the next save
+        _log.warning("Older checkpoints in %s could not be removed: %s", root, error)
+
+
+def save_accelerator_state(
+    output_dir: str | PathLike[str],
+    model_states: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    step: int,
+    scaler: Any = None,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = True,
+) -> str:
+    """Save the states in ``output_dir`` as a committed checkpoint; called by the main process, or by all ranks.
+
+    ``process_index`` is checked against the world, which knows it.
+    """
+    world = current_world()
+    rank = world.rank if world is not None else 0
+    if world is not None and process_index != rank:
+        raise CheckpointError(
+            f"process_index={process_index} was given, but this process is rank {rank} of {world.size}"
+        )
+    project = ProjectOptions(save_on_each_node=save_on_each_node)
+    return write_checkpoint(
+        os.fspath(Path(output_dir)),
+        world=world,
+        project=project,
+        participants=participants_of_save(output_dir, world=world, project=project),
+        weights=model_states,
+        optimizers=optimizers,
+        schedulers=schedulers,
+        dataloaders=dataloaders,
+        scaler=scaler,
+        step=step,
+        safe_serialization=safe_serialization,
+    )

@@ -1,0 +1,295 @@
+"""Storage of checkpoints: folders on a local disk or behind a network, with one interface. Needs no torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, TypeVar, final
+from uuid import uuid4
+
+from ..errors import CheckpointError
+from ..names import MANIFEST_NAME
+from ..optional import require
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+#: The number of times that a network operation is tried.
+NUM_ATTEMPTS: Final = 5
+FIRST_PAUSE_SECONDS: Final = 0.5
+#: Errors that stay the same however often an operation is retried.
+_PERMANENT_ERRORS: Final = (
+    *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
+)
+#: Packages whose errors are those of a network, so that a retry may succeed.
+_NETWORK_PACKAGES: Final = frozenset({"aiohttp", "botocore", "urllib3", "requests", "httpx", "google", "azure"})
+
+
+class Storage(ABC):
+    """A folder on some storage; it need not exist."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The last part of the address."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """Return the address, a path or a URL."""
+
+    @abstractmethod
+    def child(self, name: str) -> Storage:
+        """Return the folder ``name`` in this one."""
+
+    @abstractmethod
+    def parent(self) -> Storage:
+        """Return the folder that this one lies in."""
+
+    @abstractmethod
+    def folders(self) -> list[str]:
+        """List the names of the folders in this one."""
+
+    @abstractmethod
+    def files(self) -> dict[str, int]:
+        """List all files, also those in subfolders, with their sizes in bytes."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """Read a file. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def write(self, name: str, data: bytes) -> None:
+        """Write ``data`` to a file, whole or not at all."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Delete a file, if there is one."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Remove the folder such that a crash on the way leaves nothing that looks like a checkpoint."""
+
+    def holds(self, name: str) -> bool:
+        """Return whether there is such a file."""
+        return name in self.files()
+
+
+def storage_of(address: str | PathLike[str] | Storage) -> Storage:
+    """Return the folder at a path or a URL."""
+    if isinstance(address, Storage):
+        return address
+    text = os.fspath(address)
+    scheme, separator, path = text.partition("://")
+    if not separator:
+        return LocalStorage(Path(text))
+    return LocalStorage(Path(path)) if scheme in ("file", "local") else RemoteStorage.at(text)
+
+
+@final
+class LocalStorage(Storage):
+    """A folder on a disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.name
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def child(self, name: str) -> LocalStorage:
+        """Return the folder ``name`` in this one."""
+        return LocalStorage(self.path / name)
+
+    def parent(self) -> LocalStorage:
+        """Return the folder that this one lies in."""
+        return LocalStorage(self.path.absolute().parent)
+
+    def folders(self) -> list[str]:
+        """List the names of the folders in this one."""
+        return [path.name for path in self.path.iterdir() if path.is_dir()] if self.path.is_dir() else []
+
+    def files(self) -> dict[str, int]:
+        """List all files with their sizes in bytes."""
+        found = {path: path.stat() for path in self.path.rglob("*") if path.is_file()}
+        return {path.relative_to(self.path).as_posix(): stat.st_size for path, stat in found.items()}
+
+    def read(self, name: str) -> bytes:
+        """Read a file."""
+        try:
+            return (self.path / name).read_bytes()
+        except NotADirectoryError as error:
+            raise FileNotFoundError(*error.args) from error
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write ``data`` to a file, and fsync it."""
+        beside = self.path / f".{name}.{uuid4().hex}"
+        try:
+            with open(beside, "wb") as file:
+                file.write(data)
+                os.fsync(file.fileno())
+            os.replace(beside, self.path / name)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def delete(self, name: str) -> None:
+        """Delete a file, if there is one."""
+        (self.path / name).unlink(missing_ok=True)
+
+    def holds(self, name: str) -> bool:
+        """Return whether there is such a file."""
+        return (self.path / name).is_file()
+
+    def remove(self) -> None:
+        """Rename the folder, then remove its files."""
+        trash = self.path.with_name(f".{self.path.name}.trash-{uuid4().hex}")
+        with suppress(FileNotFoundError):
+            os.rename(self.path, trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+@final
+class RemoteStorage(Storage):
+    """A folder in any file system that fsspec knows: ``s3://``, ``gs://``, ``memory://``, ...
+
+    Settings of the service (endpoint, credentials) come from its own variables and from fsspec's configuration.
+    """
+
+    def __init__(self, system: Any, path: str, url: str) -> None:
+        self._system = system
+        self.path = path.rstrip("/")
+        self._url = url.rstrip("/")
+
+    @classmethod
+    def at(cls, url: str) -> RemoteStorage:
+        """Return the folder at a URL.
+
+        Raises:
+            CheckpointError: no installed package knows the protocol.
+        """
+        fsspec = require("fsspec", "remote", purpose=f"{url}: a folder that is not on a disk")
+        try:
+            system, path = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise CheckpointError(f"{url}: {error}") from error
+        return cls(system, path, url)
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return self._url
+
+    def child(self, name: str) -> RemoteStorage:
+        """Return the folder ``name`` in this one."""
+        return RemoteStorage(self._system, f"{self.path}/{name}", f"{self._url}/{name}")
+
+    def parent(self) -> RemoteStorage:
+        """Return the folder that this one lies in."""
+        return RemoteStorage(self._system, self.path.rpartition("/")[0], self._url.rpartition("/")[0])
+
+    def folders(self) -> list[str]:
+        """List the names of the folders in this one."""
+        found = self._call("list", lambda: self._without_cache().ls(self.path, detail=True), missing=[])
+        return [
+            entry["name"].rstrip("/").rpartition("/")[2]
+            for entry in found
+            if entry["type"] == "directory" and entry["name"].strip("/") != self.path.strip("/")
+        ]
+
+    def files(self) -> dict[str, int]:
+        """List all files with their sizes in bytes."""
+        found: dict[str, Any] = self._call(
+            "list", lambda: self._without_cache().find(self.path, detail=True), missing={}
+        )
+        start = len(self.path.strip("/")) + 1
+        return {
+            path.strip("/")[start:]: int(entry["size"] or 0)
+            for path, entry in found.items()
+            if entry["type"] == "file" and len(path.strip("/")) > start
+        }
+
+    def read(self, name: str) -> bytes:
+        """Read a file."""
+        return bytes(self._call(f"read {name} of", lambda: self._without_cache().cat_file(f"{self.path}/{name}")))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write ``data`` to a file: an object store takes a whole object or none."""
+        self._call(f"write {name} in", lambda: self._system.pipe_file(f"{self.path}/{name}", data))
+
+    def delete(self, name: str) -> None:
+        """Delete a file, if there is one."""
+        self._call(f"delete {name} of", lambda: self._system.rm_file(f"{self.path}/{name}"), missing=None)
+
+    def remove(self) -> None:
+        """Remove the manifest first, then everything else."""
+        self.delete(MANIFEST_NAME)
+        self._call("remove", lambda: self._without_cache().rm(self.path, recursive=True), missing=None)
+
+    def upload(self, local: Path, name: str) -> None:
+        """Upload a local file, and check its size there."""
+
+        def put() -> None:
+            remote = f"{self.path}/{name}"
+            self._system.put_file(str(local), remote)
+            found, size = self._without_cache().info(remote)["size"], local.stat().st_size
+            if found != size:
+                raise OSError(f"{remote} has {found} bytes of {size}")
+
+        self._call(f"upload {name} to", put)
+
+    def download(self, name: str, local: Path) -> None:
+        """Download a file to the path ``local``."""
+        local.parent.mkdir(parents=True, exist_ok=True)
+        self._call(f"download {name} from", lambda: self._system.get_file(f"{self.path}/{name}", str(local)))
+
+    def copy(self, name: str, target: RemoteStorage) -> None:
+        """Copy a file to ``target`` within the object store."""
+        self._call(f"copy {name} from", lambda: self._system.cp_file(f"{self.path}/{name}", f"{target.path}/{name}"))
+
+    def _without_cache(self) -> Any:
+        """Return the file system without its cache of earlier listings."""
+        self._system.invalidate_cache()
+        return self._system
+
+    def _call(self, what: str, call: Callable[[], T], **otherwise: T) -> T:
+        """Return the result of ``call()``, retried as :func:`retry` does; ``missing`` where no such file is."""
+        try:
+            return retry(call, f"{what} {self}")
+        except FileNotFoundError:
+            if "missing" in otherwise:
+                return otherwise["missing"]
+            raise
+
+
+def retry(call: Callable[[], T], what: str) -> T:
+    """Return the result of ``call()``, retried with growing pauses after errors that may pass; raise the last one."""
+    for attempt in range(1, NUM_ATTEMPTS + 1):
+        try:
+            return call()
+        except Exception as error:  # which errors may pass depends on packages that need not be installed
+            if attempt == NUM_ATTEMPTS or not _is_transient(error):
+                raise
+            pause_seconds = FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+            _log.info("Attempt %d to %s failed (%s); again in %.1f s", attempt, what, error, pause_seconds)
+            time.sleep(pause_seconds)
+    raise AssertionError("unreachable")
+
+
+def _is_transient(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return not isinstance(error, _PERMANENT_ERRORS)
+    return type(error).__module__.partition(".")[0] in _NETWORK_PACKAGES

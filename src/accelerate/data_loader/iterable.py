@@ -1,0 +1,480 @@
+"""Read a dataset that is a stream: one batch ahead, so that the last one is known, and from any position on."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, cast, final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data.distributed import DistributedSampler
+
+from ..distributed.random import capture_host_streams, host_stream, host_streams
+from ..distributed.world import current_world
+from ..errors import PreparationError, ResumeWarning
+from ..nested import ignorant_find_batch_size
+from .resume import SavedPosition
+from .sampling import BEGINNING, BatchCoverage, BatchInfo, ResumePosition, full_coverage, samplers_of
+from .sharding import CollateWithCoverage, CoverageFunction, IterableDatasetShard, LastBatch, ShardedStream, StreamFrom
+
+if TYPE_CHECKING:
+    from .prefetch import PreparedLoader
+
+_METHODS: Final = ("__iter__", "_get_iterator")
+
+
+def reads_by_itself(dataloader: Any) -> bool:
+    """Return whether the class of ``dataloader`` has an ``__iter__``, or an iterator, of its own."""
+    torchdata: Any = sys.modules.get("torchdata.stateful_dataloader")
+    known = [DataLoader] if torchdata is None else [DataLoader, torchdata.StatefulDataLoader]
+    kind = type(dataloader)
+    return not any(all(getattr(kind, name, None) is getattr(one, name, None) for name in _METHODS) for one in known)
+
+
+def reader_like(own: DataLoader[Any], dataset: Any, settings: Mapping[str, Any]) -> DataLoader[Any]:
+    """Copy the user's loader, to read ``dataset`` with the samplers and settings that are given."""
+    reader = copy.copy(own)
+    changed = {name: value for name, value in settings.items() if name != "multiprocessing_context"}
+    # Torch fixes these attributes at construction; a copy is constructed without it.
+    vars(reader).update(changed, dataset=dataset, _iterator=None)
+    if "batch_size" in settings and settings["batch_size"] is None:
+        vars(reader).update(batch_sampler=None)
+    return reader
+
+
+def wrong_batches_error(own: Any, problem: str) -> PreparationError:
+    """Return the error for a loader whose batches aren't those that its batch sampler asked for."""
+    name = type(own).__qualname__
+    return PreparationError(
+        f"{name}.__iter__ {problem}, so it can't be told which samples its batches hold. A loader whose class has an "
+        "__iter__ of its own can be prepared if that gives one batch for each of self.batch_sampler, in this order "
+        "(as `for batch in super().__iter__()` does). Move what it does into the dataset, collate_fn or the batch "
+        f"sampler, or don't prepare this {name}."
+    )
+
+
+def check_own_iter(own: Any, *, is_sharded_stream: bool, use_stateful_dataloader: bool) -> None:
+    """Raise unless the loader's own ``__iter__`` can be kept.
+
+    Raises:
+        PreparationError: it can't, for the reason that is given.
+    """
+    name = type(own).__qualname__
+    if is_sharded_stream:
+        raise PreparationError(
+            f"{name} has an __iter__ of its own and reads a stream that every rank would have to take a part of, which "
+            "is done where batches are collated, behind that __iter__. Use dispatch_batches=True (rank 0 reads), or "
+            "already_sharded=True if each rank's stream is its own part."
+        )
+    torchdata: Any = sys.modules.get("torchdata.stateful_dataloader")
+    if use_stateful_dataloader and not (torchdata and isinstance(own, torchdata.StatefulDataLoader)):
+        raise PreparationError(
+            f"use_stateful_dataloader=True reads through torchdata's StatefulDataLoader, but {name} has an __iter__ of "
+            f"its own. Derive {name} from StatefulDataLoader, or leave use_stateful_dataloader out (the position is "
+            "saved without it)."
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading a stream
+
+_END: Final = object()
+_BEFORE_END: Final = "before_end"
+
+
+@final
+@dataclass(frozen=True)
+class StreamSource:
+    """A stream, and how it is divided between ranks."""
+
+    dataset: Any  # an IterableDatasetShard, or what each rank reads for itself
+    batch_size: int | None
+    num_readers: int  # ranks that each read a stream of their own; 1 where the stream isn't divided, or divided here
+
+    @property
+    def shard(self) -> IterableDatasetShard | None:
+        """The dataset that shards one common stream over all ranks, where there is one."""
+        return self.dataset if isinstance(self.dataset, IterableDatasetShard) else None
+
+    @property
+    def base(self) -> Any:
+        """The user's own stream."""
+        return self.dataset if self.shard is None else self.shard.dataset
+
+    @property
+    def dp_size(self) -> int:
+        """The number of ranks that the samples are divided among."""
+        return self.num_readers if self.shard is None else self.shard.num_processes
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples that all ranks take in one step."""
+        return (self.batch_size or 1) * self.num_readers if self.shard is None else self.shard.global_batch_size
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The stream's own generator, where it has one."""
+        generator = getattr(self.base, "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
+
+    def seed_generator(self) -> None:
+        """Seed the generator of a stream that is sharded here from the epoch."""
+        if self.shard is not None:
+            self.shard.seed_generator()
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether the stream can save and load its position."""
+        base = self.base
+        return callable(getattr(base, "state_dict", None)) and callable(getattr(base, "load_state_dict", None))
+
+    def coverage_of(self, batch: Any) -> BatchCoverage | None:
+        """Return the coverage of a batch without padding; None where other ranks' batches can't be known."""
+        if self.shard is not None:
+            return full_coverage(self.global_batch_size // self.dp_size, self.dp_size)
+        if self.num_readers > 1:
+            return None
+        return full_coverage(ignorant_find_batch_size(batch) or self.batch_size or 1, 1)
+
+
+@final
+@dataclass
+class StreamEnd:
+    """The state in which a stateful stream ended its last pass, and a way to bring it there again.
+
+    The state that a stream has at its end can mean its beginning, or that nothing is left, and some begin the next
+    epoch while they end. So the end is kept as the state before the last batch: read from there on, the stream ends
+    as it did.
+    """
+
+    before: Any = None  # the state before the last batch was read
+    after: Any = None
+
+    def note(self, before: Any, base: Any) -> dict[str, Any]:
+        """Note that the stream ``base`` has ended; return its state, for :meth:`restore`."""
+        self.before, self.after = before, base.state_dict()
+        return {_BEFORE_END: before}
+
+    def state_of(self, base: Any) -> Any:
+        """Return the state of a stream between two passes."""
+        now = base.state_dict()
+        return {_BEFORE_END: self.before} if self.after is not None and _is_equal(now, self.after) else now
+
+    def restore(self, base: Any, state: Any) -> None:
+        """Bring ``base`` to where ``state`` was taken, so that its next pass is the one that followed there."""
+        if not (isinstance(state, Mapping) and _BEFORE_END in state):
+            base.load_state_dict(state)
+            return
+        before: Any = state[_BEFORE_END]
+        with host_streams(capture_host_streams()):
+            base.load_state_dict(before)
+            for _ in base:
+                pass
+        self.note(before, base)
+
+
+def _is_equal(state: Any, other: Any) -> bool:
+    """Return whether two states of a stream are the same value, tensors and arrays in them included."""
+    if type(state) is not type(other):
+        return False
+    if isinstance(state, Mapping):
+        states = cast("Mapping[Any, Any]", state)
+        return states.keys() == other.keys() and all(_is_equal(value, other[key]) for key, value in states.items())
+    if isinstance(state, (list, tuple)):
+        return len(state) == len(other) and all(map(_is_equal, state, other))
+    if isinstance(state, (torch.Tensor, np.ndarray)):
+        return state.shape == other.shape and bool(torch.as_tensor(state == other).all())
+    return bool(state == other)
+
+
+@final
+class StreamReader:
+    """One pass over a stream, from its beginning or from a resume position on."""
+
+    def __init__(
+        self,
+        loader: PreparedLoader,
+        source: StreamSource,
+        saved: SavedPosition | None,
+        skip_batches: int,
+        num_first: int,
+    ) -> None:
+        self.loader, self.source = loader, source
+        self.position: ResumePosition = BEGINNING
+        self._is_resumed = saved is not None
+        self._order: Mapping[str, Any] = saved.order if saved is not None else {}
+        self._num_first_batches = num_first  # batches of the beginning that are kept among those thrown away
+        self._first_batches: list[Any] = []
+        self._first: list[Any] = []  # the samples that the epoch began with, for a pass that begins later
+        # Whether an incomplete last global batch will be padded from the first one.
+        self._completes = (
+            (source.shard is not None or num_first > 0) and loader._dp_size() > 1 and not loader._drop_last
+        )
+        self._state_name = "dataset" if source.num_readers == 1 else "stream"
+        self._num_discarded = 0  # batches that are read and thrown away
+        self._num_skipped = 0  # samples of the stream that are read and thrown away
+        self._dataset_state: Any = None
+        self._loader_state: Any = None
+        self._ahead: Mapping[str, Any] = {}  # the random streams that the next batch is to be drawn from
+        self._in_process = loader.num_workers == 0
+        # One worker reads in the order of the stream too; one that persists would begin later epochs there as well.
+        self._reads_in_order = self._in_process or (loader.num_workers == 1 and not loader.persistent_workers)
+        self._is_over = False
+        self._keeps_state = source.is_stateful and self._in_process and not loader.use_stateful_dataloader
+        if skip_batches:
+            self.position = ResumePosition(skip_batches, skip_batches, skip_batches * source.global_batch_size)
+            self._num_discarded = skip_batches
+        elif saved is not None:
+            self._continue(saved)
+
+    def _continue(self, saved: SavedPosition) -> None:
+        source, own = self.source, self._own_part(saved)
+        self.position = saved.position_for(source.dp_size, source.global_batch_size)
+        self._ahead = own.get("ahead") or {}
+        dataset_state = own.get("stream") if source.num_readers > 1 else saved.dataset
+        if own.get("loader") is not None and self.loader.use_stateful_dataloader:
+            self._loader_state = own["loader"]
+            self._is_over = saved.is_finished
+        elif self._keeps_state and dataset_state is not None:
+            self._dataset_state = dataset_state
+            self._is_over = saved.is_finished
+        elif saved.dp_size == source.dp_size:
+            self._num_discarded = self.position.steps
+        elif self._reads_in_order and source.num_readers == 1:
+            self._num_skipped = self.position.samples
+        else:
+            self._num_discarded = self.position.steps
+            warnings.warn(
+                f"This stream was read by {saved.dp_size} ranks and is now read by {source.dp_size}: each rank "
+                "skips as many batches as make the same number of samples, but the samples needn't be the same. "
+                "num_workers=0 or 1, or dispatch_batches=True, continues exactly.",
+                ResumeWarning,
+                stacklevel=2,
+            )
+
+    def _own_part(self, saved: SavedPosition) -> Mapping[str, Any]:
+        mine = (self.loader.rank_and_size() == tuple(saved.own.get("rank", ()))) if saved.own else False
+        return saved.own if mine else {}
+
+    # -- the pass --------------------------------------------------------------------------------------
+
+    def read(self) -> Generator[tuple[Any, BatchInfo], None, None]:
+        """Yield every batch, on the device, with its batch info; each is given out when the next one has been read."""
+        if self._is_over:
+            if self._dataset_state is not None:
+                self.loader.stream_end.restore(self.source.base, self._dataset_state)
+            return
+        with self._beginning():
+            batches = self._open()
+            for _ in range(self._num_discarded):
+                discarded = next(batches, _END)
+                if discarded is _END:
+                    return
+                if len(self._first_batches) < self._num_first_batches:
+                    self._first_batches.append(discarded)
+        state_before = self.source.base.state_dict() if self._keeps_state else None
+        with host_streams(self._ahead) if self._ahead else nullcontext():
+            batch, moving = self._first_batch_read(batches)
+        position = self.position
+        own = {self._state_name: state_before} if self._keeps_state else {}
+        while batch is not _END:
+            batch, coverage = self._with_coverage(batch)
+            num_samples = self.source.global_batch_size if coverage is None else coverage.num_samples
+            position = ResumePosition(position.steps + 1, position.batches + 1, position.samples + num_samples)
+            batch = self.loader.place_batch(batch)
+            own, before = self._own(moving), own
+            following = next(batches, _END)
+            is_last = following is _END
+            if is_last and self._keeps_state:
+                own[self._state_name] = self.loader.stream_end.note(before[self._state_name], self.source.base)
+            yield (
+                batch,
+                BatchInfo(None, coverage, is_last, position.steps, position.batches, position.samples, None, own),
+            )
+            batch = following
+
+    def _beginning(self) -> AbstractContextManager[None]:
+        """Enter a context with the random streams of the saved pass for data read again, or unchanged ones for a
+        continued pass.
+        """
+        if not self._is_resumed:
+            return nullcontext()
+        if self._num_discarded or self._num_skipped:
+            generator = self.source.generator
+            if generator is not None and self._order.get("generator") is not None:
+                generator.set_state(self._order["generator"])
+            return host_streams(self._order.get("streams") or {})
+        return host_streams(capture_host_streams())
+
+    def _open(self) -> Iterator[Any]:
+        loader, shard, dataset = self.loader, self.source.shard, self.source.dataset
+        collate: Any = loader.collate_fn
+        if self._dataset_state is not None and self._completes and self._order.get("dataset") is not None:
+            self._first = self._first_samples()  # now: later, the stream would be in use
+        if shard is not None:
+            shard.num_skipped = self._num_skipped
+            shard.first_global_batch = (lambda: self._first) if self._first else None
+            dataset, collate = ShardedStream(shard), CollateWithCoverage(collate)
+        elif self._num_skipped or (isinstance(dataset, IterDataPipe) and not loader._draws_on_every_rank):
+            # (Over a data pipe torch's loader calls collectives, which are answered by ranks that read one too.)
+            dataset = StreamFrom(dataset, self._num_skipped)
+        if self._dataset_state is not None:
+            self.source.base.load_state_dict(self._dataset_state)
+        reader: Any = loader.reader(dataset, collate, batch_size=loader.batch_size, drop_last=loader.drop_last)
+        if self._loader_state is not None:
+            reader.load_state_dict(self._loader_state)
+        return iter(reader)
+
+    def _first_samples(self) -> list[Any]:
+        """Return the samples that the epoch began with, read as they were then. This moves the stream's position."""
+        base, size = self.source.base, self.source.global_batch_size * max(self._num_first_batches, 1)
+        self.loader.stream_end.restore(base, self._order["dataset"])
+        with host_streams(self._order.get("streams") or {}):
+            if self.loader.generator is None:
+                torch.empty((), dtype=torch.int64).random_()  # torch's loader draws the seed of its workers first
+            return list(islice(iter(base), size))
+
+    def first_batches(self) -> list[Any]:
+        """Return the first batches of the epoch, for a pass that began later; empty where they can't be had again."""
+        if self._first_batches or not self._first:
+            return self._first_batches
+        size, collate = self.loader.batch_size, self.loader.collate_fn
+        if size is None:
+            return [collate(sample) for sample in self._first]
+        return [collate(self._first[start : start + size]) for start in range(0, len(self._first), size)]
+
+    def _first_batch_read(self, batches: Iterator[Any]) -> tuple[Any, list[str]]:
+        """Return the first batch, and the random streams of this process that reading draws from."""
+        before = capture_host_streams() if self._in_process else {}
+        batch = next(batches, _END)
+        if self.source.shard is not None:
+            self.source.shard.num_skipped = 0  # it was for this pass; a worker has its own copy
+        if not self._in_process:
+            return batch, []
+        return batch, ["torch", *(name for name in before if name != "torch" and host_stream(name) != before[name])]
+
+    def _with_coverage(self, batch: Any) -> tuple[Any, BatchCoverage | None]:
+        if type(batch) is LastBatch:
+            return batch.batch, batch.coverage
+        return batch, self.source.coverage_of(batch)
+
+    def _own(self, moving: list[str]) -> dict[str, Any]:
+        """Return this rank's state between this batch and the next, from which the next one can be read again."""
+        own: dict[str, Any] = {"rank": list(self.loader.rank_and_size()), "ahead": capture_host_streams(moving)}
+        if self.loader.use_stateful_dataloader:
+            reader: Any = self.loader.base_dataloader
+            own["loader"] = reader.state_dict()
+        elif self._keeps_state:
+            own.update(self._stream_state())
+        return own
+
+    def _stream_state(self) -> dict[str, Any]:
+        # A stream that all ranks read alike can be continued by any rank, a rank's own stream only by that rank.
+        return {self._state_name: self.source.base.state_dict()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Loaders that shard their data themselves: detected, so that nothing is sharded twice
+
+_RANKS = ("rank", "process_index", "dp_rank")
+_COUNTS = ("num_replicas", "world_size", "num_processes", "dp_world_size")
+_INNER = ("dataset", "_datapipe", "source_datapipe", "datapipe")  # where datasets that wrap another one keep it
+_DEEPEST = 8
+
+_warned: set[str] = set()
+
+
+class AlreadyShardedWarning(UserWarning):
+    """A loader divides its data between ranks by itself, and is used as it is."""
+
+
+class UndividedStreamWarning(UserWarning):
+    """A stream was sharded of which it isn't known whether it is divided between ranks already."""
+
+
+def _names_a_rank_of(thing: Any, count: int) -> bool:
+    ranks = [getattr(thing, name, None) for name in _RANKS]
+    counts = [getattr(thing, name, None) for name in _COUNTS]
+    return any(type(one) is int and 0 <= one < count for one in ranks) and any(
+        type(one) is int and one == count for one in counts
+    )
+
+
+def rank_aware_part(dataloader: DataLoader[Any], count: int) -> Any:
+    """Return the sampler or dataset that divides the data of ``dataloader`` between ``count`` ranks; None if nothing
+    does.
+    """
+    if count == 1:
+        return None
+    dataset: Any = dataloader.dataset
+    if isinstance(dataset, IterableDataset):
+        parts = _streams_in(dataset)
+    else:
+        parts = samplers_of(dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler)
+    return next((part for part in parts if _names_a_rank_of(part, count) or _is_divided_by_torch(part)), None)
+
+
+def _streams_in(dataset: Any) -> list[Any]:
+    """Return ``dataset``, the datasets that it wraps, and their records of the ranks that they are divided between."""
+    found: list[Any] = []
+    while dataset is not None and len(found) < _DEEPEST:
+        found.append(dataset)
+        # Hugging Face datasets that were split by node keep rank and world_size in a record of their own.
+        record = getattr(dataset, "_distributed", None)
+        if record is not None:
+            found.append(record)
+        members = getattr(dataset, "__dict__", {})
+        dataset = next((members[name] for name in _INNER if members.get(name) is not None), None)
+    return found
+
+
+def _is_divided_by_torch(part: Any) -> bool:
+    """Return whether torch's loader itself gives each rank a part of it: data pipes with a sharding filter."""
+    return isinstance(part, IterDataPipe) and callable(getattr(part, "apply_sharding", None))
+
+
+def warn_if_sharded_here(dataloader: DataLoader[Any], count: int) -> None:
+    """Warn once, on rank 0, that a stream is taken to be the same on all ranks."""
+    world = current_world()
+    dataset: Any = dataloader.dataset
+    name = type(dataset).__qualname__
+    if (
+        count == 1
+        or not isinstance(dataset, IterableDataset)
+        or name in _warned
+        or not (world is None or world.is_main)
+    ):
+        return
+    _warned.add(name)
+    warnings.warn(
+        f"The stream {name} is taken to give the same samples on all {count} ranks, and each rank gets its part of "
+        "them. If each rank's stream is its own part already, say DataLoaderConfiguration(already_sharded=True), else "
+        "samples are lost; already_sharded=False confirms the division and silences this.",
+        UndividedStreamWarning,
+        stacklevel=4,
+    )
+
+
+def coverage_function(part: Any, count: int) -> CoverageFunction:
+    """Return the coverage function of the batches of ``part``: torch's sampler appends repeated samples at the very
+    end.
+    """
+    if type(part) is not DistributedSampler or part.drop_last:
+        return lambda num_drawn, size: None
+
+    def coverage_of(num_drawn: int, size: int) -> BatchCoverage | None:
+        num_samples = len(part.dataset)  # pyright: ignore[reportArgumentType]
+        if (num_drawn + size) * count <= num_samples:
+            return full_coverage(size, count)
+        # The j-th sample of rank r is number r + j * count of the order; those behind the dataset's end repeat.
+        valid = tuple(min(max(-(-(num_samples - rank) // count) - num_drawn, 0), size) for rank in range(count))
+        return BatchCoverage(valid, (size,) * count)
+
+    return coverage_of

@@ -1,0 +1,254 @@
+"""Reseed random streams while reading: draws depend only on the seed, the epoch and the sample's position in it.
+
+So augmentation doesn't depend on how many ranks and workers read, nor on where a run was resumed. The streams are
+reseeded before each sample: the seed is sent along with the indices and takes effect when they are iterated over, so
+that neither the dataset nor ``worker_init_fn`` is touched. The position, unlike the index, differs for a sample that
+comes twice in an epoch (sampling with replacement).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from ..distributed.random import capture_host_streams, same_stream_state, seed_host_streams, set_host_stream
+
+if TYPE_CHECKING:
+    from .resume import Progress
+    from .sampling import BatchInfo
+
+_END: Final = object()
+
+
+@final
+@dataclass
+class SampleSeed:
+    """The seed of all that reading samples draws: one for all ranks, kept with the order of the samples."""
+
+    value: int
+
+    def keyed(self, batches: Iterable[Any], epoch: int) -> Iterator[Any]:
+        """Yield the batches, or the samples, that ``epoch`` began with, and reseed the streams before each sample is
+        read.
+        """
+        position = 0
+        for batch in batches:
+            try:
+                size = len(batch)
+            except TypeError:
+                yield seeded(batch, derived_seed(self.value, epoch, position))
+                size = 1
+            else:
+                yield KeyedSamples(batch, self.value, epoch, position)
+            position += size
+
+
+@final
+@dataclass(frozen=True)
+class KeyedSamples:
+    """The indices of one batch; taking one of them reseeds the streams."""
+
+    indices: Any
+    seed: int
+    epoch: int
+    first: int  # the position of the first one in the epoch
+    stride: int = 1  # between the positions of the samples
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, index in enumerate(self.indices):
+            seed_host_streams(derived_seed(self.seed, self.epoch, self.first + number * self.stride))
+            yield index
+
+
+@final
+@dataclass(frozen=True)
+class KeyedSample:
+    """One index of a loader that doesn't batch; unpickling it gives the bare index and seeds the streams."""
+
+    index: Any
+    seed: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return seeded, (self.index, self.seed)
+
+
+def seeded(index: Any, seed: int) -> Any:
+    """Seed the streams for the sample that is read next, and return its ``index``."""
+    seed_host_streams(seed)
+    return index
+
+
+@final
+class SampleKeys:
+    """A function from batch info, in order, to indices that seed the streams for each sample.
+
+    Args:
+        index, count: this rank's part: one of ``count`` consecutive batches, or with ``is_sharded_here=False`` (a
+            sampler that shards for the ranks) every ``count``-th sample.
+        in_process: the samples are read in this process, whose own streams are saved and restored around it.
+    """
+
+    def __init__(
+        self,
+        seed: SampleSeed,
+        progress: Progress,
+        index: int,
+        count: int,
+        *,
+        is_sharded_here: bool,
+        is_batched: bool,
+        in_process: bool,
+    ) -> None:
+        self._seed, self._progress, self._epoch = seed, progress, progress.epoch
+        self._index, self._count = index, count
+        self._is_sharded_here, self._is_batched, self._in_process = is_sharded_here, is_batched, in_process
+        self._samples = -1  # drawn by all ranks before
+        self._saved_streams: dict[str, Any] = {}
+
+    def __call__(self, batch_info: BatchInfo) -> Any:
+        samples = self._progress.position.samples if self._samples < 0 else self._samples
+        self._samples = batch_info.samples
+        first, stride = samples + self._index, self._count
+        if self._is_sharded_here:
+            size = batch_info.coverage.size[: self._index] if batch_info.coverage is not None else ()
+            first, stride = samples + sum(size), 1
+        if self._in_process:  # the sampler has drawn, the dataset hasn't
+            self._saved_streams = capture_host_streams()
+        if self._is_batched:
+            return KeyedSamples(batch_info.indices, self._seed.value, self._epoch, first, stride)
+        seed = derived_seed(self._seed.value, self._epoch, first)
+        return seeded(batch_info.indices, seed) if self._in_process else KeyedSample(batch_info.indices, seed)
+
+    def undisturbed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield ``batches``, read without moving the streams of this process."""
+        batch = None
+        while batch is not _END:
+            try:
+                batch = next(batches, _END)
+            finally:
+                for name, state in self._saved_streams.items():
+                    set_host_stream(name, state)
+                self._saved_streams = {}
+            if batch is not _END:
+                yield batch
+
+
+@final
+class OneByOne(Dataset[Any]):
+    """A wrapper of a dataset that reads whole batches at once, to read one sample at a time."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset.__getitems__([index])[0]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dataset", "__getitems__"):  # not there yet while it is unpickled; not there at all
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Random streams of workers: reseeded for each batch
+#
+# Torch seeds a worker once, when it starts, so a run that continues inside an epoch would augment differently: its
+# workers are new. Here the streams of the worker are reseeded with every batch, from the worker's own seed, the epoch
+# and the number of the batch. The seed is sent along with the indices and takes effect where they are unpickled, so
+# that neither the dataset nor ``worker_init_fn`` is touched.
+
+# The seed that this worker began with, by process: the streams' own seed changes with every batch.
+_first_seed: tuple[int, int] | None = None
+
+
+@final
+@dataclass(frozen=True)
+class KeyedIndices:
+    """The indices of one batch; unpickling them in a worker gives the bare indices and seeds the worker's streams."""
+
+    indices: Any
+    epoch: int
+    number: int
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.indices)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.indices, self.epoch, self.number)
+
+
+def _received(indices: Any, epoch: int, number: int) -> Any:
+    worker = get_worker_info()
+    if worker is not None:
+        seed_host_streams(derived_seed(_seed_of_all_workers(worker.id), epoch, number))
+    return indices
+
+
+def _seed_of_all_workers(worker_id: int) -> int:
+    """Return the common part of the workers' seeds: torch, and most ``worker_init_fn``, add the worker's id to it."""
+    global _first_seed
+    if _first_seed is None or _first_seed[0] != os.getpid():
+        _first_seed = (os.getpid(), torch.initial_seed())
+    return _first_seed[1] - worker_id
+
+
+def derived_seed(seed: int, epoch: int, number: int) -> int:
+    """Return 63 bits that depend on all of ``seed``, ``epoch`` and ``number``."""
+    key = f"{seed}/{epoch}/{number}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Random streams of all ranks where rank 0 reads for them: they follow what rank 0 draws
+
+#: By name of a stream: its state before and after rank 0 drew.
+Moves = Mapping[str, tuple[Any, Any]]
+
+
+@final
+class SharedDraws:
+    """The host streams and the loader's generators: compared on rank 0 around each read, followed on the other ranks.
+
+    Args:
+        generators: those that the loader and its samplers draw from, in the same order on every rank.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator | None]) -> None:
+        self._generators = {f"generator {number}": one for number, one in enumerate(generators) if one is not None}
+
+    def capture(self) -> dict[str, Any]:
+        """Return the current state of each stream."""
+        return {**capture_host_streams(), **{name: one.get_state() for name, one in self._generators.items()}}
+
+    def moves_since(self, before: Mapping[str, Any]) -> Moves:
+        """Return the streams that have been drawn from since ``before`` was captured."""
+        after = self.capture()
+        return {
+            name: (state, after[name]) for name, state in before.items() if not same_stream_state(state, after[name])
+        }
+
+    def follow(self, moves: Moves) -> None:
+        """Set streams that equal rank 0's before the read to rank 0's after it; leave others as they are."""
+        own = self.capture() if moves else {}
+        for name, (before, after) in moves.items():
+            if not same_stream_state(own.get(name), before):
+                continue
+            if name in self._generators:
+                self._generators[name].set_state(after)
+            else:
+                set_host_stream(name, after)

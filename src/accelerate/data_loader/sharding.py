@@ -1,0 +1,445 @@
+"""Assign the batches of one order to data-parallel ranks, and pad the last global batch.
+
+In each *step* all data-parallel ranks get one batch, together the *global batch*: one batch of the user's batch sampler
+each, or, with ``split_batches``, one such batch cut into equal parts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, Final, cast, final
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, IterableDataset
+
+from ..errors import PreparationError
+from ..nested import recursively_apply
+from .sampling import (
+    BEGINNING,
+    BatchCoverage,
+    BatchInfo,
+    RemainingBatches,
+    ResumePosition,
+    batches_from,
+    full_coverage,
+    num_samples_of,
+)
+
+_END: Final = object()
+
+#: From the samples drawn before by each rank, and the size of the batch, to the coverage of the batch.
+CoverageFunction = Callable[[int, int], BatchCoverage | None]
+
+
+def mark_last(batch_infos: Iterator[BatchInfo]) -> Iterator[BatchInfo]:
+    """Yield ``batch_infos`` with the last one marked, which takes reading one ahead."""
+    held: BatchInfo | None = None
+    for batch_info in batch_infos:
+        if held is not None:
+            yield held
+        held = batch_info
+    if held is not None:
+        yield held._replace(is_last=True)
+
+
+def draw_unsharded(
+    remaining: RemainingBatches, count: int = 1, coverage_of: CoverageFunction | None = None
+) -> Iterator[BatchInfo]:
+    """Yield the info of every batch as it is, the last one marked, for a loader that isn't sharded here.
+
+    ``count`` ranks read one such batch each. ``coverage_of`` gives the valid rows, from the samples that each rank drew
+    before and the size of the batch.
+    """
+    steps, batches, samples = remaining.position.steps, remaining.position.batches, remaining.position.samples
+    upcoming = iter(remaining.batches)
+    batch = next(upcoming, _END)
+    size, coverage = -1, None
+    while batch is not _END:
+        following = next(upcoming, _END)
+        if coverage_of is not None:
+            size = num_samples_of(batch)
+            coverage = coverage_of(samples // count, size)
+        elif size != (size := num_samples_of(batch)):  # batches are nearly always of one size
+            coverage = full_coverage(size, count)
+        steps += 1
+        batches += 1
+        samples += size * count
+        yield BatchInfo(batch, coverage, following is _END, steps, batches, samples, batch)
+        batch = following
+
+
+class BatchSamplerShard(BatchSampler):
+    """The batches of ``batch_sampler`` that belong to one of ``num_processes`` processes.
+
+    Without ``split_batches`` process r takes the batches r, r + N, r + 2N, ...; with it, the r-th part of every
+    batch. With ``even_batches`` an incomplete last global batch is padded with samples from the beginning of the
+    epoch, so that all processes have equally many batches of equal size; without it, some processes have fewer or
+    smaller ones. With a batch sampler that drops its last batch, an incomplete global batch is dropped.
+
+    Raises:
+        PreparationError: ``split_batches`` with batches that can't be cut into ``num_processes`` equal parts.
+    """
+
+    def __init__(  # pyright: ignore[reportMissingSuperCall]
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        size = getattr(batch_sampler, "batch_size", None)
+        if split_batches and (size is None or size % num_processes != 0):
+            known = "has no batch_size" if size is None else f"has batches of {size}"
+            raise PreparationError(
+                f"split_batches=True cuts each batch into {num_processes} equal parts (one per process), but the "
+                f"batch sampler {known}. Use batches of a multiple of {num_processes}, or split_batches=False."
+            )
+        self.batch_sampler: Any = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size: Any = size
+        self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
+
+    @property
+    def total_length(self) -> int:
+        """The number of batches of the batch sampler itself."""
+        return len(self.batch_sampler)
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler inside the batch sampler, where it has one."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @sampler.setter
+    def sampler(self, value: Any) -> None:
+        self.batch_sampler.sampler = value
+
+    @property
+    def batches_per_step(self) -> int:
+        """Batches of the batch sampler that all processes take in one step."""
+        return 1 if self.split_batches else self.num_processes
+
+    def __len__(self) -> int:
+        length = len(self.batch_sampler)
+        if self.split_batches:
+            return length - (0 if self.even_batches or self.drop_last or self._has_part_of_last(length) else 1)
+        if length % self.num_processes == 0:
+            return length // self.num_processes
+        steps = length // self.num_processes
+        if self.drop_last:
+            return steps
+        return steps + (1 if self.even_batches or self.process_index < length % self.num_processes else 0)
+
+    def _has_part_of_last(self, length: int) -> bool:
+        """Return whether the last one of ``length`` batches is large enough to be cut for this process, as far as is
+        known.
+        """
+        try:
+            num_samples = len(cast("Any", self.sampler))
+        except TypeError:  # no sampler of single samples, or one without a length
+            return True
+        rest = num_samples % self.batch_size
+        is_plain = length == -(-num_samples // self.batch_size)
+        return not is_plain or not rest or self.process_index * (self.batch_size // self.num_processes) < rest
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch_info in self.draw(BEGINNING):
+            yield batch_info.indices
+
+    def draw(self, position: ResumePosition) -> Iterator[BatchInfo]:
+        """Yield the info of this process's batches from ``position`` on, the last one marked."""
+        return mark_last(self._assign(batches_from(self.batch_sampler, position, self.batches_per_step)))
+
+    def assign(self, remaining: RemainingBatches) -> Iterator[BatchInfo]:
+        """Yield the same from the remaining batches of a batch sampler."""
+        return mark_last(self._assign(remaining))
+
+    # -- one step --------------------------------------------------------------------------------------
+
+    def _assign(self, remaining: RemainingBatches) -> Iterator[BatchInfo]:
+        take = self._part_of if self.split_batches else self._whole_batch
+        steps, batches, samples = remaining.position.steps, remaining.position.batches, remaining.position.samples
+        size = self.batches_per_step
+        step_batches = list(islice(remaining.batches, size))
+        while step_batches:
+            following = list(islice(remaining.batches, size))
+            steps += 1
+            batches += len(step_batches)
+            taken = take(step_batches, remaining.first_batches, not following)
+            if taken is not None:
+                indices, coverage = taken
+                samples += coverage.num_samples
+                yield BatchInfo(indices, coverage, False, steps, batches, samples, step_batches[-1])
+            step_batches = following
+
+    def _whole_batch(
+        self, step_batches: list[Any], first_batches: list[Any], is_final: bool
+    ) -> tuple[Any, BatchCoverage] | None:
+        count, index, size = self.num_processes, self.process_index, self.batch_size
+        sizes = [num_samples_of(batch) for batch in step_batches]
+        if not is_final or (len(step_batches) == count and (size is None or sizes[-1] == size)):
+            return step_batches[index], _full_step_coverage(sizes)
+        if self.drop_last:
+            return None
+        if not self.even_batches:
+            if index >= len(step_batches):
+                return None
+            absent = count - len(step_batches)
+            valid = tuple(sizes + [0] * absent)
+            return step_batches[index], BatchCoverage(valid, valid, absent) if absent else _full_step_coverage(sizes)
+        padded = _padded(step_batches, first_batches, count, size)
+        valid = tuple(sizes + [0] * (count - len(sizes)))
+        return padded[index], BatchCoverage(valid, tuple(num_samples_of(batch) for batch in padded))
+
+    def _part_of(
+        self, step_batches: list[Any], first_batches: list[Any], is_final: bool
+    ) -> tuple[Any, BatchCoverage] | None:
+        count, index, batch = self.num_processes, self.process_index, step_batches[0]
+        size = self.batch_size // count
+        num_valid = num_samples_of(batch)
+        if num_valid == self.batch_size:
+            return batch[index * size : (index + 1) * size], full_coverage(size, count)
+        if is_final and self.drop_last:
+            return None
+        valid = tuple(min(max(num_valid - rank * size, 0), size) for rank in range(count))
+        if self.even_batches:
+            batch = _padded([batch], first_batches[:1], 1, self.batch_size)[0]
+            return batch[index * size : (index + 1) * size], BatchCoverage(valid, (size,) * count)
+        part = batch[index * size : (index + 1) * size]
+        return (part, BatchCoverage(valid, valid, valid.count(0))) if num_samples_of(part) else None
+
+
+def _full_step_coverage(sizes: list[int]) -> BatchCoverage:
+    if sizes.count(sizes[0]) == len(sizes):
+        return full_coverage(sizes[0], len(sizes))
+    return BatchCoverage(tuple(sizes), tuple(sizes))
+
+
+def _padded(step_batches: list[Any], first_batches: list[Any], count: int, size: int | None) -> list[Any]:
+    """Return ``count`` batches: the given ones, filled up to ``size`` and followed by further ones, from the epoch's
+    beginning.
+
+    Batches of no common size are followed by copies of the first ones.
+    """
+    if size is None:
+        return step_batches + [
+            first_batches[missing % len(first_batches)] for missing in range(count - len(step_batches))
+        ]
+    beginning = list(chain.from_iterable(first_batches))
+    padded: list[Any] = []
+    num_added = 0
+    for rank in range(count):
+        batch = list(step_batches[rank]) if rank < len(step_batches) else []
+        while len(batch) < size:
+            batch.append(beginning[num_added % len(beginning)])
+            num_added += 1
+        padded.append(batch)
+    return padded
+
+
+# -- streams -----------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass
+class LastItem:
+    """The last item of a padded global batch, and the coverage of that batch."""
+
+    item: Any
+    coverage: BatchCoverage
+
+
+@final
+@dataclass
+class LastBatch:
+    """A collated batch of a padded global batch, and the coverage of that one."""
+
+    batch: Any
+    coverage: BatchCoverage
+
+    def pin_memory(self) -> LastBatch:
+        """Return the same batch in page-locked memory."""
+        pinned = recursively_apply(lambda tensor: cast("torch.Tensor", tensor).pin_memory(), self.batch)
+        return LastBatch(pinned, self.coverage)
+
+
+@final
+@dataclass
+class CollateWithCoverage:
+    """A collate function for items of which the last of a padded global batch carries the batch's coverage."""
+
+    collate: Callable[[Any], Any]
+
+    def __call__(self, items: Any) -> Any:
+        if type(items) is LastItem:  # a loader that doesn't batch
+            return LastBatch(self.collate(items.item), items.coverage)
+        last = items[-1] if type(items) is list and items else None
+        if type(last) is LastItem:
+            items[-1] = last.item
+            return LastBatch(self.collate(items), last.coverage)
+        return self.collate(items)
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """The samples of a stream that belong to one of ``num_processes`` processes.
+
+    Every process reads the whole stream, in global batches of ``batch_size`` samples per process (or of ``batch_size``
+    altogether with ``split_batches``), and keeps its part. An incomplete last global batch is padded with samples of
+    the first one, or left out with ``drop_last``.
+
+    Raises:
+        PreparationError: ``split_batches`` with a batch size that can't be cut into ``num_processes`` equal parts.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches and batch_size % num_processes != 0:
+            raise PreparationError(
+                f"split_batches=True cuts each batch of {batch_size} into {num_processes} equal parts (one per "
+                f"process). Use a batch size that is a multiple of {num_processes}, or split_batches=False."
+            )
+        self.dataset: Any = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.epoch = 0
+        self.num_skipped = 0  # samples of the stream that a pass throws away before its first batch
+        self.first_global_batch: Callable[[], list[Any]] | None = None  # reads it again, for a pass that began later
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of ``epoch``, and tell the stream."""
+        self.epoch = epoch
+        forward = getattr(self.dataset, "set_epoch", None)
+        if forward is not None:
+            forward(epoch)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples that all processes take in one step."""
+        return self.batch_size if self.split_batches else self.batch_size * self.num_processes
+
+    def __len__(self) -> int:
+        # Documented: the samples of one process, in global batches of batch_size per process in both modes.
+        global_batch_size = self.batch_size * self.num_processes
+        steps, rest = divmod(len(self.dataset), global_batch_size)
+        return (steps + (1 if rest and not self.drop_last else 0)) * self.batch_size
+
+    @property
+    def num_steps(self) -> int:
+        """Batches that each process gets, where the stream knows its length."""
+        steps, rest = divmod(len(self.dataset), self.global_batch_size)
+        return steps + (1 if rest and not self.drop_last else 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.seed_generator()
+        for item in self.draw():
+            yield item.item if type(item) is LastItem else item
+
+    def seed_generator(self) -> None:
+        """Seed a generator of the stream from the epoch, unless the stream has an epoch of its own."""
+        if getattr(self.dataset, "set_epoch", None) is None:
+            generator = getattr(self.dataset, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(self.epoch)
+
+    def draw(self) -> Iterator[Any]:
+        """Yield the samples of this process; the last one of a padded global batch comes as a :class:`LastItem`."""
+        total = self.global_batch_size
+        size = total // self.num_processes
+        start = self.process_index * size
+        first: list[Any] = []
+        stream = iter(self.dataset)
+        if self.num_skipped:
+            stream = islice(stream, self.num_skipped, None)
+        while samples := list(islice(stream, total)):
+            first = first or samples
+            if len(samples) == total:
+                yield from samples[start : start + size]
+            elif not self.drop_last:
+                num_valid = len(samples)
+                if self.first_global_batch is not None:
+                    first = self.first_global_batch()
+                padded = samples + [first[added % len(first)] for added in range(total - num_valid)]
+                valid = tuple(min(max(num_valid - rank * size, 0), size) for rank in range(self.num_processes))
+                coverage = BatchCoverage(valid, (size,) * self.num_processes)
+                yield from padded[start : start + size - 1]
+                yield LastItem(padded[start + size - 1], coverage)
+
+
+@final
+class ShardedStream(IterableDataset[Any]):
+    """The dataset that the loader of a sharded stream reads: this rank's samples, with coverage where padded."""
+
+    def __init__(self, shard: IterableDatasetShard) -> None:
+        self.shard = shard
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.shard.draw()
+
+
+@final
+class StreamFrom(IterableDataset[Any]):
+    """A view of ``dataset`` without its first ``num_samples`` samples, which are read and thrown away."""
+
+    def __init__(self, dataset: Any, num_samples: int) -> None:
+        self.dataset = dataset
+        self.num_samples = num_samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.dataset), self.num_samples, None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Random generators inside of a dataset, which a checkpoint can't save
+
+_GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_DEEPEST: Final = 4  # a transform in a list of transforms in a dataset in a subset
+_MOST_ITEMS: Final = 64  # larger containers hold data
+
+
+def hidden_generators(dataset: Any, known: object = None) -> list[str]:
+    """Return the paths of generators in ``dataset``, other than ``known``: ``dataset.transform.rng``."""
+    return list(_search(dataset, "dataset", _DEEPEST, {id(known)}))
+
+
+def _search(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[str]:
+    if isinstance(value, _GENERATORS):
+        if id(value) not in seen:
+            yield path
+        return
+    if depth == 0 or id(value) in seen or _keeps_state(value):
+        return
+    seen.add(id(value))
+    for name, item in _members(value):
+        yield from _search(item, f"{path}{name}", depth - 1, seen)
+
+
+def _keeps_state(value: Any) -> bool:
+    """Return whether the object has a state dict of its own, generators included."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _members(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, (list, tuple)):
+        return [(f"[{number}]", item) for number, item in enumerate(value)] if len(value) <= _MOST_ITEMS else []
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", item) for key, item in value.items()] if len(value) <= _MOST_ITEMS else []
+    if isinstance(value, (str, bytes, torch.Tensor, np.ndarray, type)):
+        return []
+    return [(f".{name}", item) for name, item in getattr(value, "__dict__", {}).items()]

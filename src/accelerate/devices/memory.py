@@ -1,0 +1,142 @@
+"""Device memory: releasing it, recognising out-of-memory errors, retrying with a smaller batch."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from . import table
+
+logger = logging.getLogger(__name__)
+
+#: The messages of the devices' allocators, in lower case, when memory ran out.
+_OUT_OF_MEMORY_MESSAGES: Final = (
+    " out of memory",
+    "cudnn_status_not_supported",
+    "can't allocate memory",
+    "pt_devmem allocation failed",
+)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give back the memory that torch's allocator keeps for reuse; collect garbage first if asked."""
+    if garbage_collection:
+        gc.collect()
+    table.empty_caches()
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Collect garbage, empty the device's cache, and return one None for each object.
+
+    Assign the result to the names of the objects, so that nothing refers to them any more::
+
+        model, optimizer = release_memory(model, optimizer)
+
+    The memory of the objects themselves is free once the caller's names are gone.
+    """
+    count = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * count
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Return whether the exception says that memory ran out, on the device or on the host."""
+    if isinstance(exception, MemoryError):
+        return True
+    if not isinstance(exception, RuntimeError):
+        return False
+    text = str(exception).lower()
+    return any(message in text for message in _OUT_OF_MEMORY_MESSAGES)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> Callable[..., Any]:
+    """Decorate a function to be called with a batch size, as its first argument, that fits into memory.
+
+    It is called with ``starting_batch_size``; each time memory runs out it is called again from its
+    beginning with a smaller size: nine tenths, or what ``reduce_batch_size_fn`` returns (given the size
+    that failed, if it takes an argument). The size that worked is where the next call begins. The batch
+    size is found by each process for itself.
+
+    Works with and without parentheses::
+
+        @find_executable_batch_size(starting_batch_size=64)
+        def train(batch_size, model): ...
+
+        train(model)
+
+    Raises:
+        TypeError: the caller passed a batch size of its own.
+        RuntimeError: no size is small enough.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    run: Callable[..., Any] = function
+    name = getattr(function, "__name__", repr(function))
+    smaller = _reducer(reduce_batch_size_fn)
+    batch_size = starting_batch_size
+
+    @functools.wraps(function)
+    def sized(*args: Any, **kwargs: Any) -> Any:
+        nonlocal batch_size
+        clear_device_cache(garbage_collection=True)
+        _refuse_own_batch_size(run, name, args)
+        while batch_size > 0:
+            try:
+                return run(batch_size, *args, **kwargs)
+            except Exception as error:  # looked at, and raised again unless memory ran out
+                if not should_reduce_batch_size(error):
+                    raise
+            # Outside the handler: inside it, the traceback still holds the tensors of the failed call.
+            clear_device_cache(garbage_collection=True)
+            before, batch_size = batch_size, smaller(batch_size)
+            logger.info("%s ran out of memory with batch size %d; trying %d.", name, before, batch_size)
+        raise RuntimeError(
+            f"No executable batch size found, reached zero: `{name}` ran out of memory with every size from "
+            f"{starting_batch_size} down. Free memory before the call, or use a smaller model."
+        )
+
+    return sized
+
+
+def _reducer(custom: Callable[..., int] | None) -> Callable[[int], int]:
+    if custom is None:
+        return lambda batch_size: int(batch_size * 0.9)
+    try:
+        takes_size = bool(inspect.signature(custom).parameters)
+    except ValueError:  # a builtin without a signature
+        takes_size = False
+    return custom if takes_size else lambda _batch_size: custom()
+
+
+def _refuse_own_batch_size(function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> None:
+    parameters = list(inspect.signature(function).parameters.values())
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return
+    if len(parameters) < len(args) + 1:
+        shown = ", ".join(f"{p.name}={value!r}" for p, value in zip(parameters[1:], args[1:], strict=False))
+        raise TypeError(
+            f"Batch size was passed into `{name}` as the first argument when called. Remove it, the "
+            f"decorator passes one already: `{name}({shown})`"
+        )
+
+
+def convert_bytes(size: float) -> str:
+    """Format a size in its largest whole unit: ``convert_bytes(1536)`` is ``"1.5 KB"``."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"

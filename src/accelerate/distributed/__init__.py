@@ -1,0 +1,1 @@
+"""The processes of a run: identity, rendezvous, coordination, mesh, collectives, hang watch, failures. Internal."""

@@ -1,0 +1,363 @@
+"""The participants of calls that the main process may make alone, found through the store.
+
+These calls aren't among the numbered operations of the coordinator: where some ranks don't make a call, the later
+collectives of all ranks stay in step. A call is identified by its call stack and by what it writes to; each rank counts
+its calls there, and rank 0 publishes at each count whether all ranks take part or it goes on alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, final
+
+from ..errors import CollectiveError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from .store_client import Coordinator
+
+logger = logging.getLogger(__name__)
+
+#: How long rank 0 waits for the others at a call stack that it hasn't seen before.
+GRACE_SECONDS: Final = 2.0
+#: How long it waits where they came the last time, if no hang watch finds out whether they wait in torch.
+UNWATCHED_SECONDS: Final = 60.0
+#: So many calls are kept in the store for ranks that come late; the keys of earlier ones are deleted.
+KEPT_CALLS: Final = 64
+_CLAIM: Final = 1 << 20  # added to a count of ranks that rank 0 relies on
+_SHORTEST_SLEEP_SECONDS: Final = 1e-3
+_LONGEST_SLEEP_SECONDS: Final = 0.02
+_LOCK_TIMEOUT_SECONDS: Final = 30.0
+#: How often rank 0 checks whether the ranks that it waits for wait in torch.
+_CHECK_SECONDS: Final = 2.0
+#: After so long a wait that ends at its limit only, rank 0 logs what it waits for.
+_WARNING_SECONDS: Final = 10.0
+_OTHER_PACKAGES: Final = ("torch", "contextlib", "threading", "runpy", "importlib", "multiprocessing")
+
+
+@dataclass
+@final
+class CallParticipants:
+    """The ranks that make one call.
+
+    Attributes:
+        has_all: every rank makes it, so that it may use collectives.
+        is_main: this is rank 0.
+        is_first: rank 0 is alone for the first time at this call stack.
+    """
+
+    has_all: bool = True
+    is_main: bool = True
+    is_first: bool = False
+    _coordinator: Coordinator | None = None
+    _names: tuple[str, ...] = ()
+    _moment: str = ""
+    _address: str = field(default="", init=False)
+
+    # -- rank 0 alone --------------------------------------------------------------------------------------
+
+    def begin(self, address: str) -> None:
+        """Publish, for other ranks that make this call, what is being written, and that it is written without them."""
+        self._address = address
+        self._publish_decision()
+
+    def _publish_decision(self) -> None:
+        content = {"all": self.has_all, "moment": self._moment, "names": self._names, "address": self._address}
+        self._publish("decision", content)
+
+    def finish(self, identity: str = "", error: BaseException | None = None) -> None:
+        """Publish how it ended: ``identity`` is what was committed."""
+        if not self._address:
+            self.begin("")
+        text = "" if error is None else f"{type(error).__name__}: {error}"
+        self._publish("outcome", {"identity": identity, "error": text})
+
+    def _publish(self, key: str, content: dict[str, Any]) -> None:
+        coordinator, text = self._coordinator, json.dumps(content)
+        if coordinator is not None:
+            for name in self._names:
+                coordinator.request(lambda name=name: coordinator.store.set(f"{name}/{key}", text))
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Enter a context that one rank at a time is in, of those that change what was written without all ranks."""
+        coordinator = self._coordinator
+        if coordinator is None or self.has_all:
+            yield
+            return
+        ticket = coordinator.request(lambda: coordinator.store.add("calls/tickets", 1))
+        until = time.monotonic() + _LOCK_TIMEOUT_SECONDS  # not longer, in case a rank has died inside of its context
+        while (
+            coordinator.request(lambda: coordinator.store.add("calls/served", 0)) < ticket - 1
+            and time.monotonic() < until
+        ):
+            time.sleep(_LONGEST_SLEEP_SECONDS)
+        try:
+            yield
+        finally:
+            coordinator.request(lambda: coordinator.store.add("calls/served", 1))
+
+    # -- the others ----------------------------------------------------------------------------------------
+
+    @property
+    def address(self) -> str:
+        """The path that rank 0 writes to."""
+        return self._address
+
+    def wait_for_outcome(self) -> str:
+        """Wait for rank 0, and return the identity of what it has committed.
+
+        Raises:
+            CollectiveError: it failed; the text says why.
+        """
+        coordinator = self._coordinator
+        assert coordinator is not None
+        key = f"{self._names[0]}/outcome"
+        coordinator.wait_for(lambda: coordinator.store.check([key]))
+        outcome = json.loads(coordinator.request(lambda: coordinator.store.get(key)))
+        if outcome["error"]:
+            raise CollectiveError(f"rank 0: {outcome['error']}")
+        return outcome["identity"]
+
+
+@final
+class CallRendezvous:
+    """One rank's record of the calls that its world has made, by which the ranks find each other in the next one."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._counts: dict[str, int] = {}
+        self._together: set[str] = set()  # call stacks at which all ranks called the last time
+        self._alone: dict[str, tuple[str, ...]] = {}  # by call stack: the last call that rank 0 made alone
+        self._calls_in_store: deque[tuple[str, ...]] = deque()  # rank 0's, the oldest first
+
+    def find_participants(
+        self, operation: str, target: str = "", *, moment: str = "", grace_seconds: float = GRACE_SECONDS
+    ) -> CallParticipants:
+        """Find out which ranks make this call now.
+
+        Rank 0 waits for the others where they came the last time, up to ``grace_seconds`` at a new call stack, and
+        not at all where it was alone the last time, or where another rank can't come any more (it has ended, or waits
+        in a collective). The others wait for rank 0.
+
+        Args:
+            target: what is written to, if known; ranks that name the same one find each other from different lines.
+            moment: what differs between two calls from the same line that the same ranks make.
+
+        Raises:
+            CollectiveError: rank 0 has ended, or is in another operation that needs all ranks.
+        """
+        keys = _keys_of_call(operation, target)
+        moment = f"{self._coordinator.number}|{moment}"
+        if self._coordinator.rank:
+            return self._wait_for_decision(operation, keys, moment)
+        names, key = self._begin_call(keys), keys[0]
+        has_all = self._await_others(operation, key, names, grace_seconds)
+        is_first = not has_all and key not in self._alone
+        participants = CallParticipants(has_all, True, is_first, self._coordinator, names, moment)
+        if has_all:
+            self._together.add(key)
+            participants._publish_decision()
+        else:
+            self._together.discard(key)
+            self._alone[key] = names
+        return participants
+
+    def main_alone(self, operation: str, target: str, *, moment: str = "") -> CallParticipants:
+        """Begin a call that rank 0 makes without waiting for other ranks, which only wait for its outcome."""
+        keys, moment = _keys_of_call(operation, target), f"{self._coordinator.number}|{moment}"
+        if self._coordinator.rank:
+            return self._wait_for_decision(operation, keys, moment)
+        return CallParticipants(False, True, False, self._coordinator, self._begin_call(keys), moment)
+
+    # -- rank 0 --------------------------------------------------------------------------------------------
+
+    def _await_others(self, operation: str, key: str, names: tuple[str, ...], grace_seconds: float) -> bool:
+        start, is_watched, has_warned = time.monotonic(), self._coordinator.watch is not None, False
+        arrived_late = key in self._alone and self._arrived_late(self._alone[key])
+        waits_for_all = key in self._together or arrived_late
+        limit = self._coordinator.timeout.total_seconds() if waits_for_all else grace_seconds
+        if not is_watched:
+            limit = min(limit, UNWATCHED_SECONDS)
+        if key in self._alone and not waits_for_all:
+            limit = 0.0
+        next_check, sleep_seconds = start + _CHECK_SECONDS, _SHORTEST_SLEEP_SECONDS
+        while not self._have_all_arrived(names):
+            now = time.monotonic()
+            if now - start >= limit or self._is_any_rank_absent():
+                return self._have_all_arrived(names)
+            if now >= next_check:
+                if self._coordinator.stuck_in_torch(range(1, self._coordinator.size)):  # there it waits for this rank
+                    return self._have_all_arrived(names)
+                next_check = time.monotonic() + _CHECK_SECONDS
+            if not (is_watched or has_warned) and now - start >= _WARNING_SECONDS:
+                has_warned = True
+                logger.warning(_still_waiting(operation, limit))
+            time.sleep(sleep_seconds)
+            sleep_seconds = min(_LONGEST_SLEEP_SECONDS, sleep_seconds * 1.5)
+        return True
+
+    def _have_all_arrived(self, names: tuple[str, ...]) -> bool:
+        """Return whether every other rank is at this call; they can't withdraw from it then."""
+        coordinator = self._coordinator
+
+        def claim() -> bool:
+            for name in names:
+                if coordinator.store.add(f"{name}/arrived", 0) >= coordinator.size - 1:
+                    if coordinator.store.add(f"{name}/arrived", _CLAIM) - _CLAIM >= coordinator.size - 1:
+                        return True
+                    coordinator.store.add(f"{name}/arrived", -_CLAIM)  # one has just withdrawn
+            return False
+
+        return coordinator.request(claim)
+
+    def _arrived_late(self, names: tuple[str, ...]) -> bool:
+        coordinator = self._coordinator
+        return any(
+            coordinator.request(lambda n=n: coordinator.store.add(f"{n}/arrived", 0)) >= coordinator.size - 1
+            for n in names
+        )
+
+    def _is_any_rank_absent(self) -> bool:
+        return any(self._coordinator.absence_reason(rank) for rank in range(1, self._coordinator.size))
+
+    def _begin_call(self, keys: list[str]) -> tuple[str, ...]:
+        """Return the names of rank 0's next call, and delete the oldest call's keys from the store."""
+        coordinator = self._coordinator
+        names = tuple(map(self._next, keys))
+        kept = {name for one in self._calls_in_store for name in one}
+        for base, _, number in (name.rpartition("/") for name in names):
+            if int(number) and f"{base}/{int(number) - 1}" not in kept:
+                coordinator.publish(f"{base}/first", number)
+        self._calls_in_store.append(names)
+        while len(self._calls_in_store) > KEPT_CALLS:
+            for name in self._calls_in_store.popleft():
+                base, _, number = name.rpartition("/")
+                if self._counts[base] > int(number) + 1:
+                    coordinator.publish(f"{base}/first", str(int(number) + 1))
+                for key in ("arrived", "decision", "outcome"):
+                    try:
+                        coordinator.request(lambda key=f"{name}/{key}": coordinator.store.delete_key(key))
+                    except CollectiveError:
+                        return names  # a store that can't delete, such as a file
+        return names
+
+    # -- the others ----------------------------------------------------------------------------------------
+
+    def _wait_for_decision(self, operation: str, keys: list[str], moment: str) -> CallParticipants:
+        """Wait until rank 0 has decided about this call; skip earlier ones that it made alone."""
+        coordinator = self._coordinator
+        names = {base: self._next(base) for base in keys}
+        found: list[CallParticipants] = []
+
+        def decided() -> bool:
+            for base in keys:
+                self._skip_deleted(base, names, arrived_at)
+                while coordinator.store.check([f"{names[base]}/decision"]):
+                    decision: dict[str, Any] = json.loads(coordinator.store.get(f"{names[base]}/decision"))
+                    is_this = decision["all"] or decision["moment"] == moment
+                    if is_this and self._withdraw_elsewhere(names, decision, arrived_at):
+                        found.append(self._participants_of(decision, names[base]))
+                        return True
+                    if is_this:
+                        break  # rank 0 has claimed this rank at another of these names
+                    if names[base] in arrived_at:
+                        arrived_at.discard(names[base])
+                        coordinator.store.add(f"{names[base]}/arrived", -1)
+                    names[base] = self._next(base)
+                if names[base] not in arrived_at:
+                    arrived_at.add(names[base])
+                    coordinator.store.add(f"{names[base]}/arrived", 1)
+            return False
+
+        def reason_to_stop() -> str | None:
+            where = coordinator.absence_reason(0)
+            return None if where is None else _rank_0_is_absent(operation, coordinator.rank, where)
+
+        arrived_at: set[str] = set()
+        coordinator.wait_for(decided, reason_to_stop)
+        return found[0]
+
+    def _skip_deleted(self, base: str, names: dict[str, str], arrived_at: set[str]) -> None:
+        """Advance ``names`` past the calls whose keys rank 0 has deleted, to one that may still be decided."""
+        store, first = self._coordinator.store, f"{base}/first"
+        if not store.check([first]) or (number := int(store.get(first))) <= int(names[base].rpartition("/")[2]):
+            return
+        arrived_at.discard(names[base])
+        names[base] = f"{base}/{number}"
+        self._counts[base] = number + 1
+
+    def _withdraw_elsewhere(self, names: dict[str, str], decision: dict[str, Any], arrived_at: set[str]) -> bool:
+        """Withdraw from other calls than that of ``decision``; return False where rank 0 has claimed this rank."""
+        store = self._coordinator.store
+        for name in [name for name in names.values() if name in arrived_at and name not in decision["names"]]:
+            if store.add(f"{name}/arrived", -1) >= _CLAIM // 2:
+                store.add(f"{name}/arrived", 1)
+                return False
+            arrived_at.discard(name)
+        for name in decision["names"]:
+            if name not in arrived_at:
+                store.add(f"{name}/arrived", 1)
+        return True
+
+    def _participants_of(self, decision: dict[str, Any], name: str) -> CallParticipants:
+        for one in decision["names"]:  # all ranks continue from rank 0's count
+            base, _, number = one.rpartition("/")
+            self._counts[base] = int(number) + 1
+        participants = CallParticipants(decision["all"], False, False, self._coordinator, (name,))
+        participants._address = decision.get("address", "")
+        return participants
+
+    def _next(self, base: str) -> str:
+        number = self._counts.get(base, 0)
+        self._counts[base] = number + 1
+        return f"{base}/{number}"
+
+
+def _rank_0_is_absent(operation: str, rank: int, where: str) -> str:
+    return (
+        f"Rank {rank} is in `{operation}`, but rank 0 {where}: it writes what all ranks have in common, and won't "
+        f"come. `{operation}` is called by the main process, or by all ranks."
+    )
+
+
+def _still_waiting(operation: str, limit_seconds: float) -> str:
+    return (
+        f"Rank 0 is in `{operation}` and waits for the other ranks, which made this call the last time, for up to "
+        f"{limit_seconds:.0f} s; then it goes on alone. Let every rank make it, or the main process alone, each time; "
+        "or leave ACCELERATE_HANG_SECONDS as it is: a rank that waits elsewhere is then found out at once."
+    )
+
+
+def _keys_of_call(operation: str, target: str) -> list[str]:
+    """Return the keys that identify a call on all ranks: its call stack, and what it writes to."""
+    keys = [f"{operation}/at/{_digest(*_stack())}"]
+    return [*keys, f"{operation}/to/{_digest(target)}"] if target else keys
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha1("\n".join(parts).encode(), usedforsecurity=False).hexdigest()[:16]
+
+
+def _stack() -> Iterator[str]:
+    """Yield the lines of the program that lead here, the innermost first, named alike on every host."""
+    frame: FrameType | None = sys._getframe(1)
+    own, found = __name__.partition(".")[0], False
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in (own, *_OTHER_PACKAGES):
+            found = True
+            file = frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
+            yield f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    if not found:
+        yield own

@@ -1,0 +1,591 @@
+"""Collectives: gather, broadcast, reduce and pad tensors that lie in nested containers.
+
+In a world of one every function returns what it would return there, without torch.distributed. Results carry no
+gradient.
+
+On the host every operation begins with one message of a length that all ranks know, with a checksum of what this rank
+is about to do; short tensors are in the same message. Where ranks disagree, all of them raise, with what each gave.
+Where a device's own backend carries the tensors, reading a checksum would wait for the device: there the ranks' shapes
+are compared in debug mode, through the store.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from collections.abc import Callable
+from itertools import permutations
+from typing import Any, Final, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from ..callers import call_site
+from ..devices.table import KINDS
+from ..errors import CollectiveError, NotBuilt, SettingError, UnequalTensors
+from ..nested import chained_operation, flat_tensors, get_shape, recursively_apply
+from .messages import Buffers, MessageLengths, describe, joined_message_for, message_for
+from .store_client import Coordinator
+from .world import World, current_world, join_world
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+REDUCTIONS: Final = ("sum", "mean", "max", "none")
+
+#: The labels of worlds whose ranks communicate through torch.distributed.
+TORCH_DISTRIBUTED_OPERATION_TYPES: Final = (
+    *(kind.label for kind in KINDS if kind.label.startswith("MULTI_")),
+    "DEEPSPEED",
+    "FSDP",
+    "MEGATRON_LM",
+    "TP",
+)
+
+# The dtypes that every backend can carry; others are sent as bytes, or are added up in a wider one.
+_CARRIED_DTYPES: Final = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64}
+)
+_ON_HOST: Final = ("gloo", "mpi")
+_SHORT_BYTES: Final = 64 << 10  # up to here, sending tensors of all ranks to all costs less than one more message
+_OF_OBJECTS: Final = ("gather_object", "broadcast_object_list")  # always sent pickled
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was given to :func:`pad_across_processes` and came back unpadded."""
+
+
+# -- numbered operations -----------------------------------------------------------------------------------
+
+
+def verify_operation(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate `function`, whose first argument is what it communicates, to run as one numbered operation of the world.
+
+    In debug mode ranks publish the call, and compare shapes first where `function` itself can't. In a world of one,
+    `function` is simply called.
+    """
+
+    @functools.wraps(function)
+    def operation(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        world = world_or_joined(cast("World | None", kwargs.get("world")))
+        if world.size == 1:
+            return function(*args, **kwargs)
+        name = function.__name__
+        coordinator = coordinator_of(world, name)
+        # On the host the wait checks the other ranks, so the operation is published only once the wait gets long.
+        is_published = world.debug or name in _OF_OBJECTS or world.backend not in _ON_HOST
+        coordinator.begin(name, with_site=world.debug, publish=is_published)
+        if world.debug and world.backend not in _ON_HOST:
+            data = args[0] if args else kwargs.get("tensor")
+            compared = None if name in _OF_OBJECTS or data is None else _describe(data)
+            coordinator.compare(json.dumps([name, compared]), _mismatch)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, CollectiveError):
+                raise
+            raise CollectiveError(coordinator.explain(error)) from error
+
+    return operation
+
+
+def world_or_joined(world: World | None) -> World:
+    """Return the given world, else the one this process is in; join one when it is in none."""
+    return world or current_world() or join_world()
+
+
+def coordinator_of(world: World, name: str) -> Coordinator:
+    """Return the coordinator of `world` for operation `name`. Raises CollectiveError for a pretended world."""
+    if world.coordinator is not None:
+        return world.coordinator
+    if world.kind.runtime:
+        raise NotBuilt(f"`{name}` between {world.kind.name} processes isn't built in this version.")
+    raise CollectiveError(f"`{name}`: this is a pretended world of {world.size}; it can't communicate.")
+
+
+def _describe(data: Any) -> list[Any]:
+    dtypes: list[str] = []
+    recursively_apply(lambda tensor: dtypes.append(str(tensor.dtype).removeprefix("torch.")), data)
+    return [str(get_shape(_shapes_only(data))), dtypes]
+
+
+def _shapes_only(data: Any) -> Any:
+    return recursively_apply(
+        lambda item: type(item).__name__, data, test_type=lambda x: not isinstance(x, torch.Tensor)
+    )
+
+
+def _mismatch(descriptions: list[str], sites: list[str]) -> str | None:
+    """Return the documented message about what differs between the ranks; None when nothing does."""
+    if len(set(descriptions)) == 1:
+        return None
+    calls = [json.loads(text) for text in descriptions]
+    if len({(call[0], *call[2:]) for call in calls}) > 1:
+        lines = "\n".join(f"  - Process {rank}: {_named(call)} at {sites[rank]}" for rank, call in enumerate(calls))
+        return f"The processes are in different operations and would wait for each other for ever:\n{lines}"
+    name = calls[0][0]
+    if len({call[1][0] for call in calls}) > 1:
+        what, column, heading = "shape", 0, "Input shapes"
+    else:
+        what, column, heading = "dtype", 1, "Input dtypes"
+    lines = "\n".join(f"  - Process {rank}: {call[1][column]} at {sites[rank]}" for rank, call in enumerate(calls))
+    return (
+        f"Cannot apply desired operation due to {what} mismatches. All {what}s across devices must be valid.\n\n"
+        f"Operation: `accelerate.utils.operations.{name}`\n{heading}:\n{lines}"
+    )
+
+
+def _exchange_first_message(
+    operation: str,
+    data: Any,
+    leaves: list[torch.Tensor],
+    world: World,
+    *,
+    how: str = "",
+    limit_bytes: int | None = None,
+) -> Buffers | None:
+    """Check that all ranks are in `operation` with such tensors; return those of all ranks, if the message held them.
+
+    It does where it has room for them, and they are no longer than `limit_bytes`.
+
+    Args:
+        how: arguments of the operation that have to be the same on all ranks.
+
+    Raises:
+        CollectiveError: on every rank, when the ranks disagree.
+    """
+    if world.backend not in _ON_HOST:
+        return None
+    coordinator = coordinator_of(world, operation)
+    lengths = coordinator.lengths.setdefault(world.group, MessageLengths())
+    is_plain = all(_is_plain(leaf) and leaf.is_cpu for leaf in leaves)
+    message = message_for(describe(leaves, plain=is_plain), world.size, f"{operation} {how}", lengths.next)
+    buffers = message.buffers()
+    buffers.pack(leaves)
+    _finish(world, _all_gather(buffers.joined, buffers.own, world))
+    if not buffers.agree():
+        raise _disagreement(operation, data, world, how)
+    fits = limit_bytes is None or message.needed_bytes <= limit_bytes
+    lengths.note(message.kind, message.needed_bytes if fits else 0)
+    return buffers if message.is_whole and fits else None
+
+
+def _disagreement(operation: str, data: Any, world: World, how: str) -> CollectiveError:
+    """Return the error for ranks that disagree, after exchanging what each was about to do."""
+    calls: list[Any] = [None] * world.size
+    mine = json.dumps([operation, None if data is None else _describe(data), how])
+    dist.all_gather_object(calls, (mine, call_site()), group=world.group)
+    descriptions, sites = ([call[number] for call in calls] for number in (0, 1))
+    text = _mismatch(descriptions, sites) or f"`{operation}`: the ranks gave different tensors."
+    is_same_call = len({(call[0], call[2]) for call in map(json.loads, descriptions)}) == 1
+    return UnequalTensors(text) if is_same_call else CollectiveError(text)
+
+
+def _named(call: list[Any]) -> str:
+    return f"`{call[0]}`" + "".join(f" ({how})" for how in call[2:] if how)
+
+
+def _finish(world: World, work: Any) -> None:
+    """Wait for a started operation; on the host, check the other ranks meanwhile."""
+    if work is None:
+        return
+    if world.coordinator is not None and world.backend in _ON_HOST:
+        world.coordinator.wait_for_work(work)
+    else:
+        work.wait()
+
+
+# -- gather -----------------------------------------------------------------------------------------------
+
+
+@verify_operation
+def gather(tensor: Any, *, world: World | None = None, to: int | None = None) -> Any:
+    """Concatenate every tensor in `tensor` with those of all ranks along dimension 0; a scalar counts as a vector of
+    one.
+
+    Args:
+        to: only this rank gets the result, the others get None (default: every rank).
+
+    Raises:
+        TypeError: there is something other than tensors in the containers.
+        CollectiveError: the ranks' shapes differ, or a rank isn't there.
+    """
+    here = world_or_joined(world)
+    if here.size == 1:
+        return tensor
+    leaves = flat_tensors(tensor)
+    is_flat = leaves is not None
+    if leaves is None:
+        leaves = _leaves_of(tensor, "gather")
+    buffers = _exchange_first_message(
+        "gather",
+        tensor,
+        leaves,
+        here,
+        how="" if to is None else f"to={to}",
+        limit_bytes=None if to is None else _SHORT_BYTES,
+    )
+    parts = _gather_together(leaves, here, to) if buffers is None else buffers.unpack()
+    if parts is None:
+        parts = [_gather_one(leaf, here, to) for leaf in leaves]
+    if to is not None and to != here.rank:
+        return None
+    if is_flat:
+        return dict(zip(tensor, parts, strict=True)) if type(tensor) is dict else type(tensor)(parts)
+    rest = iter(parts)
+    return recursively_apply(lambda _: next(rest), tensor)
+
+
+def _leaves_of(data: Any, operation: str) -> list[torch.Tensor]:
+    """Return the tensors of `data`, in order; refuse anything else in it in the name of `operation`."""
+    leaves: list[torch.Tensor] = []
+
+    def keep(leaf: torch.Tensor) -> None:
+        leaves.append(leaf)
+
+    keep.__name__ = operation
+    recursively_apply(keep, data, error_on_other_type=True)
+    return leaves
+
+
+def _gather_together(leaves: list[torch.Tensor], world: World, to: int | None) -> list[Any] | None:
+    """Gather all leaves in one message per rank; return None where one message each is better."""
+    message = joined_message_for(leaves, world.size) if all(map(_is_plain, leaves)) else None
+    if message is None or not (world.backend in _ON_HOST or f"{leaves[0].device.type}:" in str(world.backend)):
+        return None
+    buffers = message.buffers()
+    buffers.pack(leaves)
+    if to is None:
+        _finish(world, _all_gather(buffers.joined, buffers.own, world))
+        return buffers.unpack()
+    parts = list(buffers.joined.chunk(world.size)) if to == world.rank else None
+    _finish(world, dist.gather(buffers.own, parts, dst=_global_rank(to, world), group=world.group, async_op=True))
+    return [] if parts is None else buffers.unpack()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+
+
+def _gather_one(tensor: torch.Tensor, world: World, to: int | None) -> torch.Tensor | None:
+    if tensor.ndim == 0:
+        tensor = tensor.reshape(1)
+    carried = _for_backend(tensor, world)
+    if to is not None and to != world.rank:
+        if carried.numel():
+            _finish(world, dist.gather(carried, None, dst=_global_rank(to, world), group=world.group, async_op=True))
+        return None
+    joined = torch.empty(
+        (world.size * carried.shape[0], *carried.shape[1:]), dtype=carried.dtype, device=carried.device
+    )
+    if joined.numel() == 0:
+        pass  # nothing to gather, on any rank
+    elif to is not None:
+        parts = list(joined.chunk(world.size))
+        _finish(world, dist.gather(carried, parts, dst=_global_rank(to, world), group=world.group, async_op=True))
+    else:
+        _finish(world, _all_gather(joined, carried, world))
+    return _from_backend(joined, tensor)
+
+
+def _global_rank(rank: int, world: World) -> int:
+    """Return the rank among all processes of ``rank`` in ``world``."""
+    return rank if world.group is None else dist.get_global_rank(world.group, rank)
+
+
+def _all_gather(joined: torch.Tensor, part: torch.Tensor, world: World) -> Any:
+    if world.backend in _ON_HOST:  # straight to the group: what torch's function does around it counts on the host
+        start = getattr(world.group or dist.group.WORLD, "all_gather_single", None)
+        if start is not None:
+            return start(joined, part)
+    newer = getattr(dist, "all_gather_single", None)  # torch >= 2.13 calls it so
+    return (newer or dist.all_gather_into_tensor)(joined, part, group=world.group, async_op=True)
+
+
+def _for_backend(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """Return the tensor's content as the backend can carry it: contiguous, on its device, of a dtype it knows."""
+    tensor = tensor.detach()
+    if world.backend not in _ON_HOST and f"{tensor.device.type}:" not in str(world.backend):
+        tensor = tensor.to(world.device)
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor if tensor.dtype in _CARRIED_DTYPES else tensor.view(torch.uint8)
+
+
+def _from_backend(carried: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return `carried` with the dtype and on the device of the tensor that was given."""
+    if carried.dtype != like.dtype:
+        carried = carried.view(like.dtype)
+    return carried.to(like.device)
+
+
+@verify_operation
+def gather_object(object: Any, *, world: World | None = None) -> Any:
+    """Gather the objects of all ranks, flattened by one level: lists become one list. A world of one returns `object`.
+
+    Raises:
+        TypeError: `object` can't be iterated over.
+    """
+    here = world_or_joined(world)
+    if here.size == 1:
+        return object
+    _exchange_first_message("gather_object", None, [], here)
+    objects: list[Any] = [None] * here.size
+    dist.all_gather_object(objects, object, group=here.group)
+    return [item for part in objects for item in part]
+
+
+def send_object(object: Any, to: int, *, world: World) -> None:
+    """Send `object` to rank `to`, which receives it with :func:`receive_object`; no other rank takes part."""
+    device = None if world.backend in _ON_HOST else world.device
+    dist.send_object_list([object], dst=_global_rank(to, world), group=world.group, device=device)
+
+
+def exchange_objects(own: Any, num_present: int, *, world: World) -> list[Any]:
+    """Return the objects of the first `num_present` ranks, in order; the other ranks don't make the call."""
+    parts: list[Any] = [None] * num_present
+    parts[world.rank] = own
+    for sender, receiver in permutations(range(num_present), 2):
+        if world.rank == sender:
+            send_object(own, receiver, world=world)
+        elif world.rank == receiver:
+            parts[sender] = receive_object(sender, world=world)
+    return parts
+
+
+def receive_object(sender: int, *, world: World) -> Any:
+    """Receive the object that rank `sender` gave to :func:`send_object`."""
+    device = None if world.backend in _ON_HOST else world.device
+    received: list[Any] = [None]
+    dist.recv_object_list(received, src=_global_rank(sender, world), group=world.group, device=device)
+    return received[0]
+
+
+# -- broadcast --------------------------------------------------------------------------------------------
+
+
+@verify_operation
+def broadcast(tensor: Any, from_process: int = 0, *, world: World | None = None) -> Any:
+    """Overwrite every tensor in `tensor`, in place, with that of rank `from_process`, as torch's broadcast does."""
+    here = world_or_joined(world)
+    _check_source(from_process, here)
+    if here.size == 1:
+        return tensor
+    leaves = _leaves_of(tensor, "broadcast")
+    buffers = _exchange_first_message(
+        "broadcast", tensor, leaves, here, how=f"from_process={from_process}", limit_bytes=_SHORT_BYTES
+    )
+    if buffers is None:
+        return recursively_apply(_broadcast_one, tensor, from_process, here)
+    with torch.no_grad():
+        for leaf, rank_rows in zip(leaves, buffers.rank_rows, strict=True):
+            if here.rank != from_process:
+                leaf.copy_(rank_rows[from_process])
+    return tensor
+
+
+def _check_source(from_process: int, world: World) -> None:
+    if not 0 <= from_process < world.size:
+        raise SettingError(
+            f"from_process={from_process}: no rank has that index among {world.size} process(es). "
+            f"Give a number from 0 to {world.size - 1}."
+        )
+
+
+def _broadcast_one(tensor: torch.Tensor, from_process: int, world: World) -> torch.Tensor:
+    flat = tensor.reshape(1) if tensor.ndim == 0 else tensor
+    carried = _for_backend(flat, world)
+    _finish(world, dist.broadcast(carried, src=_global_rank(from_process, world), group=world.group, async_op=True))
+    if carried.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(_from_backend(carried, flat).reshape(tensor.shape))
+    return tensor
+
+
+@verify_operation
+def broadcast_object_list(object_list: list[Any], from_process: int = 0, *, world: World | None = None) -> list[Any]:
+    """Overwrite `object_list`, in place, with the objects of rank `from_process`; return it too."""
+    here = world_or_joined(world)
+    _check_source(from_process, here)
+    if here.size > 1:
+        _exchange_first_message("broadcast_object_list", None, [], here, how=f"from_process={from_process}")
+        device = None if here.backend in _ON_HOST else here.device
+        dist.broadcast_object_list(object_list, src=_global_rank(from_process, here), group=here.group, device=device)
+    return object_list
+
+
+def gather_tensor_shape(tensor: torch.Tensor | None, *, world: World | None = None) -> torch.Tensor:
+    """Return, on every rank, the shape of a tensor that one rank has (the others give None), as an integer tensor."""
+    here = world_or_joined(world)
+    mine = None if tensor is None else list(tensor.shape)
+    found = [mine] if here.size == 1 else gather_object([mine], world=here)
+    shape = next((shape for shape in found if shape is not None), None)
+    if shape is None:
+        raise CollectiveError("`gather_tensor_shape`: no rank has a tensor. One of them has to give one.")
+    return torch.tensor(shape, dtype=torch.int, device=here.device)
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None, *, world: World | None = None) -> torch.Tensor:
+    """Copy a tensor that one rank has (the others give None) to the device of every rank."""
+    here = world_or_joined(world)
+    mine = None if tensor is None else (list(tensor.shape), tensor.dtype)
+    found = [mine] if here.size == 1 else gather_object([mine], world=here)
+    owner = next((rank for rank, description in enumerate(found) if description is not None), None)
+    if owner is None:
+        raise CollectiveError("`copy_tensor_to_devices`: no rank has a tensor. One of them has to give one.")
+    shape, dtype = cast("tuple[list[int], torch.dtype]", found[owner])
+    if tensor is None or here.rank != owner:
+        tensor = torch.empty(shape, dtype=dtype, device=here.device)
+    return broadcast(tensor.detach().clone().to(here.device), owner, world=here)
+
+
+# -- reduce -----------------------------------------------------------------------------------------------
+
+
+@verify_operation
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: World | None = None) -> Any:
+    """Return the elementwise sum, mean or max over ranks of every tensor in `tensor`, times `scale`, as new tensors.
+
+    The results are tensors of their own, also in a world of one. Truth values add up to int64. With `"none"` nothing
+    is reduced.
+
+    Raises:
+        TypeError: there is something other than tensors in the containers.
+        SettingError: `reduction` is none of sum, mean, max, none.
+        CollectiveError: the mean of integers was asked for, or the ranks disagree.
+    """
+    if reduction not in REDUCTIONS:
+        raise SettingError(f"reduction={reduction!r}: choose one of {', '.join(map(repr, REDUCTIONS))}.")
+    here = world_or_joined(world)
+    leaves = _leaves_of(
+        tensor, "reduce"
+    )  # what can't be reduced is refused before the first rank has waited for the others
+    if reduction == "none" or (here.size == 1 and scale == 1.0):
+        return recursively_apply(torch.Tensor.clone, tensor)
+    if here.size == 1:
+        return recursively_apply(lambda item: item * scale, tensor)
+    for leaf in leaves:
+        _check_reducible(leaf, reduction)
+    buffers = _exchange_first_message("reduce", tensor, leaves, here, how=reduction, limit_bytes=_SHORT_BYTES)
+    if buffers is None:
+        return recursively_apply(_reduce_one, tensor, reduction, scale, here)
+    rank_rows = iter(buffers.rank_rows)
+    return recursively_apply(
+        lambda item: _finished(_over_ranks(next(rank_rows), reduction), item, reduction, scale, here), tensor
+    )
+
+
+def _check_reducible(tensor: torch.Tensor, reduction: str) -> None:
+    if reduction == "mean" and _is_exact(tensor):
+        raise CollectiveError(
+            f"reduce(..., 'mean') of {str(tensor.dtype).removeprefix('torch.')} has no exact answer. Give "
+            "`tensor.float()`, or reduce with 'sum' and divide."
+        )
+    if reduction == "max" and tensor.is_complex():
+        raise CollectiveError("reduce(..., 'max') of complex numbers: they have no order. Reduce their real parts.")
+
+
+def _is_exact(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _widened(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` in a dtype in which values of the dtype of `like` can be added up."""
+    if like.dtype in _CARRIED_DTYPES or like.is_complex():
+        return tensor
+    return tensor.to(torch.int64 if _is_exact(like) else torch.float32)
+
+
+def _over_ranks(rank_rows: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Return the sum or the maximum of the ranks' tensors, in the order of the ranks."""
+    rank_rows = _widened(rank_rows, rank_rows)
+    result = rank_rows[0].clone()
+    for other in rank_rows[1:]:
+        result = torch.maximum(result, other) if reduction == "max" else result.add_(other)
+    return result
+
+
+def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float, world: World) -> torch.Tensor:
+    widened = _widened(tensor.detach(), tensor)
+    result = _for_backend(widened, world) if not tensor.is_complex() else widened.contiguous().clone()
+    if result.data_ptr() == tensor.data_ptr():
+        result = result.clone()
+    operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+    _finish(world, dist.all_reduce(result, operation, group=world.group, async_op=True))
+    return _finished(result, tensor, reduction, scale, world)
+
+
+def _finished(result: torch.Tensor, tensor: torch.Tensor, reduction: str, scale: float, world: World) -> torch.Tensor:
+    """Return the result of `reduce` for `tensor`, of which `result` is the sum or the maximum over ranks."""
+    if reduction == "mean":
+        result = result / world.size
+    if scale != 1.0:
+        result = result * scale
+    is_count = tensor.dtype == torch.bool and reduction == "sum"
+    return result.to(tensor.device) if is_count or scale != 1.0 else result.to(tensor.device, tensor.dtype)
+
+
+# -- pad --------------------------------------------------------------------------------------------------
+
+
+@chained_operation
+def pad_across_processes(
+    tensor: Any,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    *,
+    world: World | None = None,
+    num_present: int | None = None,
+) -> Any:
+    """Pad every tensor in `tensor` along `dim` with `pad_index` to the longest of any rank.
+
+    A tensor without that dimension comes back as it is, and so does a nested one (with a warning). With `num_present`
+    only the first ranks make the call.
+
+    Raises:
+        TypeError: there is something other than tensors in the containers.
+    """
+    here = world_or_joined(world)
+    leaves = _leaves_of(tensor, "pad_across_processes")
+    sizes = [_size_along(leaf, dim) for leaf in leaves]
+    if here.size == 1 or num_present == 1 or not sizes:
+        return tensor
+    ranks = [-1 if getattr(leaf, "is_nested", False) else leaf.ndim for leaf in leaves]
+    if num_present is None:
+        everyone = gather(torch.tensor([[sizes, ranks]], device=here.device), world=here)
+    else:
+        everyone = torch.tensor(exchange_objects([sizes, ranks], num_present, world=here))
+    rank_rows = everyone[:, 1].tolist()
+    if any(other != rank_rows[0] for other in rank_rows):
+        lines = "\n".join(f"  - Process {rank}: {numbers}" for rank, numbers in enumerate(rank_rows))
+        raise CollectiveError(
+            "the ranks gave tensors of different numbers of dimensions, which can't be filled up to one shape.\n"
+            f"Dimensions of each tensor:\n{lines}\nCalled at {call_site()}"
+        )
+    longest = iter(everyone[:, 0].amax(dim=0).tolist())
+    return recursively_apply(lambda item: _pad_one(item, dim, next(longest), pad_index, pad_first), tensor)
+
+
+def _size_along(tensor: torch.Tensor, dim: int) -> int:
+    if getattr(tensor, "is_nested", False):
+        warnings.warn(
+            "A nested tensor can't be padded across processes and is left as it is. Give padded tensors "
+            "(`torch.nested.to_padded_tensor`), or silence this category: CannotPadNestedTensorWarning.",
+            CannotPadNestedTensorWarning,
+        )
+        return -1
+    return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else -1
+
+
+def _pad_one(tensor: torch.Tensor, dim: int, longest: int, pad_index: float, pad_first: bool) -> torch.Tensor:
+    size = (
+        longest if getattr(tensor, "is_nested", False) or not -tensor.ndim <= dim < tensor.ndim else tensor.shape[dim]
+    )
+    if size == longest:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = longest
+    padded = tensor.new_full(shape, pad_index)
+    padded.narrow(dim, longest - size if pad_first else 0, size).copy_(tensor)
+    return padded

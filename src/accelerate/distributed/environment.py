@@ -1,0 +1,378 @@
+"""The rank, world size and address of this process, read from the environment by an ordered tuple of detectors.
+
+The environment is handed in, so every launcher can be tested from a recorded one. A launcher that sets torch's own
+variables (RANK, WORLD_SIZE, ...) comes first, because it may itself have been started by one of the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, final
+
+from ..errors import WorldError
+
+Environment = Mapping[str, str]
+
+DEFAULT_PORT: Final = 29500
+LOCALHOST: Final = "127.0.0.1"
+_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+
+# Slurm numbers its special steps (batch script, interactive shell, extern) from the top of 32 bits.
+_FIRST_SPECIAL_STEP: Final = 0xFFFFFFF0
+# Ports below the range from which Linux gives out ephemeral ones.
+_JOB_PORTS: Final = range(12000, 32000)
+
+
+@final
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """The identity of a process among those started together: rank, size, local rank and size, address of rank 0."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str  # where rank 0 listens
+    port: int
+    name: str  # the launcher that set the variables
+    attempt: int = 0  # how often the launcher has restarted the job
+
+
+def detect(environ: Environment) -> ProcessIdentity | None:
+    """Return the identity that the environment describes, or None for a process that wasn't started as one of several.
+
+    Raises:
+        WorldError: variables are missing, malformed, or contradict each other; the text names them with their values.
+    """
+    for detector in DETECTORS:
+        identity = detector(environ)
+        if identity is not None:
+            _check_against_plain_variables(identity, environ)
+            return identity
+    return _refuse_partial_identity(environ)
+
+
+# -- the detectors -----------------------------------------------------------------------------------------
+
+
+def _torch_variables(environ: Environment) -> ProcessIdentity | None:
+    """Read the variables of torchrun, `accelerate launch`, Kubeflow's PyTorchJob, or those set by hand."""
+    if not (_given(environ, "RANK") and _given(environ, "WORLD_SIZE")):
+        return None
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    local_rank, local_size = _local_rank_and_size(environ, rank, size)
+    return _checked_identity(
+        environ,
+        "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "environment",
+        ("RANK", rank),
+        ("WORLD_SIZE", size),
+        ("LOCAL_RANK", local_rank),
+        ("LOCAL_WORLD_SIZE", local_size),
+    )
+
+
+def _local_rank_and_size(environ: Environment, rank: int, size: int) -> tuple[int, int]:
+    if _given(environ, "LOCAL_RANK"):
+        local_rank = _number(environ, "LOCAL_RANK")
+        if _given(environ, "LOCAL_WORLD_SIZE"):
+            return local_rank, _number(environ, "LOCAL_WORLD_SIZE")
+        return local_rank, size if local_rank == rank else local_rank + 1
+    if "KUBERNETES_SERVICE_HOST" in environ:
+        return 0, 1  # one process per pod; there, MASTER_ADDR may well be a loopback address
+    if size == 1 or environ.get("MASTER_ADDR", LOCALHOST) in _LOOPBACK:
+        return rank, size
+    raise WorldError(
+        f"{_shown(environ, 'RANK', 'WORLD_SIZE', 'MASTER_ADDR')}: a world of {size} over several hosts, but LOCAL_RANK "
+        "isn't set, so this process can't know which device of its host is its own. Set LOCAL_RANK (0 for the first "
+        "process of a host), or start the processes with torchrun or `accelerate launch`."
+    )
+
+
+def _lsf(environ: Environment) -> ProcessIdentity | None:
+    """Read the variables of IBM LSF with jsrun; before Open MPI, whose variables it sets too."""
+    if not (_given(environ, "LSB_JOBID") and _given(environ, "JSM_NAMESPACE_RANK")):
+        return None
+    hosts = environ.get("LSB_HOSTS", "").split()
+    if len(set(hosts)) > 1 and hosts.count(hosts[0]) == 1:
+        hosts = hosts[1:]  # the launch node takes one slot and runs no rank
+    size = _number(environ, "JSM_NAMESPACE_SIZE")
+    local_rank = _number(environ, "JSM_NAMESPACE_LOCAL_RANK")
+    return _checked_identity(
+        environ,
+        "LSF",
+        ("JSM_NAMESPACE_RANK", _number(environ, "JSM_NAMESPACE_RANK")),
+        ("JSM_NAMESPACE_SIZE", size),
+        ("JSM_NAMESPACE_LOCAL_RANK", local_rank),
+        (
+            "JSM_NAMESPACE_LOCAL_SIZE",
+            _number(environ, "JSM_NAMESPACE_LOCAL_SIZE", max(1, size // max(1, len(set(hosts))))),
+        ),
+        address=hosts[0] if hosts else None,
+        job=environ["LSB_JOBID"],
+    )
+
+
+def _open_mpi(environ: Environment) -> ProcessIdentity | None:
+    return _mpi(environ, "Open MPI", "OMPI_COMM_WORLD_", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+
+
+def _mvapich(environ: Environment) -> ProcessIdentity | None:
+    """Read the variables of MVAPICH; before MPICH, whose process manager it may use."""
+    return _mpi(environ, "MVAPICH", "MV2_COMM_WORLD_", "RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+
+
+def _mpich(environ: Environment) -> ProcessIdentity | None:
+    """Read the variables of MPICH and Intel MPI (hydra), unless Slurm, which can speak the protocol, has the local
+    rank.
+    """
+    if _given(environ, "PMI_RANK") and not _given(environ, "MPI_LOCALRANKID") and _given(environ, "SLURM_LOCALID"):
+        return None
+    return _mpi(environ, "MPICH", "", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def _mpi(
+    environ: Environment, name: str, prefix: str, rank: str, size: str, local_rank: str, local_size: str
+) -> ProcessIdentity | None:
+    rank, size, local_rank, local_size = (prefix + word for word in (rank, size, local_rank, local_size))
+    if not (_given(environ, rank) or _given(environ, size)):
+        return None
+    num_processes = _number(environ, size)
+    if num_processes == 1 and not _given(environ, local_rank):
+        return _checked_identity(environ, name, (rank, 0), (size, 1), (local_rank, 0), (local_size, 1))
+    return _checked_identity(
+        environ,
+        name,
+        (rank, _number(environ, rank)),
+        (size, num_processes),
+        (local_rank, _number(environ, local_rank)),
+        (local_size, _number(environ, local_size)),
+    )
+
+
+def _slurm(environ: Environment) -> ProcessIdentity | None:
+    """Read the variables of a task of srun; the shell of an allocation and the batch script itself are no tasks."""
+    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    if not (_given(environ, "SLURM_PROCID") and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP):
+        return None
+    size_name = "SLURM_STEP_NUM_TASKS" if _given(environ, "SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    size = _number(environ, size_name, 1)
+    if size == 1 or "SLURM_PTY_PORT" in environ:
+        return None
+    counts = expand_task_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "")))
+    node = _number(environ, "SLURM_NODEID", 0)
+    hosts = expand_host_list(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "")))
+    local_rank = _number(environ, "SLURM_LOCALID")
+    return _checked_identity(
+        environ,
+        "Slurm",
+        ("SLURM_PROCID", _number(environ, "SLURM_PROCID")),
+        (size_name, size),
+        ("SLURM_LOCALID", local_rank),
+        ("SLURM_STEP_TASKS_PER_NODE", counts[node] if node < len(counts) else local_rank + 1),
+        address=hosts[0] if hosts else None,
+        job=environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID")),
+        step=int(step),
+    )
+
+
+#: First match wins.
+DETECTORS: Final[tuple[Callable[[Environment], ProcessIdentity | None], ...]] = (
+    _torch_variables,
+    _lsf,
+    _open_mpi,
+    _mvapich,
+    _mpich,
+    _slurm,
+)
+
+
+# -- Slurm's lists -----------------------------------------------------------------------------------------
+
+
+def expand_host_list(text: str) -> list[str]:
+    """Expand `gpu[01-03,7],login` to `["gpu01", "gpu02", "gpu03", "gpu7", "login"]`."""
+    hosts: list[str] = []
+    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text.strip()):
+        hosts.extend(_expand_brackets(entry))
+    return hosts
+
+
+def _expand_brackets(entry: str) -> list[str]:
+    found = re.search(r"\[([^\]]*)\]", entry)
+    if found is None:
+        return [entry]
+    names: list[str] = []
+    for part in found[1].split(","):
+        first, dash, last = part.partition("-")
+        numbers = range(int(first), int(last) + 1) if dash else range(int(first), int(first) + 1)
+        names += [entry[: found.start()] + f"{number:0{len(first)}d}" + entry[found.end() :] for number in numbers]
+    return [expanded for name in names for expanded in _expand_brackets(name)]
+
+
+def expand_task_counts(text: str) -> list[int]:
+    """Expand `2(x3),1` to `[2, 2, 2, 1]`: the number of tasks of every node."""
+    counts: list[int] = []
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(repeat or 1)
+    return counts
+
+
+# -- reading and checking variables ------------------------------------------------------------------------
+
+
+def _given(environ: Environment, name: str) -> bool:
+    return environ.get(name, "").strip() not in ("", "-1")  # -1 is how old launchers say "not set"
+
+
+def _number(environ: Environment, name: str, default: int | None = None) -> int:
+    if not _given(environ, name):
+        if default is not None:
+            return default
+        near = {
+            key: value for key, value in environ.items() if _family(key) == _family(name) and _is_rank_variable(key)
+        }
+        raise WorldError(
+            f"{name} isn't set, although {_shown(near, *sorted(near)) or 'its companions are'}. The launcher has to "
+            f"set it; when the variables come from an older run, unset them."
+        )
+    text = environ[name].strip()
+    if not text.isdigit():
+        raise WorldError(f"{name}={text!r} has to be a whole number >= 0. Correct or unset it.")
+    return int(text)
+
+
+def _family(name: str) -> str:
+    for prefix in ("OMPI", "MV2", "PMI", "MPI", "SLURM", "JSM"):
+        if name.startswith(prefix + "_"):
+            return "PMI" if prefix == "MPI" else prefix
+    return ""
+
+
+def _is_rank_variable(name: str) -> bool:
+    return name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") or (
+        bool(_family(name)) and name.endswith(("RANK", "SIZE", "RANKID", "NRANKS", "PROCID", "NTASKS", "LOCALID"))
+    )
+
+
+def _shown(environ: Environment, *names: str) -> str:
+    return ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+
+
+def _checked_identity(
+    environ: Environment,
+    name: str,
+    rank: tuple[str, int],
+    size: tuple[str, int],
+    local_rank: tuple[str, int],
+    local_size: tuple[str, int],
+    *,
+    address: str | None = None,
+    job: str | None = None,
+    step: int = 0,
+) -> ProcessIdentity:
+    """Make the identity of (variable, value) pairs, after checking that they fit together."""
+    for (rank_name, number), (count_name, count) in ((rank, size), (local_rank, local_size)):
+        if number >= count:
+            raise WorldError(
+                f"{rank_name}={number} and {count_name}={count} contradict each other: ranks are counted from 0 to "
+                f"{count_name} - 1. Correct the launcher's numbers; variables from an older run have to be unset."
+            )
+    if local_size[1] > size[1]:
+        raise WorldError(
+            f"{local_size[0]}={local_size[1]} and {size[0]}={size[1]} contradict each other: one host can't hold more "
+            "processes than the world. Correct the launcher's numbers."
+        )
+    return ProcessIdentity(
+        rank[1],
+        size[1],
+        local_rank[1],
+        local_size[1],
+        _address(environ, name, size[1], local_size[1], address),
+        _port(environ, job, step),
+        name,
+        _number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+    )
+
+
+def _address(environ: Environment, name: str, size: int, local_size: int, known: str | None) -> str:
+    given = environ.get("MASTER_ADDR", "").strip()
+    if given:
+        return given
+    if known is not None:
+        return known
+    if local_size == size or name == "environment":
+        return LOCALHOST
+    raise WorldError(
+        f"{name} started {size} processes over several hosts ({local_size} on this one), but MASTER_ADDR isn't set. "
+        "Set it, for all of them, to the host of rank 0."
+    )
+
+
+def _port(environ: Environment, job: str | None, step: int) -> int:
+    if _given(environ, "MASTER_PORT"):
+        port = _number(environ, "MASTER_PORT")
+        if not 0 < port < 2**16:
+            raise WorldError(f"MASTER_PORT={port} is no port: choose one from 1 to 65535.")
+        return port
+    digits = re.sub(r"\D", "", job or "")
+    if digits:
+        return _JOB_PORTS[(int(digits) * 7 + step) % len(_JOB_PORTS)]
+    return DEFAULT_PORT
+
+
+def _check_against_plain_variables(identity: ProcessIdentity, environ: Environment) -> None:
+    """Raise unless a lone RANK or WORLD_SIZE beside another launcher's identity agrees with it."""
+    for name, value in (("RANK", identity.rank), ("WORLD_SIZE", identity.size)):
+        if (
+            identity.name not in ("torchrun", "environment")
+            and _given(environ, name)
+            and _number(environ, name) != value
+        ):
+            raise WorldError(
+                f"{name}={environ[name]}, but {identity.name} says that it is {value} (rank {identity.rank} of "
+                f"{identity.size}). Unset {name}, or start as many processes as it says."
+            )
+
+
+def _refuse_partial_identity(environ: Environment) -> None:
+    """Raise where only a part of an identity is described."""
+    rank, size = _given(environ, "RANK"), _given(environ, "WORLD_SIZE")
+    if size and not rank and _number(environ, "WORLD_SIZE") > 1:
+        raise WorldError(
+            f"{_shown(environ, 'WORLD_SIZE', 'LOCAL_RANK')}, but RANK isn't set: this process can't know which of the "
+            f"{environ['WORLD_SIZE']} it is. Start it with torchrun or `accelerate launch`, or unset WORLD_SIZE."
+        )
+    if (
+        not size
+        and (rank or _given(environ, "LOCAL_RANK"))
+        and (_number(environ, "RANK", 0) > 0 or _number(environ, "LOCAL_RANK", 0) > 0)
+    ):
+        raise WorldError(
+            f"{_shown(environ, 'RANK', 'LOCAL_RANK')}, but WORLD_SIZE isn't set: this process can't know how many "
+            "there are. Start it with torchrun or `accelerate launch`, or unset these variables."
+        )
+
+
+# -- the documented summary --------------------------------------------------------------------------------
+
+
+@dataclass
+class CPUInformation:
+    """The rank and size of this process among those started together, under its documented name."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Return this process's rank and size by its environment; rank 0 of 1 when it was started alone."""
+    from ..settings.env import snapshot
+
+    identity = detect(snapshot())
+    if identity is None:
+        return CPUInformation()
+    return CPUInformation(identity.rank, identity.size, identity.local_rank, identity.local_size)

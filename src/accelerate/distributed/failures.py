@@ -1,0 +1,379 @@
+"""Why a run failed: the failure of each process, which one came first, and a report of one screen.
+
+A launcher sees three things of a process: what it wrote to stderr, how it ended, and how much memory it used.
+From these this module makes a :class:`Failure`; :func:`first_cause` orders them; :func:`report` is the
+screen. No torch, no processes: everything here is a function of values, except :class:`MemoryWatch`, which
+reads counters of the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+from ..callers import is_own
+
+LOGS_HINT = "Its whole output is above; for one file a rank: accelerate launch --log_dir DIRECTORY ..."
+TRACEBACK_START = "Traceback (most recent call last):"
+
+_FRAME = re.compile(r'^\s*(?:\|\s*)?File "(?P<file>.+?)", line (?P<line>\d+)(?:, in (?P<function>.*))?$')
+#: torch marks every line of a traceback with the rank: ``[rank1]: ``
+_PREFIX = re.compile(r"(\[[^\]\s]+\]: ?)(?:Original )?$")  # "Original": what a worker of a DataLoader raised
+#: An exception group prints its frames and its members behind bars: ``  | ``, ``  +-+---- 1 ----``, ``    | ``.
+_GROUP_START = re.compile(
+    r"^(?P<prefix>(?:\[[^\]\s]+\]: )?) +\+ Exception Group Traceback \(most recent call last\):", re.MULTILINE
+)
+_IN_GROUP = re.compile(r"^\s+(?:\| ?|\+[-+]?)")
+_MARKERS = re.compile(r"^\s*[~^\s]+$")
+#: Messages that report that another process went away: a consequence, never a first cause.
+_LOST_PEER = re.compile(
+    r"connection (?:was )?(?:closed|reset|aborted|refused)|broken pipe|remote process exited|"
+    r"socket (?:closed|timeout)|recvvalue failed|failed to recv|heartbeat|monitoredbarrier",
+    re.IGNORECASE,
+)
+_SHOWN_FRAMES = 3
+_SHOWN_MESSAGE_LINES = 3
+_LINE_WIDTH = 160
+
+
+@final
+@dataclass(frozen=True)
+class Frame:
+    """One line of a traceback: where, and the source text where it was printed."""
+
+    file: str
+    line: int
+    function: str = ""
+    source: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the user's code, not a library's."""
+        return is_own(self.file)
+
+
+@final
+@dataclass(frozen=True)
+class Traceback:
+    """The last traceback that a process printed."""
+
+    frames: tuple[Frame, ...]
+    message: str
+
+    @property
+    def exception(self) -> str:
+        """The first line of the message: the exception's type and its text."""
+        return self.message.partition("\n")[0]
+
+    @property
+    def shown_frames(self) -> tuple[Frame, ...]:
+        """The frames worth a line on the screen: the user's innermost ones, then where it was raised."""
+        own = tuple(frame for frame in self.frames if frame.is_own)
+        if not own or own[-1] == self.frames[-1]:
+            return (own or self.frames)[-_SHOWN_FRAMES:]
+        return (*own[1 - _SHOWN_FRAMES :], self.frames[-1])
+
+
+def parse_traceback(text: str) -> Traceback | None:
+    """Return the last complete traceback in ``text``, or None where there is none."""
+    text = _flattened(text)
+    start = text.rfind(TRACEBACK_START)
+    if start < 0:
+        return None
+    frames: list[Frame] = []
+    message: list[str] = []
+    prefix = _PREFIX.search(text[text.rfind("\n", 0, start) + 1 : start])
+    for printed in text[start + len(TRACEBACK_START) :].splitlines()[1:]:
+        line = printed if prefix is None else printed.removeprefix(prefix[1]).removeprefix(prefix[1].rstrip())
+        if prefix is not None and line is printed:  # what torch's excepthook doesn't mark is no part of it
+            break
+        match = _FRAME.match(line)
+        if match and not message:
+            frames.append(Frame(match["file"], int(match["line"]), match["function"] or ""))
+        elif line[:1].isspace() and not message:
+            if frames and not frames[-1].source and line.strip() and not _MARKERS.match(line):
+                last = frames[-1]
+                frames[-1] = Frame(last.file, last.line, last.function, line.strip())
+        elif line.strip() or message:
+            message.append(line.rstrip())
+    if not message:
+        return None
+    return Traceback(tuple(frames), "\n".join(message).rstrip())
+
+
+def _flattened(text: str) -> str:
+    """Rewrite the last traceback of an exception group as one of a single exception: the group's message, then its
+    members'.
+    """
+    found = list(_GROUP_START.finditer(text))
+    if not found:
+        return text
+    start = found[-1]
+    lines: list[str] = []
+    is_member = False
+    rest = text[start.end() :].splitlines()[1:]
+    while rest and (bars := _IN_GROUP.match(line := rest[0].removeprefix(start["prefix"]))):
+        rest.pop(0)
+        line = line[bars.end() :]
+        is_border = "+" in bars[0]  # between members
+        is_member = is_member or is_border
+        if not is_border and not (is_member and (line[:1].isspace() or line.startswith(TRACEBACK_START))):
+            lines.append(line)
+    return "\n".join([TRACEBACK_START, *lines, *rest])
+
+
+@final
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended, when it didn't end well."""
+
+    rank: int
+    host: str
+    pid: int
+    #: What ``wait`` said: a positive exit code, or minus the number of the signal.
+    returncode: int
+    #: Seconds after the start at which the failure was first seen: its traceback, else its end.
+    seconds: float
+    traceback: Traceback | None = None
+    #: The last lines of stderr, shown where there is no traceback.
+    last_lines: tuple[str, ...] = ()
+    peak_memory_mib: float | None = None
+    #: What the kernel's counters say about memory, for a rank that was killed.
+    memory: str = ""
+    #: The launcher itself sent the signal, because another rank had failed or because it was told to stop.
+    stopped: bool = False
+    log: Path | None = None
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether this only reports that another process went away."""
+        return self.traceback is not None and _LOST_PEER.search(self.traceback.message) is not None
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that a shell would give: 128 + the signal for a process that a signal ended."""
+        return self.returncode if self.returncode >= 0 else 128 - self.returncode
+
+
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL`` for 9; ``signal 77`` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure | None:
+    """Return the failure that the others follow from: the earliest, except lost connections and ranks we stopped."""
+    if not failures:
+        return None
+    return min(
+        failures,
+        key=lambda failure: (
+            failure.stopped and failure.traceback is None,
+            failure.is_consequence,
+            failure.seconds,
+            failure.rank,
+        ),
+    )
+
+
+def _shorten(line: str) -> str:
+    return line if len(line) <= _LINE_WIDTH else line[: _LINE_WIDTH - 3] + "..."
+
+
+def _how(failure: Failure) -> str:
+    if failure.returncode < 0:
+        name = signal_name(-failure.returncode)
+        verb = "was stopped by the launcher with" if failure.stopped else "was killed by"
+        return f"{verb} {name}"
+    return f"{'raised and ' if failure.traceback else ''}exited with code {failure.returncode}"
+
+
+def _where(failure: Failure) -> list[str]:
+    """Return the source lines or the last output lines of a failure."""
+    if failure.traceback is None:
+        return [f"  {_shorten(line)}" for line in failure.last_lines[-4:]]
+    lines: list[str] = []
+    for frame in failure.traceback.shown_frames:
+        function = f", in {frame.function}" if frame.function else ""
+        lines.append(_shorten(f"  {frame.file}:{frame.line}{function}"))
+        if frame.source:
+            lines.append(_shorten(f"    {frame.source}"))
+    message = failure.traceback.message.splitlines()
+    lines += [_shorten(line) for line in message[:_SHOWN_MESSAGE_LINES]]
+    return lines
+
+
+def numbered(ranks: Sequence[int]) -> str:
+    """Format ranks as ``rank 3`` or ``ranks 0, 2, 3``; at most eight are spelled out."""
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > 8 else ''}"
+
+
+def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
+    """Return one line for each way in which the other ranks ended."""
+    groups: dict[str, list[int]] = {}
+    for failure in failures:
+        if failure is first:
+            continue
+        if failure.traceback is not None:
+            how = f"then failed: {failure.traceback.exception}"
+        elif failure.stopped:
+            how = f"stopped by the launcher with {signal_name(-failure.returncode)}"
+        else:
+            how = f"then {_how(failure).replace('was ', '', 1)}"
+        groups.setdefault(how, []).append(failure.rank)
+    ordered = sorted(groups.items(), key=lambda group: group[1][0])
+    return [_shorten(f"{numbered(ranks).capitalize()} {how}") for how, ranks in ordered[:2]]
+
+
+def report(failures: Sequence[Failure], num_processes: int, *, hint: str = LOGS_HINT) -> str:
+    """Format at most 14 lines, the first of which names the rank that failed first and the last of which is a hint."""
+    first = first_cause(failures)
+    if first is None:
+        return ""
+    head = (
+        f"First cause: rank {first.rank} of {num_processes} (host {first.host}, pid {first.pid}) "
+        f"{_how(first)} "
+        f"after {first.seconds:.1f} s."
+    )
+    if first.peak_memory_mib:
+        head += f" Its peak memory was {first.peak_memory_mib:.0f} MiB."
+    lines = [head, *_where(first)]
+    if first.memory:
+        lines.append(_shorten(first.memory))
+    lines += _others(failures, first)
+    if first.log is not None:
+        lines.append(f"Its whole output: {first.log}")
+    elif hint:
+        lines.append(hint)
+    return "\n".join(lines)
+
+
+def _counter(path: Path, key: str) -> int | None:
+    try:
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == key:
+                return int(value)
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+def _own_groups() -> dict[str, str]:
+    """Return the control groups of this process: controller list -> path ("" is the unified hierarchy)."""
+    groups: dict[str, str] = {}
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return groups
+    for line in lines:
+        parts = line.split(":", 2)
+        if len(parts) == 3:
+            groups[parts[1]] = parts[2]
+    return groups
+
+
+@final
+@dataclass
+class MemoryWatch:
+    """The kernel's counts of out-of-memory kills, read when it is made, to be compared later."""
+
+    root: Path = Path("/sys/fs/cgroup")
+    machine: Path = Path("/proc/vmstat")
+    groups: dict[str, str] = field(default_factory=_own_groups)
+    before: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.before = self._counts()
+
+    def _files(self) -> dict[str, Path]:
+        unified, memory = self.groups.get("", "/").lstrip("/"), self.groups.get("memory", "/").lstrip("/")
+        return {
+            "this control group": self.root / unified / "memory.events",
+            "the container": self.root / "memory.events",
+            "this memory group": self.root / "memory" / memory / "memory.oom_control",
+            "this machine": self.machine,
+        }
+
+    def _counts(self) -> dict[str, int]:
+        counted = {name: _counter(path, "oom_kill") for name, path in self._files().items()}
+        return {name: count for name, count in counted.items() if count is not None}
+
+    def limit_mib(self) -> float | None:
+        """Return the memory limit of this process's control group in MiB, where it has one."""
+        unified, memory = self.groups.get("", "/").lstrip("/"), self.groups.get("memory", "/").lstrip("/")
+        for path in (
+            self.root / unified / "memory.max",
+            self.root / "memory" / memory / "memory.limit_in_bytes",
+        ):
+            try:
+                limit = int(path.read_text())
+            except (OSError, ValueError):  # no such file, or the word "max"
+                continue
+            if limit < 2**60:  # the old hierarchy writes "no limit" as a huge number
+                return limit / 2**20
+        return None
+
+    def evidence(self) -> str:
+        """Return one sentence that says whether the kernel killed for memory since this object was made."""
+        limit = self.limit_mib()
+        bound = f" The memory limit is {limit:.0f} MiB." if limit is not None else ""
+        now = self._counts()
+        for name, count in now.items():
+            kills = count - self.before.get(name, count)
+            if kills > 0:
+                return f"Out of memory: the kernel killed {kills} process(es) in {name} during this run.{bound}"
+        if not now:
+            return f"The kernel's count of out-of-memory kills can't be read here.{bound}"
+        return f"The kernel counted no out-of-memory kill during this run: something else sent SIGKILL.{bound}"
+
+
+_ERROR_FILES = ("ACCELERATE_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")
+
+
+def record_uncaught(read: Callable[[str], str | None]) -> None:
+    """Install a hook that writes an exception that ends this process to the file where its launcher looks for it.
+
+    ``read`` reads environment variables. Nothing changes where no launcher has asked for such a file. The
+    form is the one that torch's elastic agent reads.
+    """
+    found = [path for name in _ERROR_FILES if (path := read(name))]
+    if not found or getattr(sys.excepthook, "records_failures", False):
+        return
+    before = sys.excepthook
+
+    def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        write_error_file(Path(found[0]), error)
+        before(kind, error, trace)
+
+    record.records_failures = True  # pyright: ignore[reportFunctionMemberAccess]
+    sys.excepthook = record
+
+
+def write_error_file(path: Path, error: BaseException) -> None:
+    """Write the exception, its traceback and its time to a file; keep an older one."""
+    now = time.time()
+    details = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(error)),
+            "timestamp": str(int(now)),
+            "seconds": now,
+        },
+    }
+    # an older file is kept, and a full disk must not hide the exception itself
+    with contextlib.suppress(OSError), path.open("x") as file:
+        json.dump({"message": details}, file)

@@ -1,0 +1,184 @@
+"""Several tensors packed into one message, to be gathered from all ranks, and the length of the next message."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, Final, final
+
+import torch
+
+from ..torch_private.modules import copy_each
+
+#: The shape, dtype and device of each tensor of a message, in order.
+Description = tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
+
+_LARGEST_BYTES: Final = 4 << 20  # up to here, copying tensors into one message costs less than a message each
+_SHORTEST_BYTES: Final = 4 << 10  # up to here, the length of a message doesn't change what it costs
+_REUSED_BYTES: Final = 2 << 20  # memory that one kind of message reuses
+_NUM_KINDS: Final = 12
+_NUM_LENGTHS: Final = 64
+_HEADER_BYTES: Final = 8
+_ALIGNMENT_BYTES: Final = 8
+
+
+@final
+class Message:
+    """The layout of tensors of one description in one buffer of bytes, to be gathered from ``size`` ranks.
+
+    A message begins with a checksum of the operation and the description, by which ranks that disagree are found.
+    Short messages reuse their buffers from call to call; results are always in new memory.
+
+    Args:
+        length: of the message, in bytes; tensors that don't fit are left out, and only the checksum is sent. By
+            default, as long as the tensors need.
+    """
+
+    def __init__(self, description: Description, size: int, operation: str = "", length: int = 0) -> None:
+        self._description = description
+        self._size = size
+        self._spans: list[tuple[int, int]] = []
+        position = _HEADER_BYTES
+        for shape, dtype, _ in description:
+            num_bytes = shape.numel() * dtype.itemsize
+            self._spans.append((position, position + num_bytes))
+            position += num_bytes + -num_bytes % _ALIGNMENT_BYTES
+        self.is_whole = _is_packable(description) and (length == 0 or position <= length)
+        self._num_bytes = length or position
+        self._device = description[0][2] if self.is_whole and description else torch.device("cpu")
+        #: How long it would have to be to hold its tensors, where one message is faster.
+        self.needed_bytes = position if _is_packable(description) else _SHORTEST_BYTES
+        self._checksum = _checksum(operation, [(tuple(shape), dtype) for shape, dtype, _ in description])
+        #: The same for the messages of the same call in each iteration of a loop.
+        self.kind = _checksum(operation, [(len(shape), dtype) for shape, dtype, _ in description])
+        self._buffers = self._make_buffers() if (size + 1) * self._num_bytes <= _REUSED_BYTES else None
+
+    def buffers(self) -> Buffers:
+        """Return the memory for one exchange of the message."""
+        return self._buffers or self._make_buffers()
+
+    def _make_buffers(self) -> Buffers:
+        own = torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
+        own[:_HEADER_BYTES].view(torch.int64).fill_(self._checksum)
+        joined = torch.empty(self._size * self._num_bytes, dtype=torch.uint8, device=self._device)
+        rows = joined.view(self._size, -1)
+        slots: list[torch.Tensor] = []
+        rank_rows: list[torch.Tensor] = []
+        for (start, end), (shape, dtype, _) in zip(self._spans, self._description, strict=True):
+            if self.is_whole:
+                slots.append(own[start:end].view(dtype).view(shape))
+                rank_rows.append(rows[:, start:end].view(dtype).view(self._size, *shape))
+        checksums = rows[:, :_HEADER_BYTES].view(torch.int64)[:, 0]
+        return Buffers(own, joined, checksums, [self._checksum] * self._size, slots, rank_rows)
+
+
+@final
+class Buffers:
+    """The memory of one exchange: this rank's message, and those of all ranks."""
+
+    def __init__(
+        self,
+        own: torch.Tensor,
+        joined: torch.Tensor,
+        checksums: torch.Tensor,
+        expected: list[int],
+        slots: list[torch.Tensor],
+        rank_rows: list[torch.Tensor],
+    ) -> None:
+        self.own, self.joined = own, joined
+        self.rank_rows = rank_rows  # by tensor: [size, *shape], overwritten by the next exchange
+        self._checksums, self._expected, self._slots = checksums, expected, slots
+        self._gatherers = [_gatherer(rows) for rows in rank_rows]
+
+    def pack(self, tensors: list[torch.Tensor]) -> None:
+        """Copy ``tensors`` into this rank's message, if it carries any."""
+        if not self._slots:
+            return
+        if any(tensor.requires_grad for tensor in tensors):
+            tensors = [tensor.detach() for tensor in tensors]
+        copy_each(self._slots, tensors)
+
+    def agree(self) -> bool:
+        """Return whether all ranks sent such a message, after the exchange."""
+        return self._checksums.tolist() == self._expected
+
+    def unpack(self) -> list[torch.Tensor]:
+        """Return each tensor joined with those of all ranks, after the exchange."""
+        return [take() for take in self._gatherers]
+
+
+def _checksum(*values: object) -> int:
+    return zlib.crc32(repr(values).encode())
+
+
+def _gatherer(rows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return a function that copies the ranks' tensors, one per row, one after the other into new memory."""
+    if rows.ndim == 1:
+        return partial(rows.clone, memory_format=torch.contiguous_format)
+    return partial(torch.cat, list(rows.unbind(0)))
+
+
+def _is_packable(description: Description) -> bool:
+    """Return whether such tensors are sent faster in one message than one by one."""
+    if any(device != description[0][2] or dtype.is_complex or -1 in shape for shape, dtype, device in description):
+        return False
+    return sum(shape.numel() * dtype.itemsize for shape, dtype, _ in description) <= _LARGEST_BYTES
+
+
+def describe(tensors: Sequence[torch.Tensor], *, plain: bool) -> Description:
+    """Return the shapes, dtypes and devices; unless ``plain``, so that the tensors are not packed."""
+    if plain:
+        return tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+    return tuple([(torch.Size((*_shape_of(tensor), -1)), tensor.dtype, tensor.device) for tensor in tensors])
+
+
+def _shape_of(tensor: Any) -> Sequence[int]:
+    return () if getattr(tensor, "is_nested", False) else tensor.shape
+
+
+@lru_cache(maxsize=_NUM_KINDS)
+def message_for(description: Description, size: int, operation: str = "", length: int = 0) -> Message:
+    """Return the layout of such tensors as one message among ``size`` ranks."""
+    return Message(description, size, operation, length)
+
+
+def joined_message_for(tensors: Sequence[torch.Tensor], size: int) -> Message | None:
+    """Return the layout of these tensors as one message, as long as they need; None where one each is better."""
+    description = describe(tensors, plain=True)
+    return message_for(description, size) if len(description) > 1 and _is_packable(description) else None
+
+
+@final
+class MessageLengths:
+    """The length of the first message of the next operation among the ranks of a group: the same on every rank.
+
+    Gloo ends a process that is sent more bytes than it expects, so the length can't depend on what this rank is about
+    to send. It follows from what all ranks have seen: the kind of the last operation, and how much the operation
+    needed that came after one of that kind the last time. In a loop every operation then is a single message, which
+    carries its tensors; where the guess was too short, they follow in a second one.
+    """
+
+    def __init__(self) -> None:
+        self._after: dict[int, int] = {}
+        self._last_kind = 0
+
+    @property
+    def next(self) -> int:
+        """The length of the next first message, in bytes."""
+        return self._after.get(self._last_kind, _SHORTEST_BYTES)
+
+    def note(self, kind: int, needed_bytes: int) -> None:
+        """Record the operation that all ranks have just agreed on."""
+        if len(self._after) >= _NUM_LENGTHS:
+            self._after.clear()
+        self._after[self._last_kind] = _rounded(needed_bytes)
+        self._last_kind = kind
+
+
+def _rounded(num_bytes: int) -> int:
+    """Round up by at most an eighth, so that shapes that vary a little keep one length."""
+    if num_bytes <= _SHORTEST_BYTES:
+        return _SHORTEST_BYTES
+    step = 1 << (num_bytes.bit_length() - 4)
+    return -(-num_bytes // step) * step

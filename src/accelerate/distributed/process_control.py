@@ -1,0 +1,212 @@
+"""Control over which process runs what: barriers, guards, ordered sections, and parts of a list.
+
+The process that goes first releases the others also when it fails.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, cast
+
+import torch
+
+from ..devices.table import CPU, KINDS
+from ..errors import PreparationError
+from ..nested import send_to_device
+from .collectives import coordinator_of, world_or_joined
+from .world import World
+
+#: The labels of worlds whose ranks each have an accelerator of their own.
+MULTI_DEVICE_LABELS: Final = tuple(kind.label for kind in KINDS if kind.label.startswith("MULTI_") and kind is not CPU)
+
+
+# -- waiting -----------------------------------------------------------------------------------------------
+
+
+def wait_for_everyone(world: World | None = None) -> None:
+    """Wait until every process arrives here, with the work queued on its device done.
+
+    Raises:
+        CollectiveError: a process has ended, or is in another operation, and will never come.
+    """
+    here = world_or_joined(world)
+    if here.size == 1:
+        return
+    coordinator = coordinator_of(here, "wait_for_everyone")
+    here.kind.synchronize()
+    coordinator.wait_for_everyone()
+
+
+@contextmanager
+def main_process_first(world: World | None = None) -> Generator[None]:
+    """Enter a context that rank 0 runs before the others. If it fails there, the others go on and run it too."""
+    here = world_or_joined(world)
+    with _first_rank_first(here, "main_process_first", 0):
+        yield
+
+
+@contextmanager
+def local_main_process_first(world: World | None = None) -> Generator[None]:
+    """Enter a context that the first process of every host runs before the others of that host."""
+    here = world_or_joined(world)
+    with _first_rank_first(here, "local_main_process_first", here.rank - here.local_rank):
+        yield
+
+
+@contextmanager
+def _first_rank_first(world: World, operation: str, first_rank: int) -> Generator[None]:
+    if world.size == 1:
+        yield
+        return
+    coordinator = coordinator_of(world, operation)
+    done = f"{coordinator.begin(operation)}/done/{first_rank}"
+    if world.rank != first_rank:
+        coordinator.wait_for_key(done, setter=first_rank)
+        yield
+        return
+    try:
+        yield
+    finally:
+        # Set whatever happened: an error here is raised here, and the others go on.
+        coordinator.set_key(done)
+
+
+@contextmanager
+def in_order(world: World | None = None) -> Generator[None]:
+    """Enter a context that the processes run one after the other, in rank order; a failing one lets the next go on."""
+    here = world_or_joined(world)
+    if here.size == 1:
+        yield
+        return
+    coordinator = coordinator_of(here, "in_order")
+    number = coordinator.begin("in_order")
+    if here.rank > 0:
+        coordinator.wait_for_key(f"{number}/done/{here.rank - 1}", setter=here.rank - 1)
+    try:
+        yield
+    finally:
+        coordinator.set_key(f"{number}/done/{here.rank}")
+
+
+# -- guards ------------------------------------------------------------------------------------------------
+
+
+def only_when(is_chosen: Callable[[], bool], function: Callable[..., Any] | None = None) -> Any:
+    """Decorate `function` to run where `is_chosen()` holds at the call, and to return None elsewhere.
+
+    Without `function`, a decorator that makes such functions.
+    """
+    if function is None:
+        return functools.partial(only_when, is_chosen)
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if is_chosen() else None
+
+    return guarded
+
+
+def on_main_process(function: Callable[..., Any] | None = None, world: World | None = None) -> Any:
+    """Decorate `function` to run on rank 0; elsewhere the call returns None."""
+    return only_when(lambda: world_or_joined(world).is_main, function)
+
+
+def on_local_main_process(function: Callable[..., Any] | None = None, world: World | None = None) -> Any:
+    """Decorate `function` to run on the first process of every host; elsewhere the call returns None."""
+    return only_when(lambda: world_or_joined(world).is_local_main, function)
+
+
+def on_last_process(function: Callable[..., Any] | None = None, world: World | None = None) -> Any:
+    """Decorate `function` to run on the highest rank; elsewhere the call returns None."""
+    return only_when(lambda: world_or_joined(world).is_last, function)
+
+
+def on_process(
+    function: Callable[..., Any] | None = None, process_index: int | None = None, world: World | None = None
+) -> Any:
+    """Decorate `function` to run on rank `process_index` (always, in a world of one); elsewhere return None."""
+    return only_when(lambda: world_or_joined(world).size == 1 or world_or_joined(world).rank == process_index, function)
+
+
+def on_local_process(
+    function: Callable[..., Any] | None = None, local_process_index: int | None = None, world: World | None = None
+) -> Any:
+    """Decorate `function` to run on that process of every host (always, in a world of one); elsewhere return None."""
+    return only_when(
+        lambda: world_or_joined(world).size == 1 or world_or_joined(world).local_rank == local_process_index, function
+    )
+
+
+def print_once(*args: Any, world: World | None = None, **kwargs: Any) -> None:
+    """Print on the first process of each host."""
+    if world_or_joined(world).is_local_main:
+        print(*args, **kwargs)
+
+
+# -- parts -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def split_between_processes(inputs: Any, apply_padding: bool = False, world: World | None = None) -> Generator[Any]:
+    """Enter a context whose value is this process's part of `inputs`; the first parts may be one longer.
+
+    Lists, tuples, tensors, `datasets.Dataset` and dicts of these are split; anything else is given to everyone. In
+    a world of one the value is `inputs` itself.
+
+    Args:
+        apply_padding: short parts are filled up with their last element, so that all have one length.
+
+    Raises:
+        PreparationError: a dict whose values differ in length.
+    """
+    yield part_of(inputs, world_or_joined(world), apply_padding)
+
+
+def part_of(inputs: Any, world: World, apply_padding: bool = False) -> Any:
+    """Return this process's part of `inputs`, without changing `inputs`."""
+    if world.size == 1:
+        return inputs
+    if isinstance(inputs, Mapping):
+        entries = cast("Mapping[Any, Any]", inputs)
+        lengths = {key: len(value) for key, value in entries.items()}
+        if len(set(lengths.values())) > 1:
+            raise PreparationError(
+                f"All values of a dict that is split between processes must have the same length, got {lengths}."
+            )
+        parts = {key: part_of(value, world, apply_padding) for key, value in entries.items()}
+        return parts if isinstance(inputs, dict) else type(inputs)(parts)  # pyright: ignore[reportCallIssue]
+    if isinstance(inputs, (list, tuple, torch.Tensor)):
+        start, end = _bounds(len(inputs), world)
+        part = inputs[start:end]
+        return _padded(part, inputs, world) if apply_padding else part
+    select = getattr(inputs, "select", None)
+    if select is not None and type(inputs).__module__.partition(".")[0] == "datasets":
+        start, end = _bounds(len(inputs), world)
+        indices = list(range(start, end))
+        longest = -(-len(inputs) // world.size)
+        if apply_padding and len(inputs):
+            indices += [indices[-1] if indices else len(inputs) - 1] * (longest - len(indices))
+        return select(indices)
+    return inputs
+
+
+def _bounds(length: int, world: World) -> tuple[int, int]:
+    share, extras = divmod(length, world.size)
+    start = world.rank * share + min(world.rank, extras)
+    return start, start + share + (world.rank < extras)
+
+
+def _padded(part: Any, inputs: Any, world: World) -> Any:
+    missing = -(-len(inputs) // world.size) - len(part)
+    if isinstance(inputs, torch.Tensor):
+        part = send_to_device(part, world.device)
+        if missing and len(inputs):
+            last = send_to_device(inputs[-1:] if len(part) == 0 else part[-1:], world.device)
+            part = torch.cat([part, *[last] * missing])
+        return part
+    if missing == 0 or len(inputs) == 0:
+        return part
+    last = part[-1] if len(part) else inputs[-1]
+    return part + type(part)([last] * missing)

@@ -1,0 +1,232 @@
+"""Launchers of functions from a running interpreter (a notebook, a test), which return the ranks' results.
+
+The ranks are forked where that is safe, so that the function may be anything at all. Where an accelerator is
+already initialised it isn't (a driver doesn't survive a fork): fresh interpreters are started then, and the
+function is pickled by value for them (cloudpickle), closures and the notebook's own definitions included.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ..cores import num_cores, threads_per_rank
+from ..distributed.failures import report
+from ..errors import LaunchError, SettingError
+from ..optional import is_installed, require
+from ..ports import DEFAULT_PORT, claim_port, get_free_port, is_port_in_use, release_ports
+from .fork import PickledFunction, fork_is_safe, read_result, start_fork, write_function
+from .plan import LaunchPlan
+from .supervisor import Supervisor, start_command
+
+PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
+
+
+def plan_ranks(
+    num_processes: int, *, cpu: bool, mixed_precision: str, port: int, extra: Mapping[str, str] | None = None
+) -> LaunchPlan:
+    """Plan ``num_processes`` ranks of this host, started from this interpreter."""
+    environment = {
+        "ACCELERATE_MIXED_PRECISION": mixed_precision,
+        "ACCELERATE_USE_CPU": "true" if cpu else "false",
+        "FORK_LAUNCHED": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        **(extra or {}),
+    }
+    ranks = tuple({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_processes))
+    return LaunchPlan(
+        engine="functions",
+        argv=(sys.executable, "-m", "accelerate.launch.worker"),
+        environment=environment,
+        ranks=ranks,
+        rendezvous=f"127.0.0.1:{port}",
+    )
+
+
+def run_ranks(function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan, *, fork: bool) -> list[Any]:
+    """Run ``function(*args)`` on each rank and return the results in rank order.
+
+    Raises:
+        LaunchError: a rank failed; the text is the report of the first cause.
+        KeyboardInterrupt: the run was interrupted here; every rank has ended.
+    """
+    from ..settings import env
+
+    with tempfile.TemporaryDirectory(prefix="accelerate_ranks_") as name:
+        folder = Path(name)
+        if fork:
+            start = start_fork(function, args, folder)
+        else:
+            write_function(folder, function, args)
+            start = start_command(_with_arguments(plan, folder))
+        base = {**env.snapshot(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        if "OMP_NUM_THREADS" not in base:
+            base["OMP_NUM_THREADS"] = str(threads_per_rank(len(plan.ranks), num_cores()))
+        supervisor = Supervisor(plan, start, base, _writer_to("stdout"), _writer_to("stderr"), report_failures=False)
+        code = supervisor.run()
+        if supervisor.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        if code != 0:
+            raise LaunchError(
+                report(supervisor.failures, plan.num_processes, hint="") or f"The run ended with code {code}."
+            )
+        return [read_result(folder, rank) for rank in range(len(plan.ranks))]
+
+
+def _with_arguments(plan: LaunchPlan, folder: Path) -> LaunchPlan:
+    from dataclasses import replace
+
+    return replace(plan, argv=(*plan.argv, str(folder)))
+
+
+def _writer_to(name: str) -> Callable[[bytes], None] | None:
+    """Return a writer to ``sys.stdout`` or ``sys.stderr``, None where that is the process's own output."""
+    stream = getattr(sys, name)
+    try:
+        if stream.fileno() in (1, 2) and not is_notebook():
+            return None
+    except (OSError, ValueError, AttributeError):  # an object that only looks like a file
+        pass
+
+    def show(data: bytes) -> None:
+        stream.write(data.decode("utf-8", errors="replace"))
+        stream.flush()
+
+    return show
+
+
+def is_notebook() -> bool:
+    """Return whether this interpreter is the kernel of a notebook."""
+    return "ipykernel" in sys.modules
+
+
+def refuse_existing_state() -> None:
+    """Raise if a world has been joined in this process already.
+
+    Raises:
+        SettingError: an Accelerator (or PartialState) was made in this process before the launch.
+    """
+    world = sys.modules.get("accelerate.distributed.world")
+    if world is not None and world.current_world() is not None:
+        raise SettingError(
+            "An Accelerator was already created in this process, so it can't start ranks. The `Accelerator` should "
+            "only be initialized inside your training function: create it inside the function that is launched, and "
+            "restart the notebook's kernel if it was created in a cell."
+        )
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> Any:
+    """Run ``function(*args)`` on each rank of this host and return the list of results; with one process, its result.
+
+    Raises:
+        ValueError: ``num_processes`` is missing, or the precision is unknown.
+        LaunchError: a rank failed; the text names the first cause.
+    """
+    if mixed_precision.lower() not in PRECISIONS:
+        raise SettingError(
+            f"notebook_launcher(mixed_precision={mixed_precision!r}) is unknown: give one of {', '.join(PRECISIONS)}."
+        )
+    if num_processes is None:
+        raise SettingError("notebook_launcher needs num_processes: the number of processes to start, such as 2.")
+    if num_processes < 1:
+        raise SettingError(f"notebook_launcher(num_processes={num_processes}): give at least 1.")
+    if num_processes == 1 and num_nodes == 1:
+        return _call_here(function, args, mixed_precision)
+    refuse_existing_state()
+    if num_nodes > 1 or max_restarts > 0 or rdzv_backend != "static":
+        from .torchrun import elastic_call
+
+        by_value = not fork_is_safe() and is_installed("cloudpickle")
+        results = elastic_call(
+            PickledFunction(function) if by_value else function,
+            args,
+            num_processes=num_processes,
+            mixed_precision=mixed_precision.lower(),
+            endpoint=rdzv_endpoint or f"{master_addr}:{use_port}",
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            backend=rdzv_backend,
+            configuration=rdzv_conf or {},
+            run_id=rdzv_id,
+            max_restarts=max_restarts,
+            monitor_interval=monitor_interval,
+            log_line_prefix_template=log_line_prefix_template,
+        )
+        return [require("cloudpickle").loads(result) for result in results] if by_value else results
+    from ..devices.table import CPU, present
+    from ..settings import env
+
+    found, _ = present()
+    cpu = env.flag("ACCELERATE_USE_CPU") or found is CPU
+    port = _port(use_port)
+    plan = plan_ranks(num_processes, cpu=cpu, mixed_precision=mixed_precision.lower(), port=port)
+    kind = "CPU processes" if cpu else f"{found.name} devices"
+    print(f"Launching training on {num_processes} {kind}.")
+    try:
+        return run_ranks(function, args, plan, fork=fork_is_safe())
+    finally:
+        release_ports()
+
+
+def _port(use_port: str | int) -> int:
+    """Return the given port, or a free one where it is 0 or the documented default is taken."""
+    port = int(use_port)
+    if port == 0 or (port == DEFAULT_PORT and (is_port_in_use(port) or not claim_port(port))):
+        return get_free_port()
+    if is_port_in_use(port):
+        raise SettingError(
+            f"notebook_launcher(use_port={port}): something on this host already listens there. "
+            "Give another port, or 0 for any free one."
+        )
+    return port
+
+
+def _call_here(function: Callable[..., Any], args: Sequence[Any], mixed_precision: str) -> Any:
+    from ..devices.table import present
+    from ..settings import env
+
+    name = present()[0].name
+    print(f"Launching training on {'the CPU' if name == 'cpu' else f'one {name} device'}.")
+    with env.patched(ACCELERATE_MIXED_PRECISION=mixed_precision.lower()):
+        return function(*args)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
+    """Run ``function(*args)`` on ``num_processes`` CPU ranks joined by gloo on the loopback; return the results."""
+    refuse_existing_state()
+    plan = plan_ranks(num_processes, cpu=True, mixed_precision="no", port=get_free_port())
+    return run_ranks(function, args, plan, fork=fork_is_safe())
+
+
+def test_launch() -> None:
+    """Join the world in a rank of a trial launch (``ACCELERATE_DEBUG_MODE``, before a notebook's real launch)."""
+    from ..distributed.world import join_world
+
+    join_world()
+
+
+test_launch.__test__ = False  # pyright: ignore[reportFunctionMemberAccess]  (not a test)

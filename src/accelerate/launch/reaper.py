@@ -1,0 +1,32 @@
+"""A process of its own that kills what a launcher would leave behind, should the launcher itself be killed.
+
+Run as a plain file by a bare interpreter (``python -I -S reaper.py``), so that it costs milliseconds. It
+reads lines from its standard input: ``+PID`` registers the process group of PID, ``-PID`` unregisters it. When
+its input ends, for whatever reason, every group that is still registered is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+
+def main() -> None:
+    """Read changes until the input ends, then kill every process group that is still registered."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    registered: set[int] = set()
+    for line in sys.stdin:
+        change, pid = line[:1], int(line[1:])
+        (registered.add if change == "+" else registered.discard)(pid)
+    for pid in registered:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except OSError:  # gone already
+            continue
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Monitor a run: its numbers, its callbacks, the rules that stop it, and the files that ``accelerate monitor`` reads.
+
+- `run_monitor`: the run's monitor, which ``Accelerator.watch_run`` makes, its callbacks, and rules for losses.
+- `throughput`: rates, waiting times and reports; `records`: the file that each rank writes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import names_from
+
+if TYPE_CHECKING:
+    from .run_monitor import LossRules, RunCallback, RunWatch, after_load, before_save, folder_of
+    from .throughput import Flops, StepReport, count_flops
+
+__all__ = [
+    "Flops",
+    "LossRules",
+    "RunCallback",
+    "RunWatch",
+    "StepReport",
+    "after_load",
+    "before_save",
+    "count_flops",
+    "folder_of",
+]
+
+__getattr__ = names_from(
+    __name__,
+    "accelerate",
+    {
+        "monitoring.throughput": "Flops StepReport count_flops",
+        "monitoring.run_monitor": "RunCallback LossRules RunWatch after_load before_save folder_of",
+    },
+)

@@ -1,0 +1,132 @@
+"""The record of a run by one rank: a small file of JSON lines, written by a thread.
+
+One file a rank, ``{logging_dir}/monitor/rank_{n}.jsonl``; only its rank writes to it, and ``accelerate monitor``
+reads them all. A restarted run adds to the files of the first one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import math
+import os
+import queue
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Final, final
+
+#: The folder of the files in the project, and their names.
+FOLDER: Final = "monitor"
+FILE_PATTERN: Final = "rank_{}.jsonl"
+_MAX_WARNINGS: Final = 200
+_JOIN_SECONDS: Final = 2.0
+
+
+@final
+class RankRecord:
+    """The record file of one rank, which gets numbers at most once in ``seconds_between``, and all events.
+
+    Args:
+        folder: that of the files of all ranks; None writes nothing.
+        seconds_between: reports that come sooner after the last one are left out of the file.
+    """
+
+    def __init__(self, folder: Path | None, rank: int, *, seconds_between: float = 0.1) -> None:
+        self.path = None if folder is None else folder / FILE_PATTERN.format(rank)
+        self._seconds_between = seconds_between
+        self._last = -math.inf
+        self._left_out: dict[str, Any] | None = None
+        self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._listener: _Listener | None = None
+
+    def start(self, **facts: Any) -> None:
+        """Start the writer thread, write that a process has begun, and record warnings from now on."""
+        if self.path is None or self._thread is not None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._write, name="accelerate_record", daemon=True)
+        self._thread.start()
+        self._listener = _Listener(self)
+        logging.getLogger().addHandler(self._listener)
+        atexit.register(_end, weakref.ref(self))
+        self.event("start", pid=os.getpid(), **facts)
+
+    def numbers(self, values: dict[str, Any]) -> None:
+        """Write ``values`` as one line of the file, unless the last such line is very recent."""
+        now = time.monotonic()
+        if now - self._last < self._seconds_between:
+            self._left_out = values
+        elif self._thread is not None:
+            self._last, self._left_out = now, None
+            self._put(values)
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Write an event with its facts."""
+        if self._thread is None:
+            return
+        if self._left_out is not None:  # the newest numbers come before what happened after them
+            self._put(self._left_out)
+            self._left_out = None
+        self._put({"event": kind, **facts})
+
+    def finish(self, kind: str = "end", **facts: Any) -> None:
+        """Write a last event, and close the file."""
+        thread = self._thread
+        if thread is None or self._pid != os.getpid():  # a forked worker has this object, but not its thread
+            return
+        self.event(kind, **facts)
+        self._thread = None
+        if self._listener is not None:
+            logging.getLogger().removeHandler(self._listener)
+        self._lines.put(None)
+        thread.join(_JOIN_SECONDS)
+
+    def _put(self, values: dict[str, Any]) -> None:
+        if self._pid == os.getpid():
+            self._lines.put({"time": round(time.time(), 3), **values})
+
+    def _write(self) -> None:
+        assert self.path is not None
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                while (line := self._lines.get()) is not None:
+                    file.write(json.dumps(line, default=str) + "\n")
+                    if self._lines.empty():
+                        file.flush()
+        except OSError as error:
+            print(f"accelerate: {self.path} can't be written ({error}); the run goes on.", file=sys.stderr)
+
+
+@final
+class _Listener(logging.Handler):
+    """A logging handler that records warnings and errors of this process's loggers as events."""
+
+    def __init__(self, record: RankRecord) -> None:
+        super().__init__(logging.WARNING)
+        self._record = weakref.ref(record)
+        self._left = _MAX_WARNINGS
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Record the log line as an event of the run, up to a limit."""
+        target = self._record()
+        if target is not None and self._left > 0:
+            self._left -= 1
+            target.event("warning", text=record.getMessage()[:500], logger=record.name)
+
+
+def _end(reference: weakref.ref[RankRecord]) -> None:
+    """Finish the record at the end of the interpreter, with the error that ended it, unless that was done before."""
+    record = reference()
+    if record is None:
+        return
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        record.finish()
+    else:
+        record.finish("error", text=f"{type(error).__name__}: {error}"[:500])

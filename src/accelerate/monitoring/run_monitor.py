@@ -1,0 +1,473 @@
+"""The monitor of a run: a report of its numbers every so many updates, and one decision of all ranks to stop.
+
+Between reports a step costs a reading of the time and a few additions: nothing is read from the device, and ranks don't
+communicate. At a report each rank reads its losses (one wait for the device) and one small row of numbers is gathered.
+Every rank computes the same verdict from the same rows, so all stop in the same update, or none.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Final, final
+
+import torch
+
+from ..distributed.collectives import gather, gather_object
+from ..distributed.world import World
+from ..errors import RunStopped, SettingError
+from ..training.accumulation import GradientState
+from .records import FOLDER, RankRecord
+from .throughput import Flops, StepReport, StepTimer, host_memory_bytes, peak_flops_of
+
+#: The numbers of a rank that are gathered at a report.
+_ROW: Final = (
+    "loss_sum", "num_losses", "longest_non_finite", "first_non_finite", "wants_stop", "seconds", "updates", "samples",
+    "tokens",
+)  # fmt: skip
+
+
+@final
+class RunWatch:
+    """The monitor of one training loop, as ``Accelerator.watch_run`` makes it.
+
+    ``step(loss)`` follows each micro-batch, after the optimizer; every rank calls it equally often.
+
+    Attributes:
+        updates: optimizer updates done, those before a resumed checkpoint included.
+        last_report: the newest report.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        gradient_state: GradientState,
+        optimizers: Sequence[Any],
+        *,
+        every: int,
+        callbacks: Sequence[RunCallback],
+        total_steps: int | None,
+        rules: LossRules | None,
+        flops: Flops,
+        folder: Path | None,
+        log: Callable[[dict[str, Any], int], None] | None,
+        show: Callable[[str], None] | None,
+        facts: Mapping[str, Any],
+        resumed: Mapping[str, Any] | None = None,
+    ) -> None:
+        if every < 1:
+            raise SettingError(f"watch_run(every={every}): a report is made of at least one update.")
+        self.updates = 0
+        self.last_report: StepReport | None = None
+        self.total_steps = total_steps
+        self.callbacks = list(callbacks)
+        self._world, self._gradient_state, self._optimizers = world, gradient_state, optimizers
+        self._every, self._log, self._show = every, log, show
+        self._judge = LossJudge(rules or NEVER)
+        self._flops = _with_device_peak(flops, world)
+        self._timer = StepTimer()
+        self._losses: list[torch.Tensor] = []
+        self._window: torch.Tensor | None = None
+        self._num_in_window = 0
+        self._tokens: list[Any] = []
+        self._values: dict[str, Any] = {}
+        self._reason: str | None = None
+        self._loader: Any = None
+        self._samples_per_batch = 0.0
+        self._warned = False
+        self._record = RankRecord(folder, world.rank, seconds_between=0.1 if world.size <= 64 else 2.0)
+        self._began, self._began_at = perf_counter(), 0
+        self._record.start(rank=world.rank, ranks=world.size, total_steps=total_steps, **facts)
+        if resumed:
+            self.resume(resumed)
+
+    # -- the loop ------------------------------------------------------------------------------------------
+
+    def step(
+        self, loss: torch.Tensor | None = None, *, samples: float | None = None, tokens: Any = None, **values: Any
+    ) -> None:
+        """Count a micro-batch, and make a report if it completes the last update of one.
+
+        Args:
+            loss: the mean over the micro-batch, on the device; it is read only at a report.
+            samples: in this rank's micro-batch; by default those of the prepared loader's batch.
+            tokens: in this rank's micro-batch: an int, or a tensor on the device.
+            values: the user's own numbers, of which a report shows the newest.
+
+        Raises:
+            RunStopped: on every rank: a rule, or some rank's :meth:`stop`, ended the run.
+        """
+        is_update = self._gradient_state.sync_gradients
+        loader = self._gradient_state.active_dataloader
+        if loader is not self._loader:
+            self._enter(loader)
+        ends_pass = loader is not None and loader.end_of_dataloader
+        waited = None if loader is None else loader.data_wait_seconds
+        if samples is None:
+            samples = self._samples_of(loader, ends_pass)
+        is_counted = self._timer.lap(samples, is_update, waited, ends_pass)
+        if tokens is not None and is_counted:
+            self._tokens.append(tokens)
+        if values:
+            self._values.update(values)
+        if loss is not None:
+            self._add(loss.detach(), is_update)
+        if is_update:
+            self._end_update()
+        if ends_pass:
+            self._end_pass(loader)
+
+    def _add(self, loss: torch.Tensor, is_update: bool) -> None:
+        """Add the loss of a micro-batch; that of an update is the mean over its micro-batches."""
+        if is_update and not self._num_in_window:
+            self._losses.append(loss)
+            return
+        self._window = loss if self._window is None else self._window + loss
+        self._num_in_window += 1
+        if is_update:
+            self._losses.append(self._window / self._num_in_window)
+            self._window, self._num_in_window = None, 0
+
+    def _end_update(self) -> None:
+        self.updates += 1
+        for callback in self.callbacks:
+            callback.on_step(self)
+        if self.updates % self._every == 0:
+            self.report()
+
+    def _enter(self, loader: Any) -> None:
+        """Note a loader that wasn't in the loop before, and look up the size of its batches once."""
+        self._loader = loader
+        if loader is None:
+            return
+        self._samples_per_batch = loader.total_batch_size / self._world.size
+
+    def _samples_of(self, loader: Any, ends_pass: bool) -> float:
+        if loader is None:
+            return 0.0
+        if ends_pass and loader.own_rows is not None:
+            return loader.own_rows[0]
+        return self._samples_per_batch
+
+    def _end_pass(self, loader: Any) -> None:
+        epoch = loader.iteration
+        self._record.event("epoch", epoch=epoch, step=self.updates)
+        for callback in self.callbacks:
+            callback.on_epoch(self, epoch)
+
+    @property
+    def epoch(self) -> int | None:
+        """The pass over the training loader that is running (or was last), counted from 0; None without one."""
+        return None if self._loader is None else self._loader.iteration
+
+    def stop(self, reason: str) -> None:
+        """Ask all ranks to stop at the next report, because of ``reason``. One rank is enough to ask for it."""
+        self._reason = reason
+
+    # -- the report ----------------------------------------------------------------------------------------
+
+    def report(self) -> StepReport | None:
+        """Return the numbers since the last report; None when there was no update. A collective, made by every rank.
+
+        Raises:
+            RunStopped: on every rank, when the run is to end.
+        """
+        losses = torch.stack([loss.float() for loss in self._losses]).tolist() if self._losses else []
+        first = self._judge.first_non_finite(losses)
+        times = self._timer
+        own = (
+            math.fsum(losses) if first is None else math.nan,
+            len(losses),
+            self._judge.run_of_non_finite(losses),
+            -1 if first is None else self.updates - len(losses) + 1 + first,
+            self._reason is not None,
+            times.seconds,
+            times.updates,
+            times.samples,
+            math.fsum(float(count) for count in self._tokens),
+        )
+        rows = self._gather_rows(own)
+        self._losses.clear()
+        self._tokens.clear()
+        report = self._make_report(rows) if rows[0]["updates"] or losses else None
+        times.reset()
+        if report is not None:
+            self._publish(report)
+        reason = self._verdict(rows, report)
+        if reason is not None:
+            self._end(reason)
+        return report
+
+    def _gather_rows(self, own: Sequence[float]) -> list[dict[str, float]]:
+        if self._world.size == 1:
+            return [dict(zip(_ROW, map(float, own), strict=True))]
+        row = torch.tensor([own], dtype=torch.float64).view(torch.uint8).to(self._world.device)  # as bytes: everywhere
+        rows = gather(row, world=self._world).cpu().view(torch.float64).tolist()
+        return [dict(zip(_ROW, each, strict=True)) for each in rows]
+
+    def _make_report(self, rows: Sequence[Mapping[str, float]]) -> StepReport:
+        num_losses = sum(row["num_losses"] for row in rows)
+        times, ranks = self._timer, self._world.size
+        slowest = max(row["seconds"] for row in rows)
+        is_timed = times.updates > 0 and slowest > 0
+        samples, tokens = (sum(row[name] for row in rows) for name in ("samples", "tokens"))
+        samples_rate = samples / slowest if is_timed and samples else None
+        tokens_rate = tokens / slowest if is_timed and tokens else None
+        done = self.updates - self._began_at
+        left = None if self.total_steps is None else max(0, self.total_steps - self.updates)
+        waited = times.wait_seconds
+        device = self._world.kind.max_memory_allocated(self._world.device) or host_memory_bytes()
+        updates_rate = times.updates / slowest if is_timed else 0.0
+        return StepReport(
+            step=self.updates,
+            epoch=self.epoch,
+            loss=sum(row["loss_sum"] for row in rows) / num_losses if num_losses else None,
+            learning_rate=float(self._optimizers[0].param_groups[0]["lr"]) if self._optimizers else None,
+            step_seconds=times.seconds / times.updates if is_timed else None,
+            wait_seconds=waited / times.updates if is_timed and waited is not None else None,
+            samples_per_second=samples_rate,
+            tokens_per_second=tokens_rate,
+            memory_bytes=device,
+            mfu=self._flops.utilization(tokens=tokens_rate, samples=samples_rate, updates=updates_rate, ranks=ranks)
+            if is_timed
+            else None,
+            eta_seconds=(perf_counter() - self._began) / done * left if left is not None and done else None,
+            total_steps=self.total_steps,
+            values={name: float(value) for name, value in self._values.items()},
+        )
+
+    def _publish(self, report: StepReport) -> None:
+        self.last_report = report
+        values = report.as_json()
+        self._record.numbers(values)
+        if self._log is not None:
+            self._log({name: value for name, value in values.items() if name not in _NOT_LOGGED}, report.step)
+        if self._show is not None:
+            self._show(report.line())
+        for callback in self.callbacks:
+            callback.on_report(self, report)
+
+    # -- stopping ------------------------------------------------------------------------------------------
+
+    def _verdict(self, rows: Sequence[Mapping[str, float]], report: StepReport | None) -> str | None:
+        """Return why every rank stops now, or None; the same on all, because the rows are."""
+        bad = [rank for rank, row in enumerate(rows) if row["first_non_finite"] >= 0]
+        if bad:
+            worst = max(bad, key=lambda rank: rows[rank]["longest_non_finite"])
+            reason = (
+                f"the loss on rank {worst} is not finite since step {rows[worst]['first_non_finite']:.0f} "
+                f"({len(bad)} of {len(rows)} ranks)"
+            )
+            if self._judge.is_lost(rows[worst]["longest_non_finite"]):
+                return reason
+            if not self._warned:
+                self._warned = True
+                self._record.event("non_finite", text=reason, step=self.updates)
+        if report is not None and report.loss is not None:
+            usual = self._judge.judge_spike(report.loss)
+            if usual is not None:
+                return f"the loss is {report.loss:.4g}, {report.loss / usual:.1f} times the usual {usual:.4g}"
+        if any(row["wants_stop"] for row in rows):
+            return "; ".join(dict.fromkeys(filter(None, self._reasons())))
+        return None
+
+    def _reasons(self) -> list[str | None]:
+        return gather_object([self._reason], world=self._world) if self._world.size > 1 else [self._reason]
+
+    def _end(self, reason: str) -> None:
+        self._record.event("stop", text=reason, step=self.updates)
+        for callback in self.callbacks:
+            callback.on_stop(self, reason)
+        raise RunStopped(f"The run is stopped at step {self.updates}: {reason}.")
+
+    # -- calls of the Accelerator --------------------------------------------------------------------------
+
+    def before_save(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, after a report of the losses so far, so that no diverged run is saved.
+
+        Raises:
+            RunStopped: on every rank, when the run is to end.
+        """
+        self.report()
+        return {"updates": self.updates}
+
+    def saved(self, folder: str, seconds: float) -> None:
+        """Record that a checkpoint was written in ``seconds``, which don't count as time of a step."""
+        self._timer.exclude(seconds)
+        self._record.event("save", folder=folder, step=self.updates, seconds=round(seconds, 3))
+        for callback in self.callbacks:
+            callback.on_save(self, folder)
+
+    def resume(self, saved_state: Mapping[str, Any]) -> None:
+        """Continue the count from the state in a checkpoint."""
+        self.updates = int(saved_state.get("updates", 0))
+        self._began, self._began_at = perf_counter(), self.updates
+        self._losses.clear()
+        self._tokens.clear()
+        self._timer = StepTimer()
+        self._record.event("load", folder=saved_state.get("folder"), step=self.updates)
+
+    def note(self, text: str) -> None:
+        """Record ``text`` as an event of this rank, in its file and on the page of ``accelerate monitor``."""
+        self._record.event("note", text=text, step=self.updates)
+
+    def finish(self) -> None:
+        """Complete and close the files; check the losses since the last report on this rank alone."""
+        rest = [loss.item() for loss in self._losses]
+        first = self._judge.first_non_finite(rest)
+        if first is not None:
+            step = self.updates - len(rest) + 1 + first
+            self._record.event("non_finite", text=f"the loss is not finite since step {step}", step=step)
+        self._losses.clear()
+        self._record.finish()
+
+
+_NOT_LOGGED: Final = frozenset({"step", "total_steps", "eta_seconds"})
+
+
+def folder_of(logging_dir: Any) -> Path | None:
+    """Return the folder of the record files of a run's ranks; None for a run without a folder, or with a remote one."""
+    if logging_dir is None or "://" in str(logging_dir):
+        return None
+    return Path(logging_dir) / FOLDER
+
+
+def before_save(run: RunWatch | None, *, alone: bool = False) -> dict[str, Any]:
+    """Return the watch's state for a checkpoint, if there is a watch.
+
+    A collective with a report of the losses so far, unless this rank saves ``alone``.
+    """
+    if run is None:
+        return {}
+    return {"watch": {"updates": run.updates} if alone else run.before_save()}
+
+
+def after_load(run: RunWatch | None, loaded: Any) -> Mapping[str, Any] | None:
+    """Continue ``run`` from the state of a watch in a loaded checkpoint, and return that state."""
+    saved_state = None if loaded.manifest is None else loaded.manifest.details.get("watch")
+    if saved_state is not None:
+        saved_state = {**saved_state, "folder": str(loaded.folder)}
+        if run is not None:
+            run.resume(saved_state)
+    return saved_state
+
+
+def _with_device_peak(flops: Flops, world: World) -> Flops:
+    """Return ``flops`` with the peak of this device, where the author gave none and the table knows it."""
+    if flops.peak is not None or (flops.per_token, flops.per_sample, flops.per_update) == (None, None, None):
+        return flops
+    return replace(flops, peak=peak_flops_of(world.kind.device_name(world.device.index or 0)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Rules for losses: not finite for too long, or far above the usual
+
+#: A spike is judged against at least so many reports.
+_NUM_FEWEST = 5
+
+
+@final
+@dataclass(frozen=True)
+class LossRules:
+    """The rules by which losses end a run.
+
+    Attributes:
+        non_finite: so many updates in a row whose loss is NaN or infinite, on any rank; 0 never ends a run. With an
+            fp16 gradient scaler, which skips updates on its own, take a larger number.
+        spike: a mean loss over a report that is so many times the median of the reports before; None never ends one.
+            Losses that aren't positive have no such ratio and are left alone.
+        spike_reports: how many reports the median is over.
+        spike_patience: so many such reports in a row.
+
+    Raises:
+        SettingError: a number that can't be meant.
+    """
+
+    non_finite: int = 1
+    spike: float | None = None
+    spike_reports: int = 50
+    spike_patience: int = 2
+
+    def __post_init__(self) -> None:
+        if self.non_finite < 0 or self.spike_reports < _NUM_FEWEST or self.spike_patience < 1:
+            raise SettingError(
+                f"{self}: non_finite is at least 0, spike_reports at least {_NUM_FEWEST}, spike_patience at least 1."
+            )
+        if self.spike is not None and self.spike <= 1:
+            raise SettingError(f"LossRules(spike={self.spike}): a spike is more than 1 times the usual loss.")
+
+
+#: Rules that never end a run; losses that aren't finite are still recorded.
+NEVER = LossRules(non_finite=0)
+
+
+@final
+@dataclass
+class LossJudge:
+    """The losses of one run so far, judged by some rules. The same input gives the same result on every rank."""
+
+    rules: LossRules
+    num_non_finite: int = 0
+    num_spikes: int = 0
+    recent: deque[float] = field(default_factory=deque[float])
+
+    def first_non_finite(self, losses: Sequence[float]) -> int | None:
+        """Return the index of the first update whose loss, on this rank, isn't finite."""
+        return next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
+
+    def run_of_non_finite(self, losses: Sequence[float]) -> int:
+        """Return the longest run of updates, the last ones before included, without a finite loss on this rank."""
+        longest = 0
+        for loss in losses:
+            self.num_non_finite = 0 if math.isfinite(loss) else self.num_non_finite + 1
+            longest = max(longest, self.num_non_finite)
+        return longest
+
+    def is_lost(self, longest: float) -> bool:
+        """Return whether so many updates in a row without a finite loss end the run."""
+        return 0 < self.rules.non_finite <= longest
+
+    def judge_spike(self, loss: float) -> float | None:
+        """Return the usual loss if ``loss`` (the mean of all ranks over a report) is one spike too many, else None."""
+        if self.rules.spike is None or not math.isfinite(loss):
+            return None
+        usual = statistics.median(self.recent) if len(self.recent) >= _NUM_FEWEST else None
+        if usual is not None and usual > 0 and loss > self.rules.spike * usual:
+            self.num_spikes += 1
+            return usual if self.num_spikes >= self.rules.spike_patience else None
+        self.num_spikes = 0
+        self.recent.append(loss)
+        while len(self.recent) > self.rules.spike_reports:
+            self.recent.popleft()
+        return None
+
+
+# --------------------------------------------------------------------------------------------------
+# Callbacks
+
+
+class RunCallback:
+    """The base class of callbacks of a run; its methods do nothing unless a subclass overrides them.
+
+    Called on every rank. An exception in one ends the run, as anywhere in the loop.
+    """
+
+    def on_step(self, run: RunWatch) -> None:
+        """Run after an optimizer update; ``run.updates`` counts it. Reading a tensor here waits for the device."""
+
+    def on_report(self, run: RunWatch, report: StepReport) -> None:
+        """Run at a report, with the numbers of the last updates, the same on every rank but for times and memory."""
+
+    def on_epoch(self, run: RunWatch, epoch: int) -> None:
+        """Run after a pass over the training loader; ``epoch`` counts from 0."""
+
+    def on_save(self, run: RunWatch, folder: str) -> None:
+        """Run after ``save_state`` has returned; an asynchronous one may still be writing."""
+
+    def on_stop(self, run: RunWatch, reason: str) -> None:
+        """Run when all ranks have agreed to stop; `RunStopped` is raised next."""

@@ -1,0 +1,76 @@
+"""Parallelism strategies: how a model is distributed over the processes, one file or folder per kind, and their order.
+
+A strategy's file is imported when it is chosen, so that no strategy pays for the imports of another.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from ..distributed.world import World
+from ..lazy import names_from
+
+if TYPE_CHECKING:
+    from .base import Strategy, StrategyOptions, is_placed_by_map
+
+__all__ = ["ORDER", "Candidate", "Strategy", "StrategyOptions", "choose", "is_placed_by_map"]
+
+
+@final
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy's class by its module and name, and the condition on settings and world under which it is chosen."""
+
+    module: str  # absolute, or relative to this package (".ddp")
+    name: str
+    suits: Callable[[Any, World], bool]
+
+    def load(self) -> type[Strategy]:
+        """Import and return the class."""
+        return getattr(importlib.import_module(self.module, __name__), self.name)
+
+
+def _shards(version: int) -> Callable[[Any, World], bool]:
+    """Return a predicate that is true if FSDP ``version`` was asked for and there is a process group."""
+    return lambda settings, world: (
+        world.backend is not None and settings.fsdp is not None and settings.fsdp.fsdp_version == version
+    )
+
+
+def _cuts_layers(settings: Any, world: World) -> bool:
+    """Return True if tensor parallelism takes all processes, so that no other engine shards the parameters."""
+    return world.size > 1 and settings.parallelism is not None and settings.parallelism.tp_size == world.size
+
+
+def _splits_layers(settings: Any, world: World) -> bool:
+    """Return True if the layers are split over several ranks in pipeline stages."""
+    return world.size > 1 and settings.parallelism is not None and settings.parallelism.pp_size > 1
+
+
+#: The candidates; the first that suits is chosen.
+ORDER: tuple[Candidate, ...] = (
+    # Devices whose runtime connects its processes itself.
+    Candidate(".xla", "XlaDevices", lambda settings, world: bool(world.kind.runtime)),
+    Candidate(".deepspeed.strategy", "DeepSpeed", lambda settings, world: settings.deepspeed is not None),
+    Candidate(".megatron.strategy", "Megatron", lambda settings, world: settings.megatron is not None),
+    Candidate(".pipeline.strategy", "Pipeline", _splits_layers),
+    Candidate(".fsdp.fsdp2", "FullyShard", _shards(2)),
+    Candidate(".fsdp.fsdp1", "FlatShard", _shards(1)),
+    Candidate(".tensor_parallel", "TensorParallel", _cuts_layers),
+    Candidate(".ddp", "SingleDevice", lambda settings, world: world.size == 1),
+    Candidate(".ddp", "DataParallel", lambda settings, world: world.size > 1),
+)
+
+
+def choose(settings: Any, world: World, options: StrategyOptions) -> Strategy:
+    """Return the strategy that ``settings`` ask for in ``world``."""
+    for candidate in ORDER:
+        if candidate.suits(settings, world):
+            return candidate.load()(world, options)
+    raise AssertionError(f"No strategy for a world of {world.size}: DataParallel takes every world of several.")
+
+
+__getattr__ = names_from(__name__, __name__, {"base": "Strategy StrategyOptions is_placed_by_map"})

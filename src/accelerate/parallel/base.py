@@ -1,0 +1,499 @@
+"""The interface of a parallelism strategy: how parameters, gradients and state are distributed over the ranks.
+
+A strategy is one file. Adding one is that file plus one line in ``parallel/__init__.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import wraps
+from types import MethodType
+from typing import Any, ClassVar, final
+
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from ..checkpointing.sharded import InPlace, StateAccess
+from ..distributed.mesh import Mesh
+from ..distributed.world import World
+from ..errors import PreparationError
+from ..hooks.align import get_state_dict_offloaded_model, has_offloaded_params
+from ..plugins.data import DataLoaderConfiguration
+from ..plugins.deepspeed import DummyOptim, DummyScheduler
+from ..plugins.megatron import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from ..precision import Precision
+from ..settings.labels import DistributedType
+from ..training.accumulation import GradientState
+from ..training.optimizer import AcceleratedOptimizer
+from ..training.scheduler import AcceleratedScheduler
+from .compile import compile_model
+from .fsdp.held_gradients import gradients_of, load_gradients
+from .rebind import canonical_name, parameters_by_name, unwrap
+
+
+@final
+@dataclass
+class StrategyOptions:
+    """The public option objects that a strategy reads besides the world, when it uses them: callers replace them."""
+
+    dynamo_plugin: Any = None
+    ddp_handler: Any = None
+    plugins: dict[str, Any] = field(default_factory=dict)
+    mesh: Mesh | None = None  # without one, all ranks are replicas
+    gradient_state: GradientState | None = None
+    loaders: DataLoaderConfiguration | None = None
+
+
+class Strategy(ABC):
+    """The interface of one way to distribute parameters, gradients and state over the processes."""
+
+    #: Whether :meth:`place` takes all arguments of ``prepare`` at once, and makes the optimizers too (an engine).
+    prepares_together: bool = False
+    #: Whether the engine divides losses by the accumulation steps, and updates parameters, inside ``backward``.
+    steps_in_backward: bool = False
+    #: Whether the forward runs collectives, so that no rank can abort and retry a forward alone.
+    communicates_in_forward: bool = False
+    #: Whether all ranks can then abort and retry one together: :meth:`reset_forwards` resets all state of a pass.
+    can_retry_together: bool = False
+    #: Whether every process holds the full state, so that the main process can save it without the others.
+    is_replicated: bool = False
+    #: Whether a checkpoint can read the gradients between two updates: they are in ``.grad``, not inside an engine.
+    holds_gradients: bool = False
+    #: The value of ``accelerator.deepspeed_engine_wrapped``.
+    engine: Any = None
+
+    def __init__(self, world: World, options: StrategyOptions) -> None:
+        self.world = world
+        self.options = options
+        self.mesh = options.mesh or Mesh.of(world)
+
+    # -- choosing ------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def label(self) -> DistributedType:
+        """The value of ``accelerator.distributed_type`` under this strategy."""
+
+    # -- placing -------------------------------------------------------------------------------------------
+
+    def check(self, arguments: PreparedArguments) -> None:
+        """Check, before anything is changed, that the arguments can be prepared together, and raise if they can't."""
+        if not self.prepares_together:
+            refuse_dummies(arguments)
+        for argument in arguments.of(Role.MODEL):
+            self.check_model(argument.current)
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Raise if ``model`` can't be prepared under this strategy."""
+
+    def place(self, arguments: PreparedArguments, precision: Precision) -> None:
+        """Replace every model among the arguments by its prepared one; an engine replaces the optimizers too."""
+        for argument in arguments.of(Role.MODEL):
+            argument.current = self.place_model(argument.current, precision, argument.device_placement)
+
+    def place_model(
+        self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Return ``model`` in its precision, on its device, wrapped (unless ``evaluation_mode``) and compiled."""
+        model = precision.convert(model)
+        precision.patch_forward(model)
+        if device_placement and not _must_not_move(model, self.world.device):
+            model = model.to(self.world.device)
+        if not evaluation_mode:
+            model = self.wrap(model)
+        precision.patch_wrapped(model)
+        plugin = self.options.dynamo_plugin
+        return model if plugin is None else compile_model(model, plugin)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Wrap ``model`` in the container that trains it over the processes, and return that."""
+        return model
+
+    def unwrap(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
+        """Return the model that the user gave."""
+        return unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register the hooks that have to run around every step of ``optimizer``."""
+
+    def configure_loader(self, loader: Any) -> None:
+        """Configure a prepared ``loader`` so that its batches are what this strategy needs."""
+
+    def shard_sequences(self, loader: Any) -> Any:
+        """Wrap a prepared ``loader`` to yield each rank's part of a sequence, where an engine shards them."""
+        return loader
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of different micro-batches that the ranks compute at the same time."""
+        return self.mesh.data_share().count
+
+    def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
+        """Return ``model`` or ``prepared``: the one that is saved, given to hooks and asked for gradients."""
+        return model
+
+    def release(self) -> None:
+        """Drop all references to prepared models."""
+
+    def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Iterate over the parameters that train ``model``, prepared or not, by the names of the user's own model."""
+        return parameters_by_name(self.unwrap(model, keep_torch_compile=False))
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Enter a context in which backward passes don't reduce gradients."""
+        return nullcontext()
+
+    def local_gradients(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Enter a context in which gradients of whole passes stay on this rank until :meth:`all_reduce_gradients`."""
+        return nullcontext()
+
+    def check_parts(self, model: torch.nn.Module) -> None:
+        """Raise if a batch of ``model`` can't be split into micro-batches."""
+
+    def sync_buffers(self, model: torch.nn.Module) -> None:
+        """Broadcast now the buffers that the next forward of ``model`` would broadcast."""
+
+    def all_reduce_gradients(self, model: torch.nn.Module) -> None:
+        """Gradients that passes under :meth:`local_gradients` left on each rank are reduced."""
+
+    def reset_forwards(self, model: torch.nn.Module) -> None:
+        """Reset the state left by forwards whose backward will never run."""
+
+    def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
+        """Copy the gradients of ``model``, and return a function that restores them."""
+        return snapshot_gradients(model.parameters())
+
+    def gradients(self, model: torch.nn.Module) -> dict[str, Any] | None:
+        """Return this rank's gradients of ``model`` between two updates by name; None where an engine keeps them."""
+        return gradients_of(self.named_parameters(model)) if self.holds_gradients else None
+
+    def load_gradients(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Set the gradients of ``model`` to those that :meth:`gradients` returned on this rank; None: to none.
+
+        Raises:
+            CheckpointError: they are those of another model, or of one that is sharded in another way.
+        """
+        load_gradients(self.named_parameters(model), gradients or {})
+
+    def backward(self, loss: torch.Tensor, scaler: Any, **kwargs: Any) -> None:
+        """Add the gradients of ``loss`` (scaled, under a gradient scaler) to those of the parameters."""
+        if scaler is not None:
+            loss = scaler.scale(loss)
+        loss.backward(**kwargs)
+
+    def pipeline_step(
+        self,
+        model: torch.nn.Module,
+        inputs: tuple[Any, ...],
+        targets: Any,
+        loss_function: Callable[[Any, Any], torch.Tensor],
+        *,
+        scaler: Any,
+        num_steps: int,
+        synchronises: bool,
+    ) -> torch.Tensor:
+        """Add the gradients of one micro-batch's loss, and return the loss; without stages, in the plain way."""
+        loss = loss_function(model(*inputs), targets)
+        self.backward(loss / num_steps if num_steps != 1 else loss, scaler)
+        return loss.detach()
+
+    def clip_grad_norm(
+        self,
+        parameters: Iterable[torch.Tensor] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Scale the gradients so that their global norm is at most ``max_norm``, and return the norm before."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def has_full_weights(self, model: torch.nn.Module) -> bool:
+        """Return True if this process holds all weights of ``model``: :meth:`full_state_dict` is no collective."""
+        return self.is_replicated
+
+    def collective_full_state_dict(self, model: torch.nn.Module, operation: str, unwrap: bool = True) -> dict[str, Any]:
+        """Return :meth:`full_state_dict` after all ranks that it needs have called the public method ``operation``.
+
+        Raises:
+            CollectiveError: on every rank, when all are needed and one doesn't call ``operation``.
+        """
+        if self.world.coordinator is not None and not self.has_full_weights(model):
+            self.world.coordinator.require_all(operation)
+        return self.full_state_dict(model, unwrap)
+
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the full state dict of ``model``, under the names of the user's own module."""
+        inner = self.unwrap(model, keep_torch_compile=False) if unwrap else model
+        if any(has_offloaded_params(module) for module in inner.modules()):
+            return get_state_dict_offloaded_model(inner)
+        return inner.state_dict()
+
+    @property
+    def access(self) -> StateAccess:
+        """The object through which checkpoints read and load the state of prepared models and their optimizers."""
+        return InPlace(self.named_parameters, canonical_name)
+
+    def checkpoint_state(
+        self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False
+    ) -> dict[str, Any]:
+        """Return ``weights``, ``optimizers`` and ``write_strategy_state`` for a checkpoint; a collective."""
+        return {"weights": [self.full_state_dict(model) for model in models], "optimizers": optimizers}
+
+    def restorable(self, optimizers: Sequence[Any]) -> Sequence[Any]:
+        """Return those of ``optimizers`` whose state a checkpoint restores."""
+        return optimizers
+
+
+def _must_not_move(model: torch.nn.Module, device: torch.device) -> bool:
+    """Return True if ``model`` was placed for good when it was loaded.
+
+    Raises:
+        PreparationError: quantized weights are on another device than ``device``.
+    """
+    if is_placed_by_map(model) or any(has_offloaded_params(module) for module in model.modules()):
+        return True
+    places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+    if places and (getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)):
+        there = {parameter.device for parameter in model.parameters()}
+        if any(place.type != device.type or (place.index or 0) != (device.index or 0) for place in there):
+            raise PreparationError(
+                f"{type(model).__name__} was loaded in 8 or 4 bits on {sorted(places)}, and can't be moved to "
+                f"{device}, where this process computes. Load it with `device_map={{'': accelerator.device}}`."
+            )
+        return True
+    return any(is_sharded(parameter) for parameter in model.parameters())
+
+
+def snapshot_gradients(parameters: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Copy the gradients of ``parameters``, and return a function that restores them."""
+    kept = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
+
+    def restore() -> None:
+        for parameter, gradient, values in kept:
+            if gradient is not None and values is not None:
+                gradient.copy_(values)  # in place: it may be a view of a DDP bucket
+            parameter.grad = gradient
+
+    return restore
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Return True if ``parameter`` is a DTensor, of which each device holds a shard."""
+    return any(kind.__name__ == "DTensor" for kind in (type(parameter), type(parameter.data)))
+
+
+def refuse_dummies(arguments: PreparedArguments) -> None:
+    """Raise if an argument is a dummy for an object that only an engine makes.
+
+    Raises:
+        PreparationError: a dummy of DeepSpeed or Megatron-LM, in a run without it.
+    """
+    for argument in arguments.arguments:
+        given = argument.current
+        if isinstance(given, (DummyOptim, DummyScheduler)):
+            raise PreparationError(
+                f"{type(given).__name__} is a placeholder for what DeepSpeed makes from its config, but this "
+                "run doesn't use DeepSpeed. Give prepare() a torch object, or Accelerator(deepspeed_plugin="
+                "DeepSpeedPlugin(...)), or launch with --use_deepspeed."
+            )
+        if isinstance(given, (MegatronLMDummyDataLoader, MegatronLMDummyScheduler)):
+            raise PreparationError(
+                f"{type(given).__name__} is a placeholder for what Megatron-LM makes from its arguments, but "
+                "this run doesn't use Megatron-LM. Give prepare() a torch object, or Accelerator(megatron_lm_plugin="
+                "MegatronLMPlugin(...)), or launch with --use_megatron_lm."
+            )
+
+
+def is_placed_by_map(model: torch.nn.Module) -> bool:
+    """Return True if a device map has already spread the model over several devices."""
+    return len(getattr(model, "hf_device_map", None) or {}) > 1
+
+
+def refuse_device_map(model: torch.nn.Module) -> None:
+    """Raise if a device map spreads ``model``, which therefore can't be replicated.
+
+    Raises:
+        PreparationError: some submodule has an ``hf_device_map`` of several places.
+    """
+    for module in model.modules():
+        if is_placed_by_map(module):
+            raise PreparationError(
+                f"{type(model).__name__} is spread over {sorted(set(map(str, module.hf_device_map.values())))} by a "  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue, reportCallIssue]
+                "device map, and can't be replicated over processes. Load it without `device_map`, or run one process; "
+                "ACCELERATE_BYPASS_DEVICE_MAP=true skips this check."
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# The arguments of ``prepare``, classified by role
+
+
+class Role(Enum):
+    """The kinds of objects that ``prepare`` distinguishes."""
+
+    MODEL = "model"
+    OPTIMIZER = "optimizer"
+    SCHEDULER = "scheduler"
+    LOADER = "data loader"
+    FOREIGN = "foreign"  # returned untouched
+
+
+def role_of(obj: object) -> Role:
+    """Return the role of ``obj``; the only place where ``prepare`` checks types."""
+    if isinstance(obj, (DataLoader, MegatronLMDummyDataLoader)):
+        return Role.LOADER
+    if isinstance(obj, torch.nn.Module):
+        return Role.MODEL
+    if isinstance(obj, (torch.optim.Optimizer, DummyOptim)):
+        return Role.OPTIMIZER
+    if isinstance(obj, (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler)):
+        return Role.SCHEDULER
+    return Role.FOREIGN
+
+
+@final
+@dataclass
+class PreparedArgument:
+    """One argument of ``prepare``: its role, the given object, its device placement and the prepared object."""
+
+    role: Role
+    original: Any
+    device_placement: bool
+    current: Any
+
+
+@final
+class PreparedArguments:
+    """The arguments of one ``prepare`` call in order; strategies replace ``current`` of each, never the order."""
+
+    def __init__(self, arguments: list[PreparedArgument], *, has_placements: bool = False) -> None:
+        self.arguments = arguments
+        #: Whether the caller gave a device placement for each object.
+        self.has_placements = has_placements
+
+    @classmethod
+    def classify(
+        cls, objects: Sequence[Any], device_placement: Sequence[bool] | None, default_placement: bool
+    ) -> PreparedArguments:
+        """Return the objects given to ``prepare``, each with its role.
+
+        Raises:
+            PreparationError: nothing was given, or the placements don't match the objects.
+        """
+        if not objects:
+            raise PreparationError("prepare() was called with nothing to prepare. Give it the model, optimizer, ....")
+        has_placements = device_placement is not None
+        if device_placement is None:
+            device_placement = [default_placement] * len(objects)
+        elif len(device_placement) != len(objects):
+            raise PreparationError(
+                f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed), but "
+                f"prepare() got {list(device_placement)}. Give one per object, in the same order."
+            )
+        pairs = zip(objects, device_placement, strict=True)
+        arguments = [PreparedArgument(role_of(obj), obj, bool(placed), obj) for obj, placed in pairs]
+        return cls(arguments, has_placements=has_placements)
+
+    def of(self, role: Role) -> Iterator[PreparedArgument]:
+        """Iterate over the arguments of one role, in the order given."""
+        return (argument for argument in self.arguments if argument.role is role)
+
+    def results(self) -> Any:
+        """Return the prepared objects: as many as were given, in the same order; a single one bare."""
+        objects = tuple(argument.current for argument in self.arguments)
+        return objects[0] if len(objects) == 1 else objects
+
+
+def is_prepared_optimizer(obj: object) -> bool:
+    """Return True if ``obj`` is an optimizer that ``prepare`` returned."""
+    return isinstance(obj, AcceleratedOptimizer)
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimizer and scheduler of an engine that steps by itself
+
+
+class SteppedOptimizer(AcceleratedOptimizer, ABC):
+    """The optimizer of an engine, whose own step has already done what ``step`` and ``zero_grad`` would do."""
+
+    #: The attribute of the engine's optimizer that is true if its last step was skipped.
+    _skipped: ClassVar[str]
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing: the engine clears gradients when it steps."""
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing: the engine has updated the parameters."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the engine's last step was skipped because of an fp16 overflow."""
+        return bool(getattr(self.optimizer, self._skipped, False))
+
+
+class SteppedScheduler(AcceleratedScheduler, ABC):
+    """The scheduler of an engine, whose own step has already stepped it."""
+
+    def __init__(self, scheduler: Any, optimizers: Any) -> None:
+        super().__init__(scheduler, optimizers)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the engine steps its scheduler when it steps."""
+
+
+# --------------------------------------------------------------------------------------------------
+# Activation checkpointing
+#
+# Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+
+_RECOMPUTES = "_recomputes_activations"
+
+
+def recompute_activations(modules: Iterable[torch.nn.Module], *, offload: bool = False) -> None:
+    """Make each module recompute its activations in backward from its inputs, kept in CPU memory with ``offload``.
+
+    Names and classes stay: only the instances' ``forward`` changes.
+    """
+    for module in modules:
+        if module.__dict__.get(_RECOMPUTES, False):
+            continue
+        module.forward = _recomputing(module, module.forward, offload)
+        module.__dict__[_RECOMPUTES] = True
+
+
+def _recomputing(module: torch.nn.Module, original: Callable[..., Any], offload: bool) -> Callable[..., Any]:
+    is_method = isinstance(original, MethodType)
+    function = original.__func__ if is_method else original
+
+    @wraps(function)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if not offload:
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+        # Inside, the checkpoint's own hooks take the activations; this context saves only its inputs.
+        with save_on_cpu(pin_memory=torch.accelerator.is_available()):
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    # A method stays one, so that a deep copy of the module runs the copy's own forward.
+    return MethodType(forward, module) if is_method else forward

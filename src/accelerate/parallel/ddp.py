@@ -1,0 +1,227 @@
+"""Data parallelism: one process with one device, and replicas through torch's DistributedDataParallel.
+
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, final
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..distributed.world import World
+from ..errors import PreparationError
+from ..settings.env import flag
+from ..settings.labels import DistributedType
+from ..torch_private.distributed import find_tensors, synchronize_buffers
+from .base import Strategy, is_sharded, refuse_device_map
+from .compile import uncompiled
+from .context_parallel import prepare_attention
+
+
+@final
+class SingleDevice(Strategy):
+    """One process with the model on one device; nothing is wrapped."""
+
+    is_replicated = holds_gradients = True
+
+    @property
+    def label(self) -> DistributedType:
+        """The type of a run without parallelism: NO."""
+        return DistributedType.NO
+
+
+# --------------------------------------------------------------------------------------------------
+# Replicas
+
+
+@final
+class Replica(DistributedDataParallel):
+    """A DistributedDataParallel module that delegates all other methods to the model.
+
+    ``model.generate(...)`` or ``model.encode(...)`` simply work. A method that computes gradients through the model's
+    layers without passing through ``forward``, which would silently not be reduced, raises.
+    """
+
+    #: Tensors that lead into the graphs of forwards under ``no_sync`` whose backward is still to come; only with
+    #: ``find_unused_parameters``.
+    awaiting_backward: dict[object, list[torch.Tensor]]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_modules" not in self.__dict__ or "module" not in self._modules:
+                raise
+        value = getattr(self.module, name)
+        return _guarded(value, name, type(self.module).__name__) if callable(value) else value
+
+
+def _guarded(method: Callable[..., Any], name: str, owner: str) -> Callable[..., Any]:
+    if isinstance(method, torch.nn.Module) or getattr(method, "__self__", None) is None:
+        return method  # a submodule or a function: not a way around forward()
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return method(*args, **kwargs)
+
+        def refuse(module: torch.nn.Module, _: Any) -> None:
+            if torch.is_grad_enabled() and module.training and any(p.requires_grad for p in module.parameters(False)):
+                raise PreparationError(
+                    f"{owner}.{name}() computes gradients through {type(module).__name__} without passing through "
+                    f"{owner}.forward(), so they would not be averaged over the processes. Compute the loss from "
+                    f"`model(...)`, or, if no gradient is wanted, call it under `torch.no_grad()` or after "
+                    "`model.eval()`, or on `accelerator.unwrap_model(model)`."
+                )
+
+        handle = register_module_forward_pre_hook(refuse)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            handle.remove()
+
+    return call
+
+
+@final
+class DataParallel(Strategy):
+    """Replicas of the whole model, one per process; gradients are averaged during backward."""
+
+    is_replicated = holds_gradients = True
+
+    def __init__(self, world: World, options: Any) -> None:
+        super().__init__(world, options)
+        # Where ranks share a sequence, attention runs collectives inside the forward.
+        self.communicates_in_forward = self.can_retry_together = bool(self.mesh.active("cp", "sp"))
+
+    @property
+    def label(self) -> DistributedType:
+        """The type of the kind of device: MULTI_CPU, MULTI_GPU, ...."""
+        return DistributedType(self.world.kind.label)
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Raise if ``model`` can't be replicated."""
+        if not flag("ACCELERATE_BYPASS_DEVICE_MAP"):
+            refuse_device_map(model)
+        for name, parameter in model.named_parameters():
+            if is_sharded(parameter):
+                raise PreparationError(
+                    f"Parameter {name!r} is a DTensor, which replicas can't average. A sharded model needs "
+                    "FullyShardedDataParallelPlugin or ParallelismConfig."
+                )
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Wrap ``model`` in a :class:`Replica`; return a model without trainable parameters as it is."""
+        if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
+            return model
+        prepare_attention(model, self.mesh)
+        handler = self.options.ddp_handler
+        kwargs: dict[str, Any] = handler.to_kwargs() if handler else {}
+        for name in ("comm_hook", "comm_wrapper", "comm_state_option"):
+            kwargs.pop(name, None)
+        device = self.world.device
+        on_one_device = device.type != "cpu" and {p.device for p in model.parameters()} == {device}
+        replica = Replica(model, device_ids=[device.index] if on_one_device else None, **kwargs)
+        if handler is not None:
+            handler.register_comm_hook(replica)
+        replica.awaiting_backward = {}
+        if replica.find_unused_parameters and not replica.static_graph:
+            replica.register_forward_hook(_remember_outputs)
+        return replica
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Enter a context in which backward passes don't reduce gradients."""
+        replica = replica_in(model)
+        return nullcontext() if replica is None else replica.no_sync()
+
+    def local_gradients(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Enter a context in which gradients of whole passes stay on this rank until :meth:`all_reduce_gradients`."""
+        return self.no_sync(model)
+
+    def check_parts(self, model: torch.nn.Module) -> None:
+        """Raise if DDP was told that the graph is static, which a batch split into micro-batches contradicts."""
+        if getattr(replica_in(model), "static_graph", False):
+            raise PreparationError(
+                "DistributedDataParallelKwargs(static_graph=True) and backward_in_parts(): a batch may be computed in "
+                "several parts, so the graph isn't static. Leave static_graph out."
+            )
+
+    def sync_buffers(self, model: torch.nn.Module) -> None:
+        """Broadcast the main process's buffers, once an update, before its first forward."""
+        replica = replica_in(model)
+        if replica is not None and replica.will_sync_module_buffers():
+            synchronize_buffers(replica)
+            replica.require_forward_param_sync = False
+
+    def all_reduce_gradients(self, model: torch.nn.Module) -> None:
+        """Average the gradients, by a backward that adds zero to them."""
+        replica = replica_in(model)
+        if replica is None:
+            return
+        self.reset_forwards(model)
+        looks_for_unused = replica.find_unused_parameters
+        trained = [parameter for parameter in replica.parameters() if parameter.requires_grad]
+        used = [parameter for parameter in trained if parameter.grad is not None or not looks_for_unused]
+        nothing = torch.stack([parameter.sum().to(torch.float32) * 0 for parameter in used]).sum()
+        replica.reducer.prepare_for_backward([nothing] if looks_for_unused else [])  # pyright: ignore[reportAttributeAccessIssue]
+        nothing.backward()
+        replica.require_forward_param_sync = True
+
+    def reset_forwards(self, model: torch.nn.Module) -> None:
+        """Forget the outputs of forwards whose backward will never run."""
+        getattr(replica_in(model), "awaiting_backward", {}).clear()
+
+
+def replica_in(model: Any) -> DistributedDataParallel | None:
+    """Return the DDP module that ``model`` is, or that was compiled into it; None where there is none."""
+    if isinstance(model, DistributedDataParallel):  # first: a Replica answers for the attributes of its module
+        return model
+    inner = uncompiled(model) if isinstance(model, torch.nn.Module) else model
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def _remember_outputs(replica: Replica, _: Any, output: Any) -> None:
+    """Record the outputs, so that ``trigger_sync_in_backward`` knows which parameters their backward reaches."""
+    if not torch.is_grad_enabled():
+        return
+    awaiting = replica.awaiting_backward
+    if replica.require_backward_grad_sync:
+        awaiting.clear()
+        return
+    forward, outputs = object(), [tensor for tensor in find_tensors(output) if tensor.requires_grad]
+    # An empty slice leads into the graph, and keeps no activations alive.
+    awaiting[forward] = [tensor.narrow(0, 0, 0).sum() if tensor.ndim else tensor for tensor in outputs]
+
+    def forget(_: torch.Tensor) -> None:
+        awaiting.pop(forward, None)
+
+    for tensor in outputs:
+        tensor.register_hook(forget)
+
+
+@contextmanager
+def trigger_sync_in_backward(model: torch.nn.Module) -> Generator[None]:
+    """Enter a context whose backward reduces the gradients of ``model``, although its forwards ran under ``no_sync``.
+
+    Where torch looks for unused parameters, that backward has to be the only one still to come.
+    """
+    replica = replica_in(model)
+    if replica is None:
+        yield
+        return
+    reduced_before = replica.require_backward_grad_sync
+    replica.require_backward_grad_sync = True
+    replica.require_forward_param_sync = True
+    # DDP.forward would do the same for a forward outside of no_sync.
+    outputs = [tensor for tensors in getattr(replica, "awaiting_backward", {}).values() for tensor in tensors]
+    replica.reducer.prepare_for_backward(outputs)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        replica.require_backward_grad_sync = reduced_before

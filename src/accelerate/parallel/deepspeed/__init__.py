@@ -1,0 +1,1 @@
+"""DeepSpeed's engine as a strategy. Internal."""

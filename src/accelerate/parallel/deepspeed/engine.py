@@ -1,0 +1,127 @@
+"""Wrappers of DeepSpeed's engine, optimizer and scheduler: the engine's own step is the only one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, final
+
+import torch
+
+from ...errors import PreparationError
+from ...optional import require
+from ..base import SteppedOptimizer, SteppedScheduler
+
+#: Optimizers of torch and others -> DeepSpeed's CPU optimizer for each: module, class, options.
+_ON_CPU: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
+    "Adam": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
+    "AdamW": ("deepspeed.ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
+    "Adagrad": ("deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", {}),
+    "Lion": ("deepspeed.ops.lion", "DeepSpeedCPULion", {}),
+}
+
+
+@final
+class DeepSpeedEngineWrapper:
+    """The engine behind ``accelerator.backward``, which reduces, clips, steps and clears gradients by itself."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self._num_no_sync = 0  # how many no_sync blocks are open
+        # Without ZeRO and in full precision the engine steps torch's own optimizer, and keeps no norm.
+        self._is_plain = not (engine.zero_optimization() or engine.bfloat16_enabled() or engine.fp16_enabled())
+        self._plain_norm: torch.Tensor | None = None
+
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """Add the gradients of ``loss`` (divided by the accumulation steps); at a boundary, step.
+
+        Args:
+            kwargs: for the engine's own ``backward``; ``scale_wrt_gas=False`` leaves the division out.
+        """
+        is_boundary = sync_gradients and not self._num_no_sync
+        self.engine.set_gradient_accumulation_boundary(is_boundary=is_boundary)
+        self.engine.backward(loss, **kwargs)
+        if is_boundary:
+            if self._is_plain:
+                gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+                self._plain_norm = torch.nn.utils.get_total_norm(gradients)
+            self.engine.step()
+
+    def get_global_grad_norm(self) -> Any:
+        """Return the norm of all gradients at the last step, before clipping; None before the first."""
+        norm = self._plain_norm if self._is_plain else self.engine.get_global_grad_norm()
+        return norm.item() if isinstance(norm, torch.Tensor) else norm
+
+    @contextmanager
+    def no_boundary(self) -> Generator[None]:
+        """Enter a context in which no backward is a boundary."""
+        self._num_no_sync += 1
+        try:
+            yield
+        finally:
+            self._num_no_sync -= 1
+
+    def set_gradient_clipping(self, max_norm: float) -> None:
+        """Clip gradients to ``max_norm`` from the next step on."""
+        self.engine._config.gradient_clipping = max_norm
+        for optimizer in (self.engine.optimizer, getattr(self.engine.optimizer, "optimizer", None)):
+            if getattr(optimizer, "clip_grad", None) is not None:
+                optimizer.clip_grad = max_norm  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@final
+class DeepSpeedOptimizerWrapper(SteppedOptimizer):
+    """The engine's optimizer; ``accelerator.backward`` has already done what ``step`` and ``zero_grad`` would do."""
+
+    _skipped = "overflow"
+
+
+@final
+class DeepSpeedSchedulerWrapper(SteppedScheduler):
+    """The engine's scheduler, which ``accelerator.backward`` has already stepped."""
+
+
+def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
+    """Return DeepSpeed's CPU optimizer for the parameter groups of ``optimizer``, or ``optimizer`` if there is none.
+
+    Raises:
+        MissingDependency: DeepSpeed isn't installed.
+        PreparationError: ``optimizer`` has state already, which would be lost.
+    """
+    found = _ON_CPU.get(type(optimizer).__name__)
+    if found is None:
+        return optimizer
+    if optimizer.state:
+        raise PreparationError(
+            f"{type(optimizer).__name__} has state already, and DeepSpeed's optimizer on the CPU would start without "
+            "it. Prepare it before its first step, or set zero_force_ds_cpu_optimizer to false in the DeepSpeed config."
+        )
+    module, name, options = found
+    library = require(module, "deepspeed", purpose="offloading the optimizer to the CPU (offload_optimizer_device)")
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in _known_options(name)}
+    # The groups stay the same dictionaries, so that a scheduler over them goes on working.
+    return getattr(library, name)(optimizer.param_groups, **defaults, **options)
+
+
+def _known_options(name: str) -> tuple[str, ...]:
+    common = ("lr", "weight_decay")
+    return (*common, *{"DeepSpeedCPUAdagrad": ("eps",), "DeepSpeedCPULion": ("betas",)}.get(name, ("betas", "eps")))
+
+
+def GatheredParameters(
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> AbstractContextManager[Any]:
+    """Enter a context in which ZeRO stage 3 parameters ``params`` are gathered; do nothing for others.
+
+    Changes that rank ``modifier_rank`` makes in the block are those of all ranks afterwards.
+    """
+    given = [params] if isinstance(params, torch.Tensor) else list(params)
+    if not enabled or not any(is_partitioned(parameter) for parameter in given):
+        return nullcontext()
+    gather: Callable[..., AbstractContextManager[Any]] = require("deepspeed").zero.GatheredParameters
+    return gather(given, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled)
+
+
+def is_partitioned(parameter: Any) -> bool:
+    """Return True if ``parameter`` is one of ZeRO stage 3, of which each rank has a shard."""
+    return getattr(parameter, "ds_id", None) is not None

@@ -1,0 +1,229 @@
+"""Access to the state of DeepSpeed's engines: its own folder to resume, full weights for other strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from ...checkpointing.sharded import InPlace, StateAccess
+from ...errors import CheckpointError
+from ...logging import get_logger
+from ...names import engine_tag
+from ...optional import require
+from ...torch_private.modules import loaded
+from .engine import GatheredParameters, is_partitioned
+
+logger = get_logger(__name__)
+
+
+@final
+class EngineState(StateAccess):
+    """Access to engines' state: full weights, and optimizer state only in the engine's own folder.
+
+    Models without an engine (prepared for evaluation) are accessed in place.
+    """
+
+    trusts_engine = True  # DeepSpeed itself unpickles its files
+
+    def __init__(self, in_place: InPlace) -> None:
+        self._in_place = in_place
+
+    def restore(self, model: Any, folder: Path, index: int, *, model_only: bool = False, **options: Any) -> bool:
+        """Load the engine's own folder and return True, if the same engine on as many ranks has saved it."""
+        if not _is_engine(model):
+            return False
+        tag = engine_tag(index)
+        saved, own = _saved_layout(folder / tag), _own_layout(model)
+        if saved != own:
+            logger.warning(
+                "%s was saved by %s, and is loaded by %s: the model gets its weights, and the optimizer starts anew.",
+                folder,
+                saved,
+                own,
+            )
+            return False
+        path, _ = model.load_checkpoint(
+            str(folder),
+            tag=tag,
+            load_module_strict=options.get("strict", True),
+            load_optimizer_states=not model_only,
+            load_lr_scheduler_states=not model_only,
+            load_module_only=model_only,
+        )
+        if path is None:
+            raise CheckpointError(f"DeepSpeed could not load {folder / tag}; its own log says why.")
+        return True
+
+    def load_target(self, model: Any) -> Any:
+        """Return a load target that takes full tensors for the engine's partitioned parameters."""
+        return _Receiver(model) if _is_engine(model) else self._in_place.load_target(model)
+
+    def full_model_state(self, model: Any, keeps: bool) -> dict[str, Any]:
+        """Return full-precision values where the engine has them, on the CPU; a collective."""
+        return full_weights(model, keeps) if _is_engine(model) else self._in_place.full_model_state(model, keeps)
+
+    def model_shards(self, model: Any) -> dict[str, Any]:
+        """Return, for an engine, empty tensors of the full shapes to read into."""
+        if not _is_engine(model):
+            return self._in_place.model_shards(model)
+        made: dict[int, torch.Tensor] = {}
+        return {
+            name: made.setdefault(id(value), torch.empty(_shape(value), dtype=torch.float32))
+            if value.is_floating_point()
+            else made.setdefault(id(value), torch.empty(_shape(value), dtype=value.dtype))
+            for name, value in _named_state(model.module)
+        }
+
+    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
+        """Load ``shards`` into the model or its engine."""
+        if _is_engine(model):
+            load_full_weights(model, shards)
+        else:
+            self._in_place.load_model_shards(model, shards)
+
+    def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Return no layouts: optimizer state stays with the engine."""
+        return {}
+
+    def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
+        """Raise: the engine saves its optimizer itself."""
+        raise _refusal()
+
+    def load_optimizer_shards(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
+        """Raise: the engine loads its optimizer itself."""
+        raise _refusal()
+
+    def full_optimizer_state(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
+        """Raise: the engine saves its optimizer itself."""
+        raise _refusal()
+
+    def load_full_optimizer_state(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
+        """Raise: the engine loads its optimizer itself."""
+        raise _refusal()
+
+
+def _saved_layout(folder: Path) -> str:
+    """Describe who saved ``folder``, in the words that :func:`_own_layout` uses."""
+    if not folder.is_dir():
+        return "another strategy"
+    num_pieces = len(list(folder.glob("*_optim_states.pt")))
+    if not num_pieces:
+        return "DeepSpeed without ZeRO"
+    is_in_pieces = any(folder.glob("*zero_pp_rank_*_model_states.pt"))
+    return f"{num_pieces} ranks with ZeRO stage {'3' if is_in_pieces else '1 or 2'}"
+
+
+def _own_layout(engine: Any) -> str:
+    stage = int(engine.zero_optimization_stage())
+    if stage == 0:
+        return "DeepSpeed without ZeRO"
+    return f"{torch.distributed.get_world_size()} ranks with ZeRO stage {'3' if stage == 3 else '1 or 2'}"
+
+
+def _refusal() -> CheckpointError:
+    return CheckpointError("The state of DeepSpeed's optimizer is saved and loaded by its engine only.")
+
+
+@final
+class _Receiver:
+    """An engine as a load target for full tensors."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def state_dict(self, keep_vars: bool = True) -> dict[str, Any]:
+        """Return names and shapes; tied names share one tensor."""
+        made: dict[int, torch.Tensor] = {}
+        return {
+            name: made.setdefault(id(value), torch.empty(_shape(value), dtype=value.dtype, device="meta"))
+            for name, value in _named_state(self._engine.module)
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+        """Load ``state`` into the engine; ties may come under one of their names."""
+        live = dict(_named_state(self._engine.module))
+        filled = {id(live[name]) for name in state if name in live}
+        missing = [name for name, value in live.items() if id(value) not in filled]
+        unexpected = [name for name in state if name not in live]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"missing {missing[:5]}, unexpected {unexpected[:5]}")
+        # Tensors that a Selection left out are the meta tensors of state_dict().
+        load_full_weights(self._engine, {name: v for name, v in state.items() if name in live and not v.is_meta})
+        return loaded(missing, unexpected)
+
+
+def full_weights(engine: Any, keeps: bool, *, half: bool = False) -> dict[str, Any]:
+    """Return the engine's full state dict in CPU memory, where ``keeps``; a collective.
+
+    One tensor after the other, in full precision where the engine has it, unless ``half``: then in the dtype that the
+    model computes in. Tied names share one tensor.
+    """
+    masters = None if half else require("deepspeed.utils", "deepspeed").safe_get_full_fp32_param
+    gathered: dict[int, Any] = {}
+    state: dict[str, Any] = {}
+    for name, value in _named_state(engine.module):
+        if id(value) not in gathered:
+            gathered[id(value)] = _full_tensor(value, masters, keeps)
+        if keeps:
+            state[name] = gathered[id(value)]
+    return state
+
+
+def _full_tensor(value: torch.Tensor, masters: Any, keeps: bool) -> torch.Tensor | None:
+    if masters is not None and isinstance(value, torch.nn.Parameter) and value.requires_grad:
+        master = masters(value)
+        if master is not None:
+            return master.detach().reshape(_shape(value)).to("cpu", copy=True) if keeps else None
+    with GatheredParameters([value]):  # a copy: the engine's parameters are views of flat buffers
+        return value.detach().to("cpu", copy=True) if keeps else None
+
+
+def load_full_weights(engine: Any, state: Mapping[str, Any]) -> None:
+    """Load ``state`` into the engine's model and into its full-precision master weights; a collective.
+
+    Every rank has to have ``state``.
+    """
+    tools = require("deepspeed.utils", "deepspeed")
+    optimizer = engine.optimizer
+    with torch.no_grad():
+        for name, value in _named_state(engine.module):
+            if name in state:
+                with GatheredParameters([value], modifier_rank=0):
+                    value.data.copy_(state[name].to(value.device))
+        refresh = getattr(optimizer, "refresh_fp32_params", None)
+        if refresh is not None:
+            refresh()
+        for name, value in _named_state(engine.module):
+            if name in state and isinstance(value, torch.nn.Parameter) and value.requires_grad:
+                # In the saved precision, to which the model itself is rounded.
+                _set_master(tools, value, state[name].to(device=value.device, dtype=torch.float32))
+
+
+def _set_master(tools: Any, parameter: Any, value: torch.Tensor) -> None:
+    """Set the full-precision master weight of ``parameter`` to ``value``."""
+    if not is_partitioned(parameter):
+        tools.safe_set_full_fp32_param(parameter, value)
+        return
+    # By shards: DeepSpeed's own division forgets that the last rank's shard may be padded.
+    size = tools.safe_get_local_fp32_param(parameter).numel()
+    start = size * torch.distributed.get_rank(parameter.ds_process_group)
+    piece = value.flatten()[start : start + size]
+    tools.safe_set_local_fp32_param(parameter, torch.nn.functional.pad(piece, (0, size - piece.numel())))
+
+
+def _named_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over parameters and persistent buffers under all their names, as they are."""
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+
+
+def _shape(value: Any) -> torch.Size:
+    return torch.Size(value.ds_shape) if is_partitioned(value) else value.shape
+
+
+def _is_engine(model: Any) -> bool:
+    return callable(getattr(type(model), "set_gradient_accumulation_boundary", None))

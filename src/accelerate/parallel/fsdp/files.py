@@ -1,0 +1,295 @@
+"""FSDP as functions, by which libraries save, load and shard models step by step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from ...checkpointing.codec import read_pickle, write_pickle
+from ...checkpointing.layout import OPTIMIZER
+from ...checkpointing.sharded import (
+    StateAccess,
+    classic_weights,
+    is_sharded,
+    optimizer_folder,
+    read_model_shards,
+    read_optimizer_shards,
+    shard_like,
+    weights_folder,
+    write_model_shards,
+    write_optimizer_shards,
+)
+from ...distributed.world import join_world
+from ...errors import CheckpointNotFound, PreparationError
+from ...settings import env
+from ..base import recompute_activations
+from ..rebind import canonical_name, inner_optimizer
+from .wrapping import find_ignored, find_wrap_units
+
+if TYPE_CHECKING:
+    from ...precision.sharded_scaler import ShardedScaler
+
+_RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Tell libraries to load weights on rank 0 only."""
+    env.set_variables({"ACCELERATE_USE_FSDP": True, _RAM_EFFICIENT: True})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Tell libraries to load weights on every rank."""
+    env.set_variables({_RAM_EFFICIENT: False})
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    output_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Write the weights of ``model`` to ``output_dir``: `pytorch_model_fsdp.bin`, or in shards `pytorch_model_fsdp_0/`.
+
+    A collective. ``adapter_only`` leaves out what is not the adapter's (PEFT).
+    """
+    from torch.distributed.fsdp import StateDictType
+
+    access = _access(accelerator, model)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    if fsdp_plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
+        state = _of_adapter(access.full_model_state(model, accelerator.world.is_main), model, adapter_only)
+        if accelerator.world.is_main:
+            with open(classic_weights(output_dir, model_index), "wb") as file:
+                write_pickle(state, file)
+    else:
+        shards = _of_adapter(access.model_shards(model), model, adapter_only)
+        write_model_shards(weights_folder(output_dir, model_index), shards)
+    accelerator.wait_for_everyone()
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    input_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load into ``model`` the weights that :func:`save_fsdp_model` wrote, in whichever of the two forms; a collective.
+
+    Raises:
+        CheckpointNotFound: ``input_dir`` has neither.
+    """
+    accelerator.wait_for_everyone()
+    access = _access(accelerator, model)
+    folder, file = weights_folder(input_dir, model_index), classic_weights(input_dir, model_index)
+    adapter = _Adapter(access, model) if adapter_only and _is_adapted(model) else None
+    if is_sharded(folder):
+        taking: Any = access if adapter is None else adapter
+        read_model_shards(taking, model, folder, strict=adapter is not None or not adapter_only)
+    elif file.is_file():
+        state = read_pickle(file)
+        state = state if adapter is None else {adapter.names.get(name, name): value for name, value in state.items()}
+        access.load_target(model).load_state_dict(state, strict=not adapter_only)
+    else:
+        raise CheckpointNotFound(f"{input_dir} holds neither {folder.name}/ nor {file.name}")
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    output_dir: Any,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Write ``optimizer``'s state to ``output_dir``: `optimizer.bin`, or in shards `optimizer_0/`; a collective."""
+    from torch.distributed.fsdp import StateDictType
+
+    access, inner = _access(accelerator, model), inner_optimizer(optimizer)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    if fsdp_plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
+        state = access.full_optimizer_state(inner, [model], accelerator.world.is_main)
+        if accelerator.world.is_main:
+            with open(Path(output_dir) / OPTIMIZER.classic_name(optimizer_index), "wb") as file:
+                write_pickle(state, file)
+    else:
+        write_optimizer_shards(optimizer_folder(output_dir, optimizer_index), access.optimizer_shards(inner, [model]))
+    accelerator.wait_for_everyone()
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    input_dir: Any,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load into ``optimizer`` the state that :func:`save_fsdp_optimizer` wrote, in whichever form; a collective.
+
+    Raises:
+        CheckpointNotFound: ``input_dir`` has neither.
+    """
+    accelerator.wait_for_everyone()
+    access, inner = _access(accelerator, model), inner_optimizer(optimizer)
+    folder = optimizer_folder(input_dir, optimizer_index)
+    if is_sharded(folder):
+        read_optimizer_shards(access, inner, [model], folder)
+    else:
+        access.load_full_optimizer_state(inner, [model], OPTIMIZER.read(Path(input_dir), optimizer_index))
+
+
+def _access(accelerator: Any, model: Any) -> StateAccess:
+    return accelerator.strategy.access
+
+
+def _is_adapted(model: Any) -> bool:
+    peft: Any = sys.modules.get("peft")
+    return peft is not None and isinstance(getattr(model, "module", model), peft.PeftModel)
+
+
+def _of_adapter(state: dict[str, Any], model: Any, adapter_only: bool) -> dict[str, Any]:
+    if not adapter_only or not _is_adapted(model):
+        return state
+    inner = getattr(model, "module", model)
+    return sys.modules["peft"].get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter)
+
+
+@final
+class _Adapter:
+    """The adapter in a model, as a target that sharded weights can be read into.
+
+    PEFT leaves the adapter's own name out of what it saves; ``names`` leads from those names to the model's.
+    """
+
+    def __init__(self, access: StateAccess, model: Any) -> None:
+        self._access = access
+        shards = access.model_shards(model)
+        full = {id(value): name for name, value in shards.items()}
+        self.names = {name: full[id(value)] for name, value in _of_adapter(shards, model, True).items()}
+
+    def model_shards(self, model: Any) -> dict[str, Any]:
+        """Return the adapter's weights by the names that files use."""
+        shards = self._access.model_shards(model)
+        return {name: shards[full] for name, full in self.names.items()}
+
+    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
+        """Load ``shards`` into the adapter."""
+        own = {self.names[name]: value for name, value in shards.items()}
+        self._access.load_model_shards(model, {**self._access.model_shards(model), **own})
+
+
+# -- version 2, step by step ---------------------------------------------------------------------------------
+
+
+def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+    """Shard ``model`` as the Accelerator's plugin says; one that is sharded already comes back as it is.
+
+    Raises:
+        PreparationError: the Accelerator was not made for FSDP2.
+    """
+    strategy = _strategy_of(accelerator)
+    return strategy.place_model(model, accelerator.precision, True)
+
+
+def fsdp2_apply_ac(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+    """Make the wrap units of ``model`` recompute their activations in backward, and return it."""
+    plugin = _strategy_of(accelerator).plugin
+    plugin.set_auto_wrap_policy(model)
+    units = find_wrap_units(model, plugin.auto_wrap_policy, find_ignored(plugin.ignored_modules, model))
+    recompute_activations(units, offload=plugin.activation_checkpointing_offload)
+    return model
+
+
+def _strategy_of(accelerator: Any) -> Any:
+    if not accelerator.is_fsdp2 or accelerator.world.backend is None:
+        raise PreparationError(
+            "This needs an Accelerator for FSDP2 in a world of processes: launch with `accelerate launch` and give "
+            "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)."
+        )
+    return accelerator.strategy
+
+
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: Any, model: torch.nn.Module
+) -> Callable[[torch.nn.Module], bool] | None:
+    """Return a function that is true for wrap units of ``model``; None where the plugin has no policy."""
+    fsdp2_plugin.set_auto_wrap_policy(model)
+    if fsdp2_plugin.auto_wrap_policy is None:
+        return None
+    units = set(
+        find_wrap_units(model, fsdp2_plugin.auto_wrap_policy, find_ignored(fsdp2_plugin.ignored_modules, model))
+    )
+    return units.__contains__
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``named_params`` under the names of the user's own model."""
+    return {canonical_name(name): value for name, value in named_params.items()}
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, torch.Tensor]) -> None:
+    """Replace each parameter ``p`` of ``optimizer`` by ``mapping[p.data_ptr]`` (or ``mapping[p]``).
+
+    Raises:
+        KeyError: a parameter has no entry.
+    """
+    for group in optimizer.param_groups:
+        switched = [_switched(parameter, mapping) for parameter in group["params"]]
+        group["params"][:] = switched
+
+
+def _switched(parameter: Any, mapping: Mapping[Any, torch.Tensor]) -> torch.Tensor:
+    for key in (parameter, getattr(parameter, "data_ptr", None)):
+        try:
+            if key in mapping:
+                return mapping[key]
+        except TypeError:  # a key that has no hash
+            continue
+    raise KeyError(
+        "A parameter of the optimizer is not among those of the sharded model. Make the optimizer from the parameters "
+        "of the model that is prepared with it; tied embeddings count once."
+    )
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Any, model: torch.nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
+) -> torch.nn.Module:
+    """Load ``full_sd``, which only rank 0 needs to hold, into the sharded ``model``; a collective."""
+    world = accelerator.world
+    for name, tensor in _targets(model):
+        value = full_sd[name].detach().to(world.device) if world.is_main else None
+        if value is None:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
+        value = value.to(tensor.dtype).contiguous()
+        torch.distributed.broadcast(value, 0)
+        tensor.copy_(shard_like(value, tensor))
+    return model
+
+
+def _targets(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            yield canonical_name(name), value
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> ShardedScaler:
+    """Return a gradient scaler for sharded gradients."""
+    from ...precision.sharded_scaler import ShardedScaler
+
+    return ShardedScaler(join_world(), **kwargs)

@@ -1,0 +1,259 @@
+"""Parameters, gradients and optimizer state in shards of flat parameters: torch's FullyShardedDataParallel.
+
+The older of the two ways; ``fsdp_version=2`` is simpler and has fewer conditions. Real on CPU ranks too.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, final
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from ...checkpointing.sharded import StateAccess
+from ...distributed.world import World
+from ...errors import CheckpointError
+from ...precision import Precision
+from ...settings.labels import DistributedType
+from ...torch_private.fsdp import (
+    all_flat_parameters,
+    flat_gradients,
+    handle_of,
+    hybrid_without_resharding,
+    reset_flat_runtime,
+    set_flat_gradients,
+    snapshot_flat_gradients,
+    trained_parameters,
+)
+from ..base import Strategy, recompute_activations, snapshot_gradients
+from ..compile import compile_model, uncompiled
+from ..gradient_norm import Axes, scale_to, total_norm
+from ..rebind import ensure_weights_retied
+from .held_gradients import gradients_of, load_gradients
+from .setup import average_ignored, broadcast_from_main, replicate_unsharded, upcast_trainable
+from .state import FlatAccess, checkpoint_state_of, flat_parameters, names_of
+from .wrapping import find_ignored, find_wrap_units
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, hybrid_without_resharding())
+
+
+@final
+class FlatShard(Strategy):
+    """Flat parameters, one per wrap unit, sharded over the ranks and gathered while their unit computes."""
+
+    communicates_in_forward = holds_gradients = True
+    can_retry_together = True
+
+    def __init__(self, world: World, options: Any) -> None:
+        super().__init__(world, options)
+        self._unreduced: set[int] = set()  # the models inside no_sync
+        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    @property
+    def label(self) -> DistributedType:
+        """The type FSDP."""
+        return DistributedType.FSDP
+
+    @property
+    def plugin(self) -> Any:
+        """The FullyShardedDataParallelPlugin, as it is now."""
+        return self.options.plugins["fsdp_plugin"]
+
+    # -- placing -------------------------------------------------------------------------------------------
+
+    def place_model(
+        self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Convert ``model`` to its precision, add activation checkpointing, wrap and compile it, in this order."""
+        if isinstance(uncompiled(model), FullyShardedDataParallel):
+            precision.patch_forward(self.unwrap(model, keep_torch_compile=False))
+            return model
+        if evaluation_mode:
+            return super().place_model(model, precision, device_placement, evaluation_mode=True)
+        plugin = self.plugin
+        model = precision.convert(model)
+        if precision.label != "no":
+            plugin.set_mixed_precision(precision.label)
+            upcast_trainable(model)
+        precision.patch_forward(model)
+        plugin.set_auto_wrap_policy(model)
+        ignored = find_ignored(plugin.ignored_modules, model)
+        if plugin.activation_checkpointing:
+            recompute_activations(find_wrap_units(model, plugin.auto_wrap_policy, ignored))
+        key = id(model)
+        names = names_of(model)
+        with warnings.catch_warnings():  # torch announces changes of the user's options
+            warnings.simplefilter("ignore", FutureWarning)
+            wrapped = self._wrapped(model, ignored)
+        average_ignored(ignored, self.world, lambda: key not in self._unreduced)
+        wrapped.__dict__.update(names)
+        if callable(getattr(model, "generate", None)):
+            wrapped.__dict__["generate"] = _with_full_root(wrapped, model.generate)  # pyright: ignore[reportArgumentType]
+        self._roots.add(wrapped)
+        dynamo = self.options.dynamo_plugin
+        precision.patch_wrapped(wrapped)
+        return wrapped if dynamo is None else compile_model(wrapped, dynamo)
+
+    def _wrapped(self, model: torch.nn.Module, ignored: list[torch.nn.Module]) -> FullyShardedDataParallel:
+        plugin, on_cpu = self.plugin, self.world.device.type == "cpu"
+        sync, init = plugin.sync_module_states, plugin.param_init_fn
+        if sync and on_cpu:  # torch's own broadcast needs an accelerator
+            broadcast_from_main(model, model, self.world)
+            replicate_unsharded(model, self._mesh(), self.world)
+            sync, init = False, None
+        options: dict[str, Any] = {} if on_cpu else {"cpu_offload": plugin.cpu_offload}  # it is there already
+        return FullyShardedDataParallel(
+            model,
+            device_mesh=self._mesh(),
+            sharding_strategy=plugin.sharding_strategy,
+            auto_wrap_policy=plugin.auto_wrap_policy,
+            mixed_precision=plugin.mixed_precision_policy,
+            sync_module_states=sync,
+            backward_prefetch=plugin.backward_prefetch,
+            forward_prefetch=plugin.forward_prefetch,
+            use_orig_params=plugin.use_orig_params,
+            param_init_fn=init and ensure_weights_retied(init, model, self.world.device),
+            ignored_modules=ignored or None,
+            limit_all_gathers=plugin.limit_all_gathers,
+            device_id=self.world.device,
+            **options,
+        )
+
+    def _mesh(self) -> DeviceMesh:
+        """Return all ranks as one axis; or hosts by ranks of a host, where shards are replicated over hosts."""
+        size, local = self.world.size, self.world.local_size
+        if self.plugin.sharding_strategy in _HYBRID:
+            shape, names = (size // local, local), ("dp_replicate", "dp_shard")
+        else:
+            shape, names = (size,), ("dp_shard",)
+        return init_device_mesh(self.world.device.type, shape, mesh_dim_names=names)
+
+    def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
+        """Return the wrapper: only it gives access to full parameters and state."""
+        return prepared
+
+    def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Iterate over the parameters that train ``model``: flat ones under many names, once it is wrapped."""
+        wrapped = uncompiled(model)
+        is_wrapped = isinstance(wrapped, FullyShardedDataParallel)
+        return flat_parameters(wrapped) if is_wrapped else super().named_parameters(model)
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Enter a context in which backward passes accumulate unsharded gradients on each rank."""
+        wrapped = uncompiled(model)
+        return self._without_reduction(wrapped) if isinstance(wrapped, FullyShardedDataParallel) else nullcontext()
+
+    @contextmanager
+    def _without_reduction(self, wrapped: FullyShardedDataParallel) -> Iterator[None]:
+        key = id(wrapped.module)
+        self._unreduced.add(key)
+        try:
+            with wrapped.no_sync():
+                yield
+        finally:
+            self._unreduced.discard(key)
+
+    def reset_forwards(self, model: torch.nn.Module) -> None:
+        """Reset FSDP's runtime state: every unit is resharded and expects a forward."""
+        wrapped = uncompiled(model)
+        if isinstance(wrapped, FullyShardedDataParallel):
+            reset_flat_runtime(wrapped)
+
+    def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
+        """Copy the gradients, with those accumulated under :meth:`no_sync`; return a function that restores them."""
+        wrapped = uncompiled(model)
+        is_wrapped = isinstance(wrapped, FullyShardedDataParallel)
+        return snapshot_flat_gradients(wrapped, snapshot_gradients) if is_wrapped else super().snapshot_gradients(model)
+
+    def gradients(self, model: torch.nn.Module) -> dict[str, Any] | None:
+        """Return the gradients of flat parameters, sharded or unsharded, and those of ignored parameters."""
+        wrapped = uncompiled(model)
+        if not isinstance(wrapped, FullyShardedDataParallel):
+            return {"units": [], "others": gradients_of(self.named_parameters(model))}
+        return {"units": flat_gradients(wrapped), "others": gradients_of(_ignored_parameters(wrapped))}
+
+    def load_gradients(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Set both kinds of gradients of ``model``."""
+        wrapped, others = uncompiled(model), {} if gradients is None else gradients["others"]
+        if not isinstance(wrapped, FullyShardedDataParallel):
+            load_gradients(self.named_parameters(model), others)
+            return
+        load_gradients(_ignored_parameters(wrapped), others)
+        if not set_flat_gradients(wrapped, None if gradients is None else gradients["units"]):
+            raise CheckpointError("its gradients were saved in other FSDP units")
+
+    def clip_grad_norm(
+        self,
+        parameters: Iterable[torch.Tensor] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Scale the gradients of any list of parameters to a global norm of at most ``max_norm``; a collective."""
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        axes = self._axes()
+        found = [(p.grad, axes.get(id(p), ())) for p in chosen if p.grad is not None]
+        # A rank without a shard of these parameters still has to take part.
+        known = list(dict.fromkeys(axes.values()))
+        norm = total_norm(found, float(norm_type), self.world.device, known)
+        scale_to([gradient for gradient, _ in found], norm, max_norm, error_if_nonfinite)
+        return norm
+
+    def _axes(self) -> dict[int, Axes]:
+        """Return by parameter the groups over which its flat parameter is sharded."""
+        axes: dict[int, Axes] = {}
+        for root in self._roots:
+            for module in FullyShardedDataParallel.fsdp_modules(root):
+                handle = handle_of(module)
+                if handle is None or not handle.uses_sharded_strategy:
+                    continue
+                axes.update((id(parameter), (handle.process_group,)) for parameter in trained_parameters(handle))
+        return axes
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    @property
+    def access(self) -> StateAccess:
+        """Access through FSDP's own state-dict functions."""
+        return FlatAccess(self.world)
+
+    def has_full_weights(self, model: torch.nn.Module) -> bool:
+        """Return True if ``model`` isn't sharded."""
+        return not isinstance(uncompiled(model), FullyShardedDataParallel)
+
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
+        if self.has_full_weights(model):
+            return super().full_state_dict(model, unwrap)
+        return self.access.full_model_state(model, self.world.is_main)
+
+    def checkpoint_state(
+        self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False
+    ) -> dict[str, Any]:
+        """Return weights and optimizers, sharded or gathered, as the plugin says."""
+        return checkpoint_state_of(self.plugin, self.access, models, optimizers, self.world, model_only)
+
+
+def _ignored_parameters(wrapped: FullyShardedDataParallel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Iterate over the parameters of ignored modules, which are in no wrap unit."""
+    flat = all_flat_parameters(wrapped)
+    return ((name, parameter) for name, parameter in wrapped.named_parameters() if parameter not in flat)
+
+
+def _with_full_root(wrapped: FullyShardedDataParallel, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``method``, which bypasses the wrapper's forward, so that the wrapper's parameters are gathered for it."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with FullyShardedDataParallel.summon_full_params(wrapped, recurse=False, writeback=False):
+            return method(*args, **kwargs)
+
+    return call

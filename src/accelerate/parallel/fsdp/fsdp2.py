@@ -1,0 +1,271 @@
+"""Parameters, gradients and optimizer state in shards: torch's ``fully_shard`` (FSDP, version 2).
+
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023. Real on CPU ranks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Final, final
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+from ...distributed.mesh import SHARD_AXES
+from ...distributed.world import World
+from ...errors import MissingDependency, PreparationError
+from ...precision import Precision
+from ...settings.labels import DistributedType
+from ...torch_private.distributed import concatenated
+from ...torch_private.fsdp import reset_sharded_runtime, snapshot_sharded_gradients
+from ...versions import is_torch_version
+from ..base import PreparedArguments, Role, Strategy, is_sharded, recompute_activations, snapshot_gradients
+from ..compile import compile_model, compile_regions_fsdp2, uncompiled
+from ..context_parallel import prepare_attention
+from ..expert_parallel import average_expert_gradients, shard_experts
+from ..gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
+from ..rebind import inner_optimizer
+from ..tensor_parallel import parallelize
+from .held_gradients import load_sharded_gradients, sharded_gradients
+from .setup import average_ignored, broadcast_from_main, replicate_unsharded, upcast_trainable
+from .state import checkpoint_state_of
+from .wrapping import find_ignored, find_wrap_units
+
+#: The first torch whose fully_shard runs on CPU ranks; on accelerators 2.6 will do.
+OLDEST_ON_CPU: Final = "2.9.0"
+
+
+@final
+class FullyShard(Strategy):
+    """Parameters sharded over the ranks, and gathered by wrap units while these compute."""
+
+    communicates_in_forward = holds_gradients = True
+    can_retry_together = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
+
+    def __init__(self, world: World, options: Any) -> None:
+        if world.device.type == "cpu" and not is_torch_version(">=", OLDEST_ON_CPU):
+            raise MissingDependency(
+                f"FSDP version 2 on CPU needs torch {OLDEST_ON_CPU} or newer, installed is {torch.__version__}, whose "
+                "fully_shard fails there, or adds gradients up instead of averaging them. Install a newer torch, or "
+                "use FSDP version 1 (fsdp_version=1)."
+            )
+        super().__init__(world, options)
+        self._shards: DeviceMesh | None = None
+        self._unreduced: set[int] = set()  # the models inside no_sync
+
+    @property
+    def label(self) -> DistributedType:
+        """The type FSDP."""
+        return DistributedType.FSDP
+
+    @property
+    def plugin(self) -> Any:
+        """The FullyShardedDataParallelPlugin, as it is now."""
+        return self.options.plugins["fsdp_plugin"]
+
+    # -- placing -------------------------------------------------------------------------------------------
+
+    def check(self, arguments: PreparedArguments) -> None:
+        """Raise unless one model comes together with its optimizer."""
+        super().check(arguments)
+        fresh = [argument.current for argument in arguments.of(Role.MODEL) if not _is_placed(argument.current)]
+        if len(fresh) > 1:
+            raise PreparationError(
+                f"prepare() got {len(fresh)} models. Only one model is supported at a time when using FSDP2: call "
+                "prepare(model, optimizer) once for each."
+            )
+        optimizers = [inner_optimizer(argument.current) for argument in arguments.of(Role.OPTIMIZER)]
+        loose = [optimizer for optimizer in optimizers if not _trains_any_of(optimizer, fresh)]
+        trains = any(parameter.requires_grad for model in fresh for parameter in model.parameters())
+        if loose or (trains and not optimizers):
+            missing = "its model" if loose else "its optimizer"
+            raise PreparationError(
+                f"prepare() got {'an optimizer' if loose else 'a model'} without {missing}. When using FSDP2, a model "
+                "and optimizer must be passed together to `Accelerator.prepare()`, as the optimizer needs to have its "
+                "parameters replaced when the model is sharded. For evaluation only, use "
+                "prepare_model(model, evaluation_mode=True)."
+            )
+
+    def place_model(
+        self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Convert ``model`` to its precision, add activation checkpointing, compile and shard it, in this order."""
+        if evaluation_mode or isinstance(model, FSDPModule):
+            return super().place_model(model, precision, device_placement, evaluation_mode=True)
+        plugin = self.plugin
+        model = precision.convert(model)
+        if precision.label != "no":
+            plugin.set_mixed_precision(precision.label)
+            upcast_trainable(model)
+        config = self.options.plugins.get("parallelism_config")
+        parallelize(model, self.mesh, None if config is None else config.tp_handler)
+        prepare_attention(model, self.mesh)
+        experts = shard_experts(model, self.mesh, None if config is None else config.ep_handler)
+        plugin.set_auto_wrap_policy(model)
+        ignored = find_ignored(plugin.ignored_modules, model)
+        units = find_wrap_units(model, plugin.auto_wrap_policy, ignored)
+        if plugin.activation_checkpointing:
+            recompute_activations(units, offload=plugin.activation_checkpointing_offload)
+        precision.patch_forward(model)
+        self._compile_regions(model)
+        units = [*experts, *(unit for unit in units if unit not in experts)]
+        self._shard(model, units, ignored, experts, keeps_outputs=precision.is_autocast)
+        dynamo = self.options.dynamo_plugin
+        precision.patch_wrapped(model)
+        return model if dynamo is None or dynamo.use_regional_compilation else compile_model(model, dynamo)
+
+    def _compile_regions(self, model: torch.nn.Module) -> None:
+        dynamo = self.options.dynamo_plugin
+        if dynamo is not None and dynamo.use_regional_compilation and str(dynamo.backend) != "NO":
+            compile_regions_fsdp2(model, **dynamo.to_kwargs())
+
+    def _shard(
+        self,
+        model: torch.nn.Module,
+        units: list[torch.nn.Module],
+        ignored: list[torch.nn.Module],
+        experts: list[torch.nn.Module],
+        *,
+        keeps_outputs: bool,
+    ) -> None:
+        """Shard ``units`` and, around them, ``model``; make the rest equal on all ranks, on the device.
+
+        Args:
+            keeps_outputs: the model's own forward has decided the dtype of its outputs.
+        """
+        plugin, mesh = self.plugin, self.shard_mesh()
+        left_out, own_mesh = self._unsharded_experts(experts)
+        units = [unit for unit in units if unit not in left_out]
+        ignored_parameters = {parameter for module in [*ignored, *left_out] for parameter in module.parameters()}
+        options: dict[str, Any] = {"mesh": mesh, "offload_policy": plugin.cpu_offload}
+        if plugin.mixed_precision_policy is not None:
+            options["mp_policy"] = plugin.mixed_precision_policy
+        if ignored_parameters:
+            options["ignored_params"] = ignored_parameters
+        key = id(model)
+        sends = plugin.cpu_ram_efficient_loading
+        for unit in [*units, model]:
+            if sends:  # unit by unit, so that only rank 0 ever has the full model
+                broadcast_from_main(model, unit, self.world)
+                if ignored_parameters:
+                    ignored_parameters |= {p for module in ignored for p in module.parameters()}
+            # By torch's default the root isn't resharded after forward.
+            if unit is not model or not plugin.reshard_after_forward:
+                options["reshard_after_forward"] = plugin.reshard_after_forward
+            else:
+                options.pop("reshard_after_forward", None)
+            if unit is model and keeps_outputs and "mp_policy" in options:
+                options["mp_policy"] = replace(options["mp_policy"], output_dtype=None)
+            fully_shard(unit, **{**options, "mesh": own_mesh} if unit in experts else options)
+        replicate_unsharded(model, mesh, self.world)
+        average_ignored(ignored, self.world, lambda: key not in self._unreduced)
+        average_expert_gradients(left_out, self.mesh, lambda: key not in self._unreduced)
+        if callable(getattr(model, "generate", None)):
+            register_fsdp_forward_method(model, "generate")
+
+    def _unsharded_experts(self, experts: list[torch.nn.Module]) -> tuple[list[torch.nn.Module], DeviceMesh | None]:
+        """Return those of ``experts`` that no other axis shards (all or none), and the mesh that shards the others."""
+        axes = [axis for axis in SHARD_AXES if axis != "ep"]
+        if not experts or not self.mesh.active(*axes):
+            return experts, None
+        shards = self.mesh.flat("dp_shard_cp_of_experts", *axes)
+        if self.mesh.active("dp_replicate"):
+            shards = self._replicated(shards)
+        return [], shards
+
+    def shard_mesh(self) -> DeviceMesh:
+        """Return the mesh of the ranks that shard parameters (last axis), and of their replicas (first of two)."""
+        if self._shards is None:
+            if self.mesh.size(*SHARD_AXES) == 1:  # nothing was said: all ranks shard
+                self._shards = init_device_mesh(
+                    self.world.device.type, (self.world.size,), mesh_dim_names=("dp_shard",)
+                )
+            else:
+                self._shards = self.mesh.flat("dp_shard_cp", *SHARD_AXES)
+                if self.mesh.active("dp_replicate"):
+                    self._shards = self._replicated(self._shards)
+        return self._shards
+
+    def _replicated(self, shards: DeviceMesh) -> DeviceMesh:
+        """Return ``shards`` with the axis over which they are replicated in front."""
+        return concatenated([self.mesh.over("dp_replicate"), shards], self.mesh.device_mesh)
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Enter a context in which backward passes accumulate unsharded gradients on each rank."""
+        sharded = uncompiled(model)
+        return self._without_reduction(sharded) if isinstance(sharded, FSDPModule) else nullcontext()
+
+    @contextmanager
+    def _without_reduction(self, model: FSDPModule) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        self._unreduced.add(id(model))
+        try:
+            yield
+        finally:
+            self._unreduced.discard(id(model))
+            model.set_requires_gradient_sync(True)
+
+    def reset_forwards(self, model: torch.nn.Module) -> None:
+        """Reset FSDP's runtime state: every unit is resharded and expects a forward."""
+        sharded = uncompiled(model)
+        if isinstance(sharded, FSDPModule):
+            reset_sharded_runtime(sharded)
+
+    def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
+        """Copy the gradients, with those accumulated under :meth:`no_sync`; return a function that restores them."""
+        sharded = uncompiled(model)
+        is_ours = isinstance(sharded, FSDPModule)
+        return snapshot_sharded_gradients(sharded, snapshot_gradients) if is_ours else super().snapshot_gradients(model)
+
+    def gradients(self, model: torch.nn.Module) -> dict[str, Any] | None:
+        """Return the sharded gradients, and the unsharded ones accumulated under :meth:`no_sync`."""
+        return sharded_gradients([uncompiled(model)], lambda: self.named_parameters(model))
+
+    def load_gradients(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Set both kinds of gradients of ``model``."""
+        load_sharded_gradients([uncompiled(model)], lambda: self.named_parameters(model), gradients)
+
+    def clip_grad_norm(
+        self,
+        parameters: Iterable[torch.Tensor] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Scale the gradients to a global norm of at most ``max_norm``; a collective."""
+        return clip_sharded_grad_norm(parameters, max_norm, norm_type, self.world.device, error_if_nonfinite)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
+        clip_sharded_grad_value(parameters, clip_value)
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def has_full_weights(self, model: torch.nn.Module) -> bool:
+        """Return True if no parameter is sharded."""
+        return not any(map(is_sharded, model.parameters()))
+
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
+        return self.access.full_model_state(self.unwrap(model, keep_torch_compile=False), self.world.is_main)
+
+    def checkpoint_state(
+        self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False
+    ) -> dict[str, Any]:
+        """Return weights and optimizers, sharded or gathered, as the plugin says."""
+        return checkpoint_state_of(self.plugin, self.access, models, optimizers, self.world, model_only)
+
+
+def _is_placed(model: torch.nn.Module) -> bool:
+    return isinstance(uncompiled(model), FSDPModule)
+
+
+def _trains_any_of(optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) -> bool:
+    """Return True if the optimizer trains one of ``models``, or parameters that are sharded already."""
+    ours = {id(parameter) for model in models for parameter in model.parameters()}
+    return any(id(p) in ours or is_sharded(p) for group in optimizer.param_groups for p in group["params"])

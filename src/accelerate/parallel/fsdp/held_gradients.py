@@ -1,0 +1,140 @@
+"""A rank's gradients between two updates: encoded for a checkpoint, and loaded bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ...torch_private.fsdp import set_unsharded_gradients, unshard_once, unsharded_gradients
+from ...torch_private.modules import sparse_components
+
+NamedParameters = Iterable[tuple[str, torch.Tensor]]
+
+
+def gradients_of(named: NamedParameters) -> dict[str, Any]:
+    """Return by name each parameter's gradient, if it has one; of a sharded one, the local shard and its placements."""
+    first: dict[int, str] = {}
+    found: dict[str, Any] = {}
+    for name, parameter in named:
+        if parameter.grad is not None and first.setdefault(id(parameter), name) == name:
+            found[name] = encode_gradient(parameter.grad)
+    return found
+
+
+def load_gradients(named: NamedParameters, gradients: Mapping[str, Any]) -> None:
+    """Set the gradients of the parameters in ``gradients``, and clear all others.
+
+    Raises:
+        CheckpointError: a gradient is of another parameter than the one of its name.
+    """
+    parameters = dict(named)
+    for parameter in parameters.values():
+        parameter.grad = None
+    for name, value in gradients.items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise CheckpointError(f"the model has no parameter {name!r}, of which a gradient was saved")
+        parameter.grad = decode_gradient(value, parameter, name)
+
+
+def sharded_gradients(modules: Sequence[torch.nn.Module], named: Callable[[], NamedParameters]) -> dict[str, Any]:
+    """Return sharded gradients, and those that passes without reduction left unsharded, under ``fully_shard``.
+
+    Args:
+        modules: the sharded ones.
+        named: the parameters, as they are while every unit is sharded.
+    """
+    whole = unsharded_gradients(modules)  # every unit is sharded now
+    found = list(named())
+    names = {id(parameter): name for name, parameter in reversed(found)}
+    return {"held": gradients_of(found), "whole": {names[id(p)]: encode_gradient(gradient) for p, gradient in whole}}
+
+
+def load_sharded_gradients(
+    modules: Sequence[torch.nn.Module], named: Callable[[], NamedParameters], gradients: Mapping[str, Any] | None
+) -> None:
+    """Set the gradients that :func:`sharded_gradients` returned, a collective; None: none at all.
+
+    Raises:
+        CheckpointError: a gradient is of another parameter than the one of its name.
+    """
+    given = gradients or {"held": {}, "whole": {}}
+    if gradients is not None:
+        unshard_once(modules)
+    found = list(named())
+    load_gradients(found, given["held"])
+    names = {id(parameter): name for name, parameter in reversed(found)}
+    unknown = sorted(set(given["whole"]) - set(names.values()))
+    if unknown:
+        raise CheckpointError(f"the model has no parameter {unknown[0]!r}, of which a gradient was saved")
+
+    def gradient_of(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
+        name = names.get(id(parameter))
+        value = given["whole"].get(name)
+        return None if name is None or value is None else decode_gradient(value, whole, name)
+
+    set_unsharded_gradients(modules, gradient_of)
+
+
+def encode_gradient(gradient: torch.Tensor) -> Any:
+    """Return ``gradient`` as values that a checkpoint can hold: the local tensor and its placements."""
+    shard: Any = gradient.detach()
+    if getattr(shard, "to_local", None) is not None:
+        return {"piece": shard.to_local(), "cut": list(map(_placement_name, shard.placements))}
+    if shard.is_sparse:
+        indices, values = sparse_components(shard)
+        return {"indices": indices, "values": values, "is_coalesced": shard.is_coalesced()}
+    return shard
+
+
+def decode_gradient(value: Any, parameter: Any, name: str) -> torch.Tensor:
+    """Return the gradient that :func:`encode_gradient` encoded, placed like ``parameter``.
+
+    Raises:
+        CheckpointError: it is the gradient of another parameter.
+    """
+    gradient = _laid_out(value, parameter)
+    if gradient is None or gradient.shape != parameter.shape:
+        raise CheckpointError(f"the saved gradient of {name!r} doesn't fit the model")
+    return gradient
+
+
+def _laid_out(value: Any, parameter: Any) -> torch.Tensor | None:
+    is_piece = getattr(parameter, "to_local", None) is not None
+    if isinstance(value, torch.Tensor):
+        if is_piece or value.shape != parameter.shape:
+            return None
+        # In the parameter's strides, like autograd: norms are summed in memory order.
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    if "indices" in value:
+        indices, values = (value[key].to(parameter.device) for key in ("indices", "values"))
+        options = {"check_invariants": True, "is_coalesced": value["is_coalesced"]}
+        return torch.sparse_coo_tensor(indices, values, parameter.shape, **options)
+    if not is_piece:
+        return None
+    from torch.distributed.tensor import DTensor
+
+    local = value["piece"].to(parameter.to_local().device)
+    placements: Any = parameter.placements  # preferred: names don't describe strided shards
+    if value["cut"] != list(map(_placement_name, placements)):
+        placements = list(map(_placement, value["cut"]))
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _placement_name(placement: Any) -> str:
+    if placement.is_shard():
+        return f"shard {placement.dim}"
+    return f"partial {placement.reduce_op}" if placement.is_partial() else "replicate"
+
+
+def _placement(word: str) -> Any:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    kind, _, value = word.partition(" ")
+    if kind == "shard":
+        return Shard(int(value))
+    return Partial(value) if kind == "partial" else Replicate()

@@ -1,0 +1,124 @@
+"""Preparation of a model for FSDP: upcast parameters, broadcast from rank 0, replicated remainder. Internal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ...distributed.world import World
+from ...logging import get_logger
+
+logger = get_logger(__name__)
+
+
+def upcast_trainable(model: torch.nn.Module) -> None:
+    """Cast trainable parameters from half precision to float32, in which small optimizer steps aren't lost."""
+    low = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16)
+    ]
+    if not low:
+        return
+    for name in low:
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.to(torch.float32)
+    logger.warning(
+        "%d trainable parameters in half precision were made float32, among them %r: mixed precision computes in half "
+        "precision all the same. Load the model in float32 to silence this warning.",
+        len(low),
+        low[0],
+    )
+
+
+def broadcast_from_main(model: torch.nn.Module, unit: torch.nn.Module, world: World) -> None:
+    """Broadcast from rank 0 to every rank's device the parameters of ``unit`` that are not sharded yet.
+
+    What other ranks had (nothing, or memory without values) is replaced everywhere in ``model``, so that tied
+    parameters stay tied. A collective.
+    """
+    places = _owners_by_parameter(model)
+    seen: set[int] = set()
+    for parameter in list(unit.parameters()):
+        if id(parameter) in seen or isinstance(parameter, DTensor):
+            continue
+        seen.add(id(parameter))
+        data = parameter.detach().to(world.device) if world.is_main else _empty_like(parameter, world.device)
+        data = data.contiguous()
+        dist.broadcast(data, 0)
+        new = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+        for attribute, value in parameter.__dict__.items():
+            setattr(new, attribute, value)
+        for module, name in places[id(parameter)]:
+            module._parameters[name] = new
+    for module in unit.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != world.device:
+                module._buffers[name] = buffer.to(world.device) if world.is_main else _empty_like(buffer, world.device)
+
+
+def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _owners_by_parameter(model: torch.nn.Module) -> dict[int, list[tuple[torch.nn.Module, str]]]:
+    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return places
+
+
+def replicate_unsharded(model: torch.nn.Module, mesh: DeviceMesh, world: World) -> None:
+    """Broadcast unsharded tensors from the first rank of ``world``, and shards to their replicas.
+
+    A collective.
+    """
+    first = 0 if world.group is None else dist.get_global_rank(world.group, 0)
+    for tensor in _unsharded_tensors(model):
+        if tensor.device != world.device:
+            tensor.data = tensor.data.to(world.device)
+        if tensor.numel():
+            dist.broadcast(tensor.detach(), first, world.group)
+    if mesh.ndim == 1:
+        return
+    group = mesh.get_group(0)
+    source = dist.get_global_rank(group, 0)
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor) or not parameter.to_local().numel():
+            continue
+        local = parameter.to_local().detach()
+        moved = local.to(world.device)
+        dist.broadcast(moved, source, group)
+        if moved is not local:
+            local.copy_(moved)
+
+
+def average_ignored(modules: Iterable[torch.nn.Module], world: World, reduces: Callable[[], bool]) -> None:
+    """Average gradients of trainable parameters that are not sharded over the ranks, when ``reduces()``.
+
+    torch leaves them to themselves, and every rank would train its own.
+    """
+
+    def average(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and reduces():
+            dist.all_reduce(gradient)
+            gradient.div_(world.size)
+
+    for parameter in {id(p): p for module in modules for p in module.parameters() if p.requires_grad}.values():
+        parameter.register_post_accumulate_grad_hook(average)
+
+
+def _unsharded_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            yield parameter
+    for buffer in model.buffers():
+        if not isinstance(buffer, DTensor):
+            yield buffer

@@ -1,0 +1,301 @@
+"""Access to the state of models under FSDP 1, whose parameters are views of flat ones; gathered and sharded saving."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, final
+
+import torch
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+
+from ...checkpointing import StagingDirectory
+from ...checkpointing.items import CheckpointItem
+from ...checkpointing.sharded import ShardsItem, StateAccess, optimizer_folder, own_shards, weights_folder
+from ...distributed.world import World
+from ...errors import CheckpointError
+from ...torch_private.fsdp import flat_parameter_names, handle_of
+from ..compile import uncompiled
+from ..rebind import canonical_name, inner_optimizer
+
+#: Where a wrapper keeps the names of the parameters in the order of the user's own model.
+_ORDER = "_names_in_order"
+#: And names of tied parameters, each with the first name of the same one.
+_TIES = "_tied_names"
+
+
+def names_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the parameters' order and ties in ``model``, as attributes for its wrapper to keep."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            ties[name] = known
+    return {_ORDER: list(first.values()), _TIES: ties}
+
+
+def flat_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Iterate over an optimizer's parameters by the names of the user's own model, of which flat ones have many."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        handle = handle_of(module) if isinstance(module, FullyShardedDataParallel) else None
+        if handle is None:
+            continue
+        for name in flat_parameter_names(handle):
+            yield canonical_name(f"{prefix}.{name}".lstrip(".")), handle.flat_param
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not name.endswith("_flat_param"):
+            yield canonical_name(name), parameter
+
+
+@contextmanager
+def _state_dict_type(*arguments: Any) -> Iterator[None]:
+    """Enter a context in which FSDP's state dicts have the given type, without torch's deprecation warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with FullyShardedDataParallel.state_dict_type(*arguments):
+            yield
+
+
+@final
+class FlatAccess(StateAccess):
+    """Access to the state of models under FSDP 1, through FSDP's own functions."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._offloads = world.device.type != "cpu"  # torch can't "offload" what is in CPU memory already
+
+    def _full(self, model: Any, *, rank0_only: bool = False) -> AbstractContextManager[Any]:
+        return _state_dict_type(
+            model,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(offload_to_cpu=self._offloads, rank0_only=rank0_only),
+            FullOptimStateDictConfig(offload_to_cpu=self._offloads, rank0_only=rank0_only),
+        )
+
+    def _sharded(self, model: Any) -> AbstractContextManager[Any]:
+        return _state_dict_type(
+            model,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(offload_to_cpu=self._offloads),
+            ShardedOptimStateDictConfig(offload_to_cpu=self._offloads),
+        )
+
+    def load_target(self, model: Any) -> Any:
+        """Return a load target that takes full tensors and shards them."""
+        return _FullStateReceiver(self._full, uncompiled(model))
+
+    def full_model_state(self, model: Any, keeps: bool) -> dict[str, Any]:
+        """Return the gathered state dict where ``keeps``; a collective."""
+        with self._full(uncompiled(model), rank0_only=self._offloads):
+            state = uncompiled(model).state_dict()
+        return {canonical_name(name): _on_cpu(value) for name, value in state.items()} if keeps else {}
+
+    def model_shards(self, model: Any) -> dict[str, Any]:
+        """Return shards of the user's own parameters."""
+        with self._sharded(uncompiled(model)):
+            return uncompiled(model).state_dict()
+
+    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
+        """Load ``shards`` into the flat parameters."""
+        with self._sharded(uncompiled(model)):
+            uncompiled(model).load_state_dict(shards)
+
+    def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Return the parameters' shards, by name."""
+        return {
+            name: value
+            for model in models
+            for name, value in self.model_shards(model).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
+        """Return the optimizer's state by parameter name, in shards."""
+        model = _trained_by(optimizer, models)
+        with self._sharded(model):
+            return FullyShardedDataParallel.optim_state_dict(model, inner_optimizer(optimizer))
+
+    def load_optimizer_shards(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
+        """Load ``shards`` into the state of the flat parameters."""
+        model = _trained_by(optimizer, models)
+        with self._sharded(model):
+            self._load(model, optimizer, shards)
+
+    def _load(self, model: Any, optimizer: Any, named: dict[str, Any]) -> None:
+        inner = inner_optimizer(optimizer)
+        inner.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, inner, named))
+
+    def full_optimizer_state(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
+        """Gather the state by name, and number it as an optimizer of the user's own model does."""
+        model = _trained_by(optimizer, models)
+        with self._full(model, rank0_only=self._offloads):
+            named = FullyShardedDataParallel.optim_state_dict(model, inner_optimizer(optimizer))
+        if not keeps:
+            return {}
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        number = 0
+        for group, names in zip(named["param_groups"], _names_by_group(optimizer, model), strict=True):
+            groups.append({**group, "params": list(range(number, number + len(names)))})
+            for name in names:
+                if name in named["state"]:
+                    state[number] = {key: _on_cpu(value) for key, value in named["state"][name].items()}
+                number += 1
+        return {"state": state, "param_groups": groups}
+
+    def load_full_optimizer_state(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
+        """Load a state dict by numbers: they become names, whose tensors FSDP shards."""
+        model = _trained_by(optimizer, models)
+        groups = _names_by_group(optimizer, model)
+        by_number = dict(enumerate(name for names in groups for name in names))
+        named = {
+            "state": {by_number.get(key, key): value for key, value in state["state"].items()},
+            "param_groups": [
+                {**saved, "params": names} for saved, names in zip(state["param_groups"], groups, strict=True)
+            ],
+        }
+        with self._full(model):
+            self._load(model, optimizer, named)
+
+
+@final
+class _FullStateReceiver:
+    """A model under FSDP 1 as a load target for full tensors."""
+
+    def __init__(self, gathering: Callable[[Any], AbstractContextManager[Any]], model: torch.nn.Module) -> None:
+        self._gathering = gathering
+        self._model = model
+
+    def state_dict(self, keep_vars: bool = True) -> dict[str, Any]:
+        """Return the names of the parameters, without values: only names and ties matter here."""
+        return dict.fromkeys(self._model.__dict__.get(_ORDER, ()))
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+        """Load ``state`` into the model."""
+        whole = dict(state)
+        for name, first in self._model.__dict__.get(_TIES, {}).items():  # a file holds one of the two
+            if first in whole:
+                whole.setdefault(name, whole[first])
+            elif name in whole:
+                whole[first] = whole[name]
+        with self._gathering(self._model):
+            return self._model.load_state_dict(whole, strict=strict)
+
+
+def _on_cpu(value: Any) -> Any:
+    # A copy: torch hands out views of one gathered buffer.
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _trained_by(optimizer: Any, models: Sequence[Any]) -> Any:
+    """Return the one of ``models`` that ``optimizer`` trains."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    wrapped = [uncompiled(model) for model in models]
+    owners = [model for model in wrapped if any(id(parameter) in trained for _, parameter in flat_parameters(model))]
+    if len(owners) != 1:
+        raise CheckpointError(
+            f"With FSDP1, a saved optimizer trains one prepared model; this one trains {len(owners)}. Give "
+            "each model its own optimizer, or use fsdp_version=2."
+        )
+    return owners[0]
+
+
+def _names_by_group(optimizer: Any, model: torch.nn.Module) -> list[list[str]]:
+    """Return the names of the parameters in each group, in the order of the user's own model."""
+    names: dict[int, list[str]] = {}
+    order = {name: position for position, name in enumerate(model.__dict__.get(_ORDER, ()))}
+    for name, parameter in flat_parameters(model):
+        if name in order:  # tied parameters count once, under their first name
+            names.setdefault(id(parameter), []).append(name)
+    return [
+        sorted((name for p in group["params"] for name in names.get(id(p), ())), key=order.__getitem__)
+        for group in optimizer.param_groups
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpoints of sharded runs: shards written by every rank, or gathered state by one
+
+
+@final
+class GatheredOptimizer:
+    """An optimizer's full state dict, gathered while all ranks took part."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict of an optimizer of full tensors."""
+        return self._state
+
+
+def gathered_state(
+    access: StateAccess, models: Sequence[Any], optimizers: Sequence[Any], keeps: bool
+) -> dict[str, Any]:
+    """Return ``weights`` and ``optimizers`` of a checkpoint with the same files as one process's; a collective.
+
+    Args:
+        optimizers: as they are inside their wrappers.
+        keeps: whether this rank gets the state; the others only take part.
+    """
+    return {
+        "weights": [access.full_model_state(model, keeps) for model in models],
+        "optimizers": [GatheredOptimizer(access.full_optimizer_state(one, models, keeps)) for one in optimizers],
+    }
+
+
+def checkpoint_state_of(
+    plugin: Any,
+    access: StateAccess,
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
+    world: World,
+    model_only: bool,
+) -> dict[str, Any]:
+    """Return ``weights``, ``optimizers`` and ``write_strategy_state`` of a checkpoint, as ``plugin`` asks for.
+
+    Gathered state has the same files as that of one process; shards have folders of their own.
+    """
+    optimizers = [] if model_only else list(map(inner_optimizer, optimizers))
+    if plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
+        keeps = world.is_local_main  # the writer of each node, where every node writes
+        return gathered_state(access, models, optimizers, keeps)
+    return {"weights": [], "optimizers": [], "write_strategy_state": _shards_of(access, models, optimizers)}
+
+
+def _shards_of(
+    access: StateAccess, models: Sequence[Any], optimizers: Sequence[Any]
+) -> Callable[[StagingDirectory], list[CheckpointItem]]:
+    def parts(staging: StagingDirectory) -> list[CheckpointItem]:
+        weights = [
+            ShardsItem(
+                weights_folder(staging.folder, index),
+                {"model": own_shards(access.model_shards(model))},
+                staging.ranks,
+                staging,
+            )
+            for index, model in enumerate(models)
+        ]
+        return [
+            *weights,
+            *(
+                ShardsItem(
+                    optimizer_folder(staging.folder, index),
+                    {"optimizer": access.optimizer_shards(optimizer, models)},
+                    staging.ranks,
+                    staging,
+                )
+                for index, optimizer in enumerate(optimizers)
+            ),
+        ]
+
+    return parts

@@ -1,0 +1,124 @@
+"""Wrap units: which modules FSDP shards together, and which it ignores."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ...errors import SettingError
+from ...torch_private.fsdp import modules_of_policy
+from ..rebind import canonical_name
+
+
+def find_wrap_units(
+    model: torch.nn.Module, policy: Any, ignored: Iterable[torch.nn.Module] = ()
+) -> list[torch.nn.Module]:
+    """Return the modules inside ``model`` that ``policy`` wraps, children before their parents; never ``model`` itself.
+
+    Args:
+        policy: None, a function as torch's FSDP takes it (``module, recurse, nonwrapped_numel``), or one of torch's
+            policy objects.
+        ignored: modules that are not looked into.
+    """
+    if policy is None:
+        return []
+    left_out = {part for module in ignored for part in module.modules()}
+    chosen = modules_of_policy(policy, model, left_out)
+    if chosen is not None:
+        return [module for module in _children_first(model) if module in chosen and module is not model]
+    units: list[torch.nn.Module] = []
+    _descend(model, policy, left_out, units, is_root=True)
+    units = list(dict.fromkeys(units))  # a module that has two places is one unit
+    if _is_by_class(policy):
+        units += [part for part in _embedding_and_head(model) if part not in units and part not in left_out]
+    return units
+
+
+def _children_first(module: torch.nn.Module) -> Iterable[torch.nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _descend(
+    module: torch.nn.Module,
+    policy: Callable[..., bool],
+    left_out: set[torch.nn.Module],
+    units: list[torch.nn.Module],
+    is_root: bool = False,
+) -> int:
+    """Add to ``units`` those in ``module``, and return how many of its parameters they hold."""
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=num_parameters):
+        return 0
+    in_units = sum(_descend(child, policy, left_out, units) for child in module.children() if child not in left_out)
+    rest = num_parameters - in_units
+    if is_root or not policy(module=module, recurse=False, nonwrapped_numel=rest):
+        return in_units
+    units.append(module)
+    return num_parameters
+
+
+def _is_by_class(policy: Any) -> bool:
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    return getattr(policy, "func", None) is transformer_auto_wrap_policy
+
+
+def _embedding_and_head(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the input embedding and output head, where the model names them; tied ones stay in the root."""
+    ends: list[torch.nn.Module] = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        getter = getattr(model, name, None)
+        try:
+            end = getter() if callable(getter) else None
+        except NotImplementedError:  # models without such a part say so
+            end = None
+        if isinstance(end, torch.nn.Module) and end is not model:
+            ends.append(end)
+    parameters = [id(parameter) for end in ends for parameter in end.parameters()]
+    tied = len(parameters) != len(set(parameters)) or _has_outside_ties(model, ends)
+    return [] if tied else ends
+
+
+def _has_outside_ties(model: torch.nn.Module, ends: list[torch.nn.Module]) -> bool:
+    inside = {part for end in ends for part in end.modules()}
+    ours = {id(parameter) for end in ends for parameter in end.parameters()}
+    others = (part for part in model.modules() if part not in inside)
+    return any(id(parameter) in ours for part in others for parameter in part.parameters(recurse=False))
+
+
+def find_ignored(modules: Any, model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules that ``modules`` selects: modules, or a regular expression for full module names.
+
+    Raises:
+        SettingError: the expression is none, or matches nothing.
+    """
+    if modules is None:
+        return []
+    if not isinstance(modules, str):
+        return list(modules)
+    try:
+        pattern = re.compile(modules)
+    except re.error as error:
+        raise SettingError(f"ignored_modules={modules!r} is no regular expression: {error}.") from error
+    found = [module for name, module in model.named_modules() if pattern.fullmatch(canonical_name(name))]
+    if not found:
+        raise SettingError(
+            f"ignored_modules={modules!r} matches no module of {type(model).__name__}. The expression has to match a "
+            "whole name as model.named_modules() gives it."
+        )
+    return found
+
+
+def get_parameters_from_modules(
+    modules: Iterable[torch.nn.Module] | str | None, model: torch.nn.Module, device: torch.device
+) -> set[torch.nn.Parameter]:
+    """Move ``modules`` (or those whose names match) to ``device``, and return their parameters."""
+    found = find_ignored(modules, model)
+    for module in found:
+        module.to(device)
+    return {parameter for module in found for parameter in module.parameters()}

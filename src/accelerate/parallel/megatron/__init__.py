@@ -1,0 +1,1 @@
+"""Megatron-LM as a strategy; never run against the real engine. Internal."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: partition, schedule, state. Internal."""

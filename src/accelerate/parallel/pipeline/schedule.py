@@ -1,0 +1,278 @@
+"""Pipeline schedules: torch's schedules over the stages of a model, made for each shape of batch and cached."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, final
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from ...distributed.mesh import Mesh
+from ...distributed.world import World
+from ...errors import PreparationError, SettingError
+from ...nested import split_batch
+from ...plugins.parallelism import PipelineParallelConfig
+from ...torch_private.tracing import TreeSpec, fake_tensor_mode, tree_flatten, tree_unflatten
+from .sharded_stages import free_gathered, infer_outputs, reduce_gradients
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class TensorMeta:
+    """The size, stride, dtype and ``requires_grad`` of a tensor, which ranks exchange."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """Return the metadata of ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """Return an uninitialised tensor with this metadata."""
+        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+        return made.requires_grad_(self.requires_grad)
+
+
+TensorMetas = tuple[TensorMeta, ...]
+
+
+def broadcast_object(value: Any, rank: int, group: Any = None) -> Any:
+    """Return ``value`` of rank ``rank`` on every rank; a collective."""
+    values = [value]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch unpickles a TreeSpec by its own old name
+        dist.broadcast_object_list(values, rank, group)
+    return values[0]
+
+
+@final
+@dataclass(frozen=True)
+class _StageTensors:
+    """The inputs and outputs of every stage, for one micro-batch."""
+
+    shapes: tuple[TensorMetas, ...]  # one more than there are stages: the inputs of each, and the last one's outputs
+    structure: TreeSpec  # of the last stage's output
+
+
+@final
+class PipelineSchedule:
+    """The stages of one model on this rank, and torch's schedules that run them.
+
+    Args:
+        stages: this rank's, by number.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        mesh: Mesh,
+        config: PipelineParallelConfig,
+        num_stages: int,
+        stages: Mapping[int, nn.Module],
+    ) -> None:
+        self._world, self._config, self.num_stages = world, config, num_stages
+        self.stages = stages
+        self._group, self._ranks = mesh.group("pp"), mesh.ranks("pp")
+        self._known: dict[Any, tuple[Any, _StageTensors]] = {}
+        # The loss function, targets and losses of the running step.
+        self._loss_function: LossFunction | None = None
+        self._targets: list[Any] = []
+        self._losses: list[torch.Tensor] = []
+        self._factor: Any = 1.0
+
+    # -- running -------------------------------------------------------------------------------------------
+
+    def train(
+        self, inputs: tuple[Any, ...], targets: Any, loss_function: LossFunction, *, scale: Any, training: bool
+    ) -> torch.Tensor:
+        """Add the gradients, times ``scale``, on every stage; return the loss of the batch on every rank."""
+        size = _size_of(inputs)
+        num_parts = self._num_parts(size)
+        schedule, flow = self._schedule(inputs, size // num_parts, num_parts, has_backward=True, training=training)
+        self._loss_function, self._factor = _loss_of_leaves(flow.structure, loss_function), scale / num_parts
+        self._targets = [part for part, _ in split_batch(targets, size, num_parts)]
+        self._losses = []
+        # torch splits the numbers of the micro-batches in place of the targets, which may be any structure.
+        numbers = torch.arange(num_parts)
+        given = inputs if 0 in self.stages else ()
+        try:
+            schedule.step(*given, target=numbers, return_outputs=False)
+        finally:
+            self._free()
+        loss = torch.zeros((), device=self._world.device)
+        if self._losses:
+            loss = torch.stack([part.to(torch.float32) for part in self._losses]).mean()
+        self._loss_function, self._targets, self._losses = None, [], []
+        dist.broadcast(loss, self._rank_of(self.num_stages - 1), self._group)
+        return loss
+
+    def _loss_of(self, output: Any, number: torch.Tensor) -> torch.Tensor:
+        assert self._loss_function is not None, "the schedule runs inside train()"
+        loss = self._loss_function(output, self._targets[int(number)])
+        self._losses.append(loss.detach())
+        return loss * self._factor
+
+    def evaluate(self, inputs: tuple[Any, ...], *, training: bool) -> Any:
+        """Return the output of the last stage for the whole batch, on every rank."""
+        size = _size_of(inputs)
+        num_parts = self._num_parts(size)
+        schedule, flow = self._schedule(inputs, size // num_parts, num_parts, has_backward=False, training=training)
+        given = inputs if 0 in self.stages else ()
+        try:
+            output = schedule.eval(*given)
+        finally:
+            self._free()
+        leaves: list[Any] = [None] * len(flow.shapes[-1]) if output is None else tree_flatten(output)[0]
+        for place, shape in enumerate(flow.shapes[-1]):
+            whole = (shape.size[0] * num_parts, *shape.size[1:])
+            if leaves[place] is None:
+                leaves[place] = torch.empty(whole, dtype=shape.dtype, device=self._world.device)
+            leaves[place] = leaves[place].contiguous()
+            dist.broadcast(leaves[place], self._rank_of(self.num_stages - 1), self._group)
+        return tree_unflatten(leaves, flow.structure)
+
+    def reduce(self) -> None:
+        """Average gradients of sharded stages over the ranks of their shards."""
+        for stage in self.stages.values():
+            reduce_gradients(stage)
+
+    def _free(self) -> None:
+        for stage in self.stages.values():
+            free_gathered(stage)
+
+    def _rank_of(self, stage: int) -> int:
+        return self._ranks[stage % len(self._ranks)]
+
+    # -- schedules -----------------------------------------------------------------------------------------
+
+    def _num_parts(self, size: int) -> int:
+        """Return the largest number of equal micro-batches, up to the one asked for."""
+        wanted = self._config.num_micro_batches or self.num_stages
+        return max(number for number in range(1, min(wanted, size) + 1) if size % number == 0)
+
+    def _schedule(
+        self, inputs: tuple[Any, ...], part_size: int, num_parts: int, *, has_backward: bool, training: bool
+    ) -> tuple[Any, _StageTensors]:
+        shapes = tuple(TensorMeta.of(tensor[:part_size]) for tensor in inputs)
+        key = (shapes, num_parts, has_backward, training)
+        if key not in self._known:
+            flow = self._infer_stage_tensors(shapes, has_backward=has_backward)
+            self._known[key] = self._make(flow, num_parts, has_backward=has_backward), flow
+        return self._known[key]
+
+    def _make(self, flow: _StageTensors, num_parts: int, *, has_backward: bool) -> Any:
+        from torch.distributed.pipelining import (
+            Schedule1F1B,
+            ScheduleGPipe,
+            ScheduleInterleaved1F1B,
+            ScheduleLoopedBFS,
+        )
+
+        def examples(shapes: TensorMetas) -> tuple[torch.Tensor, ...]:
+            return tuple(shape.empty("meta") for shape in shapes)
+
+        stages = [
+            _stage_class()(
+                module,
+                number,
+                self.num_stages,
+                self._world.device,
+                input_args=examples(flow.shapes[number]),
+                output_args=examples(flow.shapes[number + 1]),
+                group=self._group,
+            )
+            for number, module in self.stages.items()
+        ]
+        num_ranks = len(self._ranks)
+        # Losses are divided, not gradients: that would divide those of earlier micro-batches too.
+        options: dict[str, Any] = {"loss_fn": self._loss_of if has_backward else None, "scale_grads": False}
+        if len(stages) > 1:
+            divides = num_parts % max(1, num_parts // num_ranks) == 0
+            kind: Any = ScheduleInterleaved1F1B if has_backward and divides else ScheduleLoopedBFS
+            return kind(stages, num_parts, **options)
+        in_turns = has_backward and self._config.schedule == "1f1b" and num_parts >= self.num_stages
+        single: Any = Schedule1F1B if in_turns else ScheduleGPipe
+        return single(stages[0], num_parts, **options)
+
+    # -- shapes --------------------------------------------------------------------------------------------
+
+    def _infer_stage_tensors(self, inputs: TensorMetas, *, has_backward: bool) -> _StageTensors:
+        """Infer the tensors between stages without computing anything; a collective of the pipeline.
+
+        Raises:
+            PreparationError: on every rank, when a stage can't compute with what the one before hands on.
+        """
+        found: list[TensorMetas] = [inputs]
+        structure: Any = None
+        for number in range(self.num_stages):
+            mine = self.stages.get(number)
+            answer = None if mine is None else self._infer_output(mine, found[-1], has_backward)
+            answer = broadcast_object(answer, self._rank_of(number), self._group)
+            if isinstance(answer, str):
+                raise PreparationError(
+                    f"Stage {number} of the pipeline can't compute with inputs of shapes "
+                    f"{[list(shape.size) for shape in found[-1]]}: {answer}"
+                )
+            shapes, structure = answer
+            found.append(shapes)
+        return _StageTensors(tuple(found), structure)
+
+    def _infer_output(
+        self, stage: nn.Module, inputs: TensorMetas, has_backward: bool
+    ) -> tuple[TensorMetas, TreeSpec] | str:
+        try:
+            with fake_tensor_mode(), torch.set_grad_enabled(has_backward):
+                output = infer_outputs(stage, [shape.empty(self._world.device) for shape in inputs])
+        except Exception as error:  # broadcast to all ranks, which raise it together
+            return f"{type(error).__name__}: {error}"
+        leaves, structure = tree_flatten(output)
+        strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        if strange:
+            return f"its output has a {strange[0]}; stages hand on tensors, and structures of them"
+        return tuple(map(TensorMeta.of, leaves)), structure
+
+
+def _loss_of_leaves(structure: TreeSpec, loss_function: LossFunction) -> LossFunction:
+    """Return ``loss_function`` over the flat list of tensors of an output."""
+    return lambda leaves, targets: loss_function(tree_unflatten(leaves, structure), targets)
+
+
+@cache  # made when first needed: importing torch's part takes a while
+def _stage_class() -> type:
+    from torch.distributed.pipelining import PipelineStage
+
+    @final
+    class UnreducedStage(PipelineStage):
+        """A stage that returns a flat tuple of tensors and leaves gradients to :meth:`PipelineSchedule.reduce`."""
+
+        def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            return tuple(tree_flatten(super().forward_maybe_with_nosync(*args, **kwargs))[0])
+
+        def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=False)
+
+        def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+            assert grad_scale_factor == 1, "losses are divided where they are made"
+
+    return UnreducedStage
+
+
+def _size_of(inputs: Sequence[Any]) -> int:
+    if not inputs or not all(isinstance(tensor, torch.Tensor) and tensor.ndim for tensor in inputs):
+        raise SettingError(
+            f"The inputs of a pipeline are tensors with a dimension of samples in front, got "
+            f"({', '.join(type(one).__name__ for one in inputs)}). Give them as `pipeline_step(model, (inputs, "
+            "targets), loss_function)`, where `inputs` is a tensor or a tuple of tensors."
+        )
+    return len(inputs[0])

@@ -1,0 +1,151 @@
+"""Pipeline stages whose parameters are sharded over the replicas of the stage (torch's ``fully_shard``).
+
+A batch goes through a stage in micro-batches. Parameters are gathered for the first one and kept until the last one's
+backward; gradients are accumulated unsharded and reduce-scattered once per update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from ...distributed.world import World
+from ...torch_private.fsdp import mixed_precision_policy, reduce_sharded_gradients, suspend_fsdp_hooks
+from ...torch_private.tracing import tree_map
+from ..fsdp.setup import replicate_unsharded
+
+
+def shard_stage(
+    stage: nn.Module,
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    plugin: Any,
+    mesh: DeviceMesh,
+    world: World,
+    *,
+    keeps_outputs: bool,
+    reshards: bool,
+) -> None:
+    """Shard ``stage`` and the ``units`` in it over ``mesh``, and put the shards into ``model`` under its own names.
+
+    Args:
+        world: the ranks that have this stage.
+        keeps_outputs: the stage's own forward decides the dtype of its outputs.
+        reshards: parameters are freed after each part of a batch, as the plugin says, and gathered for the next one.
+    """
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": plugin.cpu_offload, "reshard_after_forward": False}
+    if reshards:
+        options["reshard_after_forward"] = plugin.reshard_after_forward
+    if plugin.mixed_precision_policy is not None:
+        options["mp_policy"] = plugin.mixed_precision_policy
+    in_stage = {id(parameter): (module, name) for module, name, parameter in _parameters_with_owner(stage)}
+    in_model = list(_parameters_with_owner(model))
+    of_model = [(module, name, in_stage[id(p)]) for module, name, p in in_model if id(p) in in_stage]
+    own = set(stage.modules())
+    for unit in units:
+        if unit in own:
+            fully_shard(unit, **options)
+    if keeps_outputs and "mp_policy" in options:
+        options["mp_policy"] = replace(options["mp_policy"], output_dtype=None)
+    fully_shard(stage, **options)
+    for module, name, (holder, name_in_stage) in of_model:
+        module._parameters[name] = holder._parameters[name_in_stage]
+    replicate_unsharded(stage, mesh, world)
+
+
+def _parameters_with_owner(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, name, parameter
+
+
+def reduce_gradients(stage: nn.Module) -> None:
+    """Reduce-scatter the gradients accumulated since the last call, averaged over the ranks of the shards."""
+    if not isinstance(stage, FSDPModule):
+        return
+    stage.set_is_last_backward(True)
+    stage.set_reshard_after_backward(True)
+    stage.set_requires_gradient_sync(True)
+    reduce_sharded_gradients(stage)
+
+
+def free_gathered(stage: nn.Module) -> None:
+    """Reshard all parameters of ``stage``."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def infer_outputs(stage: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
+    """Return the outputs of ``stage`` inside a FakeTensorMode, without gathering parameters."""
+    if not isinstance(stage, FSDPModule):
+        return stage(*inputs)
+    dtype = mixed_precision_policy(stage).param_dtype
+    places = list(_parameters_with_owner(stage))
+    made = {id(p): _gathered_shape(p, dtype or p.dtype, inputs[0].device) for _, _, p in places}
+    try:
+        for module, name, parameter in places:
+            module._parameters[name] = made[id(parameter)]  # pyright: ignore[reportArgumentType]
+        with _only_casting(stage):
+            return stage(*inputs)
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
+
+
+def _gathered_shape(parameter: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an empty tensor as the forward sees ``parameter``; a DTensor, if it is tensor-parallel too."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    sizes = list(parameter.shape)
+    if "tp" not in (mesh.mesh_dim_names or ()):
+        return torch.empty(sizes, dtype=dtype, device=device, requires_grad=parameter.requires_grad)
+    placement = placements[-1]
+    if isinstance(placement, Shard):
+        sizes[placement.dim] //= mesh["tp"].size()
+    shard = torch.empty(sizes, dtype=dtype, device=device)
+    made = DTensor.from_local(shard, mesh["tp"], [placement], run_check=False)
+    return made.requires_grad_(parameter.requires_grad)
+
+
+@contextmanager
+def _only_casting(stage: nn.Module) -> Iterator[None]:
+    """Enter a context in which sharded modules in ``stage`` cast inputs and outputs, but don't gather."""
+    restore: list[Callable[[], None]] = []
+    handles: list[Any] = []
+    for module in [module for module in stage.modules() if isinstance(module, FSDPModule)]:
+        restore.append(suspend_fsdp_hooks(module))
+        policy = mixed_precision_policy(module)
+        handles.append(module.register_forward_pre_hook(_casting_inputs(policy), prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(_casting_output(policy)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for function in restore:
+            function()
+
+
+def _casting_inputs(policy: Any) -> Any:
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    return lambda module, args, kwargs: (_cast(args, dtype), _cast(kwargs, dtype))
+
+
+def _casting_output(policy: Any) -> Any:
+    return lambda module, args, output: _cast(output, policy.output_dtype)
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return values if dtype is None else tree_map(cast, values)

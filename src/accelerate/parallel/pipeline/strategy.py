@@ -1,0 +1,597 @@
+"""Pipeline parallelism: layers split into stages over ranks, with torch's schedules (GPipe, 1F1B, interleaved).
+
+Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream", SOSP 2019, and "Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM", SC 2021. Replicas of the pipeline average their gradients once an update.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MethodType
+from typing import Any, final
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...checkpointing.sharded import InPlace, NamedParameters, StateAccess, gather_tensor, shard_like
+from ...distributed.mesh import Mesh
+from ...distributed.world import World
+from ...errors import NotBuilt, PreparationError, SettingError
+from ...plugins.parallelism import PipelineParallelConfig
+from ...precision import Precision
+from ...settings.labels import DistributedType, DynamoBackend
+from ...torch_private.modules import loaded
+from ..base import PreparedArguments, Role, Strategy, recompute_activations
+from ..compile import compile_model, compile_regions_fsdp2
+from ..fsdp.held_gradients import load_sharded_gradients, sharded_gradients
+from ..fsdp.setup import broadcast_from_main, upcast_trainable
+from ..fsdp.state import checkpoint_state_of, gathered_state
+from ..fsdp.wrapping import find_wrap_units
+from ..gradient_norm import clip_sharded_grad_value, local_tensor, scale_to, shard_and_groups, total_norm
+from ..rebind import canonical_name, inner_optimizer, parameters_by_name
+from ..tensor_parallel import parallelize, placements_of
+from .partition import Stage, choose_split_points, drop_other_stages, split_into_stages
+from .schedule import LossFunction, PipelineSchedule, broadcast_object
+from .sharded_stages import shard_stage
+
+#: Axes that a pipeline isn't combined with, and the alternative.
+_NOT_COMBINED = {
+    "cp": "Longer sequences fit with tp_size and a plan that shards activations along the sequence",
+    "sp": "Longer sequences fit with tp_size and a plan that shards activations along the sequence",
+    "ep": "Experts are sharded like any other layer with dp_shard_size",
+}
+
+
+@final
+class PipelinedModel(nn.Module):
+    """A model of which this rank has some stages; the parameters of the others have a shape and no values.
+
+    ``accelerator.pipeline_step`` trains it. Calling it computes, without gradients, the same output on every rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        pipeline_schedule: PipelineSchedule,
+        owners: dict[str, tuple[int, ...]],
+        shared: dict[str, tuple[int, ...]],
+    ) -> None:
+        super().__init__()
+        # Not a child: parameter names are the user's own, and parameters of other stages are left out.
+        self.__dict__["module"] = module
+        self.__dict__["pipeline_schedule"] = pipeline_schedule
+        self.__dict__["owners"] = owners  # by parameter and buffer, the ranks of the pipeline that have it
+        self.__dict__["shared"] = shared  # by trained parameter of several ranks, its local shape
+        self.training = module.training
+
+    def forward(self, *inputs: Any) -> Any:
+        """Return the output of the full model, on every rank.
+
+        Raises:
+            PreparationError: gradients are wanted.
+        """
+        if torch.is_grad_enabled():
+            raise PreparationError(
+                f"{type(self.module).__name__} is spread over the stages of a pipeline, so a loss computed from its "
+                "output has no gradients. Train with `loss = accelerator.pipeline_step(model, (inputs, targets), "
+                "loss_function)`, or call the model under torch.no_grad()."
+            )
+        return self.pipeline_schedule.evaluate(inputs, training=self.training)
+
+    def train(self, mode: bool = True) -> PipelinedModel:
+        """Set training mode, as for any module."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over this rank's parameters, under the names of the user's own model."""
+        found = self.module.named_parameters(prefix, recurse, remove_duplicate)
+        return ((name, parameter) for name, parameter in found if not parameter.is_meta)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over this rank's buffers."""
+        found = self.module.named_buffers(prefix, recurse, remove_duplicate)
+        return ((name, buffer) for name, buffer in found if not buffer.is_meta)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict of the user's own model, with tensors of other ranks on the meta device."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.__dict__["module"], name)
+        return self._generating(found) if name == "generate" and inspect.ismethod(found) else found
+
+    def _generating(self, method: Any) -> Any:
+        """Bind ``method`` of the user's own model to this one, so that it calls the model through all stages.
+
+        Raises:
+            PreparationError: it is the one of transformers, which hands caches from call to call.
+        """
+        if method.__func__.__module__.startswith("transformers."):
+            raise PreparationError(
+                f"{type(self.module).__name__}.generate() keeps a cache of all layers, which are spread over the "
+                "stages of a pipeline here. Generate with the whole model: `state = accelerator.get_state_dict(model)` "
+                "on all ranks, then, on the main one, `whole = type(model)(model.config); whole.load_state_dict(state)`"
+                "; or accelerator.save_model(model, folder) and from_pretrained(folder)."
+            )
+        return MethodType(method.__func__, self)
+
+
+@final
+class Pipeline(Strategy):
+    """Stages of layers, some on each rank, through which batches go in micro-batches."""
+
+    communicates_in_forward = holds_gradients = True
+
+    def __init__(self, world: World, options: Any) -> None:
+        super().__init__(world, options)
+        combined = self.mesh.active(*_NOT_COMBINED)
+        if combined:
+            raise NotBuilt(
+                f"ParallelismConfig(pp_size={self.mesh.size('pp')}, {combined[0]}_size={self.mesh.size(combined[0])}): "
+                f"pipelines are combined with dp_replicate_size, dp_shard_size and tp_size ({self.mesh.equation()}). "
+                f"{_NOT_COMBINED[combined[0]]}, or set pp_size=1."
+            )
+        #: Whether stages are sharded.
+        self.shards = options.plugins.get("fsdp_plugin") is not None
+        # Parameters that an earlier rank of the pipeline has too: their gradients count once in a norm.
+        self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    @property
+    def label(self) -> DistributedType:
+        """The type FSDP, where stages are sharded; else that of the kind of device: MULTI_CPU, MULTI_GPU, ...."""
+        return DistributedType.FSDP if self.shards else DistributedType(self.world.kind.label)
+
+    @property
+    def config(self) -> PipelineParallelConfig:
+        """The PipelineParallelConfig: where to split, and which schedule to use."""
+        plugin = self.options.plugins.get("parallelism_config")
+        return getattr(plugin, "pp_handler", None) or PipelineParallelConfig()
+
+    # -- placing -------------------------------------------------------------------------------------------
+
+    def check(self, arguments: PreparedArguments) -> None:
+        """Raise if an optimizer would be left with parameters that are sharded without it."""
+        super().check(arguments)
+        models = [
+            argument.current
+            for argument in arguments.of(Role.MODEL)
+            if not isinstance(argument.current, PipelinedModel)
+        ]
+        if self.shards and models and not any(True for _ in arguments.of(Role.OPTIMIZER)):
+            raise PreparationError(
+                f"prepare() got a {type(models[0]).__name__} without its optimizer. Stages in shards "
+                f"({self.mesh.equation()}) have new parameters: call prepare(model, optimizer) with both."
+            )
+
+    def place_model(
+        self, model: nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Split ``model`` into stages and keep this rank's, on its device, in its precision."""
+        if isinstance(model, PipelinedModel):
+            return model
+        plugin = self.options.plugins.get("fsdp_plugin")
+        model = precision.convert(model)
+        if plugin is not None:
+            self._prepare_for_sharding(plugin, model, precision)
+        stages = self._stages(model)
+        self._apply_tensor_parallel(model, stages)
+        ranks, place = self.mesh.size("pp"), self.mesh.place("pp")
+        owners = _owners(model, stages, ranks)
+        mine = {number: stage for number, stage in enumerate(stages) if number % ranks == place}
+        kept = {id(tensor) for stage in mine.values() for tensor in _tensors(stage)}
+        drop_other_stages(model, kept)
+        for number, stage in mine.items():
+            _move_to(stage, self.world.device)
+            _broadcast_to_replicas(stage, self.mesh.within("dp_replicate"))
+            _apply_precision(precision, stage, is_last=number == len(stages) - 1)
+        dynamo = self.options.dynamo_plugin
+        if dynamo is not None and self.shards and dynamo.backend != DynamoBackend.NO:
+            for stage in mine.values():  # in place: what is sharded is the stage itself
+                compile_regions_fsdp2(stage, **dynamo.to_kwargs())
+        elif dynamo is not None:
+            mine = {number: compile_model(stage, dynamo) for number, stage in mine.items()}
+        if self.shards:
+            self._shard(mine, model, precision)
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta and owners[name][0] != place:
+                self._shared[parameter] = True
+        pipeline_schedule = PipelineSchedule(self.world, self.mesh, self.config, len(stages), mine)
+        return PipelinedModel(model, pipeline_schedule, owners, self._shapes_of_shared(model, owners))
+
+    def _shapes_of_shared(self, model: nn.Module, owners: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the local shapes of trained parameters that several stages have; a collective."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, parameter in model.named_parameters():
+            if len(owners[name]) > 1 and parameter.requires_grad:
+                own = None if parameter.is_meta else tuple(local_tensor(parameter).shape)
+                found[name] = broadcast_object(own, self.mesh.ranks("pp")[owners[name][0]], self.mesh.group("pp"))
+        return found
+
+    def _stages(self, model: nn.Module) -> list[Stage]:
+        config = self.config
+        num_stages = self.mesh.size("pp") * (config.stages_per_rank or 1)
+        points = config.split_points or choose_split_points(model, num_stages)
+        if len(points) != num_stages - 1:
+            raise SettingError(
+                f"PipelineParallelConfig(split_points={list(points)}) makes {len(points) + 1} stages, but pp_size="
+                f"{self.mesh.size('pp')} with {config.stages_per_rank} stage(s) per rank takes {num_stages}. Name "
+                f"{num_stages - 1} modules."
+            )
+        return split_into_stages(model, points, config.example_inputs)
+
+    def _apply_tensor_parallel(self, model: nn.Module, stages: Sequence[Stage]) -> None:
+        """Shard the layers over the tensor-parallel ranks.
+
+        Raises:
+            PreparationError: the model had to be exported, so that its stages don't use the layers themselves.
+        """
+        if self.mesh.size("tp") == 1:
+            return
+        if not all(stage.is_symbolic for stage in stages):
+            raise PreparationError(
+                f"pp_size={self.mesh.size('pp')} with tp_size={self.mesh.size('tp')}: the forward of "
+                f"{type(model).__name__} had to be traced, and sizes of whole layers are written into a trace. Make it "
+                "one that can be traced symbolically (its own code calls its blocks, without looking at values), or "
+                "set tp_size=1."
+            )
+        parallelize(model, self.mesh, self.options.plugins["parallelism_config"].tp_handler)
+
+    def _prepare_for_sharding(self, plugin: Any, model: nn.Module, precision: Precision) -> None:
+        """Configure ``plugin`` and ``model`` for sharding the stages."""
+        if plugin.ignored_modules is not None:
+            raise SettingError(
+                f"FullyShardedDataParallelPlugin(ignored_modules={plugin.ignored_modules!r}) with pp_size="
+                f"{self.mesh.size('pp')}: every parameter of a stage is sharded. Leave ignored_modules out."
+            )
+        if plugin.cpu_ram_efficient_loading:
+            broadcast_from_main(model, model, self.world)
+        if precision.label != "no":
+            plugin.set_mixed_precision(precision.label)
+            upcast_trainable(model)
+
+    def _shard(self, mine: Mapping[int, nn.Module], model: nn.Module, precision: Precision) -> None:
+        plugin, mesh = self.options.plugins["fsdp_plugin"], self.mesh
+        plugin.set_auto_wrap_policy(model)
+        units = find_wrap_units(model, plugin.auto_wrap_policy)
+        replicas = mesh.active("dp_replicate")
+        for stage in mine.values():
+            if plugin.activation_checkpointing:
+                own = set(stage.modules())  # of a traced model, the units are in no stage
+                inside = [unit for unit in units if unit in own] or [stage]
+                recompute_activations(inside, offload=plugin.activation_checkpointing_offload)
+            shard_stage(
+                stage,
+                model,
+                units,
+                plugin,
+                mesh.over(*replicas, "dp_shard"),
+                mesh.within(*replicas, "dp_shard"),
+                keeps_outputs=precision.is_autocast,
+                reshards=self.config.reshard_between_parts,
+            )
+
+    def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+        """Return the model that the user gave; what other ranks have has no values in it."""
+        inner = model.module if isinstance(model, PipelinedModel) else model
+        return super().unwrap(inner, keep_fp32_wrapper, keep_torch_compile)
+
+    def saved_model(self, model: nn.Module, prepared: nn.Module) -> nn.Module:
+        """Return the prepared model, which knows which rank has which tensors."""
+        return prepared
+
+    def named_parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters of all stages; those of other ranks have no values, gradients or state."""
+        return parameters_by_name(model.module if isinstance(model, PipelinedModel) else model)
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, scaler: Any, **kwargs: Any) -> None:
+        """Raise: the backward of a pipeline is a part of its step."""
+        raise PreparationError(
+            "accelerator.backward(loss) under pipeline parallelism: forward and backward of several parts of the batch "
+            "interleave, so both are in `loss = accelerator.pipeline_step(model, (inputs, targets), loss_function)`."
+        )
+
+    def pipeline_step(
+        self,
+        model: nn.Module,
+        inputs: tuple[Any, ...],
+        targets: Any,
+        loss_function: LossFunction,
+        *,
+        scaler: Any,
+        num_steps: int,
+        synchronises: bool,
+    ) -> torch.Tensor:
+        """Add gradients on every stage, average them over replicas if the update is complete, and return the loss."""
+        if not isinstance(model, PipelinedModel):
+            raise PreparationError(
+                f"pipeline_step() got a {type(model).__name__} that isn't spread over stages. Give it what "
+                "accelerator.prepare(model, ...) returned."
+            )
+        scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.world.device))  # by every stage
+        loss = model.pipeline_schedule.train(
+            inputs, targets, loss_function, scale=scale / num_steps, training=model.training
+        )
+        if synchronises:
+            self._reduce_gradients(model)
+        return loss
+
+    def gradients(self, model: nn.Module) -> dict[str, Any] | None:
+        """Return the gradients of this rank's stages, before they are summed over stages and averaged over replicas."""
+        return sharded_gradients(_stages_of(model), lambda: self.named_parameters(model))
+
+    def load_gradients(self, model: nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Set the gradients of this rank's stages."""
+        load_sharded_gradients(_stages_of(model), lambda: self.named_parameters(model), gradients)
+
+    def _reduce_gradients(self, model: PipelinedModel) -> None:
+        """Sum gradients of parameters that several stages have, and average all over the replicas."""
+        model.pipeline_schedule.reduce()
+        stages = self.mesh.group("pp")
+        named = dict(model.module.named_parameters())
+        for name, shape in model.shared.items():
+            parameter = named[name]
+            total = torch.zeros(shape, dtype=parameter.dtype, device=self.world.device)
+            if parameter.is_meta:
+                dist.all_reduce(total, group=stages)
+                continue
+            parameter.grad = _gradient_placed_like(parameter)
+            total.copy_(local_tensor(parameter.grad))
+            dist.all_reduce(total, group=stages)
+            local_tensor(parameter.grad).copy_(total)
+        replicas = self.mesh.group("dp_replicate")
+        if replicas is None or self.shards:  # shards are averaged over the replicas when they are reduced
+            return
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                by_dtype.setdefault(parameter.grad.dtype, []).append(local_tensor(parameter.grad))
+        for gradients in by_dtype.values():
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(self.mesh.size("dp_replicate"))
+            dist.all_reduce(flat, group=replicas)
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def clip_grad_norm(
+        self,
+        parameters: Iterable[torch.Tensor] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Scale the gradients to a norm of at most ``max_norm`` over all stages; a collective of the pipeline."""
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        gradients = [local_tensor(parameter.grad) for parameter in chosen if parameter.grad is not None]
+        counted = [p.grad for p in chosen if p.grad is not None and p not in self._shared]
+        # First within the stage, over the groups of its shards; then over all stages.
+        of_stage = total_norm(map(shard_and_groups, counted), float(norm_type), self.world.device)
+        norm = total_norm([(of_stage, (self.mesh.group("pp"),))], float(norm_type), self.world.device)
+        scale_to(gradients, norm, max_norm, error_if_nonfinite)
+        return norm
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
+        clip_sharded_grad_value(parameters, clip_value)
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def full_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
+        if not isinstance(model, PipelinedModel):
+            return super().full_state_dict(model, unwrap)
+        return self.access.full_model_state(model, self.world.is_main)
+
+    @property
+    def access(self) -> StateAccess:
+        """Access to the state of stages."""
+        return PipelineState(self.mesh, self.world.device, self.named_parameters)
+
+    def checkpoint_state(
+        self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False
+    ) -> dict[str, Any]:
+        """Return weights and optimizers, sharded where the plugin asks for it, else gathered."""
+        if self.shards:
+            plugin = self.options.plugins["fsdp_plugin"]
+            return checkpoint_state_of(plugin, self.access, models, optimizers, self.world, model_only)
+        inner = [] if model_only else list(map(inner_optimizer, optimizers))
+        return gathered_state(self.access, models, inner, self.world.is_local_main)
+
+
+def _tensors(stage: nn.Module) -> Iterator[torch.Tensor]:
+    yield from stage.parameters()
+    yield from stage.buffers()
+
+
+def _stages_of(model: nn.Module) -> list[nn.Module]:
+    return list(model.pipeline_schedule.stages.values()) if isinstance(model, PipelinedModel) else []
+
+
+def _owners(model: nn.Module, stages: Sequence[nn.Module], num_ranks: int) -> dict[str, tuple[int, ...]]:
+    """Return by name the pipeline ranks that have a parameter or buffer; the first, for one that no stage uses."""
+    having: dict[int, set[int]] = {}
+    for number, stage in enumerate(stages):
+        for tensor in _tensors(stage):
+            having.setdefault(id(tensor), set()).add(number % num_ranks)
+    state = model.state_dict(keep_vars=True)
+    return {name: tuple(sorted(having.get(id(tensor), {0}))) for name, tensor in state.items()}
+
+
+def _move_to(stage: nn.Module, device: torch.device) -> None:
+    for tensor in _tensors(stage):  # in place: the user's own model has the same objects
+        tensor.data = tensor.data.to(device)
+    stage.to(device)
+
+
+def _gradient_placed_like(parameter: Any) -> torch.Tensor:
+    """Return the gradient of ``parameter`` with its placements; zeros where it has none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    if placements_of(gradient) == placements_of(parameter):
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)  # an embedding's, of tokens that ranks have in part
+
+
+def _broadcast_to_replicas(stage: nn.Module, replicas: World) -> None:
+    """Broadcast the tensors of ``stage`` from the first of its replicas to the others."""
+    if replicas.size == 1:
+        return
+    source = 0 if replicas.group is None else dist.get_global_rank(replicas.group, 0)
+    for tensor in {id(tensor): tensor for tensor in _tensors(stage)}.values():
+        dist.broadcast(local_tensor(tensor.detach()), source, replicas.group)
+
+
+def _apply_precision(precision: Precision, stage: nn.Module, is_last: bool) -> None:
+    """Make ``stage`` compute in ``precision``; only the last one's outputs are cast back."""
+    if is_last or not precision.is_autocast:
+        precision.patch_forward(stage)
+        return
+    forward = stage.forward
+
+    def under_autocast(*args: Any) -> Any:
+        with precision.autocast():
+            return forward(*args)
+
+    stage.forward = under_autocast
+
+
+# --------------------------------------------------------------------------------------------------
+# Access to state that is distributed over stages, under the names and in the order that one process has
+
+
+@final
+class PipelineState(StateAccess):
+    """Access to models whose tensors have values on the ranks of their stages, and a shape everywhere else."""
+
+    def __init__(self, mesh: Mesh, device: torch.device, named_parameters: NamedParameters) -> None:
+        self._mesh, self._device = mesh, device
+        self._in_place = InPlace(named_parameters, canonical_name)
+
+    # -- models --------------------------------------------------------------------------------------------
+
+    def load_target(self, model: Any) -> Any:
+        """Return a load target that takes full state dicts and keeps this rank's tensors."""
+        return _PipelineReceiver(model)
+
+    def full_model_state(self, model: Any, keeps: bool) -> dict[str, Any]:
+        """Broadcast each tensor from its stage, and return the state dict; tied names share one tensor."""
+        state: dict[str, Any] = {}
+        sent: dict[int, torch.Tensor | None] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor):
+                state[name] = tensor
+                continue
+            if id(tensor) not in sent:
+                sent[id(tensor)] = self._send(tensor, model.owners[name][0], keeps)
+            if keeps:
+                state[canonical_name(name)] = sent[id(tensor)]
+        return state if keeps else {}
+
+    def _send(self, tensor: torch.Tensor, owner: int, keeps: bool) -> torch.Tensor | None:
+        """Broadcast ``tensor`` from the pipeline rank ``owner``, and return it in CPU memory where ``keeps``."""
+        if owner == self._mesh.place("pp"):
+            value = gather_tensor(tensor).to(self._device).contiguous()
+        else:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        dist.broadcast(value, self._mesh.ranks("pp")[owner], self._mesh.group("pp"))
+        return value.cpu() if keeps else None
+
+    def model_shards(self, model: Any) -> dict[str, Any]:
+        """Return this rank's tensors, or shards of them; those of other stages have no values."""
+        return self._in_place.model_shards(model)
+
+    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
+        """Do nothing: this rank's tensors have been read in place."""
+
+    # -- optimizers ----------------------------------------------------------------------------------------
+
+    def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Return the parameters; those of other stages have no values."""
+        return self._in_place.layouts(models)
+
+    def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
+        """Return this rank's part of the optimizer state."""
+        return self._in_place.optimizer_shards(optimizer, models)
+
+    def load_optimizer_shards(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
+        """Load the optimizer state of this rank's stages, and drop that of others."""
+        self._in_place.load_optimizer_shards(optimizer, models, shards)
+        _drop_state_of_other_stages(optimizer)
+
+    def full_optimizer_state(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
+        """Return the optimizer state of all stages' parameters, by their numbers; a collective."""
+        own = optimizer.state_dict()
+        parts: list[Any] = [None] * self._mesh.size("pp")
+        outline = {
+            number: {key: _without_values(value) for key, value in entries.items()}
+            for number, entries in own["state"].items()
+        }
+        dist.all_gather_object(parts, outline, self._mesh.group("pp"))
+        state: dict[int, dict[str, Any]] = {}
+        for owner, part in enumerate(parts):
+            for number, entries in part.items():
+                if number in state:  # a parameter that several stages have
+                    continue
+                state[number] = {}
+                for key, value in entries.items():
+                    if isinstance(value, torch.Tensor):  # only its shape
+                        mine = own["state"][number][key] if owner == self._mesh.place("pp") else value
+                        value = self._send(mine, owner, keeps)
+                    state[number][key] = value
+        return {**own, "state": dict(sorted(state.items()))} if keeps else {}
+
+    def load_full_optimizer_state(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
+        """Load the optimizer state of this rank's stages, and drop that of others."""
+        self._in_place.load_full_optimizer_state(optimizer, models, state)
+        _drop_state_of_other_stages(optimizer)
+
+
+def _without_values(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def _drop_state_of_other_stages(optimizer: Any) -> None:
+    for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
+        del optimizer.state[parameter]
+
+
+@final
+class _PipelineReceiver:
+    """A model of which this rank has some stages, as a load target for full tensors."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def state_dict(self, **_: Any) -> dict[str, Any]:
+        """Return the live tensors; those of other stages have no values."""
+        return self._model.state_dict(keep_vars=True)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+        """Copy the values of this rank's tensors from ``state``."""
+        own = {canonical_name(name): tensor for name, tensor in self.state_dict().items()}
+        given = {id(own[name]) for name in state if name in own}  # a tied tensor comes under one of its names
+        missing = [name for name, tensor in own.items() if id(tensor) not in given]
+        unexpected = [name for name in state if name not in own]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"The state doesn't fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}.")
+        with torch.no_grad():
+            for name in [name for name in state if name in own]:
+                tensor = own[name]
+                if tensor.shape != state[name].shape:
+                    raise RuntimeError(
+                        f"{name!r} has shape {list(state[name].shape)} there, and {list(tensor.shape)} here."
+                    )
+                if not tensor.is_meta:
+                    tensor.copy_(shard_like(state[name].to(tensor.dtype), tensor.detach()))
+        return loaded(missing, unexpected)

@@ -1,0 +1,237 @@
+"""Replacement of an optimizer's parameters by those of the prepared model, by name, and unwrapping of models.
+
+Sharding, and moving a model to some devices, makes new Parameter objects. An optimizer that was made before refers to
+the old ones, and would go on training tensors that no model uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any, final
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..checkpointing.sharded import shard_like
+from ..errors import PreparationError
+from ..precision.autocast import restore_forward
+from ..torch_private.modules import compile_like, original_module
+from .compile import is_compiled_module, uncompiled
+
+#: The parts that wrappers add to the names of a module's parameters.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def canonical_name(name: str) -> str:
+    """Return ``name`` as the user's own model has it, without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def parameters_by_name(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Iterate over the parameters of ``model``, each under every name that it has in the user's own model."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield canonical_name(name), parameter
+
+
+def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the torch optimizer inside what ``prepare`` returned; any other comes back as it is."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def rebind(
+    optimizers: Iterable[torch.optim.Optimizer],
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+) -> None:
+    """Replace in ``optimizers`` each parameter of ``before`` by the one of the same name in ``after``.
+
+    Parameters that no name leads to stay. State that an optimizer already has goes along.
+
+    Raises:
+        PreparationError: shards of one new parameter are in two groups.
+    """
+    OptimizerRebinding(optimizers, before.items()).resolve(after)
+
+
+@final
+class OptimizerRebinding:
+    """Optimizers that hold names in place of parameters, whose memory can thus be freed, until :meth:`resolve`."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], before: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._optimizers = list({id(inner): inner for inner in map(inner_optimizer, optimizers)}.values())
+        names: dict[int, str] = {}
+        for name, parameter in before:
+            names.setdefault(id(parameter), name)  # any name of a tied parameter leads to it
+        self._state: list[list[tuple[str, dict[str, Any]]]] = []
+        for optimizer in self._optimizers:
+            known = [(tensor, state) for tensor, state in optimizer.state.items() if id(tensor) in names]
+            self._state.append([(names[id(tensor)], state) for tensor, state in known])
+            for tensor, _ in known:
+                del optimizer.state[tensor]
+            for group in optimizer.param_groups:
+                # In place: some optimizers keep the list itself (LBFGS).
+                group["params"][:] = [names.get(id(parameter), parameter) for parameter in group["params"]]
+
+    def resolve(self, after: Mapping[str, torch.Tensor]) -> None:
+        """Replace the names in the optimizers by the parameters that have them in ``after``."""
+        for optimizer, states in zip(self._optimizers, self._state, strict=True):
+            owners: dict[int, int] = {}
+            for number, group in enumerate(optimizer.param_groups):
+                group["params"][:] = _unique(_parameters_of_names(group["params"], after))
+                _refuse_shared(group["params"], number, owners)
+            for name, state in states:
+                new = after[name]
+                optimizer.state[new] = {key: _placed_like(value, new) for key, value in state.items()}
+            _disable_foreach_across_meshes(optimizer)
+
+
+def _parameters_of_names(entries: Sequence[Any], after: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    for entry in entries:
+        if not isinstance(entry, str):
+            yield entry
+            continue
+        if entry not in after:
+            raise PreparationError(f"Parameter {entry!r} of the optimizer is gone from the prepared model.")
+        yield after[entry]
+
+
+def _unique(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return each parameter once: several names may lead to one, by ties and flat parameters."""
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+def _refuse_shared(parameters: Iterable[torch.Tensor], number: int, owners: dict[int, int]) -> None:
+    for parameter in parameters:
+        if owners.setdefault(id(parameter), number) != number:
+            raise PreparationError(
+                f"Parameter groups {owners[id(parameter)]} and {number} of the optimizer both hold shards of one flat "
+                "parameter. Set FullyShardedDataParallelPlugin(use_orig_params=True), which keeps parameters apart, "
+                "or fsdp_version=2."
+            )
+
+
+def _disable_foreach_across_meshes(optimizer: torch.optim.Optimizer) -> None:
+    """Set ``foreach=False`` in groups of parameters on different meshes, which torch's joint updates don't take.
+
+    Raises:
+        PreparationError: a joint update (``foreach=True``, ``fused=True``) was asked for.
+    """
+    for group in optimizer.param_groups:
+        # Parameters of other pipeline stages are on the meta device, and never updated here.
+        meshes = {_mesh_of(parameter) for parameter in group["params"] if not parameter.is_meta}
+        if len(meshes) < 2 or "foreach" not in group:
+            continue
+        asked = next((name for name in ("foreach", "fused") if group.get(name)), None)
+        if asked is not None:
+            raise PreparationError(
+                f"{type(optimizer).__name__}({asked}=True) updates all parameters at once, but some are sharded over "
+                f"other ranks than others. Leave {asked} out."
+            )
+        group["foreach"] = False
+
+
+def _mesh_of(parameter: torch.Tensor) -> Any:
+    return getattr(parameter, "device_mesh", None)
+
+
+def _placed_like(value: Any, parameter: torch.Tensor) -> Any:
+    """Return ``value``, optimizer state of an old parameter, with the placement of ``parameter``."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return value
+    if value.shape != parameter.shape:
+        raise PreparationError(
+            f"The optimizer has state of shape {list(value.shape)} for a parameter of shape {list(parameter.shape)}. "
+            "Load the optimizer's state after prepare(), with accelerator.load_state()."
+        )
+    return shard_like(value, parameter)
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[torch.nn.Module], Any], model: torch.nn.Module, device: torch.device
+) -> Callable[[torch.nn.Module], Any]:
+    """Wrap ``param_init_fn`` so that parameters of ``model`` that were tied are tied again after it."""
+    owners_by_parameter: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners_by_parameter.setdefault(id(parameter), []).append((module, name))
+    tied = {place: group for group in owners_by_parameter.values() if len(group) > 1 for place in group}
+    if not tied:
+        return param_init_fn
+    made: dict[tuple[torch.nn.Module, str], torch.nn.Parameter] = {}
+
+    @wraps(param_init_fn)
+    def initialise(module: torch.nn.Module) -> Any:
+        result = param_init_fn(module)
+        for name in list(module._parameters):
+            group = tied.get((module, name))
+            if group is not None:
+                module._parameters[name] = made.setdefault(group[0], module._parameters[name])  # pyright: ignore[reportArgumentType]
+        return result
+
+    return initialise
+
+
+# --------------------------------------------------------------------------------------------------
+# Unwrapping
+
+
+def _wrapper_classes() -> tuple[type, ...]:
+    classes: list[type] = [DistributedDataParallel, DataParallel]
+    if torch.distributed.is_available():
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        classes.append(FullyShardedDataParallel)
+    import sys
+
+    # Only a package that was imported can have made an engine, so it isn't imported to check.
+    deepspeed: Any = sys.modules.get("deepspeed")
+    engine = getattr(deepspeed, "DeepSpeedEngine", None)
+    return (*classes, engine) if engine is not None else tuple(classes)
+
+
+def unwrap(model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+    """Return the model inside data-parallel, sharding and engine wrappers.
+
+    A compiled model stays compiled unless ``keep_torch_compile`` is False; the mixed-precision forward stays
+    unless ``keep_fp32_wrapper`` is False. An object without wrappers comes back as it is.
+    """
+    compiled = model if is_compiled_module(model) else None
+    if compiled is not None:
+        model = original_module(compiled)
+    classes = _wrapper_classes()
+    while isinstance(model, classes):
+        model = model.module
+    if is_compiled_module(model):  # compiled first, wrapped after
+        compiled, model = model, original_module(model)
+    if not keep_fp32_wrapper and isinstance(model, torch.nn.Module):
+        restore_forward(model)
+    if not keep_torch_compile:
+        return uncompiled(model) if isinstance(model, torch.nn.Module) else model
+    if compiled is None or original_module(compiled) is model:
+        return model if compiled is None else compiled
+    # The user's compiled object goes on training through its wrapper, so the inner model gets one of its own.
+    return compile_like(compiled, model)
+
+
+def extract_model_from_parallel(
+    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Any:
+    """Return :func:`unwrap` of ``model`` under its documented name; ``recursive`` unwraps submodules too."""
+    model = unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+    if recursive and isinstance(model, torch.nn.Module):
+        for name, child in model.named_children():
+            setattr(model, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))
+    return model
+
+
+def is_peft_model(model: Any) -> bool:
+    """Return True if ``model``, unwrapped, is a PeftModel; False when peft isn't imported."""
+    import sys
+
+    peft: Any = sys.modules.get("peft")
+    if peft is None:
+        return False
+    inner = unwrap(model, keep_torch_compile=False) if isinstance(model, torch.nn.Module) else model
+    return isinstance(inner, peft.PeftModel)

@@ -1,0 +1,247 @@
+"""XLA devices: TPUs, and every device that PJRT drives. Operations are recorded, compiled, and run once a step.
+
+Two ways to use several devices. One process for each (what `accelerate launch --tpu` starts): gradients are summed
+before the update. Or one process for all of them (SPMD, after `torch_xla.runtime.use_spmd()`): the program is written
+for one device, and the compiler splits the batch, and under FSDP the parameters, over all.
+
+Xu et al., "GSPMD: General and Scalable Parallelization for ML Computation Graphs", 2021.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+
+from ..big_models.sizes import find_tied_parameters, retie_parameters
+from ..checkpointing.sharded import InPlace, StateAccess
+from ..distributed.world import World
+from ..errors import SettingError
+from ..nested import recursively_apply, send_to_device
+from ..precision import Precision
+from ..settings import env
+from ..settings.labels import DistributedType
+from .base import Strategy, recompute_activations
+from .compile import compile_model
+from .fsdp.wrapping import find_ignored, find_wrap_units
+from .rebind import canonical_name
+
+#: The mesh axis over which the batch and the parameters are sharded, by torch_xla's name.
+AXIS = "fsdp"
+
+
+def _runtime() -> Any:
+    return importlib.import_module("torch_xla.runtime")
+
+
+def _sync() -> None:
+    """Run the operations recorded so far, as one program."""
+    importlib.import_module("torch_xla").sync()
+
+
+def cast_everything(mixed_precision: str, owner: object) -> bool:
+    """Make XLA cast all floating-point tensors to bfloat16, for bf16 on TPUs; return True if that was arranged.
+
+    With ACCELERATE_DOWNCAST_BF16 (`--downcast_bf16`), float32 is bfloat16 and float64 is float32.
+
+    Args:
+        owner: the Accelerator; the compiler finds the setting in the environment while it lives.
+    """
+    if mixed_precision != "bf16" or _runtime().device_type() != "TPU":
+        return False
+    env.set_variables_for(owner, {"XLA_DOWNCAST_BF16" if env.flag("ACCELERATE_DOWNCAST_BF16") else "XLA_USE_BF16": 1})
+    return True
+
+
+@final
+class XlaDevices(Strategy):
+    """One program per step: replicas in one process each, or one process whose tensors are sharded over all devices."""
+
+    is_replicated = True  # each of several processes has the full model: only one process shards
+
+    def __init__(self, world: World, options: Any) -> None:
+        super().__init__(world, options)
+        is_one_program = _runtime().is_spmd()
+        if self.plugin is not None and not is_one_program:
+            raise SettingError(
+                f"FSDP on {world.kind.name} devices takes one process for all of them, and there are {world.size}. "
+                "Start the script with `python`, or with `accelerate launch --num_processes 1`."
+            )
+        self._device_mesh = _mesh_of_all() if is_one_program else None
+
+    @property
+    def label(self) -> DistributedType:
+        """The type XLA."""
+        return DistributedType.XLA
+
+    @property
+    def plugin(self) -> Any:
+        """The FullyShardedDataParallelPlugin, as it is now; None without one."""
+        return self.options.plugins.get("fsdp_plugin")
+
+    # -- placing -------------------------------------------------------------------------------------------
+
+    def place_model(
+        self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Convert ``model`` to its precision, move it to the device and shard its parameters if FSDP was asked for."""
+        model = precision.convert(model)
+        plugin = None if evaluation_mode else self.plugin
+        units: list[torch.nn.Module] = []
+        if plugin is not None:
+            plugin.set_auto_wrap_policy(model)
+            units = find_wrap_units(model, plugin.auto_wrap_policy, find_ignored(plugin.ignored_modules, model))
+            if plugin.activation_checkpointing:
+                recompute_activations(units)
+        precision.patch_forward(model)
+        if device_placement or plugin is not None:
+            model = _moved(model, self.world.device)
+        if plugin is not None:
+            self._shard(model, units)
+        elif self.world.size > 1 and not evaluation_mode:
+            importlib.import_module("torch_xla.core.xla_model").broadcast_master_param(model)
+        precision.patch_wrapped(model)
+        dynamo = self.options.dynamo_plugin
+        return model if dynamo is None else compile_model(model, dynamo)
+
+    def _shard(self, model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:
+        """Shard parameters over all devices; outputs of wrap units stay split by rows, so weights are gathered."""
+        self._annotate(model.parameters())
+        split = importlib.import_module("torch_xla.distributed.spmd.xla_sharding").apply_backward_optimization_barrier
+        for unit in units:  # not around the model: the gradients of its inputs aren't needed
+            split(unit)
+            unit.register_forward_hook(self._keep_split)
+        model.register_forward_hook(self._keep_split)
+
+    def _keep_split(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        del module, inputs
+        recursively_apply(self._split_batch, output)
+
+    def _annotate(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Shard each of ``parameters`` along its longest dimension, unless it is sharded already."""
+        for parameter in parameters:
+            if parameter.ndim and not _is_annotated(parameter):
+                dims: list[str | None] = [None] * parameter.ndim
+                dims[parameter.shape.index(max(parameter.shape))] = AXIS
+                _mark(parameter, self._device_mesh, dims)
+
+    def _split_batch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Split the rows of ``tensor`` over all devices, if these divide them, and return it."""
+        mesh = self._device_mesh
+        if mesh is not None and tensor.ndim and tensor.shape[0] % mesh.size() == 0 and not _is_annotated(tensor):
+            _mark(tensor, mesh, [AXIS, *[None] * (tensor.ndim - 1)])
+        return tensor
+
+    def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Sum gradients over the processes before ``optimizer`` steps, and end the program after it."""
+        if self.world.size > 1:
+            optimizer.register_step_pre_hook(lambda *_: self._reduce(_gradients(optimizer)))
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, *_: Any) -> None:
+        gradient_state = self.options.gradient_state
+        if gradient_state is not None:
+            gradient_state.is_xla_gradients_synced = False
+        _sync()
+
+    def configure_loader(self, loader: Any) -> None:
+        """End the previous batch's program when a batch is asked for, and split batches over this process's devices."""
+        loader.device_prefetch = XlaPrefetch(self)
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def _reduce(self, gradients: list[torch.Tensor]) -> None:
+        """Average the gradients over the processes, once in each update."""
+        gradient_state = self.options.gradient_state
+        if (
+            self.world.size == 1
+            or (gradient_state is not None and gradient_state.is_xla_gradients_synced)
+            or not gradients
+        ):
+            return
+        model = importlib.import_module("torch_xla.core.xla_model")
+        model.all_reduce(model.REDUCE_SUM, gradients, scale=1.0 / self.world.size)
+        if gradient_state is not None:
+            gradient_state.is_xla_gradients_synced = True
+
+    def clip_grad_norm(
+        self,
+        parameters: Iterable[torch.Tensor] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Scale the averaged gradients to a global norm of at most ``max_norm``, and return the norm before."""
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._reduce([parameter.grad for parameter in chosen if parameter.grad is not None])
+        return super().clip_grad_norm(chosen, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clamp every element of the averaged gradients to [-``clip_value``, ``clip_value``]."""
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._reduce([parameter.grad for parameter in chosen if parameter.grad is not None])
+        super().clip_grad_value(chosen, clip_value)
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the full state dict of ``model`` in CPU memory; tied names share one tensor there too."""
+        inner = self.unwrap(model, keep_torch_compile=False) if unwrap else model
+        state = self.access.model_shards(inner)
+        moved = {id(value): send_to_device(value, torch.device("cpu")) for value in state.values()}
+        return {name: moved[id(value)] for name, value in state.items()}
+
+    @property
+    def access(self) -> StateAccess:
+        """In-place access, as for one device: sharded tensors are handed over whole."""
+        _sync()
+        return InPlace(self.named_parameters, canonical_name)
+
+
+@final
+class XlaPrefetch:
+    """The transfer of batches to the device, which runs what was recorded so far while the next batch is copied."""
+
+    def __init__(self, strategy: XlaDevices) -> None:
+        self._strategy = strategy
+
+    def send(self, batch: Any) -> Any:
+        """Copy a batch to the device, its rows split over all devices of an SPMD program."""
+        sent = send_to_device(batch, self._strategy.world.device)
+        return recursively_apply(self._strategy._split_batch, sent)
+
+    def receive(self, sent: Any) -> Any:
+        """Return the batch that was sent, for a new program."""
+        _sync()
+        return sent
+
+
+def _moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Move ``model`` to ``device``, and tie again the weights that moving to XLA untied."""
+    tied = find_tied_parameters(model)
+    model = model.to(device)
+    retie_parameters(model, tied)
+    return model
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parameters: Iterator[torch.Tensor] = (
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    )
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _mesh_of_all() -> Any:
+    spmd = importlib.import_module("torch_xla.distributed.spmd")
+    count = _runtime().global_runtime_device_count()
+    return spmd.Mesh(list(range(count)), (count,), (AXIS,))
+
+
+def _is_annotated(tensor: torch.Tensor) -> bool:
+    return bool(importlib.import_module("torch_xla")._XLAC._get_xla_sharding_spec(tensor))
+
+
+def _mark(tensor: torch.Tensor, mesh: Any, dims: Sequence[str | None]) -> None:
+    importlib.import_module("torch_xla.distributed.spmd").mark_sharding(tensor, mesh, tuple(dims))

@@ -1,0 +1,235 @@
+"""A queue of calls to a tracking service, made one after another on a thread of its own, so that training never waits.
+
+The thread belongs to one tracker. One that fails or hangs holds up neither the training loop nor another tracker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+#: What one waiting call costs beside its tensors and arrays: the limit holds for scalars too.
+BYTES_PER_CALL: Final = 1024
+#: How long the exit of a program that never called `end_training` waits for the calls that are still queued.
+EXIT_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True)
+class _Item:
+    call: Callable[[], object]
+    what: str
+    size: int
+    when: float
+
+
+@final
+class BackgroundQueue:
+    """A queue of the calls that a tracker has still to make, in order, with a thread of its own that makes them.
+
+    A call that fails is left out, and so is one for which ``limit_bytes`` leave no room. The first of each kind is
+    logged at once, and all are counted at the end.
+
+    Args:
+        owner: the tracker's name in log lines.
+        limit_bytes: how much may wait: the tensors and arrays of the calls, and 1 KiB for each call.
+        in_background: without it, each call is made at once, by the caller's thread; failures are still caught.
+    """
+
+    def __init__(self, owner: str, *, limit_bytes: int, in_background: bool = True) -> None:
+        self.owner = owner
+        self.limit_bytes = limit_bytes
+        self.in_background = in_background
+        self.completed = self.failed = self.refused = 0
+        self.is_finished = False
+        self._changed = threading.Condition()
+        self._waiting: deque[_Item] = deque()
+        self._current: _Item | None = None
+        self._bytes = 0
+        self._is_closed = False
+        self._first_failure = ""
+        self._thread: threading.Thread | None = None
+        self._process_id = os.getpid()
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether the caller runs on the thread of this queue."""
+        return self._thread is threading.current_thread()
+
+    @property
+    def when(self) -> float:
+        """When the running call was queued, in seconds since 1970; the present, where none is running."""
+        item = self._current
+        return time.time() if item is None else item.when
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call waits or runs."""
+        return not self._waiting and self._current is None
+
+    def put(self, function: Callable[..., object], what: str, *args: Any, **kwargs: Any) -> None:
+        """Queue a call of ``function`` with copies of the arguments, after everything that was queued before.
+
+        Calls queued after :meth:`close`, or by a forked child, are left out.
+        """
+        if os.getpid() != self._process_id:
+            return
+        try:
+            size = Size(BYTES_PER_CALL)
+            args, kwargs = copied(args, size), copied(kwargs, size)
+        except Exception as error:  # a value that can't be copied costs a record, not the run
+            self._note_failure(what, error)
+            return
+        item = _Item(lambda: function(*args, **kwargs), what, size.bytes, time.time())
+        if not self.in_background:
+            self._deliver(item)
+            return
+        with self._changed:
+            if self._is_closed:
+                return
+            # A call that is larger than the limit by itself is accepted while the queue is idle.
+            fits = self._bytes + item.size <= self.limit_bytes or self.is_idle
+            if fits:
+                self._append(item)
+            else:
+                self.refused += 1
+        if not fits and self.refused == 1:
+            logger.warning(
+                "The tracker '%s' takes records more slowly than they come: %.0f MiB wait, which is the limit, so new "
+                "ones are left out until there is room (first: %s). Training goes on.",
+                self.owner, self.limit_bytes / 2**20, what,
+            )  # fmt: skip
+
+    def _append(self, item: _Item) -> None:
+        self._waiting.append(item)
+        self._bytes += item.size
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"tracker {self.owner}", daemon=True)
+            self._thread.start()
+            # Registered after the service's own handlers were, so called before them.
+            atexit.register(self.wait, EXIT_SECONDS)
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._is_closed:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                item = self._current = self._waiting.popleft()
+            self._deliver(item)
+            with self._changed:
+                self._current = None
+                self._bytes -= item.size
+                self._changed.notify_all()
+
+    def _deliver(self, item: _Item) -> None:
+        try:
+            item.call()
+        except KeyboardInterrupt:  # the person's, where the call is made by the training loop itself
+            raise
+        except BaseException as error:  # the service's (some exit the program); training doesn't depend on it
+            self._note_failure(item.what, error)
+        else:
+            self.completed += 1
+
+    def _note_failure(self, what: str, error: BaseException) -> None:
+        self.failed += 1
+        if self.failed == 1:
+            self._first_failure = f"{what}: {type(error).__name__}: {error}"
+            logger.error(
+                "The tracker '%s' failed (%s). Training goes on, and what it can't take is left out.",
+                self.owner, self._first_failure,
+            )  # fmt: skip
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until the queue is empty, at most ``timeout_seconds``; return whether it is."""
+        if os.getpid() != self._process_id:
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_idle, timeout_seconds)
+
+    def close(self, finish: Callable[[], object]) -> None:
+        """Refuse further calls, and queue ``finish`` as the last one."""
+        if os.getpid() != self._process_id:
+            return
+
+        def last() -> None:
+            finish()
+            self.is_finished = True
+
+        item = _Item(last, "finish", 0, time.time())
+        if not self.in_background:
+            self._is_closed = True
+            self._deliver(item)
+            return
+        with self._changed:
+            if not self._is_closed:
+                self._append(item)
+                self._is_closed = True
+
+    def wait_until_closed(self, deadline: float, timeout_seconds: float) -> bool:
+        """Wait for ``finish`` until ``deadline``; then drop the rest, log what was lost, and return whether it
+        finished.
+        """
+        ended = self.wait(max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            left = 0 if ended else len(self._waiting) + (self._current is not None)
+            self._waiting.clear()
+        atexit.unregister(self.wait)
+        if self.failed or self.refused or left:
+            logger.warning("%s", self._losses(left, timeout_seconds))
+        return self.is_finished
+
+    def _losses(self, left: int, timeout_seconds: float) -> str:
+        losses: list[str] = []
+        if self.failed:
+            losses.append(f"{self.failed} failed (first: {self._first_failure})")
+        if self.refused:
+            losses.append(f"{self.refused} found no room")
+        if left:
+            losses.append(f"{left} were not told within the {timeout_seconds:g} s that the end of training waits")
+        total = self.completed + self.failed + self.refused + left
+        return f"The tracker '{self.owner}' left out calls: of {total}, {', '.join(losses)}."
+
+
+@final
+class Size:
+    """A running sum of bytes."""
+
+    def __init__(self, start: int) -> None:
+        self.bytes = start
+
+
+def copied(value: Any, size: Size) -> Any:
+    """Return a copy of ``value`` that later changes of its tensors, arrays, lists and dicts don't reach; ``size``
+    counts its bytes.
+
+    Tensors are copied to host memory. Other objects (figures, images) are kept as they are.
+    """
+    if isinstance(value, torch.Tensor):
+        copy = value.detach().to("cpu", copy=True)
+        size.bytes += copy.nbytes
+        return copy
+    if isinstance(value, np.ndarray):
+        size.bytes += value.nbytes
+        return value.copy()
+    if type(value) is dict:
+        return {key: copied(each, size) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copied(each, size) for each in value)
+    if isinstance(value, (str, bytes)):
+        size.bytes += len(value)
+    return value

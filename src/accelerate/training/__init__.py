@@ -1,0 +1,1 @@
+"""The parts of a training step: accumulation, optimizer, scheduler, averaging, retry, metrics. Internal."""

@@ -1,0 +1,188 @@
+"""The exponential moving average of a model's weights, under every strategy that keeps parameters on devices.
+
+Each rank averages its local parts of the parameters, elementwise, so ranks don't communicate: replicas average the same
+numbers, shards their own ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ..checkpointing.sharded import StateAccess
+from ..errors import CheckpointError, PreparationError, SettingError
+from ..torch_private.fsdp import reshard_flat
+from ..torch_private.modules import move_each
+from .accumulation import GradientState
+
+
+@final
+class WeightAverage:
+    """The moving average ``average = decay * average + (1 - decay) * weights``, after each optimizer update, in float32
+    at least.
+
+    ``Accelerator.average_weights`` makes it; ``save_state`` and ``load_state`` include it. Buffers are not averaged.
+
+    Args:
+        held: the model through which parameters and state are seen as the strategy holds them.
+        access: how the strategy gives and takes whole tensors.
+        decay: how much of the average stays in an update; between 0 and 1.
+        every: so many optimizer updates make one update of the average.
+        warmup: begin with a small decay, ``(1 + n) / (10 + n)`` at the n-th update, up to ``decay``.
+        is_writer: whether this rank writes what all have in common.
+        was_skipped: whether the optimizer left the parameters alone (fp16), where that can happen.
+    """
+
+    def __init__(
+        self,
+        held: torch.nn.Module,
+        access: StateAccess,
+        gradient_state: GradientState,
+        *,
+        decay: float,
+        every: int,
+        warmup: bool,
+        was_skipped: Callable[[], bool] | None,
+        is_writer: bool,
+    ) -> None:
+        if not 0 <= decay <= 1:
+            raise SettingError(f"average_weights(decay={decay}): a decay is between 0 and 1, usually close to 1.")
+        if every < 1:
+            raise SettingError(f"average_weights(every={every}): at least one optimizer update.")
+        self.decay, self.every, self.warmup = decay, every, warmup
+        self.num_updates = 0
+        self._held, self._access, self._gradient_state, self._was_skipped = held, access, gradient_state, was_skipped
+        _free_gathered(held)
+        named = [(name, p) for name, p in held.named_parameters() if p.is_floating_point()]
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._is_sharded = any(isinstance(p, DTensor) for p in self._parameters) or _is_flat(held)
+        self._averages = [_widened(local) for local in self._local_parameters()]
+        self._is_writer = is_writer
+        self._collected: dict[str, torch.Tensor] | None = None
+        self._is_applied = False
+
+    # -- averaging -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights, if this micro-batch completed an optimizer update."""
+        if not self._gradient_state.sync_gradients or (self._was_skipped is not None and self._was_skipped()):
+            return
+        if self._is_applied:
+            raise PreparationError("WeightAverage.update() was called while the model has the averaged weights.")
+        self.num_updates += 1
+        if self.num_updates % self.every:
+            return
+        decay = self.decay
+        if self.warmup:
+            decay = min(decay, (1 + self.num_updates) / (10 + self.num_updates))
+        current = [
+            local.to(average.dtype) for local, average in zip(self._local_parameters(), self._averages, strict=True)
+        ]
+        move_each(self._averages, current, 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Enter a context in which the model has the averaged weights; at its end the model gets its own back, exactly.
+
+        For evaluating and for saving; what an optimizer does inside is lost.
+        """
+        if self._is_applied:
+            raise PreparationError("The model has the averaged weights already: applied() was entered twice.")
+        with torch.no_grad():
+            _free_gathered(self._held)
+            own = [local.clone() for local in self._local_parameters()]
+            self._put(self._averages)
+        self._is_applied = True
+        try:
+            yield
+        finally:
+            self._is_applied = False
+            with torch.no_grad():
+                _free_gathered(self._held)
+                self._put(own)
+
+    def _local_parameters(self) -> list[torch.Tensor]:
+        """Return this rank's local part of each parameter; writing to it changes the model."""
+        return [p.to_local().detach() if isinstance(p, DTensor) else p.detach() for p in self._parameters]
+
+    def _put(self, values: list[torch.Tensor]) -> None:
+        for local, value in zip(self._local_parameters(), values, strict=True):
+            local.copy_(value)
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the average under the names of the user's own model, in whole tensors. A collective where it is
+        sharded.
+        """
+        if not self._is_sharded:
+            return {name: average.detach() for name, average in zip(self._names, self._averages, strict=True)}
+        with self.applied():
+            whole = self._access.full_model_state(self._held, True)
+        return {name: value for name, value in whole.items() if value.is_floating_point()}
+
+    def collect(self, *_: Any) -> None:
+        """Gather the average for :meth:`state_dict` on the ranks that write. Every rank makes this call, before each
+        save.
+        """
+        whole = self.weights()
+        self._collected = whole if self._is_writer else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :meth:`collect` has gathered, once."""
+        if self._collected is None:
+            if self._is_sharded:
+                raise CheckpointError(
+                    "WeightAverage.state_dict() needs collect() on every rank first; or use weights()."
+                )
+            self._collected = self.weights()
+        whole, self._collected = self._collected, None
+        return {"num_updates": self.num_updates, "average": whole}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved average, of any number of ranks and any strategy.
+
+        Raises:
+            CheckpointError: it is the average of another model.
+        """
+        saved = state_dict["average"]
+        if not self._is_sharded:
+            missing = [name for name in self._names if name not in saved]
+            if missing:
+                raise CheckpointError(f"The saved weight average is of another model: it has no {', '.join(missing)}.")
+            for name, average in zip(self._names, self._averages, strict=True):
+                average.copy_(saved[name])
+        else:
+            _free_gathered(self._held)
+            own = [local.clone() for local in self._local_parameters()]
+            self._access.load_target(self._held).load_state_dict(saved, strict=False)
+            for local, average in zip(self._local_parameters(), self._averages, strict=True):
+                average.copy_(local)
+            self._put(own)
+        self.num_updates = int(state_dict["num_updates"])
+
+
+def _widened(local: torch.Tensor) -> torch.Tensor:
+    """Return a copy in float32, or in the parameter's own type where that is wider."""
+    return local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
+
+
+def _is_flat(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def _free_gathered(model: torch.nn.Module) -> None:
+    """Reshard all parameters, also those that a forward has gathered and kept."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        elif isinstance(module, FullyShardedDataParallel):
+            reshard_flat(module)

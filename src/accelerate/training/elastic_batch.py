@@ -1,0 +1,145 @@
+"""The global batch of an update, and how a run that continues on another number of ranks keeps its size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..distributed.world import World
+from ..errors import CheckpointError
+from ..logging import get_logger
+from .accumulation import GradientState
+
+if TYPE_CHECKING:
+    from ..checkpointing import LoadedCheckpoint
+    from .open_window import OpenWindow
+
+logger = get_logger(__name__)
+
+
+def global_batch_info(world: World, loaders: Sequence[Any], gradient_state: GradientState) -> dict[str, Any]:
+    """Return what a checkpoint records of the global batch: ranks, micro-batches per update, and samples of all ranks
+    at once per loader.
+    """
+    samples = [getattr(loader, "total_batch_size", None) for loader in loaders]
+    return {"ranks": world.size, "steps": gradient_state.num_steps, "samples": samples}
+
+
+def restore_accumulation(
+    loaded: LoadedCheckpoint,
+    world: World,
+    loaders: Sequence[Any],
+    gradient_state: GradientState,
+    window: OpenWindow,
+    *,
+    keep_global_batch: bool,
+) -> None:
+    """Continue the accumulation count from the checkpoint, and log on rank 0 what changed since the save.
+
+    Args:
+        window: into which the gradients of an incomplete update are loaded.
+        keep_global_batch: change the micro-batches per update so that an update has as many samples as before.
+
+    Raises:
+        CheckpointError: no whole number of micro-batches has as many samples, or the checkpoint has no record of them.
+    """
+    details = {} if loaded.manifest is None else loaded.manifest.details
+    before, now = details.get("pace"), global_batch_info(world, loaders, gradient_state)
+    if loaded.step is not None:
+        if gradient_state.open_window is not None:  # in a program that goes back: those are of another update
+            window.clear()
+        gradient_state.step = loaded.step
+    if before is None:
+        if keep_global_batch:
+            raise CheckpointError(
+                f"keep_global_batch=True: {loaded.folder} doesn't say how many samples made an update (it was saved "
+                "by an older version or another program). Set gradient_accumulation_steps yourself."
+            )
+        return
+    changes: list[str] = []
+    if before != now:
+        needed = _steps_needed(before, now)
+        changes = _changes(before, now)
+        if keep_global_batch and needed != now["steps"]:
+            steps = _whole_number(needed)
+            if steps is None:
+                raise CheckpointError(_cannot_keep_message(before, now, str(loaded.folder)))
+            gradient_state.num_steps = steps
+            changes.append(f"gradient_accumulation_steps: {now['steps']} -> {steps}, which keeps the global batch")
+            now = {**now, "steps": steps}
+        elif needed != now["steps"]:
+            changes.append(_suggestion(needed))
+    lost: str | None = None
+    if loaded.had_open_window:
+        lost = window.load_state_dict(loaded.window, partial(_count_of, before, now), before["ranks"], world)
+    elif gradient_state.num_steps != before["steps"] and gradient_state.step % before["steps"]:
+        lost = "its gradients were not saved"
+    if lost is not None:
+        changes.append(f"it was saved inside an update, whose first micro-batches are lost: {lost}")
+    if lost is not None or (gradient_state.num_steps != before["steps"] and not loaded.had_open_window):
+        # The next micro-batch begins the update that is due, a whole one.
+        gradient_state.step = gradient_state.step // before["steps"] * gradient_state.num_steps
+    if changes:
+        logger.warning("Goes on from %s with changes:\n  %s", loaded.folder, "\n  ".join(changes))
+
+
+def _count_of(before: Mapping[str, Any], now: Mapping[str, Any], count: int) -> int | None:
+    """Return how many of today's micro-batches are as many updates, and as much of the current one, as ``count`` of
+    before.
+
+    None where what is left of that update is no whole number of them.
+    """
+    if (before["ranks"], before["steps"]) == (now["ranks"], now["steps"]):
+        return count
+    updates, begun = divmod(count, before["steps"])
+    if not begun:
+        return updates * now["steps"]
+    old, new = _samples_per_update(before), _samples_per_update(now)
+    if old is None or old != new:
+        return None
+    left, rest = divmod((before["steps"] - begun) * now["steps"], before["steps"])
+    return None if rest else (updates + 1) * now["steps"] - left
+
+
+def _samples_per_update(info: Mapping[str, Any]) -> int | None:
+    """Return the samples per update of the first loader that knows."""
+    sizes = [size for size in info["samples"] if size]
+    return sizes[0] * info["steps"] if sizes else None
+
+
+def _steps_needed(before: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
+    wanted, sizes = _samples_per_update(before), [size for size in now["samples"] if size]
+    return None if wanted is None or not sizes else wanted / sizes[0]
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    changes: list[str] = []
+    if before["ranks"] != now["ranks"]:
+        changes.append(f"ranks: {before['ranks']} -> {now['ranks']}")
+    if before["steps"] != now["steps"]:
+        changes.append(f"gradient_accumulation_steps: {before['steps']} -> {now['steps']}")
+    old, new = _samples_per_update(before), _samples_per_update(now)
+    if old != new and old is not None and new is not None:
+        changes.append(f"global batch (samples per update): {old} -> {new}")
+    return changes
+
+
+def _whole_number(needed: float | None) -> int | None:
+    return int(needed) if needed is not None and needed >= 1 and needed == int(needed) else None
+
+
+def _suggestion(needed: float | None) -> str:
+    steps = _whole_number(needed)
+    if steps is None:
+        return "no whole number of micro-batches gives the global batch of before"
+    return f"load_state(keep_global_batch=True) would keep it, with gradient_accumulation_steps={steps}"
+
+
+def _cannot_keep_message(before: Mapping[str, Any], now: Mapping[str, Any], folder: str) -> str:
+    saved, current = _samples_per_update(before), _samples_per_update(now)
+    return (
+        f"keep_global_batch=True: {folder} was saved with {saved} samples per update by {before['ranks']} ranks. "
+        f"{now['ranks']} ranks take {current} samples in {now['steps']} micro-batches, and no whole number of "
+        "micro-batches makes as many. Choose a batch size per rank that divides them, or leave keep_global_batch out."
+    )

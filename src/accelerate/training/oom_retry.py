@@ -1,0 +1,479 @@
+"""Automatic micro-batching: when memory runs out, a batch is split further, and the update stays the same.
+
+A batch of a shape that isn't known to fit is computed *carefully*, so that the pass can be aborted and computed again
+in smaller parts. There are two ways. Replicas compute it without communication, and gradients are reduced afterwards,
+by the strategy's own reduction: the others wait for a rank that ran out of memory as for any slow rank. Where the
+forward itself communicates (sharded or tensor-parallel layers), all ranks abort and retry the pass together
+(:class:`CoordinatedPass`) and agree on the number of parts. Once the shape is known to fit (also beside the optimizer's
+state, that is after an update), both compute as always and exchange nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, Literal, Protocol, TypeVar, cast, final
+
+import torch
+import torch.distributed as dist
+
+from ..devices.memory import clear_device_cache, should_reduce_batch_size
+from ..distributed.random import capture_rng_states, restore_rng_states
+from ..distributed.world import World
+from ..errors import CollectiveError, MemoryExhausted, SettingError
+from ..logging import get_logger
+from ..nested import ignorant_find_batch_size, split_batch
+from ..torch_private.tracing import TorchDispatchMode
+
+logger = get_logger(__name__)
+
+ComputeLoss = Callable[[Any], torch.Tensor]
+Reduction = Literal["mean", "sum"]
+Shapes = tuple[tuple[int, ...], ...]
+REDUCTIONS: Final = ("mean", "sum")
+
+
+class Retryable(Protocol):
+    """The part of a strategy by which a batch can be computed again in smaller parts."""
+
+    communicates_in_forward: bool
+    can_retry_together: bool
+
+    @property
+    def world(self) -> World:
+        """The processes of the run."""
+        ...
+
+    def local_gradients(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        """Enter a context in which gradients of whole passes stay on this rank until :meth:`all_reduce_gradients`."""
+        ...
+
+    def check_parts(self, model: torch.nn.Module) -> None:
+        """Raise if a batch of ``model`` can't be computed in parts."""
+        ...
+
+    def sync_buffers(self, model: torch.nn.Module) -> None:
+        """Exchange what the next forward of ``model`` would exchange."""
+        ...
+
+    def all_reduce_gradients(self, model: torch.nn.Module) -> None:
+        """Reduce the gradients that passes under :meth:`local_gradients` left on each rank."""
+        ...
+
+    def reset_forwards(self, model: torch.nn.Module) -> None:
+        """Reset what forwards without a backward have left in ``model``."""
+        ...
+
+    def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
+        """Return a function that puts the gradients of ``model`` back as they are now."""
+        ...
+
+    def backward(self, loss: torch.Tensor, scaler: Any, **kwargs: Any) -> None:
+        """Add the gradients of ``loss`` to the parameters'."""
+        ...
+
+
+_NUM_QUIET: Final = 16  # batches in a row that were new to no rank, until the ranks stop comparing
+
+
+@final
+@dataclass(frozen=True)
+class Work:
+    """One micro-batch of the loop: what to compute, through which models, and how its parts add up."""
+
+    compute_loss: ComputeLoss
+    batch: Any
+    models: Sequence[torch.nn.Module]  # prepared
+    backward: Callable[[torch.Tensor], None]
+    reduction: Reduction
+    synchronises: bool  # it completes an update
+    size: int = 0
+    largest: int = 0  # size of any rank that shares this pass, as far as is known
+
+    def run(self, parts: Iterable[tuple[Any, int]]) -> torch.Tensor:
+        """Compute ``parts``, adding their gradients; return the sum of their losses, weighted by size if they are
+        means.
+        """
+        total: torch.Tensor | None = None
+        for part, part_size in parts:
+            loss = self.compute_loss(part)
+            weight = part_size / self.size if self.reduction == "mean" else float(part_size > 0)
+            if weight != 1.0:
+                loss = loss * weight
+            self.backward(loss)
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None, "a batch has at least one part"
+        return total
+
+
+@final
+class MicroBatches:
+    """The number of parts that this rank's batches are split into, and the shapes that are known to fit so."""
+
+    def __init__(self, strategy: Retryable) -> None:
+        self._strategy = strategy
+        self.num_parts = 1
+        self._num_updates = 0
+        self._known = _KnownShapes()
+        self._watch = _ShapeComparison(strategy.world)
+
+    def backward(self, work: Work, *, num_parts: int = 1, always_careful: bool = False) -> torch.Tensor:
+        """Add the gradients of the loss of the batch to the parameters'; return that loss, detached.
+
+        Args:
+            num_parts: at least so many.
+            always_careful: also where the shape is known to fit.
+
+        Raises:
+            MemoryExhausted: a single sample doesn't fit, or the batch can't be given up.
+        """
+        if work.reduction not in REDUCTIONS:
+            raise SettingError(f"reduction={work.reduction!r}: choose one of {', '.join(map(repr, REDUCTIONS))}.")
+        work = replace(work, size=_size_of(work.batch))
+        self.num_parts = max(self.num_parts, num_parts)
+        shapes = _shapes_of(work.batch)
+        is_new = always_careful or not self._known.cover(shapes)
+        largest = max(work.size, self.num_parts) if self._strategy.communicates_in_forward else work.size
+        if self._strategy.can_retry_together and (self._watch.is_on or always_careful):
+            is_surprise = is_new and not always_careful and bool(self._known)
+            is_new, self.num_parts, largest = self._watch.compare(is_new, is_surprise, self.num_parts, work.size)
+        elif self._strategy.communicates_in_forward:
+            is_new = False
+        work = replace(work, largest=largest)
+        if not is_new:
+            loss = self._run_known(work)
+        else:
+            loss = self._run_new(work)
+            if self._num_updates:  # before the first update, the optimizer's state isn't there yet
+                self._known.add(shapes)
+        self._num_updates += work.synchronises
+        return loss
+
+    def _parts(self, work: Work) -> list[tuple[Any, int]]:
+        parts = list(split_batch(work.batch, work.size, min(self.num_parts, work.size)))
+        # A rank with fewer samples than parts takes part in the others' passes, with a weight of zero.
+        return parts + [(parts[-1][0], 0)] * (min(self.num_parts, work.largest) - len(parts))
+
+    def _run_known(self, work: Work) -> torch.Tensor:
+        """Compute like a loop that accumulates by hand: of replicas the last part synchronises, if the micro-batch
+        does.
+        """
+        try:
+            parts = self._parts(work)
+            if not work.synchronises or len(parts) == 1:
+                return work.run(parts)
+            with self._local_gradients(work.models):
+                loss = work.run(parts[:-1])
+            return loss + work.run(parts[-1:])
+        except Exception as error:  # looked at, and raised again unless memory ran out
+            if not should_reduce_batch_size(error):
+                raise
+            can_be_careful = self._strategy.can_retry_together or not self._strategy.communicates_in_forward
+            way_out = ", or give up the overlap of communication with always_careful=True" if can_be_careful else ""
+            raise MemoryExhausted(
+                f"A batch of {work.size} in {self.num_parts} part(s) ran out of memory while the ranks exchange "
+                "weights or gradients, so that it can't be computed again: the others are waiting. Begin with smaller "
+                f"parts: backward_in_parts(..., num_parts={self.num_parts * 2}){way_out}."
+            ) from error
+
+    def _run_new(self, work: Work) -> torch.Tensor:
+        attempt = self._attempt_together if self._strategy.can_retry_together else self._attempt_locally
+        for model in work.models:
+            self._strategy.check_parts(model)
+            self._strategy.sync_buffers(model)
+        with self._local_gradients(work.models):
+            while (loss := attempt(work)) is None:
+                self._split_further(work.largest)
+        if work.synchronises:
+            for model in work.models:
+                self._strategy.all_reduce_gradients(model)
+        return loss
+
+    @contextmanager
+    def _local_gradients(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """Enter a context without gradient reduction. Shards are reduced part by part all the same: whole gradients
+        wouldn't fit.
+        """
+        with ExitStack() as held:
+            for model in models:
+                held.enter_context(self._strategy.local_gradients(model))
+            yield
+
+    def _attempt_locally(self, work: Work) -> torch.Tensor | None:
+        """Return the loss, with its gradients added; or None, with everything restored, if memory ran out here."""
+        before = _Snapshot(self._strategy, work.models)
+        try:
+            before.copy()
+            return work.run(self._parts(work))
+        except Exception as error:  # looked at, and raised again unless memory ran out
+            if not should_reduce_batch_size(error):
+                before.restore()
+                raise
+        # Outside the handler: inside it, the traceback still holds the tensors of the failed attempt.
+        before.restore()
+        return None
+
+    def _attempt_together(self, work: Work) -> torch.Tensor | None:
+        """Return the loss, with its gradients added; or None, with everything restored, if memory ran out on a rank."""
+        before = _Snapshot(self._strategy, work.models)
+
+        def compute() -> torch.Tensor:
+            before.copy()
+            return work.run(self._parts(work))
+
+        try:
+            loss = CoordinatedPass(self._strategy.world).run(compute)
+        except Exception:  # raised again, once the pass is undone
+            before.restore()
+            raise
+        if loss is None:
+            before.restore()
+        return loss
+
+    def _split_further(self, largest: int) -> None:
+        if self.num_parts >= largest:
+            raise MemoryExhausted(
+                f"One sample at a time (a batch of {largest} in {self.num_parts} parts) ran out of memory. Recompute "
+                "activations, shard or offload the model, or use smaller samples."
+            )
+        before, self.num_parts = self.num_parts, min(self.num_parts * 2, largest)
+        self._known.clear()
+        logger.warning(
+            "Memory ran out in a batch of %d in %d part(s); it is computed in %d from now on, and updates stay the "
+            "same. backward_in_parts(..., num_parts=%d) begins there.",
+            largest,
+            before,
+            self.num_parts,
+            self.num_parts,
+            main_process_only=False,
+        )
+
+
+@final
+class _Snapshot:
+    """A copy of what an attempt changes: gradients, buffers, random number streams, and what a strategy keeps of a
+    pass.
+    """
+
+    def __init__(self, strategy: Retryable, models: Sequence[torch.nn.Module]) -> None:
+        self._strategy = strategy
+        self._models = models
+        self._streams = capture_rng_states()
+        self._put_back: list[Callable[[], Any]] = []
+
+    def copy(self) -> None:
+        """Copy gradients and buffers; this takes memory."""
+        for model in self._models:
+            self._put_back.append(self._strategy.snapshot_gradients(model))
+            for buffer in model.buffers():
+                self._put_back.append(partial(buffer.copy_, buffer.clone()))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Undo the attempt."""
+        for model in self._models:
+            self._strategy.reset_forwards(model)
+        for restore_gradients in self._put_back:
+            restore_gradients()
+        restore_rng_states(self._streams)
+        clear_device_cache(garbage_collection=True)
+
+
+# -- shapes ------------------------------------------------------------------------------------------------
+
+
+@final
+class _ShapeComparison:
+    """The comparison between ranks, before each batch, of whether its shape is new to one of them.
+
+    Where all batches have one shape, that ends soon. Where they vary, a batch may be new to one rank alone, and the
+    others have to know.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._reducer = MaxReducer(world, 4)
+        self._num_quiet = 0
+        self._varies = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the ranks compare; the same on all of them."""
+        return self._varies or self._num_quiet < _NUM_QUIET
+
+    def compare(self, is_new: bool, is_surprise: bool, num_parts: int, size: int) -> tuple[bool, int, int]:
+        """Return whether the batch is new to any rank, the most parts, and the largest batch. A collective.
+
+        Args:
+            is_surprise: it is new although others had proved to fit before.
+        """
+        new, surprise, num_parts, size = self._reducer.largest(is_new, is_surprise, num_parts, size)
+        self._varies |= bool(surprise)
+        self._num_quiet = 0 if new else self._num_quiet + 1
+        return bool(new), num_parts, size
+
+
+@final
+class _KnownShapes:
+    """The largest shapes that are known to fit."""
+
+    def __init__(self) -> None:
+        self._largest: list[Shapes] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._largest)
+
+    def cover(self, shapes: Shapes) -> bool:
+        """Return whether a batch as large was computed before."""
+        return any(_covers(known, shapes) for known in self._largest)
+
+    def add(self, shapes: Shapes) -> None:
+        """Note that a batch of ``shapes`` fits."""
+        self._largest = [known for known in self._largest if not _covers(shapes, known)] + [shapes]
+
+    def clear(self) -> None:
+        """Forget all shapes."""
+        self._largest = []
+
+
+def _size_of(batch: Any) -> int:
+    size = ignorant_find_batch_size(batch)
+    if not size:
+        raise SettingError(
+            f"backward_in_parts() can't split this batch ({type(batch).__name__}): its first tensor has no samples. "
+            "Give a tensor, or tuples, lists and dicts whose first tensor has a dimension of samples in front."
+        )
+    return size
+
+
+def _shapes_of(data: Any) -> Shapes:
+    if isinstance(data, torch.Tensor):
+        return (tuple(data.shape),)
+    if isinstance(data, Mapping):
+        data = list(cast("Mapping[Any, Any]", data).values())
+    if isinstance(data, (list, tuple)):
+        return tuple(shape for item in cast("Sequence[Any]", data) for shape in _shapes_of(item))
+    return ()
+
+
+def _covers(known: Shapes, shapes: Shapes) -> bool:
+    """Return whether a batch of ``shapes`` is in no dimension larger than one of ``known``."""
+    return len(known) == len(shapes) and all(
+        len(large) == len(small) and all(a >= b for a, b in zip(large, small, strict=True))
+        for large, small in zip(known, shapes, strict=True)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Coordinated retry: a pass is finished by all ranks or aborted by all, so that no rank is left waiting
+#
+# Before each collective of the pass, and at its end, the ranks exchange two numbers: which rank ran out of memory, and
+# which failed otherwise. A rank that fails takes part in the exchange that the others reach next, before a collective
+# or at the end: they never enter a collective that it won't. So the order of a strategy's communication needn't be
+# known, and no rank has to repeat what the others still do.
+#
+# Two things are assumed: between two of these exchanges no rank waits for another, and all ranks issue the same number
+# of collectives, as sharded, tensor and context parallel do.
+
+Result = TypeVar("Result")
+
+#: Where torch keeps its collectives; those under the second name leave the waiting to an operation of its own.
+_COLLECTIVES: Final = ("c10d", "_c10d_functional")
+_WAITING: Final = "_c10d_functional::wait_tensor"
+
+
+class _PassAborted(Exception):
+    """Another rank has aborted the pass."""
+
+
+@final
+class MaxReducer:
+    """An all-reduce of the maximum of a few integers, which needs no new memory."""
+
+    def __init__(self, world: World, count: int) -> None:
+        self._world = world
+        on_host = world.backend is None or world.backend == "mpi" or "gloo" in world.backend
+        self._numbers = torch.zeros(count, dtype=torch.int64, device="cpu" if on_host else world.device)
+
+    def largest(self, *numbers: int) -> list[int]:
+        """Return, by position, the largest number of any rank. A collective."""
+        world = self._world
+        if world.size == 1:
+            return list(numbers)
+        self._numbers.copy_(torch.tensor(numbers))
+        work: Any = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=world.group, async_op=True)
+        if self._numbers.is_cpu and world.coordinator is not None:
+            world.coordinator.wait_for_work(work)
+        else:
+            work.wait()
+        return self._numbers.tolist()
+
+
+@final
+class CoordinatedPass(TorchDispatchMode):
+    """A mode in which the computation of :meth:`run` is finished on all ranks, or aborted on all."""
+
+    #: Operations of higher order pass through; the collectives inside are seen one by one.
+    supports_higher_order_operators = True
+
+    def __init__(self, world: World) -> None:
+        from torch.distributed.tensor import DTensor  # half a second of imports, for those who share forwards
+
+        super().__init__()
+        self._dtensor = DTensor
+        self._rank = world.rank
+        self._reducer = MaxReducer(world, 2)
+        self._failed_rank: int | None = None
+        self.oom_rank: int | None = None
+        self._can_communicate = True
+
+    def run(self, compute: Callable[[], Result]) -> Result | None:
+        """Return the result of ``compute``; None on every rank if memory ran out on ``oom_rank``. A collective.
+
+        Raises:
+            CollectiveError: another rank has failed for another reason.
+        """
+        self.oom_rank = self._failed_rank = None
+        try:
+            with self:
+                result = compute()
+            self._check_ranks()
+            return result
+        except Exception as error:  # looked at, and raised again unless a rank ran out of memory
+            if not self._can_communicate:
+                raise
+            if self.oom_rank is None and self._failed_rank is None:
+                self._report_failure(out_of_memory=should_reduce_batch_size(error))
+            if self._failed_rank is not None:
+                if self._failed_rank == self._rank or not isinstance(error, _PassAborted):
+                    raise
+                raise CollectiveError(
+                    f"Rank {self._failed_rank} failed while the ranks computed a batch together; its own output says "
+                    "why. This rank doesn't wait for it."
+                ) from None
+        return None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Exchange failures before each collective; run every operation as it is."""
+        if any(issubclass(kind, self._dtensor) for kind in types):
+            return NotImplemented  # it becomes operations on plain tensors, and collectives, which come here again
+        if getattr(func, "namespace", "") in _COLLECTIVES and not func.name().startswith(_WAITING):
+            self._check_ranks()
+        return func(*args, **(kwargs or {}))
+
+    def _check_ranks(self) -> None:
+        self._exchange_failures(0, 0)
+        if self.oom_rank is not None or self._failed_rank is not None:
+            raise _PassAborted
+
+    def _report_failure(self, out_of_memory: bool) -> None:
+        rank = self._rank + 1
+        self._exchange_failures(rank if out_of_memory else 0, 0 if out_of_memory else rank)
+
+    def _exchange_failures(self, oom: int, failed: int) -> None:
+        self._can_communicate = False
+        oom, failed = self._reducer.largest(oom, failed)
+        self._can_communicate = True
+        self.oom_rank = oom - 1 if oom else None
+        self._failed_rank = failed - 1 if failed else None

@@ -1,0 +1,227 @@
+"""Save and load an open accumulation window: each rank's own gradients, not reduced yet, as an item of a checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import torch
+
+from ..distributed.collectives import gather_object
+from ..errors import CheckpointError, ResumeWarning
+from ..settings.labels import DistributedType
+from .accumulation import wide
+
+if TYPE_CHECKING:
+    from ..distributed.mesh import Mesh
+    from ..distributed.world import World
+    from .accumulation import GradientState, WindowWeights
+
+
+class GradientHolder(Protocol):
+    """The part of a strategy by which the gradients between two updates can be saved and loaded."""
+
+    is_replicated: bool
+    holds_gradients: bool
+
+    @property
+    def label(self) -> DistributedType:
+        """The strategy's ``distributed_type``."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh:
+        """The axes of parallelism."""
+        ...
+
+    def gradients(self, model: torch.nn.Module) -> dict[str, Any] | None:
+        """Return this rank's gradients of ``model`` between two updates; None: an engine keeps them."""
+        ...
+
+    def load_gradients(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Give ``model`` the gradients that :meth:`gradients` gave on this rank; None: none at all."""
+        ...
+
+    def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters that train ``model`` under every name of the user's own model."""
+        ...
+
+
+@final
+class OpenWindow:
+    """The gradients of one rank between two updates, as an item of a checkpoint.
+
+    Args:
+        models: as the Accelerator holds them.
+        prepared: by the id of a held model, what ``prepare`` returned for it.
+    """
+
+    def __init__(
+        self,
+        gradient_state: GradientState,
+        strategy: GradientHolder,
+        weights: WindowWeights,
+        models: Sequence[Any],
+        prepared: Mapping[int, Any],
+    ) -> None:
+        self._gradient_state, self._strategy, self._weights = gradient_state, strategy, weights
+        self._models, self._prepared = models, prepared
+
+    # -- saving --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return gradients by model and name, and micro-batches and weight by window; None where no window is open."""
+        if self._gradient_state.open_window is None:
+            return None
+        gradients = [self._strategy.gradients(model) for model in self._models]
+        if any(found is None for found in gradients):
+            return None
+        numbers = {key: number for number, key in enumerate(self._keys())}
+        windows = [
+            {"models": [numbers[one] for one in key], "count": count, "weight": self._weights.pending.get(key)}
+            for key, count in self._gradient_state.windows.items()
+            if isinstance(key, tuple) and all(one in numbers for one in key)
+        ]
+        return {"layout": self._layout, "gradients": gradients, "windows": windows}
+
+    def warn_if_lost(self) -> None:
+        """Warn that a save inside the window doesn't keep its gradients, where an engine has them."""
+        window = self._gradient_state.open_window
+        if window is None or self.state_dict() is not None:
+            return
+        warnings.warn(
+            f"save_state() inside a window of gradient accumulation: the gradients of {window[0]} of its {window[1]} "
+            f"micro-batches lie inside the engine ({DistributedType(self._strategy.label).value}), and are not in the "
+            "checkpoint: in a run that continues from it, that update is made of its other micro-batches only. "
+            "Save where accelerator.sync_gradients is True.",
+            ResumeWarning,
+            stacklevel=4,
+        )
+
+    # -- loading -------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def joined(states: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """Return the state of several ranks as that of one: gradients and weights added up, one rank after the other.
+
+        None where they can't be added up: they are sharded, or sparse.
+        """
+        total: dict[str, Any] = {}
+        for state in states:
+            values = [value for gradients in state["gradients"] for value in gradients.values()]
+            if state["layout"] != _REPLICAS or not all(isinstance(value, torch.Tensor) for value in values):
+                return None
+            if not total:
+                total = dict(state)
+                continue
+            for mine, other in zip(total["gradients"], state["gradients"], strict=True):
+                mine.update({name: mine[name] + value if name in mine else value for name, value in other.items()})
+            for mine, other in zip(total["windows"], state["windows"], strict=True):
+                if other["weight"] is not None:
+                    mine["weight"] = wide(mine["weight"]) + wide(other["weight"])
+        return total
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | None, count_of: Callable[[int], int | None], num_ranks: int, world: World
+    ) -> str | None:
+        """Continue inside the windows that were open; a collective. Return why that can't be, the same on every rank.
+
+        Args:
+            state: of this rank; or, where another number of ranks saved, of all of them on rank 0 only.
+            count_of: from a window's count when it was saved to today's micro-batches; None: no whole number.
+            num_ranks: how many ranks saved.
+        """
+        if num_ranks != world.size:
+            state = self._shared_out(state, num_ranks, world)
+        reason = self._take(state, count_of)
+        reason = next((one for one in _everyone(reason, world) if one is not None), None)
+        if reason is not None:
+            self.clear()
+        return reason
+
+    def clear(self) -> None:
+        """Leave no gradients but those that an engine has, and no weights of micro-batches."""
+        self._weights.pending.clear()
+        for model in self._models if self._strategy.holds_gradients else ():
+            self._strategy.load_gradients(model, None)
+
+    def _take(self, state: Mapping[str, Any] | None, count_of: Callable[[int], int | None]) -> str | None:
+        if state is None:
+            return "not every rank's gradients are there, or they can't be added up"
+        if state["layout"] != self._layout or len(state["gradients"]) != len(self._models):
+            return "its gradients lie in another way over the ranks"
+        found = [
+            count_of(count) for count in [self._gradient_state.step, *(window["count"] for window in state["windows"])]
+        ]
+        step, *counts = [count or 0 for count in found]
+        if None in found:
+            return "an update is made of other samples now, or what is left of it is no whole number of micro-batches"
+        errors: list[str] = []
+        for model, gradients in zip(self._models, state["gradients"], strict=True):
+            try:  # the next model as well: other ranks may have no error, and taking gradients may be a collective
+                self._strategy.load_gradients(model, gradients)
+            except CheckpointError as error:
+                errors.append(str(error))
+        if errors:
+            return errors[0]
+        keys = self._keys()
+        named = [tuple(keys[number] for number in window["models"]) for window in state["windows"]]
+        self._gradient_state.step = step
+        self._gradient_state.continue_windows(dict(zip(named, counts, strict=True)))
+        for key, window in zip(named, state["windows"], strict=True):
+            if window["weight"] is not None:
+                self._weights.pending[key] = window["weight"]
+        return None
+
+    def _shared_out(self, state: Mapping[str, Any] | None, num_ranks: int, world: World) -> Mapping[str, Any] | None:
+        """Return all gradients on rank 0 and zeros on the others, so that their average is that of the ranks before.
+
+        Gradients that :class:`WindowWeights` will divide by the weight of the window need no factor: they are sums.
+        """
+        outline = None
+        if state is not None and self._layout == _REPLICAS:
+            weighted = [number for number in range(len(self._models)) if self._is_weighted(state, number)]
+            for number, gradients in enumerate(state["gradients"]):
+                if number not in weighted:
+                    gradients.update({name: value * (world.size / num_ranks) for name, value in gradients.items()})
+            outline = {
+                "layout": state["layout"],
+                "gradients": [list(gradients) for gradients in state["gradients"]],
+                "windows": [
+                    {**window, "weight": None if window["weight"] is None else 0} for window in state["windows"]
+                ],
+            }
+        outline = _everyone(outline, world)[0]
+        if outline is None or state is not None:
+            return state if outline is not None else None
+        named = [dict(self._strategy.named_parameters(model)) for model in self._models]
+        outline["gradients"] = [
+            {name: torch.zeros_like(parameters[name]) for name in names if name in parameters}
+            for parameters, names in zip(named, outline["gradients"], strict=False)
+        ]
+        return outline
+
+    def _is_weighted(self, state: Mapping[str, Any], number: int) -> bool:
+        windows = [window["models"] for window in state["windows"] if window["weight"] is not None]
+        return any(not models or number in {one % len(self._models) for one in models} for models in windows)
+
+    # -- layout and keys -----------------------------------------------------------------------------------
+
+    @property
+    def _layout(self) -> str:
+        """The placement of gradients over the ranks, whatever the models are."""
+        strategy = self._strategy
+        return _REPLICAS if strategy.is_replicated else f"{type(strategy).__name__}, {strategy.mesh.equation()}"
+
+    def _keys(self) -> list[int]:
+        """Return the ids by which models are named in a window: as held, then as prepared."""
+        return [id(one) for one in [*self._models, *(self._prepared.get(id(model)) for model in self._models)]]
+
+
+#: The layout of strategies whose every rank has the gradients of all parameters.
+_REPLICAS = "replicas"
+
+
+def _everyone(value: Any, world: World) -> list[Any]:
+    return gather_object([value], world=world)

@@ -1,0 +1,240 @@
+"""The optimizer wrapper: it steps when the gradients of a window are complete, and knows whether it did."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..nested import recursively_apply
+from ..torch_private.modules import found_inf_by_device
+from .accumulation import GradientState
+
+Closure = Callable[[], Any]
+
+
+def move_to_device(state: Any, device: torch.device | str) -> Any:
+    """Return ``state`` (any nested container) with every tensor on ``device``."""
+    return recursively_apply(lambda tensor: tensor.to(device), state)
+
+
+def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Closure) -> Closure:
+    """Wrap ``method`` so that calling it marks ``accelerated_optimizer`` as having stepped.
+
+    Kept for callers of the documented name; :class:`AcceleratedOptimizer` itself asks the scaler.
+    """
+
+    def patched_step(*args: Any, **kwargs: Any) -> Any:
+        accelerated_optimizer._accelerate_step_called = True
+        return method(*args, **kwargs)
+
+    return patched_step
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """An optimizer that acts only when gradients are synchronised.
+
+    ``step()`` inside an incomplete accumulation window does nothing; at its end it updates the parameters, unless
+    the gradient scaler met an overflow, which sets ``step_was_skipped``.
+
+    Args:
+        optimizer: the optimizer to drive. Its state is moved to ``device``.
+        device_placement: whether the state is moved.
+        scaler: the gradient scaler of fp16 training, if any.
+    """
+
+    _is_accelerate_prepared = True  # libraries ask prepared objects for it
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: Any = None,
+        *,
+        device: torch.device | None = None,
+        gradient_state: GradientState | None = None,
+    ) -> None:
+        # torch's own __init__ is not run: parameter groups, state and defaults are those of the inner optimizer.
+        self.optimizer = optimizer
+        self.gradient_state = gradient_state or GradientState()
+        self.device_placement = device_placement
+        self._is_overflow: bool | Callable[[], bool] = False
+        self._accelerate_step_called = False
+        self._has_stepped = False  # since the gradients were last cleared
+        self._zero_grad_takes_set_to_none = "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
+        self.scaler = scaler
+        if device_placement:
+            _place_state(optimizer, device)
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler; libraries assign their own."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: Any) -> None:
+        self._scaler = scaler
+        # Decided here, so that a step only checks whether it is due.
+        self._act: Callable[[Closure | None], Any] | None = None
+        if self.is_fused_into_backward:
+            self._act = _do_nothing
+        elif scaler is not None:
+            self._act = self._scaled_step
+
+    @property
+    def is_fused_into_backward(self) -> bool:
+        """Whether the optimizer already steps during the backward pass (LOMO)."""
+        return any(base.__module__.partition(".")[0] == "lomo_optim" for base in type(self.optimizer).__mro__)
+
+    # -- a step ------------------------------------------------------------------------------------------
+
+    def step(self, closure: Closure | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update the parameters, if this step completes a window and no gradient was infinite."""
+        if not self.gradient_state.sync_gradients:
+            return None
+        self._has_stepped = True
+        if self._act is not None:
+            return self._act(closure)
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def _scaled_step(self, closure: Closure | None) -> Any:
+        scaler = self._scaler
+        result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure=closure)
+        found = _overflow_flags(scaler, self.optimizer)
+        scaler.update()
+        # Reading the flags waits for the device, so they are read only on demand (by the scheduler).
+        self._is_overflow = lambda: any(bool(flag.item()) for flag in found)
+        return result
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Clear the gradients, unless an open accumulation window still needs them.
+
+        Inside a window only gradients that a step has used are cleared.
+
+        Raises:
+            ValueError: ``set_to_none`` was given to an optimizer that doesn't know it.
+        """
+        gradient_state = self.gradient_state
+        if gradient_state.protects_gradients or not (self._has_stepped or gradient_state.sync_gradients):
+            return
+        self._has_stepped = False
+        if self._zero_grad_takes_set_to_none:
+            self.optimizer.zero_grad(set_to_none=True if set_to_none is None else set_to_none)
+        elif set_to_none is None:
+            self.optimizer.zero_grad()
+        else:
+            raise ValueError(
+                f"zero_grad(set_to_none={set_to_none}): {type(self.optimizer).__name__} has no such argument. "
+                "Call zero_grad() without it."
+            )
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last ``step()`` left the parameters alone because of an fp16 overflow."""
+        if callable(self._is_overflow):
+            self._is_overflow = self._is_overflow()
+        return self._is_overflow
+
+    # -- the inner optimizer's interface -------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:
+        """The inner optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> Any:
+        """The inner optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add ``param_group`` to the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state dict."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load ``state_dict`` into the inner optimizer; its tensors go to the parameters' devices."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> Any:
+        """Switch the inner optimizer to training mode (schedule-free optimizers have one)."""
+        switch = getattr(self.optimizer, "train", None)
+        return switch() if callable(switch) else None
+
+    def eval(self) -> Any:
+        """Switch the inner optimizer to evaluation mode (schedule-free optimizers have one)."""
+        switch = getattr(self.optimizer, "eval", None)
+        return switch() if callable(switch) else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # while unpickling, before __setstate__
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer,
+            "gradient_state": self.gradient_state,
+            "_scaler": self._scaler,
+            "device_placement": self.device_placement,
+            "_is_overflow": self.step_was_skipped,
+            "_accelerate_step_called": self._accelerate_step_called,
+            "_has_stepped": self._has_stepped,
+            "_zero_grad_takes_set_to_none": self._zero_grad_takes_set_to_none,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.scaler = self._scaler
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+
+def _do_nothing(closure: Closure | None) -> None:
+    return None
+
+
+def _overflow_flags(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the per-device overflow flags of the last ``scaler.step(optimizer)``; empty for a disabled scaler.
+
+    Read before ``scaler.update()`` forgets them. They are right for plain, foreach and fused optimizers alike
+    (a fused kernel always runs, and looks at the flag on the device).
+    """
+    if not scaler.is_enabled():
+        return []
+    return list(found_inf_by_device(scaler, optimizer).values())
+
+
+def _place_state(optimizer: torch.optim.Optimizer, device: torch.device | None) -> None:
+    """Move the state that the optimizer already has to its parameters' devices (to ``device`` while they are meta)."""
+    if not optimizer.state:
+        return
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            # torch keeps step counts on the CPU unless the kernel needs them on the device.
+            stays = name == "step" and isinstance(value, torch.Tensor) and value.device.type == "cpu"
+            if isinstance(value, torch.Tensor) and not stays:
+                state[name] = value.to(device if device and parameter.device.type == "meta" else parameter.device)

@@ -1,0 +1,8 @@
+"""Import path kept for compatibility: the numbers, rules and callbacks of a run."""
+
+from __future__ import annotations
+
+from .monitoring.run_monitor import LossRules, RunCallback, RunWatch
+from .monitoring.throughput import Flops, StepReport, count_flops
+
+__all__ = ["Flops", "LossRules", "RunCallback", "RunWatch", "StepReport", "count_flops"]

@@ -1,0 +1,152 @@
+"""Two ranks of one process, each a thread, around a store in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from accelerate.distributed import store_client
+from accelerate.distributed.store_client import Coordinator
+from accelerate.errors import CollectiveError
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_client, "CHECK_SECONDS", 0.05)
+
+
+def run_ranks(*actions: Callable[[Coordinator], Any], seconds: float = 5) -> list[Any]:
+    """Return each action's result or the text of its error; one rank each."""
+    store = HashStore()
+    ranks = [Coordinator(store, rank, len(actions), timedelta(seconds=seconds)) for rank in range(len(actions))]
+
+    def act(rank: int) -> Any:
+        try:
+            return actions[rank](ranks[rank])
+        except CollectiveError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(actions)) as pool:
+        results = list(pool.map(act, range(len(actions))))
+    for rank in ranks:
+        rank.leave()
+    return results
+
+
+def test_all_arrive() -> None:
+    assert run_ranks(*[lambda coordinator: coordinator.wait_for_everyone()] * 3) == [None] * 3
+
+
+def test_different_operations_are_named_on_both_sides() -> None:
+    first, second = run_ranks(
+        lambda coordinator: coordinator.wait_for_everyone("gather"),
+        lambda coordinator: coordinator.wait_for_everyone("reduce"),
+    )
+    assert "Rank 0 is in `gather`, but rank 1 is in `reduce` instead" in first
+    assert "Rank 1 is in `reduce`, but rank 0 is in `gather` instead" in second
+
+
+def test_a_rank_that_has_left_is_named() -> None:
+    _, waiting = run_ranks(lambda coordinator: coordinator.leave(), lambda coordinator: coordinator.wait_for_everyone())
+    assert "Rank 1 is in `wait_for_everyone`, but rank 0 has ended" in waiting
+
+
+def test_a_rank_that_left_after_the_operation_is_no_reason() -> None:
+    def leave_after(coordinator: Coordinator) -> None:
+        coordinator.wait_for_everyone()
+        coordinator.leave()
+
+    assert run_ranks(leave_after, leave_after) == [None, None]
+
+
+def test_a_rank_that_doesnt_come_is_named_after_the_timeout() -> None:
+    waiting, _ = run_ranks(lambda coordinator: coordinator.wait_for_everyone(), lambda coordinator: None, seconds=0.3)
+    assert "has waited 0 s for the others. Not there: rank 1." in waiting
+
+
+def test_a_key_that_its_setter_cant_set_any_more() -> None:
+    def go_first(coordinator: Coordinator) -> None:
+        coordinator.begin("main_process_first")
+        coordinator.begin("gather")
+
+    _, waiting = run_ranks(
+        go_first,
+        lambda coordinator: coordinator.wait_for_key(f"{coordinator.begin('main_process_first')}/done", setter=0),
+    )
+    assert "inside it rank 0 is in `gather`" in waiting
+
+
+def test_a_store_that_doesnt_respond_is_an_error_after_its_timeout() -> None:
+    unplugged = threading.Event()
+
+    class Unplugged(HashStore):
+        def check(self, keys: list[str]) -> bool:  # type: ignore[override]
+            unplugged.wait(20)
+            return False
+
+    coordinator = Coordinator(Unplugged(), 1, 2, timedelta(seconds=1))
+    with pytest.raises(CollectiveError, match=r"store .* hasn't answered for 1 s"):
+        coordinator.wait_for_everyone()
+    with pytest.raises(CollectiveError, match="hasn't answered"):
+        coordinator.wait_for_everyone()
+    coordinator.leave()
+    unplugged.set()
+
+
+def test_descriptions_are_compared_on_every_rank() -> None:
+    def describe(coordinator: Coordinator) -> None:
+        coordinator.begin("gather", with_site=True)
+        coordinator.compare(f"shape {coordinator.rank}", lambda texts, sites: f"{texts} {len(sites)}")
+
+    for message in run_ranks(describe, describe):
+        assert message == "['shape 0', 'shape 1'] 2"
+
+
+def test_old_keys_are_deleted() -> None:
+    def many(coordinator: Coordinator) -> int:
+        for _ in range(20):
+            coordinator.wait_for_everyone()
+        return coordinator.store.num_keys()
+
+    assert all(number < 10 for number in run_ranks(many, many))
+
+
+def test_an_unpublished_operation_is_published_once_the_wait_gets_long() -> None:
+    class Late:
+        def wait(self, patience: timedelta) -> None:
+            time.sleep(patience.total_seconds())
+            raise RuntimeError("Operation timed out!")
+
+        def is_completed(self) -> bool:
+            return False
+
+    def gather(coordinator: Coordinator) -> None:
+        coordinator.begin("gather", publish=False)
+        assert not coordinator.store.check(["at/0"])
+        coordinator.wait_for_work(Late())
+
+    one, other = run_ranks(gather, lambda coordinator: coordinator.wait_for_everyone())
+    assert "Rank 0 is in `gather`, but rank 1 is in `wait_for_everyone` instead" in one
+    assert "Rank 1 is in `wait_for_everyone`, but rank 0 is in `gather` instead" in other
+
+
+def test_a_failure_waits_for_the_others_to_publish_their_operations() -> None:
+    def fail(coordinator: Coordinator) -> str:
+        coordinator.begin("gather", publish=False)
+        return coordinator.explain(RuntimeError("connection closed"))
+
+    def come_late(coordinator: Coordinator) -> str:
+        time.sleep(0.03)
+        coordinator.begin("reduce", publish=False)
+        return coordinator.explain(RuntimeError("connection closed"))
+
+    one, other = run_ranks(fail, come_late)
+    assert "rank 1 is in `reduce` instead" in one
+    assert "rank 0 is in `gather` instead" in other

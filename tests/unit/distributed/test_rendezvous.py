@@ -1,0 +1,88 @@
+"""The rendezvous: ranks as threads around a store in memory, in which dead processes have left their keys."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore
+
+from accelerate.distributed import rendezvous
+from accelerate.distributed.environment import ProcessIdentity
+from accelerate.errors import WorldError
+
+
+def identity(rank: int, size: int) -> ProcessIdentity:
+    return ProcessIdentity(rank, size, rank, size, "node1", 29500, "torchrun")
+
+
+def call(store: HashStore, *identities: ProcessIdentity, seconds: float = 10) -> list[str]:
+    """Return the name that each process returned, or the text of its error."""
+
+    def answer(one: ProcessIdentity) -> str:
+        try:
+            return rendezvous.agree_on_name(store, one, timedelta(seconds=seconds))
+        except WorldError as error:
+            return f"refused: {error}"
+
+    with ThreadPoolExecutor(len(identities)) as pool:
+        return list(pool.map(answer, identities))
+
+
+def test_all_agree_on_a_name_that_is_new_each_time() -> None:
+    store = HashStore()
+    first = call(store, *(identity(rank, 4) for rank in range(4)))
+    second = call(store, *(identity(rank, 4) for rank in range(4)))
+    assert len(set(first)) == len(set(second)) == 1
+    assert first[0].startswith("world_")
+    assert first[0] != second[0]
+
+
+def test_requests_of_dead_processes_are_ignored() -> None:
+    store = HashStore()
+    for dead in ("0|2|a", "1|2|b", "1|9|c", "7|9|d"):
+        store.set(f"join_request/{store.add('num_join_requests', 1)}", f"{dead}|gone, process 1")
+    names = call(store, identity(0, 2), identity(1, 2))
+    assert len(set(names)) == 1
+    assert names[0].startswith("world_")
+
+
+def test_the_size_may_change_between_attempts() -> None:
+    store = HashStore()
+    call(store, identity(0, 3), identity(1, 3), identity(2, 3))
+    names = call(store, identity(0, 2), identity(1, 2))
+    assert names[0] == names[1]
+    assert names[0].startswith("world_")
+
+
+def test_different_sizes_are_an_error_on_every_rank() -> None:
+    for answer in call(HashStore(), identity(0, 2), identity(1, 3)):
+        assert "rank 0 was told that there are 2 processes, rank 1" in answer
+        assert "that there are 3" in answer
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 1), (0, 2, 2)])
+def test_a_duplicate_rank_is_an_error_on_every_rank(ranks: tuple[int, ...]) -> None:
+    for answer in call(HashStore(), *(identity(rank, 3) for rank in ranks)):
+        assert f"two processes say that they are rank {ranks[1]}" in answer
+
+
+def test_two_rank_zeros_dont_both_form_a_world() -> None:
+    answers = call(HashStore(), identity(0, 2), identity(0, 2), seconds=1)
+    assert any("two processes say that they are rank 0" in answer for answer in answers)
+    assert all(answer.startswith("refused") for answer in answers)
+
+
+def test_missing_ranks_are_named_and_so_is_a_missing_rank_zero() -> None:
+    (answer,) = call(HashStore(), identity(0, 3), seconds=0.2)
+    assert "ranks 1, 2 of 3 didn't come to node1:29500 in time" in answer
+    (answer,) = call(HashStore(), identity(1, 3), seconds=0.2)
+    assert "rank 1 waited 0 s for rank 0 to admit it" in answer
+
+
+def test_a_long_wait_logs_whom_it_is_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(rendezvous, "NOTICE_SECONDS", 0.1)
+    call(HashStore(), identity(0, 3), identity(2, 3), seconds=0.5)
+    said = {record.getMessage().partition(";")[0] for record in caplog.records}
+    assert said == {"Rank 0 waits for rank 1 of 3", "Rank 2 waits for rank 0, which waits for others"}

@@ -1,0 +1,87 @@
+"""The verdict about a hang, from the stack position of each rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore
+
+from accelerate.distributed import watchdog
+from accelerate.distributed.watchdog import HangWatch, StackPosition, verdict
+from accelerate.errors import SettingError
+
+
+def at(rank: int, seconds: float = 60, place: str = "train.py:40", waits: bool = True) -> StackPosition:
+    return StackPosition(rank, seconds, place, "loss.backward()", waits)
+
+
+def test_a_rank_that_makes_progress_elsewhere_is_waited_for() -> None:
+    text = verdict([at(0), at(1, 0.5, "train.py:88", False), at(2)], 30)
+    assert "the others wait for rank 1, which still makes progress, at train.py:88" in text
+    assert "2 of 3 ranks are stuck" in text
+
+
+def test_a_rank_that_is_stuck_in_code_of_its_own_is_waited_for() -> None:
+    assert "the others wait for rank 1, at train.py:88" in verdict([at(0), at(1, 60, "train.py:88", False)], 30)
+
+
+def test_of_ranks_that_all_wait_the_fewest_at_one_place_are_named() -> None:
+    text = verdict([at(0), at(1), at(2, place="train.py:41"), at(3)], 30)
+    assert "the others wait for rank 2, at train.py:41" in text
+
+
+def test_two_that_wait_in_different_calls_are_both_named() -> None:
+    text = verdict([at(0), at(1, place="train.py:41")], 30)
+    assert "in different calls: rank 0 at train.py:40 `loss.backward()`; rank 1 at train.py:41" in text
+
+
+def test_a_rank_that_doesnt_respond_is_named_first() -> None:
+    assert "Verdict: rank 1 doesn't respond" in verdict([at(0), None], 30)
+
+
+def test_ranks_at_one_place_wait_for_no_rank() -> None:
+    assert "all ranks are stuck at train.py:40" in verdict([at(0, waits=False), at(1, waits=False)], 30)
+
+
+class Loop:
+    """A loop that counts."""
+
+    progress = 0
+
+
+def test_a_loop_that_counts_is_never_asked_about(caplog: pytest.LogCaptureFixture) -> None:
+    loop, hang_watch = Loop(), HangWatch(HashStore(), 0, 1, 0.5, threading.get_ident())
+    hang_watch.counters.add(loop)
+    hang_watch.start()
+    until = time.monotonic() + 1.2
+    while time.monotonic() < until:
+        loop.progress += 1
+        time.sleep(0.01)  # the same line, and the same call, whenever one looks
+    hang_watch.stop()
+    assert caplog.text == ""
+
+
+def test_a_stuck_thread_is_named_with_its_line_and_the_next_time_is_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    held, store = threading.Event(), HashStore()
+    thread = threading.Thread(target=lambda: held.wait(10))
+    thread.start()
+    assert thread.ident is not None
+    hang_watch = HangWatch(store, 0, 1, 0.2, thread.ident)
+    hang_watch.start()
+    time.sleep(1.5)
+    hang_watch.stop()
+    held.set()
+    assert "rank 0 has been stuck for" in caplog.text
+    assert "test_watchdog.py:" in caplog.text
+    assert "held.wait(10)" in caplog.text
+    assert caplog.text.count("Verdict") <= 4  # 0.2 s, 0.4 s, 0.8 s, ...
+
+
+def test_what_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(watchdog.VARIABLE, "soon")
+    with pytest.raises(SettingError, match="soon"):
+        watchdog._hang_seconds()
