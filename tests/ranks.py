@@ -12,9 +12,7 @@ import multiprocessing
 import os
 import pickle
 import pkgutil
-import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -30,6 +28,7 @@ import torch._dynamo  # torch imports it with the first DDP or optimizer step: m
 import torch.distributed.fsdp
 
 import accelerate
+from accelerate.ports import get_free_port as free_port
 
 #: Parts of the package that no rank of a test needs, or that say something when they are imported.
 _NOT_FOR_RANKS = ("commands", "launch", "memory_utils", "test_utils")
@@ -50,18 +49,6 @@ _import_what_ranks_use()
 
 class RankFailed(AssertionError):
     """The error of a rank that raised or died; the text holds its traceback."""
-
-
-def free_port() -> int:
-    """Return a TCP port that is free now, outside of the range from which systems number outgoing connections.
-
-    One inside it may be the near end of another test's connection by the time a rank listens at it.
-    """
-    while True:
-        port = random.SystemRandom().randrange(15_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _environment(rank: int, num_processes: int, port: int, extra: Mapping[str, str] | None) -> dict[str, str]:

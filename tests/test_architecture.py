@@ -70,6 +70,7 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
 SHARED_STRATEGY_FILES: Final = frozenset(
     {
         "base", "ddp", "rebind", "compile", "tensor_parallel", "context_parallel", "expert_parallel", "gradient_norm",
+        "sharded_strategy",
         "fsdp.setup", "fsdp.wrapping", "fsdp.state", "fsdp.held_gradients", "pipeline.sharded_stages",
     }
 )  # fmt: skip
@@ -101,6 +102,7 @@ HEAVY_FILES: Final = frozenset(
         "parallel/pipeline/schedule.py",
         "parallel/pipeline/sharded_stages.py",
         "parallel/pipeline/strategy.py",
+        "parallel/sharded_strategy.py",
         "parallel/tensor_parallel.py",
         "parallel/uneven_inputs.py",
         "precision/sharded_scaler.py",

@@ -31,8 +31,9 @@ Names are resolved when they are used, because a listing (`series`) needs no tor
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
+
+from ..lazy import names_from
 
 if TYPE_CHECKING:
     from .background import Background
@@ -51,23 +52,6 @@ if TYPE_CHECKING:
         load_weights,
         save_model,
     )
-
-_MODULES: Final[dict[str, str]] = {
-    name: home
-    for home, names in {
-        "background": "Background",
-        "codec": "EncodingError",
-        "store": "CheckpointStore StagingDirectory",
-        "weights": "export_model Selection"
-        " clean_state_dict_for_safetensors convert_file_size_to_int load_weights save_model",
-        "merge": "merge_fsdp_weights",
-        "objects": "Hooks check_registrable load load_custom_state save save_custom_state",
-        "loading": "LoadedCheckpoint find_newest load_accelerator_state read_checkpoint resume_checkpoint",
-        "series": "list_checkpoints pin unpin",
-        "saving": "participants_of_save save_accelerator_state write_checkpoint",
-    }.items()
-    for name in names.split()
-}
 
 __all__ = [
     # a whole run
@@ -104,10 +88,22 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+__getattr__ = names_from(
+    __name__,
+    __name__,
+    {
+        "background": "Background",
+        "codec": "EncodingError",
+        "store": "CheckpointStore StagingDirectory",
+        "weights": "export_model Selection"
+        " clean_state_dict_for_safetensors convert_file_size_to_int load_weights save_model",
+        "merge": "merge_fsdp_weights",
+        "objects": "Hooks check_registrable load load_custom_state save save_custom_state",
+        "loading": "LoadedCheckpoint find_newest load_accelerator_state read_checkpoint resume_checkpoint",
+        "series": "list_checkpoints pin unpin",
+        "saving": "participants_of_save save_accelerator_state write_checkpoint",
+    },
+)
 
 
 def __dir__() -> list[str]:

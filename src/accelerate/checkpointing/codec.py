@@ -54,10 +54,6 @@ class EncodingError(CheckpointError, TypeError):
     """The error that a value has no exact form without pickle; the text holds its path."""
 
 
-def _class_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def refuse(path: str, value: object, why: str = "") -> EncodingError:
     """Return the error that says where in a state dict a value lies that can't be written without pickle."""
     reason = f" ({why})" if why else ""

@@ -10,7 +10,7 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final, final
 
@@ -34,10 +34,10 @@ from ..modules import get_model_tp_size
 from ..settings.labels import DistributedType
 from ..settings.option import nearest
 from ..torch_private.distributed import overlap_tensor_parallel
-from .base import Strategy, is_sharded
+from .base import is_sharded
 from .fsdp.state import gathered_state
-from .gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
 from .rebind import canonical_name, inner_optimizer
+from .sharded_strategy import ShardedStrategy
 
 logger = get_logger(__name__)
 
@@ -268,7 +268,7 @@ def _overlap(mesh: Mesh) -> None:
 
 
 @final
-class TensorParallel(Strategy):
+class TensorParallel(ShardedStrategy):
     """The layers sharded over all ranks, which work on the same samples; nothing is replicated or sharded besides."""
 
     communicates_in_forward = holds_gradients = True
@@ -283,28 +283,6 @@ class TensorParallel(Strategy):
         """Shard the layers of ``model`` in place, and return it."""
         parallelize(model, self.mesh, self.options.plugins["parallelism_config"].tp_handler)
         return model
-
-    def clip_grad_norm(
-        self,
-        parameters: Iterable[torch.Tensor] | torch.Tensor,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor:
-        """Scale the gradients to a global norm of at most ``max_norm``; a collective."""
-        return clip_sharded_grad_norm(parameters, max_norm, norm_type, self.world.device, error_if_nonfinite)
-
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
-        clip_sharded_grad_value(parameters, clip_value)
-
-    def has_full_weights(self, model: torch.nn.Module) -> bool:
-        """Return True if no parameter is sharded."""
-        return not any(map(is_sharded, model.parameters()))
-
-    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
-        return self.access.full_model_state(self.unwrap(model, keep_torch_compile=False), self.world.is_main)
 
     def checkpoint_state(
         self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False

@@ -5,7 +5,7 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, final
@@ -22,12 +22,12 @@ from ...settings.labels import DistributedType
 from ...torch_private.distributed import concatenated
 from ...torch_private.fsdp import reset_sharded_runtime, snapshot_sharded_gradients
 from ...versions import is_torch_version
-from ..base import PreparedArguments, Role, Strategy, is_sharded, recompute_activations, snapshot_gradients
+from ..base import PreparedArguments, Role, is_sharded, recompute_activations, snapshot_gradients
 from ..compile import compile_model, compile_regions_fsdp2, uncompiled
 from ..context_parallel import prepare_attention
 from ..expert_parallel import average_expert_gradients, shard_experts
-from ..gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
 from ..rebind import inner_optimizer
+from ..sharded_strategy import ShardedStrategy
 from ..tensor_parallel import parallelize
 from .held_gradients import load_sharded_gradients, sharded_gradients
 from .setup import average_ignored, broadcast_from_main, replicate_unsharded, upcast_trainable
@@ -39,7 +39,7 @@ OLDEST_ON_CPU: Final = "2.9.0"
 
 
 @final
-class FullyShard(Strategy):
+class FullyShard(ShardedStrategy):
     """Parameters sharded over the ranks, and gathered by wrap units while these compute."""
 
     communicates_in_forward = holds_gradients = True
@@ -230,29 +230,7 @@ class FullyShard(Strategy):
         """Set both kinds of gradients of ``model``."""
         load_sharded_gradients([uncompiled(model)], lambda: self.named_parameters(model), gradients)
 
-    def clip_grad_norm(
-        self,
-        parameters: Iterable[torch.Tensor] | torch.Tensor,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-    ) -> torch.Tensor:
-        """Scale the gradients to a global norm of at most ``max_norm``; a collective."""
-        return clip_sharded_grad_norm(parameters, max_norm, norm_type, self.world.device, error_if_nonfinite)
-
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
-        clip_sharded_grad_value(parameters, clip_value)
-
     # -- state ---------------------------------------------------------------------------------------------
-
-    def has_full_weights(self, model: torch.nn.Module) -> bool:
-        """Return True if no parameter is sharded."""
-        return not any(map(is_sharded, model.parameters()))
-
-    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
-        return self.access.full_model_state(self.unwrap(model, keep_torch_compile=False), self.world.is_main)
 
     def checkpoint_state(
         self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False

@@ -1,0 +1,38 @@
+"""The part that strategies with DTensor parameters have in common: clipping across shards, and full state dicts."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .base import Strategy, is_sharded
+from .gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
+
+
+class ShardedStrategy(Strategy, ABC):
+    """A strategy whose parameters are DTensors, all or some of them."""
+
+    def clip_grad_norm(
+        self,
+        parameters: Iterable[torch.Tensor] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Scale the gradients to a global norm of at most ``max_norm``; a collective."""
+        return clip_sharded_grad_norm(parameters, max_norm, norm_type, self.world.device, error_if_nonfinite)
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
+        clip_sharded_grad_value(parameters, clip_value)
+
+    def has_full_weights(self, model: torch.nn.Module) -> bool:
+        """Return True if no parameter is sharded."""
+        return not any(map(is_sharded, model.parameters()))
+
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
+        return self.access.full_model_state(self.unwrap(model, keep_torch_compile=False), self.world.is_main)
