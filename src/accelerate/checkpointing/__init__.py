@@ -24,7 +24,8 @@ Both are collectives of ``world`` (None: this process alone), and a failure on o
   `background`: saving in a thread; `added_items`: items of ranks that come late.
 - `codec`: state dicts as JSON and tensors, old pickles through an allow-list; `tensor_files`: safetensors.
 - `layout`: file names; `weights`: the files of models, selections, export; `objects`: single objects, registered
-  objects and hooks; `sharded`: sharded state; `merge`: shards to one file.
+  objects and hooks; `sharded`: sharded state, `dcp`: its files; `merge`: shards to
+  one file.
 
 Names are resolved when they are used, because a listing (`series`) needs no torch.
 """

@@ -13,8 +13,8 @@ import torch
 
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import FSDP_MODEL_NAME, SAFE_WEIGHTS_INDEX_NAME
+from .dcp import METADATA_NAME, is_distributed_checkpoint, plain_names, read_metadata, read_tensors, shapes_of
 from .objects import atomic_file
-from .sharded import METADATA_NAME, is_distributed_checkpoint, plain_names, read_metadata, read_tensors, shapes_of
 from .tensor_files import file_order, write_tensors
 from .weights import WeightNames, open_weights, write_weights
 

@@ -21,13 +21,13 @@ from accelerate.big_models.load import load_checkpoint_in_model
 from accelerate.big_models.offload import OffloadedWeightsLoader, offload_state_dict
 from accelerate.checkpointing import write_checkpoint
 from accelerate.checkpointing.agreement import Ranks
+from accelerate.checkpointing.dcp import read_metadata
 from accelerate.checkpointing.manifest import Manifest, measure, problems, read_manifest
 from accelerate.checkpointing.merge import merge_fsdp_weights
 from accelerate.checkpointing.objects import read_state
 from accelerate.checkpointing.paths import inside
 from accelerate.checkpointing.remote import RemoteStore
 from accelerate.checkpointing.series import inspect
-from accelerate.checkpointing.sharded import read_metadata
 from accelerate.checkpointing.storage import RemoteStorage, storage_of
 from accelerate.checkpointing.store import CheckpointStore
 from accelerate.checkpointing.weights import load_weights
@@ -315,8 +315,8 @@ GIVEN: Final = "the path itself comes from the caller, or from a place of this t
 #: Every place that opens a file of a checkpoint -> where the name comes from; or the attack above that tries it.
 PLACES: Final[dict[str, str]] = {
     "checkpointing/codec.py read_described_pickle": GIVEN,
-    "checkpointing/sharded.py _load_classes.Planner.load_bytes": GIVEN,
-    "checkpointing/sharded.py read_metadata": "metadata of a distributed checkpoint",
+    "checkpointing/dcp.py _load_classes.Planner.load_bytes": GIVEN,
+    "checkpointing/dcp.py read_metadata": "metadata of a distributed checkpoint",
     "checkpointing/store.py DurableFile.__init__": OWN,
     "checkpointing/layout.py StateFiles.read": OWN,
     "checkpointing/added_items.py _add": OWN,

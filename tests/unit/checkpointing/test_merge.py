@@ -15,13 +15,8 @@ from safetensors.torch import load_file
 
 from accelerate.checkpointing import merge as merge_module
 from accelerate.checkpointing import merge_fsdp_weights, read_checkpoint, save_model
-from accelerate.checkpointing.sharded import (
-    InPlace,
-    read_metadata,
-    read_optimizer_shards,
-    write_model_shards,
-    write_optimizer_shards,
-)
+from accelerate.checkpointing.dcp import read_metadata
+from accelerate.checkpointing.sharded import InPlace, read_optimizer_shards, write_model_shards, write_optimizer_shards
 from accelerate.commands import merge as merge_command
 from accelerate.errors import CheckpointError, CheckpointNotFound
 from tests.ranks import run_on_ranks
