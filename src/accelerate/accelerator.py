@@ -1153,6 +1153,7 @@ class Accelerator:
             pre_hooks=self._save_hooks,
             details={
                 "pace": elastic_batch.global_batch_info(self.world, self._dataloaders, self.gradient_state),
+                "reduction_orders": parallel.reduction_orders(self._wrapped_models),
                 **noted,
                 **(details or {}),
             },
@@ -1232,7 +1233,15 @@ class Accelerator:
         elastic_batch.restore_accumulation(
             loaded, self.world, self._dataloaders, gradient_state, window, keep_global_batch=keep_global_batch
         )
+        if loaded.manifest is not None and loaded.manifest.world_size == self.num_processes:
+            orders = loaded.manifest.details.get("reduction_orders") or ()
+            parallel.restore_reduction_orders(self._wrapped_models, orders)
         self._noted_watch = monitoring.after_load(self._run, loaded)
+
+    @property
+    def _wrapped_models(self) -> list[Any]:
+        """The models as ``prepare`` returned them."""
+        return [self._prepared_models.get(id(model), model) for model in self._models]
 
     def _receivers(self) -> dict[str, Any]:
         """Return the objects that a checkpoint is loaded into."""

@@ -15,8 +15,12 @@ from ..lazy import names_from
 
 if TYPE_CHECKING:
     from .base import Strategy, StrategyOptions, is_placed_by_map
+    from .ddp import reduction_orders, restore_reduction_orders
 
-__all__ = ["ORDER", "Candidate", "Strategy", "StrategyOptions", "choose", "is_placed_by_map"]
+__all__ = [
+    "ORDER", "Candidate", "Strategy", "StrategyOptions", "choose", "is_placed_by_map",
+    "reduction_orders", "restore_reduction_orders",
+]  # fmt: skip
 
 
 @final
@@ -73,4 +77,11 @@ def choose(settings: Any, world: World, options: StrategyOptions) -> Strategy:
     raise AssertionError(f"No strategy for a world of {world.size}: DataParallel takes every world of several.")
 
 
-__getattr__ = names_from(__name__, __name__, {"base": "Strategy StrategyOptions is_placed_by_map"})
+__getattr__ = names_from(
+    __name__,
+    __name__,
+    {
+        "base": "Strategy StrategyOptions is_placed_by_map",
+        "ddp": "reduction_orders restore_reduction_orders",
+    },
+)

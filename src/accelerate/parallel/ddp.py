@@ -5,7 +5,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, final
@@ -18,7 +18,7 @@ from ..distributed.world import World
 from ..errors import PreparationError
 from ..settings.env import flag
 from ..settings.labels import DistributedType
-from ..torch_private.distributed import find_tensors, synchronize_buffers
+from ..torch_private.distributed import find_tensors, gradient_order, has_stateful_comm_hook, synchronize_buffers
 from .base import Strategy, is_sharded, refuse_device_map
 from .compile import uncompiled
 from .context_parallel import prepare_attention
@@ -166,12 +166,8 @@ class DataParallel(Strategy):
             return
         self.reset_forwards(model)
         looks_for_unused = replica.find_unused_parameters
-        trained = [parameter for parameter in replica.parameters() if parameter.requires_grad]
-        used = [parameter for parameter in trained if parameter.grad is not None or not looks_for_unused]
-        nothing = torch.stack([parameter.sum().to(torch.float32) * 0 for parameter in used]).sum()
-        replica.reducer.prepare_for_backward([nothing] if looks_for_unused else [])  # pyright: ignore[reportAttributeAccessIssue]
-        nothing.backward()
-        replica.require_forward_param_sync = True
+        used = [p for p in _reduced_parameters(replica) if p.grad is not None or not looks_for_unused]
+        _reduce_zeros(replica, used)
 
     def reset_forwards(self, model: torch.nn.Module) -> None:
         """Forget the outputs of forwards whose backward will never run."""
@@ -184,6 +180,74 @@ def replica_in(model: Any) -> DistributedDataParallel | None:
         return model
     inner = uncompiled(model) if isinstance(model, torch.nn.Module) else model
     return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def _reduced_parameters(replica: DistributedDataParallel) -> list[torch.nn.Parameter]:
+    """Return the parameters whose gradients DDP averages, in the order of their numbers."""
+    ignored = getattr(replica, "parameters_to_ignore", ())
+    named = replica.module.named_parameters()
+    return [parameter for name, parameter in named if parameter.requires_grad and name not in ignored]
+
+
+def _reduce_zeros(replica: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Run a backward that adds zero to the gradients of ``parameters``, the last one's first, and averages them."""
+    nothing = torch.stack([parameter.sum().to(torch.float32) * 0 for parameter in parameters]).sum()
+    replica.reducer.prepare_for_backward([nothing] if replica.find_unused_parameters else [])  # pyright: ignore[reportAttributeAccessIssue]
+    nothing.backward()
+    replica.require_forward_param_sync = True
+
+
+# --------------------------------------------------------------------------------------------------
+# The order of reduction
+#
+# Torch lays the gradients into new buckets after the first backward of a run, in the order in which they became ready
+# there. Three ranks and more add a number in an order that depends on its position in its bucket, so a run that is
+# continued bit by bit needs the buckets of the run before from its first step on.
+
+
+def reduction_orders(models: Iterable[torch.nn.Module]) -> list[list[int] | None] | None:
+    """Return each model's parameters by number in the order of the buckets; None where torch keeps the first."""
+    replicas = map(replica_in, models)
+    orders = [gradient_order(replica) if replica and _rebuilds_buckets(replica) else None for replica in replicas]
+    return orders if any(orders) else None
+
+
+def restore_reduction_orders(models: Iterable[torch.nn.Module], orders: Sequence[list[int] | None]) -> None:
+    """Make each model fill its buckets as it did when :func:`reduction_orders` was called; a collective.
+
+    Gradients that are all zero are averaged in that order, before the first backward; then they are what they were.
+    """
+    for replica, order in zip(map(replica_in, models), orders, strict=False):
+        if order is None or replica is None or not _rebuilds_buckets(replica) or gradient_order(replica) is not None:
+            continue
+        parameters = _reduced_parameters(replica)
+        if sorted(order) != list(range(len(parameters))):
+            continue  # other parameters are trained than in the run that was saved
+        gradients = [parameter.grad for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            with torch.enable_grad():
+                _reduce_zeros(replica, [parameters[number] for number in reversed(order)])
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+
+def _rebuilds_buckets(replica: DistributedDataParallel) -> bool:
+    """Return whether the order of ``replica`` changes after the first backward, and a backward of zeros can set it.
+
+    Not where hooks would take the zeros for gradients, nor where the first backward is recorded as the graph.
+    """
+    if replica.find_unused_parameters or replica.static_graph or has_stateful_comm_hook(replica):
+        return False
+    return not any(_has_hooks(parameter) for parameter in _reduced_parameters(replica)) and not any(
+        getattr(module, "sparse", False) for module in replica.modules()
+    )
+
+
+def _has_hooks(parameter: torch.nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _remember_outputs(replica: Replica, _: Any, output: Any) -> None:

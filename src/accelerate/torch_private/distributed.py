@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FileStore", "GradBucket", "PrefixStore", "Store", "TCPStore",
     "shard_locally", "default_store", "flattened", "find_tensors", "forget_comm_hooks", "concatenated",
-    "overlap_tensor_parallel", "set_ring_rotation", "synchronize_buffers",
+    "gradient_order", "has_stateful_comm_hook", "overlap_tensor_parallel", "set_ring_rotation", "synchronize_buffers",
 ]  # fmt: skip
 
 _C10D = "torch._C._distributed_c10d"
@@ -78,6 +78,26 @@ def synchronize_buffers(replica: torch.nn.parallel.DistributedDataParallel) -> N
 def forget_comm_hooks(replica: torch.nn.parallel.DistributedDataParallel) -> None:
     """Drop the states of the communication hooks of ``replica``."""
     replica._comm_hooks.clear()
+
+
+@uses("torch.nn.parallel.distributed:._comm_hooks")
+def has_stateful_comm_hook(replica: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Return whether a communication hook of ``replica`` keeps a state, such as the errors of its compression."""
+    return any(not isinstance(state, (dist.ProcessGroup, type(None))) for _, state in replica._comm_hooks)
+
+
+@uses(("torch.nn.parallel.distributed:DistributedDataParallel._get_ddp_logging_data", "self"))
+def gradient_order(replica: torch.nn.parallel.DistributedDataParallel) -> list[int] | None:
+    """Return the parameters, by number, in the order in which torch fills the buckets after the first backward.
+
+    None before the first backward that reduces, and where torch keeps the first order.
+    """
+    data: Any = replica._get_ddp_logging_data()
+    if not data.get("has_rebuilt_buckets"):  # recorded by the next forward, which may come after a save
+        replica.logger.set_runtime_stats_and_log()  # pyright: ignore[reportOptionalMemberAccess]
+        data = replica._get_ddp_logging_data()
+    order = data.get("rebuilt_per_bucket_param_indices") or data.get("prev_iteration_grad_ready_order_indices") or ""
+    return [int(number) for number in order.replace(",", " ").split()] or None
 
 
 @uses(("torch.distributed.tensor.experimental._attention:set_rotate_method", "rotate_method"))
