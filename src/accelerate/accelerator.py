@@ -1228,14 +1228,12 @@ class Accelerator:
         self._go_on(loaded, keep_global_batch)
         return str(loaded.folder)
 
-    def _go_on(self, loaded: checkpointing.LoadedCheckpoint, keep_global_batch: bool) -> None:
-        gradient_state, window = self.gradient_state, self._open_window
+    def _go_on(self, loaded: checkpointing.LoadedCheckpoint, keep_batch: bool) -> None:
         elastic_batch.restore_accumulation(
-            loaded, self.world, self._dataloaders, gradient_state, window, keep_global_batch=keep_global_batch
+            loaded, self.world, self._dataloaders, self.gradient_state, self._open_window, keep_global_batch=keep_batch
         )
         if loaded.manifest is not None and loaded.manifest.world_size == self.num_processes:
-            orders = loaded.manifest.details.get("reduction_orders") or ()
-            parallel.restore_reduction_orders(self._wrapped_models, orders)
+            parallel.restore_reduction_orders(self._wrapped_models, loaded.manifest.details.get("reduction_orders", ()))
         self._noted_watch = monitoring.after_load(self._run, loaded)
 
     @property

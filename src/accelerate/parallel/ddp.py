@@ -19,6 +19,7 @@ from ..errors import PreparationError
 from ..settings.env import flag
 from ..settings.labels import DistributedType
 from ..torch_private.distributed import find_tensors, gradient_order, has_stateful_comm_hook, synchronize_buffers
+from ..torch_private.modules import has_hooks
 from .base import Strategy, is_sharded, refuse_device_map
 from .compile import uncompiled
 from .context_parallel import prepare_attention
@@ -241,13 +242,9 @@ def _rebuilds_buckets(replica: DistributedDataParallel) -> bool:
     """
     if replica.find_unused_parameters or replica.static_graph or has_stateful_comm_hook(replica):
         return False
-    return not any(_has_hooks(parameter) for parameter in _reduced_parameters(replica)) and not any(
+    return not any(has_hooks(parameter) for parameter in _reduced_parameters(replica)) and not any(
         getattr(module, "sparse", False) for module in replica.modules()
     )
-
-
-def _has_hooks(parameter: torch.nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _remember_outputs(replica: Replica, _: Any, output: Any) -> None:

@@ -26,6 +26,12 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return set(module._non_persistent_buffers_set)
 
 
+@uses("torch._tensor:._backward_hooks", "torch._tensor:._post_accumulate_grad_hooks")
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether a hook is called with the parameter's gradient, or after it is accumulated."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 @uses((f"{_MODULE}:Module._save_to_state_dict", "self, destination, prefix, keep_vars"))
 def save_own(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Save what ``module`` itself, without its children, holds into ``state``."""
