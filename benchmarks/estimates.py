@@ -28,8 +28,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from accelerate.estimate.subject import inputs_of_transformers
-from accelerate.estimate.trace import loss_of, optimizer_of, recompute_blocks, trace_training
+from accelerate.tools.estimate.subject import inputs_of_transformers
+from accelerate.tools.estimate.trace import loss_of, optimizer_of, recompute_blocks, trace_training
 
 LIMIT = 0.10
 VOCABULARY = 1000

@@ -58,7 +58,7 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "accelerator": ("state", "construction"),
     "local_sgd": ("accelerator", "state"),
     "quantize": ("big_modeling",),
-    "estimate": ("big_modeling", "accelerator"),
+    "tools": ("big_modeling", "accelerator"),
     "test_utils": ("accelerator", "state", "local_sgd", "big_modeling", "inference"),
     # public addresses: importing is what they are for
     "accelerate": ("utils", "launchers", "parallelism_config"),
@@ -78,7 +78,7 @@ SHARED_STRATEGY_FILES: Final = frozenset(
 # Without torch at import, also through what they import.
 TORCH_FREE: Final = (
     "errors", "optional", "versions", "names", "cores", "settings", "devices.table", "distributed.environment",
-    "distributed.failures", *TOWER,
+    "distributed.failures", "tools.migrate", "tools.monitor", *TOWER,
 )  # fmt: skip
 
 #: Modules that take a tenth of a second or more (torch's sharding brings sympy).
@@ -92,6 +92,7 @@ HEAVY_IMPORTS: Final = (
 HEAVY_FILES: Final = frozenset(
     [
         "estimate/",
+        "tools/estimate/",
         "inference.py",
         "parallel/expert_parallel.py",
         "parallel/fsdp/fsdp1.py",
@@ -120,14 +121,14 @@ VENDOR_FILES: Final = (
     "devices/hardware.py",  # the questions that the table answers, under their old names
     "parallel/xla.py",
     # names that are data here:
-    "settings/", "launch/", "commands/config", "commands/migrate/", "utils/", "optional.py", "test_utils/",
+    "settings/", "launch/", "commands/config", "tools/migrate/", "utils/", "optional.py", "test_utils/",
 )  # fmt: skip
 
 STATE_FILES: Final = ("state.py", "test_utils/")
 
 OLD_ADDRESSES: Final = (
     "__init__.py", "utils/", "launchers.py", "parallelism_config.py", "memory_utils.py",
-    "optimizer.py", "scheduler.py", "watching.py", "offload.py", "mesh.py", "world.py", "estimate/layout.py",
+    "optimizer.py", "scheduler.py", "watching.py", "offload.py", "mesh.py", "world.py", "estimate/",
     "commands/config_args.py", "commands/utils.py", "commands/menu.py", "commands/config/config.py",
     "commands/config/cluster.py", "commands/config/sagemaker.py", "commands/config/config_utils.py",
 )  # fmt: skip
@@ -441,6 +442,16 @@ def test_imports_go_down() -> None:
             if problem:
                 findings.append(edge.file.at(edge.node, problem))
     holds(findings, "A file imports lower floors only, lazily too.")
+
+
+def test_only_commands_import_the_tools() -> None:
+    findings = [
+        edge.file.at(edge.node, f"imports {edge.target}" + ("" if edge.lazy else " at module level"))
+        for edge in imports()
+        if edge.ours and room(edge.target) == "tools" and room(edge.file.module) not in ("tools", "estimate")
+        if room(edge.file.module) != "commands" or not (edge.lazy or edge.typing_only)
+    ]
+    holds(findings, "A tool is a program on top of the library: its subcommand imports it when it runs.")
 
 
 def test_tower_imports_only_torch_free_floors_at_module_level() -> None:
@@ -1144,6 +1155,8 @@ BROKEN: Final[list[tuple[Callable[[], None], dict[str, str]]]] = [
     (test_imports_go_down, {"modules": "def f():\n    from accelerate.state import PartialState\n", "state": "x = 1\n"}),
     (test_imports_go_down, {"modules": "from . import utils\n", "utils": "x = 1\n"}),
     (test_tower_imports_only_torch_free_floors_at_module_level, {"launch": "from .modules import x\n", "modules": "x = 1\n"}),
+    (test_only_commands_import_the_tools, {"modules": "from .tools import x\n", "tools": "x = 1\n"}),
+    (test_only_commands_import_the_tools, {"commands__monitor": "from ..tools import x\n", "tools": "x = 1\n"}),
     (test_strategies_share_only_the_shared_files, {"parallel__ddp": "from .xla import x\n", "parallel__xla": "x = 1\n"}),
     (test_no_import_circle, {"modules": "def f():\n    from .logging import x\n", "logging": "from .modules import f\n"}),
     (test_torch_free_files_do_not_reach_torch_at_import, {"commands": "from .nested import x\n", "nested": "import torch\n"}),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.commands.migrate.migrate import Migration, migrate
+from accelerate.tools.migrate import Migration, migrate
 from tests.ranks import free_port, run_on_ranks
 
 HERE = Path(__file__).resolve().parent

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.commands.monitor.export import find_browser
+from accelerate.tools.monitor.export import find_browser
 from tests.monitor.browser import Page
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]

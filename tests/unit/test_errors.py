@@ -23,7 +23,7 @@ OUTSIDE_OF_THE_TREE: Final = {
     "StoreTimeout": "never leaves distributed/ and checkpointing/agreement.py, which say which rank didn't answer",
     "SubprocessCallException": "documented name and base of the test helpers",
     "_PassAborted": "never leaves training/oom_retry.py: aborts a pass on all ranks",
-    "_Reached": "never leaves estimate/: ends a script where its model is known, so nothing may catch it",
+    "_Reached": "never leaves tools/estimate/: ends a script where its model is known, so nothing may catch it",
 }
 
 #: Built-in exceptions that are raised as such: reason -> (file, function, exception).

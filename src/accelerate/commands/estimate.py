@@ -118,8 +118,8 @@ def create_empty_model(
     Raises:
         AccelerateError: the model isn't known, or can't be built here.
     """
-    from ..estimate.subject import find_subject
     from ..settings import env
+    from ..tools.estimate.subject import find_subject
 
     with env.patched(**({} if access_token is None else {"HF_TOKEN": access_token})):
         return find_subject(model_name, cast("Any", library_name), trust_remote_code).build()
@@ -165,8 +165,8 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     Raises:
         AccelerateError: the model isn't known, or can't be built here.
     """
-    from ..estimate.report import documented_rows, stored_sizes
-    from ..estimate.subject import find_subject
+    from ..tools.estimate.report import documented_rows, stored_sizes
+    from ..tools.estimate.subject import find_subject
 
     subject = find_subject(args.model_name, args.library_name, args.trust_remote_code)
     return documented_rows(stored_sizes(subject.build(), args.dtypes))
@@ -180,8 +180,8 @@ def estimate_command(args: argparse.Namespace) -> None:
     """
     import torch
 
-    from ..estimate.report import as_text, draw, estimate
-    from ..estimate.subject import find_subject
+    from ..tools.estimate.report import as_text, draw, estimate
+    from ..tools.estimate.subject import find_subject
 
     subject = find_subject(args.model_name, args.library_name, args.trust_remote_code)
     precision = PRECISIONS[args.mixed_precision]
@@ -202,7 +202,7 @@ def estimate_command(args: argparse.Namespace) -> None:
 
 
 def _layouts(args: argparse.Namespace) -> list[Any]:
-    from ..estimate.plan import Layout
+    from ..tools.estimate.plan import Layout
 
     found: list[Layout] = []
     for ranks in args.num_processes:

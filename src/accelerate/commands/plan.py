@@ -70,8 +70,8 @@ def plan_command(args: argparse.Namespace) -> None:
     import torch
 
     from ..checkpointing.weights import convert_file_size_to_int
-    from ..estimate.plan import as_text, propose
-    from ..estimate.trace import TrainingTrace, repeated_blocks, trace_training
+    from ..tools.estimate.plan import as_text, propose
+    from ..tools.estimate.trace import TrainingTrace, repeated_blocks, trace_training
 
     subject, optimizer, batch = _subject(args)
     precision = PRECISIONS[args.mixed_precision]
@@ -113,11 +113,11 @@ def _program(subject: str) -> str:
 def _subject(args: argparse.Namespace) -> tuple[Any, Any, int]:
     """Return (model, optimizer, samples of a batch)."""
     if args.subject.endswith(".py"):
-        from ..estimate.subject import FromScript
+        from ..tools.estimate.subject import FromScript
 
         script = FromScript(args.subject, args.arguments)
         return script, script.optimizer or args.optimizer, script.batch_size or args.batch
-    from ..estimate.subject import find_subject
+    from ..tools.estimate.subject import find_subject
 
     return find_subject(args.subject, None, args.trust_remote_code), args.optimizer, args.batch
 

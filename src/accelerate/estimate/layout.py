@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .plan import Layout, footprint
+from ..tools.estimate.plan import Layout, footprint
 
 __all__ = ["Layout", "footprint"]

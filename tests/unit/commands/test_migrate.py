@@ -9,7 +9,7 @@ import pexpect
 import pytest
 
 from accelerate.commands.migrate import main
-from accelerate.commands.migrate.migrate import Migration, Refused, migrate
+from accelerate.tools.migrate import Migration, Refused, migrate
 
 LOOP = """\
 import torch

@@ -13,12 +13,13 @@ from typing import Any
 import pexpect
 import pytest
 
-from accelerate.commands.monitor import export, main
-from accelerate.commands.monitor.reading import Curve, RunFiles
-from accelerate.commands.monitor.serve import Server, page
-from accelerate.commands.monitor.snapshot import MAX_POINTS, as_shown, snapshot, state_of
-from accelerate.commands.monitor.terminal import colored, plot, screen
+from accelerate.commands.monitor import main
 from accelerate.errors import MissingDependency, SettingError
+from accelerate.tools.monitor import export
+from accelerate.tools.monitor.reading import Curve, RunFiles
+from accelerate.tools.monitor.serve import Server, page
+from accelerate.tools.monitor.snapshot import MAX_POINTS, as_shown, snapshot, state_of
+from accelerate.tools.monitor.terminal import colored, plot, screen
 
 NOW = 1000.0
 

@@ -235,3 +235,12 @@ def test_the_old_addresses_of_extensions_are_importable() -> None:
 
     assert callable(rich.install_rich_tracebacks) and callable(torch_xla.install_xla)
     assert os.environ.get("ACCELERATE_ENABLE_RICH") is None
+
+
+def test_the_estimates_stand_at_their_public_address() -> None:
+    from accelerate.estimate import layout, plan, subject, trace
+    from accelerate.tools import estimate as home
+
+    assert plan.footprint is layout.footprint is home.plan.footprint and layout.Layout is home.plan.Layout
+    assert subject.find_subject is home.subject.find_subject
+    assert trace.trace_training is home.trace.trace_training

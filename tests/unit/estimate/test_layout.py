@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from accelerate.errors import SettingError
-from accelerate.estimate.plan import Layout, footprint
-from accelerate.estimate.trace import Moment, TrainingTrace
+from accelerate.tools.estimate.plan import Layout, footprint
+from accelerate.tools.estimate.trace import Moment, TrainingTrace
 
 GB = 10**9
 #: Ten billion numbers: a tenth outside of ten blocks, four fifths in layers that tensor parallelism divides.

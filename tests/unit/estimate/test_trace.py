@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelerate.errors import PreparationError, SettingError
-from accelerate.estimate.trace import Moment, TrainingTrace, repeated_blocks, trace_training
+from accelerate.tools.estimate.trace import Moment, TrainingTrace, repeated_blocks, trace_training
 from benchmarks.estimates import MODELS, LanguageModel, Subject, compare
 from tests.torch_needed import needs_torch
 

@@ -21,7 +21,7 @@ _PLACEHOLDER: Final = "/*DATA*/null/*DATA*/"
 
 def page(content: dict[str, Any] | None = None) -> str:
     """Return the HTML of the page: a live one, or with ``content`` one that contains its data."""
-    html = resources.files(__package__ or "accelerate.commands.monitor").joinpath("page.html").read_text("utf-8")
+    html = resources.files(__package__ or "accelerate.tools.monitor").joinpath("page.html").read_text("utf-8")
     if content is None:
         return html
     # "</script>" inside a text of the run must not end the element that holds it.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ...errors import AccelerateError
-from ..parser import Parser
+from ..errors import AccelerateError
+from .parser import Parser
 
 _DESCRIPTION: Final = (
     "Show a run while it goes on: a page on this machine (the default), or the terminal. The script reports with "
@@ -47,20 +47,20 @@ def monitor_command(args: argparse.Namespace) -> int:
         SettingError: there is no such folder, or a file can't be written that way.
         MissingDependency: a picture needs a browser.
     """
-    from .reading import RunFiles
+    from ..tools.monitor.reading import RunFiles
 
     run = RunFiles(args.run)
     run.refresh()
     if args.export is not None:
-        from .export import export
-        from .snapshot import snapshot
+        from ..tools.monitor.export import export
+        from ..tools.monitor.snapshot import snapshot
 
         export(snapshot(run), args.export, theme=args.theme)
         print(args.export)
         return 0
     if args.once or args.terminal:
-        from . import terminal
-        from .snapshot import snapshot
+        from ..tools.monitor import terminal
+        from ..tools.monitor.snapshot import snapshot
 
         if args.once or not terminal.is_terminal():
             print("\n".join(terminal.screen(snapshot(run), 120)))
@@ -71,7 +71,7 @@ def monitor_command(args: argparse.Namespace) -> int:
 
 
 def _serve(run: Any, args: argparse.Namespace) -> int:
-    from .serve import Server
+    from ..tools.monitor.serve import Server
 
     try:
         server = Server(run, args.host, _PORT if args.port is None else args.port)
@@ -91,7 +91,7 @@ def _serve(run: Any, args: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate monitor`` and return its exit code."""
-    from ..launch import complain
+    from .launch import complain
 
     args = monitor_command_parser().parse_args(None if arguments is None else list(arguments))
     try:

@@ -10,11 +10,11 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from ..big_models.sizes import calculate_maximum_sizes, dtype_byte_size
-from ..devices.memory import convert_bytes
-from ..errors import PreparationError
-from ..optional import require
-from ..settings.labels import CustomDtype
+from ...big_models.sizes import calculate_maximum_sizes, dtype_byte_size
+from ...devices.memory import convert_bytes
+from ...errors import PreparationError
+from ...optional import require
+from ...settings.labels import CustomDtype
 from .plan import Footprint, Layout, footprint
 from .trace import Traceable, TrainingTrace, trace_training
 

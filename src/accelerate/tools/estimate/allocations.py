@@ -9,9 +9,9 @@ from typing import Any, Final, Literal, final
 
 import torch
 
-from ..devices.table import CPU
-from ..settings import env
-from ..torch_private.tracing import (
+from ...devices.table import CPU
+from ...settings import env
+from ...torch_private.tracing import (
     TorchDispatchMode,
     grouped_mm_operator,
     storage_key,

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ...errors import AccelerateError
-from ..parser import Parser
+from ..errors import AccelerateError
+from .parser import Parser
 
 if TYPE_CHECKING:
-    from .migrate import Migration
+    from ..tools.migrate import Migration
 
 _DESCRIPTION: Final = (
     "Turn a raw PyTorch script (for one device, or distributed by hand) into one that runs on any number of processes. "
@@ -40,7 +40,7 @@ def migrate_command(args: argparse.Namespace) -> int:
     Raises:
         Refused: the script can't be changed, or is accelerated already.
     """
-    from .migrate import migrate
+    from ..tools.migrate import migrate
 
     found = migrate(_read(args.script), str(args.script))
     if args.diff:
@@ -61,7 +61,7 @@ def migrate_command(args: argparse.Namespace) -> int:
 
 
 def _read(path: Path) -> str:
-    from .migrate import Refused
+    from ..tools.migrate import Refused
 
     if path.suffix == ".ipynb":
         raise Refused(f"{path}:1: it is a notebook; export it as a script first (jupyter nbconvert --to script).")
@@ -92,7 +92,7 @@ def shown(found: Migration, *, colored: bool = False) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate migrate`` and return its exit code, 2 where the script is refused."""
-    from ..launch import complain
+    from .launch import complain
 
     args = migrate_command_parser().parse_args(None if arguments is None else list(arguments))
     try:
