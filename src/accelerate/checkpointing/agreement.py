@@ -63,7 +63,7 @@ class Ranks:
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order; wait until every rank has called this."""
-        if self._world is None or not self._world.is_distributed:
+        if self._world is None or self.size == 1:
             return [value]
         if self._store_collectives is not None:
             return self._store_collectives.all_gather(value)
@@ -93,9 +93,9 @@ class Ranks:
             CheckpointError: a rank failed; the text names each that did, and why.
         """
         gathered = self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
-        failed = {rank: text for rank, text in enumerate(gathered) if text is not None}
-        if not failed:
+        if not any(gathered):
             return
+        failed = {rank: text for rank, text in enumerate(gathered) if text is not None}
         if error is not None and not isinstance(error, (OSError, CheckpointError)):
             raise error  # a hook's or an object's own error stays what it is where it happened
         if self.size == 1 and isinstance(error, kind):

@@ -17,7 +17,7 @@ import base64
 import pickle
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -118,6 +118,8 @@ class _Encoder:
         try:
             if isinstance(value, dict):
                 return self.mapping(cast("dict[Any, Any]", value), path, name)
+            if _is_plain(value):
+                return self.sequence(value, list(value), path)
             items = [self.encode(item, f"{path}[{i}]", f"{name}.{i}") for i, item in enumerate(value)]
             return self.sequence(value, items, path)
         finally:
@@ -139,7 +141,9 @@ class _Encoder:
 
     def mapping(self, value: dict[Any, Any], path: str, name: str) -> Any:
         kind = type(value)
-        if kind is dict and TAG not in value and all(type(key) is str for key in value):
+        if kind is dict and TAG not in value and _TEXT.issuperset(map(type, value)):
+            if _is_plain(value.values()):
+                return dict(value)
             return {key: self.encode(item, f"{path}[{key!r}]", f"{name}.{key}") for key, item in value.items()}
         pairs: list[Any] = []
         for i, (key, item) in enumerate(value.items()):
@@ -203,6 +207,23 @@ class _Encoder:
         data = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8)) if value.nbytes else None
         key = None if data is None else self.add_tensor(data, name)
         return {TAG: "array", "dtype": dtype, "shape": list(value.shape), "key": key}
+
+
+_TEXT: Final = frozenset((str,))
+_PLAIN: Final = frozenset((type(None), bool, str, int, float))
+_NESTED: Final = frozenset((list, dict))
+
+
+def _is_plain(values: Collection[object]) -> bool:
+    """Return whether JSON holds each of the values as it is; asked once of the many numbers of a random stream."""
+    if not _PLAIN.issuperset(map(type, values)):
+        return False
+    for value in values:
+        if type(value) is int and value.bit_length() > _JSON_INT_BITS:
+            return False
+        if type(value) is float and value - value != 0.0:  # infinite, or not a number
+            return False
+    return True
 
 
 def encode(value: Any, name: str = "state") -> Encoded:
@@ -291,11 +312,14 @@ class _Decoder:
 
     def decode(self, document: Any) -> Any:
         if isinstance(document, list):
-            return [self.decode(item) for item in cast("list[Any]", document)]
+            items = cast("list[Any]", document)
+            return items if _NESTED.isdisjoint(map(type, items)) else [self.decode(item) for item in items]
         if not isinstance(document, dict):
             return document
         tagged = cast("dict[str, Any]", document)
         if TAG not in tagged:
+            if _NESTED.isdisjoint(map(type, tagged.values())):
+                return tagged
             return {key: self.decode(item) for key, item in tagged.items()}
         tag = tagged[TAG]
         if tag == "tensor":

@@ -203,8 +203,7 @@ def write_weights(
     """
     check_weights(state_dict, safe_serialization=safe_serialization)
     names = WeightNames.of(index, safe=safe_serialization)
-    if safe_serialization:
-        dropped = shared_names(state_dict)
+    if safe_serialization and (dropped := shared_names(state_dict)):
         state_dict = {name: value for name, value in state_dict.items() if name not in dropped}
     if max_shard_size is None:
         shards = [list(state_dict)]
@@ -495,6 +494,8 @@ class Selection:
         Raises:
             CheckpointError: nothing is left.
         """
+        if not self.exclude and not self.adapters_only and self.dtype is None:
+            return dict(state)
         chosen = {name: value for name, value in state.items() if self.holds(name)}
         if state and not chosen:
             raise CheckpointError(

@@ -365,3 +365,17 @@ def test_a_newer_state_format_is_refused_by_version() -> None:
 def test_text_of_every_kind_is_a_key() -> None:
     value = {character: torch.ones(1) * i for i, character in enumerate(string.printable + "\0äß漢")}
     assert same(through_json(value), value)
+
+
+def test_a_document_keeps_nothing_of_the_value_that_may_still_change() -> None:
+    numbers, names = [1, 2.5, None], {"a": 1}
+    document = encode({"numbers": numbers, "names": names, "both": {"numbers": numbers}}).document
+    numbers.append(3)
+    names["b"] = 2
+    assert document == {"numbers": [1, 2.5, None], "names": {"a": 1}, "both": {"numbers": [1, 2.5, None]}}
+
+
+@pytest.mark.parametrize("odd", [1 << 2000, -(1 << 2000), float("inf"), float("nan"), (1,), b"x"], ids=str)
+def test_one_odd_value_among_plain_ones_comes_back_exactly(odd: Any) -> None:
+    value = {"list": [1, 2.5, odd, "x"], "dict": {"a": None, "b": odd}, "tuple": (True, odd)}
+    assert same(through_json(value), value)
