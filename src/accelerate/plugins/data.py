@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..optional import require
-from ..settings.option import options_of
 from ..settings.training import DataLoaderOptions
 from .handlers import canonicalize
 
@@ -16,6 +15,6 @@ class DataLoaderConfiguration(DataLoaderOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        canonicalize(self, *(option.name for option in options_of(DataLoaderOptions)))
+        canonicalize(self)
         if self.use_stateful_dataloader:
             require("torchdata", purpose="DataLoaderConfiguration(use_stateful_dataloader=True)", at_least="0.8.0")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +20,7 @@ from ..names import PROFILE_PATTERN_NAME
 from ..settings import env
 from ..settings.env import fill_unset
 from ..settings.labels import DynamoBackend
-from ..settings.option import OptionGroup, Source, option_of
+from ..settings.option import OptionGroup, Source, options_of
 from ..settings.training import (
     AccumulationOptions,
     AutocastOptions,
@@ -44,20 +45,28 @@ class KwargsHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the arguments that differ from those of a handler made with nothing given and nothing set."""
-        with env.hidden(), muted():
-            plain = type(self)().to_dict()
+        plain = _plain(type(self))
         return {name: value for name, value in self.to_dict().items() if plain.get(name) != value}
 
 
+@functools.cache
+def _plain(cls: type[KwargsHandler]) -> Mapping[str, Any]:
+    """Return the arguments of a handler of this class with nothing given and nothing set in the environment."""
+    with env.hidden(), muted():
+        return cls().to_dict()
+
+
 def canonicalize(options: OptionGroup, *names: str) -> None:
-    """Replace the values of the named fields by their canonical spelling.
+    """Replace the values of the named fields (of all, if none are named) by their canonical spelling.
 
     Raises:
         SettingError: a value is none of those that the option takes.
     """
-    for name in names:
-        info = option_of(type(options), name)
-        setattr(options, name, info.read(getattr(options, name), argument(options, name)))
+    for info in options_of(type(options)):
+        if not names or info.name in names:
+            value = getattr(options, info.name)
+            if value is not info.default:  # a default is canonical as it is declared
+                setattr(options, info.name, info.read(value, argument(options, info.name)))
 
 
 def argument(options: OptionGroup, name: str) -> Source:

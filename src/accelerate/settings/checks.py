@@ -80,11 +80,9 @@ def check_world(settings: Settings, world_size: int) -> None:
 
 def _check_hardware(settings: Settings) -> None:
     """Refuse more than one kind of hardware for the processes."""
-    asked = [
-        address
-        for address in ("run.use_cpu", "launch.multi_gpu", "launch.use_tpu")
-        if settings.was_given(address) and _value(settings, address)
-    ]
+    run, launch = settings.run, settings.launch
+    hardware = {"run.use_cpu": run.use_cpu, "launch.multi_gpu": launch.multi_gpu, "launch.use_tpu": launch.use_tpu}
+    asked = [address for address, is_on in hardware.items() if is_on and settings.was_given(address)]
     asked = [address for address in asked if settings.source_of(address).kind in ("flag", "argument")] or asked
     if len(asked) > 1:
         quoted = " and ".join(settings.quote(address) for address in asked)
@@ -160,8 +158,8 @@ def _check_launcher(settings: Settings) -> None:
             f"{settings.quote('launch.module')} and {settings.quote('launch.no_python')} exclude each other: "
             "a module is run by python. Keep one of them."
         )
-    near = nearest(launch.rdzv_backend, RENDEZVOUS)
-    if launch.rdzv_backend not in RENDEZVOUS and near is not None:
+    is_torchs = launch.rdzv_backend in RENDEZVOUS
+    if not is_torchs and (near := nearest(launch.rdzv_backend, RENDEZVOUS)) is not None:
         raise SettingError(
             f"{settings.quote('launch.rdzv_backend')} is not a rendezvous backend that torch has. "
             f"Did you mean {near!r}? It has {', '.join(RENDEZVOUS)}."

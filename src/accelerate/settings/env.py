@@ -129,11 +129,15 @@ def decode(cls: type[OptionGroup], environ: Mapping[str, str]) -> dict[str, Any]
 def decode_with_sources(cls: type[OptionGroup], environ: Mapping[str, str]) -> dict[str, tuple[Any, Source]]:
     """Decode as `decode` does, with the variable that gave each value."""
     given: dict[str, tuple[Any, Source]] = {}
-    for option in options_of(cls):
-        found = _decode_option(option, environ)
-        if found is not None:
+    for name, option in _options_by_variable(cls).items():
+        if name in environ and (found := _decode_option(option, environ)) is not None:
             given[option.name] = found
     return given
+
+
+@functools.cache
+def _options_by_variable(cls: type[OptionGroup]) -> Mapping[str, OptionInfo]:
+    return {name: option for option in options_of(cls) for name in option.env}
 
 
 def _decode_option(option: OptionInfo, environ: Mapping[str, str]) -> tuple[Any, Source] | None:

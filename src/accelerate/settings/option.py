@@ -342,9 +342,6 @@ class OptionGroup:
                         declared.default_factory = factory or MISSING
 
     def __post_init__(self) -> None:
-        self.fill_defaults()
-
-    def fill_defaults(self) -> None:
         """Set every option that nobody gave to its default."""
         for info in options_of(type(self)):
             if info.env and getattr(self, info.name, None) is None:

@@ -14,6 +14,7 @@ from .document import FOREIGN, WARNINGS, read_layer
 from .fp8 import AoOptions, MsampOptions, TeOptions
 from .fsdp import ONLY_VERSION_1
 from .option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
+from .run_options import ParadigmOptions
 from .tree import CONDITIONS, GROUPS, Layer, Settings, encode_settings, launch_options_of
 
 __all__ = [
@@ -106,18 +107,11 @@ def collect(
         _argument_layer(arguments, given),
         _flag_layer(flags or {}),
         _file_layer(file or {}, flags or {}),
+        _environment_layer(environ),
     ]
     launching = flags is not None or file is not None
-    settings = Settings()
-    settings.sources.clear()
-    layers.append(_environment_layer(environ, [name for name in GROUPS if name not in CONDITIONS]))
     _choose_paradigm(layers)
-    for name in GROUPS:
-        if name in CONDITIONS:
-            if not _is_on(name, settings, given):
-                continue
-            layers[-1] = {**layers[-1], **_environment_layer(environ, [name])}
-        _set_group(settings, name, given.get(name), layers, launching)
+    settings = _build(layers, environ, given, launching)
     settings.foreign = dict((file or {}).get(FOREIGN, ({}, DEFAULT))[0])
     _set_dependent_values(settings, given, launching)
     unused = [*cast("list[str]", (file or {}).get(WARNINGS, ((), DEFAULT))[0]), *_unused_options(settings, layers)]
@@ -172,7 +166,7 @@ def _argument_layer(arguments: Mapping[str, object], given: Mapping[str, tuple[O
 
 def _flag_layer(flags: Mapping[str, object]) -> Layer:
     layer: dict[str, tuple[Any, Source]] = {}
-    for group, cls in GROUPS.items():
+    for group, cls in GROUPS.items() if flags else ():
         for option in options_of(cls):
             if option.dest is None:
                 continue
@@ -211,12 +205,14 @@ def _file_layer(file: Layer, flags: Mapping[str, object]) -> Layer:
     return layer
 
 
-def _environment_layer(environ: Mapping[str, str], groups: Iterable[str]) -> Layer:
-    return {
-        f"{group}.{name}": found
-        for group in groups
-        for name, found in env.decode_with_sources(GROUPS[group], environ).items()
-    }
+def _environment_layer(environ: Mapping[str, str]) -> Layer:
+    """Decode the groups that are always there; a bad value of a group that isn't in use has to do no harm."""
+    layer: dict[str, tuple[Any, Source]] = {}
+    for group, cls in GROUPS.items():
+        if group not in CONDITIONS:
+            for name, found in env.decode_with_sources(cls, environ).items():
+                layer[f"{group}.{name}"] = found
+    return layer
 
 
 def _choose_paradigm(layers: list[Layer]) -> None:
@@ -240,40 +236,45 @@ def _choose_paradigm(layers: list[Layer]) -> None:
 # --------------------------------------------------------------------------------------------------------- groups
 
 
-def _is_on(name: str, settings: Settings, given: Mapping[str, object]) -> bool:
-    if name in given:
-        return True
-    if name == "fp8":
-        return settings.run.mixed_precision == "fp8"
-    if name == "sagemaker":
-        return settings.paradigm.use_sagemaker or settings.launch.compute_environment == "AMAZON_SAGEMAKER"
-    group, _, option = CONDITIONS[name].partition(".")
-    return bool(getattr(getattr(settings, group), option))
-
-
-def _set_group(
-    settings: Settings,
-    name: str,
-    given: tuple[OptionGroup, str] | None,
-    layers: list[Layer],
-    launching: bool,
-) -> None:
-    """Create the group with each option's value of highest priority; keep an object that was given as it is."""
-    cls = GROUPS[name]
-    if given is not None:
-        setattr(settings, name, given[0])
+def _build(
+    layers: list[Layer], environ: Mapping[str, str], given: Mapping[str, tuple[OptionGroup, str]], launching: bool
+) -> Settings:
+    """Create the groups in use, each option with its value of highest priority; an object that was given is kept."""
+    values = {address: found for layer in reversed(layers) for address, found in layer.items()}
+    groups: dict[str, OptionGroup] = {}
+    sources: dict[str, Source] = {}
+    for name, cls in GROUPS.items():
+        if name in given:
+            groups[name], argument = given[name]
+            source = Source("argument", argument)
+            sources.update({f"{name}.{option.name}": source for option in options_of(cls)})
+            continue
+        own: dict[str, tuple[Any, Source]] = {}
+        if name in CONDITIONS:
+            if not _is_on(name, groups):
+                continue
+            own = env.decode_with_sources(cls, environ)
+        options: dict[str, Any] = {}
         for option in options_of(cls):
-            settings.sources[f"{name}.{option.name}"] = Source("argument", given[1])
-        return
-    values: dict[str, Any] = {}
-    for option in options_of(cls):
-        address = f"{name}.{option.name}"
-        found = next((layer[address] for layer in layers if address in layer), None)
-        if found is not None:
-            values[option.name], settings.sources[address] = found
-        elif launching and option.launch_default is not ...:
-            values[option.name] = option.launch_default
-    setattr(settings, name, cls(**values))
+            address = f"{name}.{option.name}"
+            found = values.get(address) or own.get(option.name)
+            if found is not None:
+                options[option.name], sources[address] = found
+            elif launching and option.launch_default is not ...:
+                options[option.name] = option.launch_default
+        groups[name] = cls(**options)
+    return Settings(**cast("dict[str, Any]", groups), sources=sources)
+
+
+def _is_on(name: str, groups: Mapping[str, OptionGroup]) -> bool:
+    """Return whether the options that come before the conditional group `name` ask for it."""
+    group, _, option = CONDITIONS[name].partition(".")
+    value: object = getattr(groups[group], option)
+    if name == "fp8":
+        return value == "fp8"
+    if name == "sagemaker":
+        return value == "AMAZON_SAGEMAKER" or cast("ParadigmOptions", groups["paradigm"]).use_sagemaker
+    return bool(value)
 
 
 def _set_dependent_values(settings: Settings, given: Mapping[str, tuple[OptionGroup, str]], launching: bool) -> None:

@@ -120,7 +120,7 @@ class Settings:
 
     def source_of(self, name: str) -> Source:
         """Return the source of the value of "fsdp.cpu_offload"; a bare name means the first group that has it."""
-        return self.sources.get(self.address_of(name), DEFAULT)
+        return self.sources.get(name) or self.sources.get(self.address_of(name), DEFAULT)
 
     def address_of(self, name: str) -> str:
         """Return the option's full name, "group.option"; raise KeyError when there is none."""

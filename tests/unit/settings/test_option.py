@@ -10,6 +10,7 @@ import pytest
 
 from accelerate.errors import SettingError
 from accelerate.settings.option import OptionGroup, Source, nearest, option, option_of, options_of, parse_bool
+from accelerate.settings.tree import GROUPS
 
 
 @dataclass
@@ -165,3 +166,10 @@ def test_secrets_are_not_shown_in_refusals() -> None:
 )
 def test_a_value_is_quoted_in_the_language_of_its_source(kind: Source, spelled: str) -> None:
     assert heating("mode").spell("eco", kind) == spelled
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_declared_defaults_are_canonical(group: str) -> None:
+    """The classes that users construct read only what differs from the default."""
+    for row in options_of(GROUPS[group]):
+        assert row.read(row.default) in (row.default, None), f"{group}.{row.name}"
