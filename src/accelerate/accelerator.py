@@ -330,7 +330,7 @@ class Accelerator:
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """The library that computes in fp8 (AO: torchao, TE: Transformer Engine, MSAMP); NO without fp8."""
+        """The library that computes in fp8 (AO: torchao, TE: Transformer Engine); NO without fp8."""
         return construction.fp8_backend(self.precision)
 
     @property
@@ -534,7 +534,8 @@ class Accelerator:
         _ = self.distributed_type  # raises after AcceleratorState._reset_state(): the Accelerator has to be made anew
         arguments = PreparedArguments.classify(args, device_placement, self.device_placement)
         self.strategy.check(arguments)
-        fresh = self._converted_together(arguments)
+        fresh = self._new_objects(arguments)
+        self.precision.check(*([argument.current for argument in new] for new in fresh))
         if self.strategy.prepares_together:
             self._place_together(arguments)
         with self._rebinding_optimizers(arguments):
@@ -552,10 +553,8 @@ class Accelerator:
         self.precision.follow(models, [getattr(one, "optimizer", one) for one in optimizers])
         return arguments.results()
 
-    def _converted_together(
-        self, arguments: PreparedArguments
-    ) -> tuple[list[PreparedArgument], list[PreparedArgument]]:
-        """Return the new models and optimizers, converted as the precision needs them before they are placed."""
+    def _new_objects(self, arguments: PreparedArguments) -> tuple[list[PreparedArgument], list[PreparedArgument]]:
+        """Return the models and the optimizers that weren't prepared before."""
         models = [
             argument for argument in arguments.of(Role.MODEL) if id(argument.current) not in self._prepared_models
         ]
@@ -564,11 +563,6 @@ class Accelerator:
             for argument in arguments.of(Role.OPTIMIZER)
             if not isinstance(argument.current, AcceleratedOptimizer)
         ]
-        converted = self.precision.convert_together(
-            [argument.current for argument in models], [argument.current for argument in made]
-        )
-        for argument, current in zip([*models, *made], [*converted[0], *converted[1]], strict=True):
-            argument.current = current
         return models, made
 
     def _place_together(self, arguments: PreparedArguments) -> None:

@@ -16,7 +16,7 @@ from .callers import warn_of_old_spelling
 from .distributed.mesh import TOKEN_AXES, Mesh
 from .distributed.random import check_stream_name
 from .distributed.world import World, expected_backend
-from .errors import MissingDependency, NotBuilt, SettingError
+from .errors import MissingDependency, SettingError
 from .logging import install_rich_tracebacks
 from .optional import is_installed, require
 from .plugins.data import DataLoaderConfiguration
@@ -422,7 +422,7 @@ def _fp8_request(settings: Settings, world: World, handlers: Handlers, functions
     """Return what arguments and settings say about fp8.
 
     Raises:
-        SettingError: torchao together with FSDP's loading from rank 0, or MS-AMP with FSDP.
+        SettingError: torchao together with FSDP's loading from rank 0.
     """
     from .precision.fp8 import Fp8Request, choose_backend
 
@@ -439,10 +439,6 @@ def _fp8_request(settings: Settings, world: World, handlers: Handlers, functions
         gathers=fsdp is not None and fsdp.fsdp_version == 2,
     )
     request.backend = choose_backend(request)
-    if fsdp is not None and request.backend == "MSAMP":
-        raise NotBuilt(
-            "fp8 by MS-AMP doesn't work with FSDP. Use torchao (AORecipeKwargs()), or mixed_precision='bf16'."
-        )
     if fsdp is not None and request.backend == "AO" and fsdp.cpu_ram_efficient_loading:
         raise SettingError(
             f"mixed_precision='fp8' by torchao doesn't work with {settings.quote('fsdp.cpu_ram_efficient_loading')}: "

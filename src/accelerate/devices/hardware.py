@@ -11,7 +11,7 @@ from typing import Final
 
 from ..cores import usable_cpus
 from ..errors import NotBuilt
-from ..optional import is_msamp_available, is_torchao_available, is_transformer_engine_available
+from ..optional import is_torchao_available, is_transformer_engine_available
 from ..settings.env import flag, read
 from ..versions import is_torch_version
 from .table import PROBE_TIMEOUT_SECONDS, DeviceKind, available_kind, kind_of, present
@@ -256,4 +256,4 @@ def is_fp16_available() -> bool:
 
 def is_fp8_available() -> bool:
     """Return whether a package for 8-bit floats is installed."""
-    return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
+    return is_transformer_engine_available() or is_torchao_available()

@@ -283,7 +283,7 @@ KINDS: Final[tuple[DeviceKind, ...]] = (
         "cuda", "MULTI_GPU", "torch.cuda", backend="nccl", visible_devices="CUDA_VISIBLE_DEVICES",
         builds="cuda hip", binds_group=True, driver_builds="cuda", driver_files="/proc/driver/nvidia/gpus/*",
         driver_command="nvidia-smi -L", fp8="accelerate.devices.hardware:check_cuda_fp8_capability",
-        fp8_fallback="fp16", fp8_backends="AO TE MSAMP",
+        fp8_fallback="fp16", fp8_backends="AO TE",
     ),
     DeviceKind(
         "xpu", "MULTI_XPU", "torch.xpu", backend="xccl", visible_devices="ZE_AFFINITY_MASK", builds="xpu",

@@ -20,6 +20,7 @@ from ..errors import NotBuilt, SettingError
 from ..optional import is_installed, require
 from ..settings import env
 from ..settings.deepspeed import DeepSpeedOptions
+from ..settings.fp8 import MSAMP_IS_GONE
 from .fsdp import get_module_class_from_name
 from .handlers import canonicalize
 
@@ -74,7 +75,9 @@ class DeepSpeedPlugin(DeepSpeedOptions):
             self.zero3_init_flag = False
         self._set_selected(False)
         if self.enable_msamp:
-            self._enable_msamp()
+            raise NotBuilt(
+                f"DeepSpeedPlugin asks for MS-AMP (enable_msamp, or ACCELERATE_FP8_BACKEND), {MSAMP_IS_GONE}"
+            )
 
     def _document_of_options(self) -> dict[str, Any]:
         def offload(device: str, path: str | None) -> dict[str, Any]:
@@ -129,11 +132,6 @@ class DeepSpeedPlugin(DeepSpeedOptions):
                 + ("says nothing of it" if None in settled.values() else "gives it as well")
                 + ". Keep them in the DeepSpeed config only, or write them as 'auto' there."
             )
-
-    def _enable_msamp(self) -> None:
-        if self.hf_ds_config.is_zero3():
-            raise NotBuilt("MS-AMP is not supported for ZeRO stage 3: use stage 0, 1 or 2.")
-        self.deepspeed_config.setdefault("msamp", {"enabled": True, "opt_level": self.msamp_opt_level})
 
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..callers import warn_of_old_spelling
-from ..optional import is_installed, require
+from ..optional import require
 from ..settings.env import fill_unset
 from ..settings.fp8 import AoOptions, MsampOptions, TeOptions
 from ..settings.option import option
@@ -44,7 +44,7 @@ class TERecipeKwargs(TeOptions, KwargsHandler):
 
 @dataclass
 class MSAMPRecipeKwargs(MsampOptions, KwargsHandler):
-    """The optimisation level of MS-AMP: ``O1`` keeps weight gradients in fp8, ``O2`` optimizer states too."""
+    """The optimisation level of MS-AMP, which isn't supported any more: use :class:`AORecipeKwargs` (torchao)."""
 
     def __post_init__(self) -> None:
         fill_unset(self)
@@ -53,20 +53,20 @@ class MSAMPRecipeKwargs(MsampOptions, KwargsHandler):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """The deprecated recipes of TransformerEngine and MS-AMP in one; ``backend`` picks between them."""
+    """The deprecated recipe of TransformerEngine, with the option of MS-AMP, which isn't supported any more."""
 
     backend: str = option(
         None,
-        "The library that does fp8 arithmetic; by default MS-AMP where it is installed, else TransformerEngine.",
+        "The library that does fp8 arithmetic: TransformerEngine.",
         env="ACCELERATE_FP8_BACKEND",
         choices=("TE", "MSAMP"),
     )
 
     def __post_init__(self) -> None:
         warn_of_old_spelling(
-            "FP8RecipeKwargs is deprecated and will be removed in 2.0: use TERecipeKwargs or MSAMPRecipeKwargs."
+            "FP8RecipeKwargs is deprecated and will be removed in 2.0: use TERecipeKwargs or AORecipeKwargs."
         )
         TERecipeKwargs.__post_init__(self)
         canonicalize(self, "opt_level", "backend")
         if self.backend is None:
-            self.backend = "MSAMP" if is_installed("msamp") else "TE"
+            self.backend = "TE"

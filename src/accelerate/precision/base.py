@@ -28,7 +28,7 @@ class Precision(ABC):
 
     #: Which modules were converted, one report for each model that was; a precision that converts has its own list.
     reports: Sequence[ConversionReport] = ()
-    #: The package that converts, in the word of the interface (AO, TE, MSAMP).
+    #: The package that converts, in the word of the interface (AO, TE).
     backend: str | None = None
 
     @property
@@ -36,13 +36,8 @@ class Precision(ABC):
     def label(self) -> str:
         """The word of the interface: no, fp16, bf16, fp8."""
 
-    def convert_together(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> tuple[Sequence[torch.nn.Module], Sequence[torch.optim.Optimizer]]:
-        """Convert the models and optimizers of one ``prepare`` at once, where the precision can only do that; return as
-        many.
-        """
-        return models, optimizers
+    def check(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise if the new models and optimizers of one ``prepare`` can't be converted without one another."""
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """Convert the modules or weights of ``model`` as the precision needs; called first in ``place``."""

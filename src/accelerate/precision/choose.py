@@ -58,6 +58,7 @@ def _fp8(request: Fp8Request, device_type: str, handler: Any) -> Precision:
 
     Raises:
         SettingError: the backend doesn't compute on this device.
+        NotBuilt: the backend is MS-AMP.
         MissingDependency: the backend isn't installed.
     """
     backend = choose_backend(request)
@@ -73,15 +74,10 @@ def _fp8(request: Fp8Request, device_type: str, handler: Any) -> Precision:
             f"fp8 by {package_of(backend)} doesn't compute on {device_type}, where this process does. Use torchao "
             "(ACCELERATE_FP8_BACKEND=AO, or AORecipeKwargs()), or mixed_precision='bf16'."
         )
-    if backend == "TE":
-        from .fp8_te import TePrecision
+    from .fp8_te import TePrecision
 
-        recipe = recipe or request.functions("TERecipeKwargs")()
-        return TePrecision(device_type, recipe, request.functions, handler=handler)
-    from ..plugins.fp8 import MSAMPRecipeKwargs
-    from .fp8 import MsampPrecision
-
-    return MsampPrecision(device_type, recipe or MSAMPRecipeKwargs(), handler=handler)
+    recipe = recipe or request.functions("TERecipeKwargs")()
+    return TePrecision(device_type, recipe, request.functions, handler=handler)
 
 
 def _refuse_bf16_without_hardware(device_type: str) -> None:

@@ -1,4 +1,4 @@
-"""Choose the package for fp8 arithmetic; the base class of fp8 precisions, and MS-AMP's."""
+"""Choose the package for fp8 arithmetic; the base class of fp8 precisions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any, Final, final
 
 import torch
 
-from ..errors import MissingDependency, PreparationError, SettingError
+from ..errors import MissingDependency, NotBuilt, SettingError
 from ..logging import get_logger
-from ..optional import is_msamp_available, is_torchao_available, is_transformer_engine_available, require
+from ..optional import is_torchao_available, is_transformer_engine_available
+from ..settings.fp8 import MSAMP_IS_GONE
 from .autocast import Autocasting
-from .base import HOLDS_OTHERS, OTHER_KIND, ConversionReport, report_conversion
+from .base import ConversionReport
 
 logger = get_logger(__name__)
 
@@ -24,7 +25,6 @@ Fp8Functions = Callable[[str], Any]
 _BACKENDS: Final[tuple[tuple[str, str, Callable[[], bool]], ...]] = (
     ("AO", "torchao", is_torchao_available),
     ("TE", "transformer_engine", is_transformer_engine_available),
-    ("MSAMP", "msamp", is_msamp_available),
 )
 BACKEND_WORDS: Final = tuple(word for word, _, _ in _BACKENDS)
 
@@ -35,7 +35,7 @@ class Fp8Request:
     """The user's settings for fp8.
 
     Args:
-        backend: AO, TE, MSAMP, or NO for the first one that is installed; ``source`` says where that came from.
+        backend: AO, TE, or NO for the first one that is installed; ``source`` says where that came from.
         recipes: the recipe of the constructor by backend, where one was given.
         functions: looks up the functions that convert, by name.
         gathers: whether parameters are gathered for each use, by ``fully_shard``.
@@ -49,10 +49,11 @@ class Fp8Request:
 
 
 def choose_backend(request: Fp8Request) -> str:
-    """Return AO, TE or MSAMP: that of the given recipe, else the one asked for, else the first that is installed.
+    """Return AO or TE: that of the given recipe, else the one asked for, else the first that is installed.
 
     Raises:
         SettingError: recipes for two backends.
+        NotBuilt: MS-AMP was asked for.
         MissingDependency: the backend isn't installed, or none is.
     """
     if len(request.recipes) > 1:
@@ -64,11 +65,13 @@ def choose_backend(request: Fp8Request) -> str:
         chosen = next((word for word, _, is_there in _BACKENDS if is_there()), "NO")
         if chosen == "NO":
             raise MissingDependency(
-                "mixed_precision='fp8' needs torchao, transformer-engine or MS-AMP, and none of them is installed. "
-                "Install one (pip install \"accelerate[fp8]\" brings torchao), or use mixed_precision='bf16'."
+                "mixed_precision='fp8' needs torchao or transformer-engine, and neither is installed. Install one "
+                "(pip install \"accelerate[fp8]\" brings torchao), or use mixed_precision='bf16'."
             )
         return chosen
     source = "the recipe in kwargs_handlers" if request.recipes else request.source
+    if chosen == "MSAMP":
+        raise NotBuilt(f"{source} asks for fp8 by MS-AMP, {MSAMP_IS_GONE}")
     for word, package, is_there in _BACKENDS:
         if word == chosen and not is_there():
             raise MissingDependency(
@@ -109,60 +112,3 @@ class Fp8Precision(Autocasting, ABC):
 
 def _has_surprise(report: ConversionReport) -> bool:
     return any("multiple" in module.reason for module in report.kept)
-
-
-# --------------------------------------------------------------------------------------------------
-# fp8 by MS-AMP: weights, gradients and optimizer states in 8-bit floats. The package is no longer developed
-
-
-@final
-class MsampPrecision(Fp8Precision):
-    """The precision fp8 by MS-AMP's layers and optimizer; everything else runs under autocast in bf16, with a gradient
-    scaler.
-
-    Args:
-        recipe: MSAMPRecipeKwargs, or the deprecated FP8RecipeKwargs.
-    """
-
-    backend = "MSAMP"
-
-    def __init__(self, device_type: str, recipe: Any, *, handler: Any = None) -> None:
-        super().__init__(device_type, torch.amp.GradScaler(device_type), handler)
-        self._level: str = recipe.opt_level
-
-    def convert_together(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> tuple[Sequence[torch.nn.Module], Sequence[torch.optim.Optimizer]]:
-        """Convert the model and its optimizer by MS-AMP, and move the model to its device.
-
-        Raises:
-            PreparationError: not one model and one optimizer, which MS-AMP makes at once.
-        """
-        if not models and not optimizers:
-            return models, optimizers
-        if len(models) != 1 or len(optimizers) != 1:
-            raise PreparationError(
-                f"prepare() got {len(models)} models and {len(optimizers)} optimizers. With fp8 by MS-AMP, give it one "
-                "model and its optimizer together: MS-AMP makes both at once. For several models, use torchao "
-                "(AORecipeKwargs())."
-            )
-        msamp: Any = require("msamp", purpose="fp8 by MS-AMP")
-        made: list[torch.optim.Optimizer] = []
-
-        def convert(model: torch.nn.Module) -> torch.nn.Module:
-            model, optimizer = msamp.initialize(model.to(self._device_type), optimizers[0], opt_level=self._level)
-            made.append(optimizer)
-            return model
-
-        model, report = report_conversion(models[0], "fp8 by MS-AMP", convert, _why_stays, _is_converted)
-        self.record(report)
-        return [model], made
-
-
-def _is_converted(module: torch.nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "msamp"
-
-
-def _why_stays(name: str, module: torch.nn.Module) -> str:
-    del name
-    return HOLDS_OTHERS if next(module.children(), None) is not None else OTHER_KIND

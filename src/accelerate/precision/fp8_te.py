@@ -162,7 +162,7 @@ def apply_fp8_autowrap(model: torch.nn.Module, fp8_recipe_handler: Any) -> torch
 
 def _recipe(handler: Any) -> tuple[Any, bool]:
     """Return the package's recipe, and whether it holds in evaluation too."""
-    if isinstance(handler, FP8RecipeKwargs):  # the deprecated recipe, which is MS-AMP's too
+    if isinstance(handler, FP8RecipeKwargs):  # the deprecated recipe, which was MS-AMP's too
         handler = TERecipeKwargs(**{option.name: getattr(handler, option.name) for option in options_of(TeOptions)})
     options = {} if handler is None else dict(handler.to_kwargs())
     during_eval = bool(options.pop("use_autocast_during_eval", False))
@@ -214,9 +214,7 @@ class TePrecision(Fp8Precision):
         self._recipe = recipe
         self._functions = functions
 
-    def convert_together(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> tuple[Sequence[torch.nn.Module], Sequence[torch.optim.Optimizer]]:
+    def check(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise unless models that train come with an optimizer: the layers get new parameters."""
         fresh = [model for model in models if not has_transformer_engine_layers(model)]
         training = any(parameter.requires_grad for model in fresh for parameter in model.parameters())
@@ -227,7 +225,6 @@ class TePrecision(Fp8Precision):
                 "Engine they must be given to one prepare() together, because layers and their parameters are "
                 "replaced. For evaluation only, use prepare_model(model, evaluation_mode=True)."
             )
-        return models, optimizers
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """Replace layers of ``model`` by Transformer Engine's, unless it has some already."""

@@ -94,14 +94,14 @@ class DeepSpeedOptions(
     )
     enable_msamp: bool | None = option(
         None,
-        "Use MS-AMP for fp8 with DeepSpeed; default: when that is the fp8 backend.",
+        "Use MS-AMP for fp8 with DeepSpeed, which isn't supported any more.",
         env=None,
         key=None,
         flag=None,
     )
     msamp_opt_level: str = option(
         "O1",
-        "The MS-AMP optimization level with DeepSpeed.",
+        "The optimization level of MS-AMP with DeepSpeed, which isn't supported any more.",
         env="ACCELERATE_FP8_OPT_LEVEL",
         key=None,
         flag=None,

@@ -8,6 +8,12 @@ from typing import Any
 from .option import OptionGroup, option
 
 FP8_BACKENDS = ("AO", "TE", "MSAMP", "NO")
+#: The end of the errors of those who ask for MS-AMP.
+MSAMP_IS_GONE = (
+    "which isn't supported any more: its package is unmaintained, and doesn't install. Use torchao "
+    "(ACCELERATE_FP8_BACKEND=AO, or AORecipeKwargs()), Transformer Engine (TE, or TERecipeKwargs()), or "
+    "mixed_precision='bf16'."
+)
 
 
 @dataclass
@@ -96,11 +102,11 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
 
 @dataclass
 class MsampOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
-    """Options of fp8 by MS-AMP."""
+    """Options of fp8 by MS-AMP, which isn't supported any more."""
 
     opt_level: str = option(
         "O2",
-        "The MS-AMP optimization level.",
+        "The optimization level of MS-AMP, which isn't supported any more.",
         key_aliases=("optimization_level",),
         choices=("O1", "O2"),
         question="What level of 8-bit collective communication would you like to use?",

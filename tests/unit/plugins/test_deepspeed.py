@@ -230,14 +230,11 @@ class TestMixedPrecision:
 
 
 class TestMsamp:
-    def test_is_switched_on_by_the_fp8_backend(self) -> None:
-        with env.patched(ACCELERATE_FP8_BACKEND="MSAMP", ACCELERATE_FP8_OPT_LEVEL="O2"):
-            plugin = DeepSpeedPlugin()
-        assert plugin.deepspeed_config["msamp"] == {"enabled": True, "opt_level": "O2"}
-
-    def test_does_not_go_with_stage_3(self) -> None:
-        with pytest.raises(NotImplementedError, match="stage 3"):
-            DeepSpeedPlugin(enable_msamp=True, zero_stage=3)
+    def test_is_refused_with_what_to_use_instead(self) -> None:
+        with pytest.raises(NotImplementedError, match=r"MS-AMP .*isn't supported any more.*torchao"):
+            DeepSpeedPlugin(enable_msamp=True)
+        with env.patched(ACCELERATE_FP8_BACKEND="MSAMP"), pytest.raises(NotImplementedError, match="MS-AMP"):
+            DeepSpeedPlugin()
 
 
 class TestSelection:

@@ -71,31 +71,30 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_the_recipe_decides_then_the_setting_then_what_is_installed(installed: set[str]) -> None:
-    installed.update({"TE", "MSAMP"})
-    assert choose_backend(request("MSAMP", TE=object())) == "TE"
-    assert choose_backend(request("MSAMP")) == "MSAMP"
-    assert choose_backend(request()) == "TE"
-    installed.add("AO")
+    installed.update({"TE", "AO"})
+    assert choose_backend(request("AO", TE=object())) == "TE"
+    assert choose_backend(request("TE")) == "TE"
     assert choose_backend(request()) == "AO"
+    installed.remove("AO")
+    assert choose_backend(request()) == "TE"
 
 
 def test_what_is_missing_is_named_with_the_way_out(installed: set[str]) -> None:
-    with pytest.raises(MissingDependency, match=r'none of them is installed.*pip install "accelerate\[fp8\]".*bf16'):
+    with pytest.raises(MissingDependency, match=r'neither is installed.*pip install "accelerate\[fp8\]".*bf16'):
         choose_backend(request())
     installed.add("AO")
     with pytest.raises(MissingDependency, match=r"ACCELERATE_FP8_BACKEND=TE asks for fp8 by transformer_engine.*AO"):
         choose_backend(request("TE"))
-    with pytest.raises(MissingDependency, match="the recipe in kwargs_handlers asks for fp8 by msamp"):
-        choose_backend(request(MSAMP=object()))
+    with pytest.raises(MissingDependency, match="the recipe in kwargs_handlers asks for fp8 by transformer_engine"):
+        choose_backend(request(TE=object()))
     with pytest.raises(SettingError, match=r"several fp8 backends \(MSAMP, TE\)"):
         choose_backend(request(TE=object(), MSAMP=object()))
 
 
 def test_a_backend_that_this_device_has_not_is_refused(installed: set[str]) -> None:
-    installed.update({"TE", "MSAMP"})
-    for recipe in (TERecipeKwargs(), MSAMPRecipeKwargs()):
-        with pytest.raises(SettingError, match=r"doesn't compute on cpu.*ACCELERATE_FP8_BACKEND=AO.*bf16"):
-            Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
+    installed.add("TE")
+    with pytest.raises(SettingError, match=r"doesn't compute on cpu.*ACCELERATE_FP8_BACKEND=AO.*bf16"):
+        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs()])
 
 
 def test_hardware_without_8_bit_floats_falls_back_and_says_so(
@@ -192,7 +191,7 @@ def test_without_shards_weights_stay_plain_parameters(torchao: Any) -> None:
     assert type(run.prepare(Net()).middle[0].weight.data) is torch.Tensor
 
 
-def test_documented_contradictions_are_refused(torchao: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_contradictions_are_refused(torchao: Any) -> None:
     from accelerate import construction
     from accelerate.settings.run import collect
 
@@ -201,9 +200,6 @@ def test_documented_contradictions_are_refused(torchao: Any, monkeypatch: pytest
     settings = collect({"mixed_precision": "fp8", "fsdp_plugin": plugin})
     handlers = construction.Handlers(ao=emulated(torchao))
     with pytest.raises(ValueError, match=r"cpu_ram_efficient_loading.*to false"):
-        construction._fp8_request(settings, sharded, handlers, lambda name: None)  # type: ignore[arg-type]
-    monkeypatch.setattr("accelerate.precision.fp8.choose_backend", lambda request: "MSAMP")
-    with pytest.raises(NotBuilt, match="MS-AMP doesn't work with FSDP"):
         construction._fp8_request(settings, sharded, handlers, lambda name: None)  # type: ignore[arg-type]
 
 
@@ -270,7 +266,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Any]]:
     chooser = sys.modules["accelerate.precision.fp8"]
     rows = [(word, package, lambda: True) for word, package, _ in chooser._BACKENDS]  # type: ignore[attr-defined]
     monkeypatch.setattr(chooser, "_BACKENDS", tuple(rows))
-    everywhere = replace(devices.CPU, fp8_backends="AO TE MSAMP")
+    everywhere = replace(devices.CPU, fp8_backends="AO TE")
     monkeypatch.setattr(sys.modules["accelerate.precision.choose"], "kind_of", lambda name: everywhere)
     return contexts
 
@@ -345,7 +341,7 @@ def test_transformer_engine_trains_through_the_accelerator(engine: list[tuple[bo
 
 def test_the_deprecated_recipe_still_chooses(engine: list[Any]) -> None:
     del engine
-    with pytest.warns(FutureWarning, match="TERecipeKwargs or MSAMPRecipeKwargs"):
+    with pytest.warns(FutureWarning, match="TERecipeKwargs or AORecipeKwargs"):
         recipe = FP8RecipeKwargs(backend="TE", margin=2)
     run = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
     assert run.fp8_recipe_handler is recipe and run.fp8_backend == FP8BackendType.TE
@@ -357,33 +353,19 @@ def test_the_backend_of_the_environment_is_used(engine: list[Any]) -> None:
         assert Accelerator(cpu=True).fp8_backend == FP8BackendType.TE
 
 
-# -- MS-AMP: a stand-in ----------------------------------------------------------------------------------------
+# -- MS-AMP: asked for, and refused --------------------------------------------------------------------------
 
 
-def test_msamp_makes_model_and_optimizer_at_once(engine: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    del engine
-    package = types.ModuleType("msamp")
-    asked: list[str] = []
-
-    class Low(nn.Linear):
-        """A layer of MS-AMP's."""
-
-    Low.__module__ = "msamp.nn"
-
-    def initialize(model: Any, optimizer: torch.optim.Optimizer, opt_level: str) -> Any:
-        asked.append(opt_level)
-        model.first = Low(16, 32)
-        return model, torch.optim.SGD(model.parameters(), lr=0.5)
-
-    package.initialize = initialize  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "msamp", package)
-    run = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[MSAMPRecipeKwargs(opt_level="O1")])
-    model = Net()
-    prepared, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert asked == ["O1"] and run.scaler is not None and run.fp8_backend == FP8BackendType.MSAMP
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert [module.name for module in run.conversions[-1].converted] == ["first"]
-    run.backward(prepared(torch.ones(2, 16)).pow(2).mean())
-    optimizer.step()
-    with pytest.raises(PreparationError, match="2 models and 0 optimizers"):
-        run.prepare(Net(), Net())
+@pytest.mark.parametrize("way", ["recipe", "old recipe", "environment"])
+def test_msamp_is_refused_with_what_to_use_instead(way: str) -> None:
+    if way == "environment":
+        with patched(ACCELERATE_FP8_BACKEND="MSAMP"), pytest.raises(NotBuilt, match=r"ACCELERATE_FP8_BACKEND.*torchao"):
+            Accelerator(cpu=True, mixed_precision="fp8")
+        return
+    if way == "recipe":
+        recipe: Any = MSAMPRecipeKwargs(opt_level="O1")
+    else:
+        with pytest.warns(FutureWarning):
+            recipe = FP8RecipeKwargs(backend="MSAMP")
+    with pytest.raises(NotBuilt, match=r"kwargs_handlers asks for .*MS-AMP, which isn't supported.*torchao"):
+        Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])

@@ -273,10 +273,9 @@ class Questionnaire:
             self._one(MegatronOptions, name, default=default)
 
     def _fp8(self) -> None:
-        backend = self._one(Fp8Options, "backend", default="AO", choices=("AO", "TE", "MSAMP"))
+        backend = self._one(Fp8Options, "backend", default="AO", choices=("AO", "TE"))
         names: Mapping[str, tuple[str, ...]] = {
             "AO": ("enable_fsdp_float8_all_gather", "pad_inner_dim"),
-            "MSAMP": ("opt_level",),
             "TE": (
                 "use_autocast_during_eval",
                 "margin",
