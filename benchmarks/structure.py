@@ -2,6 +2,7 @@
 
     python benchmarks/structure.py                              this package
     PEER_PYTHON=/path/to/python python benchmarks/structure.py  and another environment's accelerate beside it
+    python benchmarks/picture.py                                draws the packages and their imports
 
 Code lines are lines with code on them: neither blank, nor only a comment, nor part of a docstring. The ways are run,
 on one process: calls of functions that the package defines, and the files they lie in.
