@@ -1099,14 +1099,25 @@ def _span(first: ast.AST, last: int) -> range:
     return range(getattr(first, "lineno", 1), last + 1)
 
 
+def _is_only_for_types(node: ast.AST) -> bool:
+    """Whether only a type checker reads it: an overload, or imports under TYPE_CHECKING."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return any(dotted(decorator) == "overload" for decorator in node.decorator_list)
+    return isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING" and not node.orelse
+
+
 @functools.cache
 def code_lines(file: SourceFile) -> frozenset[int]:
-    """Line numbers that hold code: no docstrings, comments, blanks, and no signatures of functions."""
+    """Line numbers that hold code: no docstrings, comments, blanks, no signatures, and nothing that is only for types."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(file.text).readline):
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(file.tree):
+        if _is_only_for_types(node):
+            begin = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", []))])
+            lines.difference_update(range(begin, (node.end_lineno or begin) + 1))
+            continue
         body = getattr(node, "body", None)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and body:
             first = body[0]
@@ -1225,6 +1236,14 @@ def test_each_rule_can_fail(house: Callable[..., None], rule: Callable[[], None]
     house(**sources)
     with pytest.raises(pytest.fail.Exception):
         rule()
+
+
+def test_what_only_type_checkers_read_does_not_count(house: Callable[..., None]) -> None:
+    house(
+        world="if TYPE_CHECKING:\n    from x import (\n        y,\n    )\n\n\n"
+        "@overload\ndef f(x: int) -> int: ...\n@overload\ndef f(\n    x: str,\n) -> str: ...\ndef f(x):\n    return x\n"
+    )
+    assert len(code_lines(modules()["world"])) == 1
 
 
 def test_signatures_docstrings_and_comments_do_not_count(house: Callable[..., None]) -> None:

@@ -12,22 +12,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from . import checkpointing, construction, monitoring, parallel, tracking
 from .data_loader.gathering import MetricGather, StreamingMean
 from .devices.memory import release_memory
 from .distributed import collectives, process_control
-from .distributed.world import join_world, leave_world
+from .distributed.world import World, join_world, leave_world
 from .errors import PreparationError
 from .flag import Flag
 from .lazy import names_from
-from .logging import get_logger
+from .logging import MultiProcessAdapter, get_logger
 from .parallel.base import PreparedArgument, PreparedArguments, Role
 from .plugins.handlers import GradientAccumulationPlugin
-from .settings.labels import DistributedType, FP8BackendType
+from .settings.labels import DistributedType, FP8BackendType, LoggerType
 from .state import AcceleratorState
 from .training import elastic_batch
 from .training.accumulation import GradientState, WindowWeights
@@ -37,20 +38,30 @@ from .training.optimizer import AcceleratedOptimizer
 from .training.scheduler import AcceleratedScheduler, check_mode
 
 if TYPE_CHECKING:
+    from .distributed.mesh import Mesh
     from .plugins.data import DataLoaderConfiguration
     from .plugins.deepspeed import DeepSpeedPlugin
     from .plugins.fsdp import FullyShardedDataParallelPlugin
     from .plugins.handlers import AutocastKwargs, KwargsHandler, ProfileKwargs, ProjectConfiguration, TorchDynamoPlugin
     from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
-    from .precision.base import ConversionReport
+    from .precision.base import ConversionReport, Precision
+    from .settings.run import Settings
     from .training.averaging import WeightAverage
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 _NOT_GIVEN: Any = object()
 #: The context of ``accumulate`` and ``no_sync`` where all gradients are reduced; it has no state, so one is enough.
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
+
+# The arguments of `prepare`, by position.
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
+T4 = TypeVar("T4")
+T5 = TypeVar("T5")
+T6 = TypeVar("T6")
 
 
 class Accelerator:
@@ -73,6 +84,19 @@ class Accelerator:
         SettingError: contradictory or impossible values, with where they came from.
         NotBuilt: kinds of parallelism that don't go together.
     """
+
+    settings: Settings
+    world: World
+    mesh: Mesh
+    state: AcceleratorState
+    precision: Precision
+    strategy: parallel.Strategy
+    gradient_state: GradientState
+    dataloader_config: DataLoaderConfiguration
+    project_configuration: ProjectConfiguration
+    dynamo_plugin: TorchDynamoPlugin
+    rng_types: list[str]
+    log_with: Sequence[LoggerType | str | tracking.GeneralTracker]
 
     def __init__(
         self,
@@ -519,6 +543,47 @@ class Accelerator:
 
     # == prepare ===========================================================================================
 
+    # For editors one argument comes back as what it becomes, several as what they were: no type says "each of these,
+    # prepared", and prepared objects do what the given ones could (the model's methods, the loader's batches).
+    @overload
+    def prepare(
+        self, one: torch.optim.Optimizer, /, *, device_placement: Sequence[bool] | None = None
+    ) -> AcceleratedOptimizer: ...
+    @overload
+    def prepare(
+        self, one: LRScheduler, /, *, device_placement: Sequence[bool] | None = None
+    ) -> AcceleratedScheduler: ...
+    @overload
+    def prepare(self, one: T1, /, *, device_placement: Sequence[bool] | None = None) -> T1: ...
+    @overload
+    def prepare(self, one: T1, two: T2, /, *, device_placement: Sequence[bool] | None = None) -> tuple[T1, T2]: ...
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, /, *, device_placement: Sequence[bool] | None = None
+    ) -> tuple[T1, T2, T3]: ...
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, four: T4, /, *, device_placement: Sequence[bool] | None = None
+    ) -> tuple[T1, T2, T3, T4]: ...
+    @overload
+    def prepare(
+        self, one: T1, two: T2, three: T3, four: T4, five: T5, /, *, device_placement: Sequence[bool] | None = None
+    ) -> tuple[T1, T2, T3, T4, T5]: ...
+    @overload
+    def prepare(
+        self,
+        one: T1,
+        two: T2,
+        three: T3,
+        four: T4,
+        five: T5,
+        six: T6,
+        /,
+        *,
+        device_placement: Sequence[bool] | None = None,
+    ) -> tuple[T1, T2, T3, T4, T5, T6]: ...
+    @overload
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any: ...
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare the given objects for this world and return as many, in the same order; a single one bare.
 
@@ -555,14 +620,8 @@ class Accelerator:
 
     def _new_objects(self, arguments: PreparedArguments) -> tuple[list[PreparedArgument], list[PreparedArgument]]:
         """Return the models and the optimizers that weren't prepared before."""
-        models = [
-            argument for argument in arguments.of(Role.MODEL) if id(argument.current) not in self._prepared_models
-        ]
-        made = [
-            argument
-            for argument in arguments.of(Role.OPTIMIZER)
-            if not isinstance(argument.current, AcceleratedOptimizer)
-        ]
+        models = [one for one in arguments.of(Role.MODEL) if id(one.current) not in self._prepared_models]
+        made = [one for one in arguments.of(Role.OPTIMIZER) if not isinstance(one.current, AcceleratedOptimizer)]
         return models, made
 
     def _place_together(self, arguments: PreparedArguments) -> None:
@@ -576,9 +635,7 @@ class Accelerator:
     @contextmanager
     def _rebinding_optimizers(self, arguments: PreparedArguments) -> Iterator[None]:
         """Enter a context after which the optimizers train the parameters that the models have then."""
-        models = [
-            argument for argument in arguments.of(Role.MODEL) if id(argument.current) not in self._prepared_models
-        ]
+        models = [one for one in arguments.of(Role.MODEL) if id(one.current) not in self._prepared_models]
         optimizers = [argument.current for argument in arguments.of(Role.OPTIMIZER)]
         if not models or not optimizers:
             yield
@@ -1458,7 +1515,7 @@ def _module_attribute(name: str) -> Any:
     return getattr(sys.modules[__name__], name)
 
 
-__getattr__ = names_from(__name__, "accelerate", construction.NAMES_OF_ACCELERATOR)
+__getattr__: Callable[[str], Any] = names_from(__name__, "accelerate", construction.NAMES_OF_ACCELERATOR)
 
 
 def _as_list(parameters: Any) -> list[torch.Tensor]:

@@ -56,7 +56,8 @@ class PipelineStage:
     """The pipeline stage of this process, with its communication to the neighbouring stages."""
 
     def __init__(self, stage: nn.Module, world: World, num_chunks: int, kwargs: Sequence[str]) -> None:
-        self.stage, self.num_chunks = stage, num_chunks
+        self.stage: nn.Module = stage
+        self.num_chunks: int = num_chunks
         self._world, self._kwargs = world, tuple(kwargs)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:

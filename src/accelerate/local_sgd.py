@@ -34,7 +34,7 @@ class LocalSGD:
     def __init__(
         self, accelerator: Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
-        self.enabled = enabled and accelerator.num_processes > 1
+        self.enabled: bool = enabled and accelerator.num_processes > 1
         if self.enabled and not isinstance(model, DistributedDataParallel):
             raise NotBuilt(
                 f"LocalSGD averages whole replicas, but this model is a {type(model).__name__} on "
@@ -44,7 +44,7 @@ class LocalSGD:
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
-        self.num_steps = 0
+        self.num_steps: int = 0
         self._no_sync: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> LocalSGD:

@@ -30,7 +30,7 @@ from .plugins.quantization import BnbQuantizationConfig, TorchAoQuantizationConf
 _log = logging.getLogger(__name__)
 
 Quantization = BnbQuantizationConfig | TorchAoQuantizationConfig
-AutoMap = ("auto", "balanced", "balanced_low_0", "sequential")
+AutoMap: tuple[str, ...] = ("auto", "balanced", "balanced_low_0", "sequential")
 _MAPS_TEXT: Final = ", ".join(map(repr, AutoMap))
 
 

@@ -229,7 +229,9 @@ class PartialState(_View):
         self._cpu = cpu
         self._show(world)
         if world.backend is not None and world.backend == backend:
-            self.distributed_type = DistributedType(label)  # as a library that replaces the method wants it
+            self.distributed_type: DistributedType = DistributedType(
+                label
+            )  # as a library that replaces the method wants it
 
     def __repr__(self) -> str:
         """Return the attributes, one per line."""
@@ -393,8 +395,8 @@ class AcceleratorState(_View):
         self.megatron_lm_plugin = megatron_lm_plugin
         self.parallelism_config = parallelism_config
         self.device_mesh = None
-        self.downcast_bfloat = flag("ACCELERATE_DOWNCAST_BF16")
-        self.use_ipex = None
+        self.downcast_bfloat: bool = flag("ACCELERATE_DOWNCAST_BF16")
+        self.use_ipex: bool | None = None
         paradigms = (
             (settings.deepspeed, DistributedType.DEEPSPEED),
             (settings.megatron, DistributedType.MEGATRON_LM),

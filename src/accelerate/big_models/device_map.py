@@ -26,7 +26,7 @@ from .sizes import (
     partners_in,
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Map = TypeVar("Map", bound=MutableMapping[str, Any])
 

@@ -180,7 +180,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.index: dict[str, Entry] = dict(index or {})
         self.save_folder = save_folder
         self.device = device
-        self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
+        self.all_keys: list[str] = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
         self._paths: dict[str, Path] = {}
         self._files = MappedFiles()
         self._prefetcher: WeightPrefetcher | None = None
@@ -329,10 +329,10 @@ class MappedFile:
             CheckpointNotFound: it isn't there.
             CheckpointError: it isn't a whole safetensors file.
         """
-        self.path = Path(path)
+        self.path: Path = Path(path)
         try:
             with open(self.path, "rb") as file:
-                self.num_bytes = os.fstat(file.fileno()).st_size
+                self.num_bytes: int = os.fstat(file.fileno()).st_size
                 self._start, header = self._read_header(file)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError:

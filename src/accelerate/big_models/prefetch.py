@@ -55,7 +55,7 @@ class WeightPrefetcher:
         self._in_flight: dict[tuple[Unit, torch.device], Future[_Transfer] | None] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._copy_streams: dict[torch.device, _CopyStream] = {}
-        self.num_prefetched = 0  # units that were read, or being read, when they were fetched
+        self.num_prefetched: int = 0  # units that were read, or being read, when they were fetched
 
     def fetch(self, unit: Unit, device: torch.device) -> list[torch.Tensor]:
         """Return the weights of a unit on the device, and start to prefetch the units that follow."""

@@ -32,7 +32,8 @@ Names are resolved when they are used, because a listing (`series`) needs no tor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ..lazy import names_from
 
@@ -89,7 +90,7 @@ __all__ = [
 ]
 
 
-__getattr__ = names_from(
+__getattr__: Callable[[str], Any] = names_from(
     __name__,
     __name__,
     {

@@ -32,7 +32,9 @@ class AddedItems:
     def __init__(self, participants: CallParticipants, ranks: Ranks) -> None:
         self._participants = participants
         self._folder = Path(tempfile.mkdtemp(prefix="accelerate-added-"))
-        self.staging = StagingDirectory(self._folder / (Path(participants.address).name or "items"), False, ranks)
+        self.staging: StagingDirectory = StagingDirectory(
+            self._folder / (Path(participants.address).name or "items"), False, ranks
+        )
         self.staging.folder.mkdir()
         self.items: list[CheckpointItem] = []
 

@@ -45,11 +45,11 @@ class Ranks:
         self._world = None if alone else world
         self._alone = alone
         self._store_collectives = store_collectives
-        self.rank = world.rank if world else 0
-        self.size = world.size if world and not alone else 1
-        self.local_rank = world.local_rank if world else 0
-        self.local_size = world.local_size if world and not alone else 1
-        self.world_size = world.size if world else 1
+        self.rank: int = world.rank if world else 0
+        self.size: int = world.size if world and not alone else 1
+        self.local_rank: int = world.local_rank if world else 0
+        self.local_size: int = world.local_size if world and not alone else 1
+        self.world_size: int = world.size if world else 1
 
     @property
     def is_main(self) -> bool:
@@ -152,7 +152,8 @@ class StoreCollectives:
         from ..torch_private.distributed import PrefixStore
 
         self._store = PrefixStore(name, coordinator.store)
-        self.rank, self.size = coordinator.rank, coordinator.size
+        self.rank: int = coordinator.rank
+        self.size: int = coordinator.size
         self._number = 0
         self._published: deque[str] = deque()  # keys of messages that a rank may not have read yet
         self._store_is_lost = False

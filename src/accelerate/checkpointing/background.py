@@ -29,7 +29,7 @@ class Background:
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
-        self.memory = HostMemory()
+        self.memory: HostMemory = HostMemory()
         self._thread: threading.Thread | None = None
         self._process_id = os.getpid()
 

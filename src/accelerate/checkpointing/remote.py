@@ -87,7 +87,7 @@ class RemoteStore(Store):
         """Upload the staged files, and then their manifest."""
         assert self._local_store is not None
         self._local_store.commit(staging)
-        self.identity = self._local_store.identity
+        self.identity: str = self._local_store.identity
         what = f"commit {self.address}"
         mine = self._local_store.manifest() if staging.is_committer else None
         records = {} if mine is None else {name: (file.size, file.crc32) for name, file in mine.files.items()}

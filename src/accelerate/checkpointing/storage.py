@@ -168,7 +168,7 @@ class RemoteStorage(Storage):
 
     def __init__(self, system: Any, path: str, url: str) -> None:
         self._system = system
-        self.path = path.rstrip("/")
+        self.path: str = path.rstrip("/")
         self._url = url.rstrip("/")
 
     @classmethod

@@ -322,8 +322,8 @@ class CheckpointStore(Store):
         on_each_node: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        self.folder = Path(os.path.realpath(folder))
-        self.ranks = ranks or Ranks(world)
+        self.folder: Path = Path(os.path.realpath(folder))
+        self.ranks: Ranks = ranks or Ranks(world)
         self.on_each_node = on_each_node
         self._moving = False
 
@@ -460,7 +460,7 @@ class CheckpointStore(Store):
             world_size=self.ranks.world_size,
             replaces=self._replaced(files),
         ).with_identity()
-        self.identity = manifest.identity
+        self.identity: str = manifest.identity
         write_durably(staging_path / MANIFEST_NAME, manifest.to_bytes())
 
     def _replaced(self, files: Mapping[str, FileRecord]) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ResumeWarning
 from ..lazy import names_from
@@ -37,7 +38,7 @@ __all__ = [
     "skip_first_batches",
 ]
 
-__getattr__ = names_from(
+__getattr__: Callable[[str], Any] = names_from(
     __name__,
     __name__,
     {

@@ -404,7 +404,9 @@ class SequenceShardLoader(DataLoaderStateMixin):
         try:
             for number, part in islice(parts, self.skip_parts, None):
                 # The loader itself is at its end as soon as its last batch is read.
-                self.end_of_dataloader = number % num_parts == 0 and getattr(self.loader, "end_of_dataloader", False)
+                self.end_of_dataloader: bool = number % num_parts == 0 and getattr(
+                    self.loader, "end_of_dataloader", False
+                )
                 if self.gradient_state.active_dataloader is not self:  # the loader has read
                     self.gradient_state._add_dataloader(self)
                 yield part if device is None else send_to_device(part, device)

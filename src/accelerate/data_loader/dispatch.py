@@ -162,7 +162,7 @@ class DataLoaderDispatcher(PreparedLoader):
         world = self._world()
         self._synchronize()
         if world is not None and self.device is None:
-            self.device = world.device
+            self.device: torch.device = world.device
         if world is not None and not world.is_main:
             return self._scatter(world, None)
         if isinstance(self.dataset, IterableDataset):
@@ -195,7 +195,7 @@ class DataLoaderDispatcher(PreparedLoader):
                     batches = _broadcast(batches, announcement.structures, self.device, world)
                 batch_info = announcement.batch_info
                 if batch_info.is_last and not self._drop_last and batch_info.coverage is not None:
-                    self.remainder = batch_info.coverage.num_samples
+                    self.remainder: int = batch_info.coverage.num_samples
                 if global_batches is not None:
                     batch_info = batch_info._replace(last_batch=global_batches.last_batch, own=global_batches.own)
                 yield self._part(batches, announcement, dp_rank), batch_info
@@ -324,8 +324,8 @@ class GlobalBatches:
     def __init__(self, loader: DataLoaderDispatcher, source: Generator[Delivery, None, None], num_steps: int) -> None:
         self.loader = loader
         self.source = source
-        self.count = loader.dp_rank().count
-        self.num_steps = num_steps
+        self.count: int = loader.dp_rank().count
+        self.num_steps: int = num_steps
         self.failure: BaseException | None = None
         self.last_batch: Any = None
         self.own: Mapping[str, Any] | None = None

@@ -19,12 +19,12 @@ from ..distributed.collectives import reduce
 from ..distributed.mesh import DATA_AXES, TOKEN_AXES, Mesh
 from ..distributed.world import World
 from ..errors import CollectiveError, PreparationError, UnequalTensors
-from ..logging import get_logger
+from ..logging import MultiProcessAdapter, get_logger
 from ..nested import honor_type, rebuild_mapping
 from ..training.accumulation import GradientState
 from .sampling import BatchCoverage, rows_to_keep
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 
 class AssumedLoaderWarning(UserWarning):

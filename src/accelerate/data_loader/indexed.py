@@ -81,7 +81,10 @@ class IndexReader:
     """One pass over a dataset that is read by index."""
 
     def __init__(self, loader: PreparedLoader, saved: SavedPosition | None) -> None:
-        self.loader, self.saved = loader, saved
+        self.loader: PreparedLoader = loader
+        self.saved = saved
+        self.root: Any
+        self.num_skipped: int
         self.root, self.num_skipped = unskipped(loader.index_sampler)
 
     # -- reading ---------------------------------------------------------------------------------------

@@ -206,7 +206,8 @@ class StreamReader:
         skip_batches: int,
         num_first: int,
     ) -> None:
-        self.loader, self.source = loader, source
+        self.loader: PreparedLoader = loader
+        self.source = source
         self.position: ResumePosition = BEGINNING
         self._is_resumed = saved is not None
         self._order: Mapping[str, Any] = saved.order if saved is not None else {}

@@ -150,7 +150,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self._is_accelerate_prepared = True
-        self.progress = Progress(epoch=iteration)
+        self.progress: Progress = Progress(epoch=iteration)
         self.presharded_size = 1  # how many ranks read a part of their own, where the data isn't sharded here
         self.presharded_rank = 0  # which of these parts this rank reads
         self.coverage_of: CoverageFunction | None = None  # the coverage of batches of a rank-aware sampler
@@ -159,11 +159,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self._newest_pass: object = None
         self._first_batches: list[Any] = []
         self._stream: StreamReader | None = None
-        self.stream_end = StreamEnd()
+        self.stream_end: StreamEnd = StreamEnd()
         self.device_prefetch: DevicePrefetch | None = None  # the strategy's own way of copying batches to the device
         #: Copies the batches of the running pass; None: they are copied as they are read.
         self._active_prefetch: DevicePrefetch | None = None
-        self.data_wait_seconds = 0.0  # how long the loop has waited for batches, in the running or the last pass
+        self.data_wait_seconds: float = 0.0  # how long the loop has waited for batches, in the running or the last pass
 
     _prefetches_batches = True
     _skip_batches = 0

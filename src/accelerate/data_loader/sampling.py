@@ -175,7 +175,7 @@ class IndexFreeSampler(Sampler[int]):
     def __init__(self, data_source: Sized, data_seed: int | None = None) -> None:
         super().__init__()
         self.data_source = data_source
-        self.epoch = 0
+        self.epoch: int = 0
         self.initial_seed: int = data_seed if data_seed is not None else torch.random.initial_seed()
 
     def __len__(self) -> int:
@@ -218,12 +218,12 @@ class SeedableRandomSampler(RandomSampler):
 
     def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.epoch = 0
+        self.epoch: int = 0
         self.initial_seed: int = data_seed if data_seed is not None else torch.random.initial_seed()
 
     def __iter__(self) -> Iterator[int]:
         if self.generator is None:
-            self.generator = torch.Generator()
+            self.generator: torch.Generator = torch.Generator()
         epoch = self.epoch
         self.generator.manual_seed(epoch + self.initial_seed)
         yield from super().__iter__()
@@ -502,7 +502,7 @@ class Order:
         )
         foreign = [sampler for sampler in samplers if not isinstance(sampler, ours)]
         self.stateful: Any = next((sampler for sampler in foreign if _has_state(sampler)), None)
-        self.streams = _streams_of(foreign)
+        self.streams: tuple[str, ...] = _streams_of(foreign)
         self._torch_samplers = [
             sampler for sampler in foreign if type(sampler) in _DRAW_FROM_TORCH and sampler.generator is None
         ]

@@ -318,7 +318,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
-        self.epoch = 0
+        self.epoch: int = 0
         self.num_skipped = 0  # samples of the stream that a pass throws away before its first batch
         self.first_global_batch: Callable[[], list[Any]] | None = None  # reads it again, for a pass that began later
 

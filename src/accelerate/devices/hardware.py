@@ -16,7 +16,7 @@ from ..settings.env import flag, read
 from ..versions import is_torch_version
 from .table import PROBE_TIMEOUT_SECONDS, DeviceKind, available_kind, kind_of, present
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Consumer cards whose driver offers no direct links between them before a certain version.
 _WITHOUT_LINKS: Final = "RTX 40"

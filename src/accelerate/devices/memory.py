@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from . import table
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: The messages of the devices' allocators, in lower case, when memory ran out.
 _OUT_OF_MEMORY_MESSAGES: Final = (

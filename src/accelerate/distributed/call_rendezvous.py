@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .store_client import Coordinator
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: How long rank 0 waits for the others at a call stack that it hasn't seen before.
 GRACE_SECONDS: Final = 2.0

@@ -44,14 +44,14 @@ class Message:
             num_bytes = shape.numel() * dtype.itemsize
             self._spans.append((position, position + num_bytes))
             position += num_bytes + -num_bytes % _ALIGNMENT_BYTES
-        self.is_whole = _is_packable(description) and (length == 0 or position <= length)
+        self.is_whole: bool = _is_packable(description) and (length == 0 or position <= length)
         self._num_bytes = length or position
         self._device = description[0][2] if self.is_whole and description else torch.device("cpu")
         #: How long it would have to be to hold its tensors, where one message is faster.
-        self.needed_bytes = position if _is_packable(description) else _SHORTEST_BYTES
+        self.needed_bytes: int = position if _is_packable(description) else _SHORTEST_BYTES
         self._checksum = _checksum(operation, [(tuple(shape), dtype) for shape, dtype, _ in description])
         #: The same for the messages of the same call in each iteration of a loop.
-        self.kind = _checksum(operation, [(len(shape), dtype) for shape, dtype, _ in description])
+        self.kind: int = _checksum(operation, [(len(shape), dtype) for shape, dtype, _ in description])
         self._buffers = self._make_buffers() if (size + 1) * self._num_bytes <= _REUSED_BYTES else None
 
     def buffers(self) -> Buffers:
@@ -86,7 +86,8 @@ class Buffers:
         slots: list[torch.Tensor],
         rank_rows: list[torch.Tensor],
     ) -> None:
-        self.own, self.joined = own, joined
+        self.own: torch.Tensor = own
+        self.joined: torch.Tensor = joined
         self.rank_rows = rank_rows  # by tensor: [size, *shape], overwritten by the next exchange
         self._checksums, self._expected, self._slots = checksums, expected, slots
         self._gatherers = [_gatherer(rows) for rows in rank_rows]

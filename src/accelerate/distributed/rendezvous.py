@@ -37,7 +37,7 @@ RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=10)
 _LOOKUP_SECONDS: Final = 60.0
 _LOOKUP_PAUSE_SECONDS: Final = 1.0
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 #: Stores that this process serves to others: they outlive the world, because a slower rank may still be reading.
 _served_stores: list[Store] = []
 

@@ -37,7 +37,7 @@ class RequestThread:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._kept_alive: list[Any] = []
-        self.has_timed_out = False  # a request got no response: later ones fail at once
+        self.has_timed_out: bool = False  # a request got no response: later ones fail at once
 
     def run(self, call: Callable[[], Response], seconds: float) -> Response:
         """Run `call()` in the thread and return its result, or raise its error.
@@ -130,13 +130,13 @@ class Coordinator:
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        self.number = 0
-        self.operation = ""
-        self.site = ""
+        self.number: int = 0
+        self.operation: str = ""
+        self.site: str = ""
         self.watch: Any = None  # the `HangWatch` of this world, if there is one
         #: `messages.MessageLengths` by process group; here, because they end with the world.
         self.lengths: dict[Any, Any] = {}
-        self.calls = CallRendezvous(self)
+        self.calls: CallRendezvous = CallRendezvous(self)
         self._published_number = 0  # of the operation that this rank has published last
         self._requests = RequestThread("accelerate store requests")
 

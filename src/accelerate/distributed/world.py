@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..torch_private.distributed import Store
     from .environment import ProcessIdentity
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 Released = TypeVar("Released", bound=Callable[[], object])
 
 #: How long ranks wait for each other by default.

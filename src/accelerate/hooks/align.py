@@ -96,7 +96,7 @@ class AlignDevicesHook(ModelHook):
         self.execution_device = execution_device
         self.offload = offload
         self.io_same_device = io_same_device
-        self.weights_map = weights_map
+        self.weights_map: Mapping[str, Any] | None = weights_map
         self.offload_buffers = offload_buffers
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys

@@ -48,7 +48,7 @@ class SequentialHook(ModelHook):
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
-        self.runs_compiled = all(getattr(hook, "runs_compiled", True) for hook in hooks)
+        self.runs_compiled: bool = all(getattr(hook, "runs_compiled", True) for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Call ``init_hook`` of all hooks."""

@@ -31,7 +31,9 @@ class CpuOffload(ModelHook):
 
     def __init__(self, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None) -> None:
         self.prev_module_hook = prev_module_hook
-        self.execution_device = default_device() if execution_device is None else execution_device
+        self.execution_device: torch.device | int | str = (
+            default_device() if execution_device is None else execution_device
+        )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the model to host memory."""

@@ -215,7 +215,8 @@ class PickledFunction:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._packed: bytes = require("cloudpickle", "notebook").dumps(function)
         # torch's agent asks the function for its name
-        self.__name__ = self.__qualname__ = getattr(function, "__name__", type(function).__name__)
+        self.__name__: str = getattr(function, "__name__", type(function).__name__)
+        self.__qualname__: str = self.__name__
 
     def __call__(self, *args: Any) -> bytes:
         cloudpickle = require("cloudpickle")

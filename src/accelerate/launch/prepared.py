@@ -239,7 +239,7 @@ class PrepareForLaunch:
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
         self.launcher = launcher
-        self.distributed_type = str(getattr(distributed_type, "value", distributed_type))
+        self.distributed_type: str = str(getattr(distributed_type, "value", distributed_type))
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:

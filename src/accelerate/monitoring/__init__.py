@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ..lazy import names_from
 
@@ -26,7 +27,7 @@ __all__ = [
     "folder_of",
 ]
 
-__getattr__ = names_from(
+__getattr__: Callable[[str], Any] = names_from(
     __name__,
     "accelerate",
     {

@@ -36,7 +36,7 @@ class RankRecord:
     """
 
     def __init__(self, folder: Path | None, rank: int, *, seconds_between: float = 0.1) -> None:
-        self.path = None if folder is None else folder / FILE_PATTERN.format(rank)
+        self.path: Path | None = None if folder is None else folder / FILE_PATTERN.format(rank)
         self._seconds_between = seconds_between
         self._last = -math.inf
         self._left_out: dict[str, Any] | None = None

@@ -62,10 +62,10 @@ class RunWatch:
     ) -> None:
         if every < 1:
             raise SettingError(f"watch_run(every={every}): a report is made of at least one update.")
-        self.updates = 0
+        self.updates: int = 0
         self.last_report: StepReport | None = None
         self.total_steps = total_steps
-        self.callbacks = list(callbacks)
+        self.callbacks: list[RunCallback] = list(callbacks)
         self._world, self._gradient_state, self._optimizers = world, gradient_state, optimizers
         self._every, self._log, self._show = every, log, show
         self._judge = LossJudge(rules or NEVER)

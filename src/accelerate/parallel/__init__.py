@@ -77,7 +77,7 @@ def choose(settings: Any, world: World, options: StrategyOptions) -> Strategy:
     raise AssertionError(f"No strategy for a world of {world.size}: DataParallel takes every world of several.")
 
 
-__getattr__ = names_from(
+__getattr__: Callable[[str], Any] = names_from(
     __name__,
     __name__,
     {

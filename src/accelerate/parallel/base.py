@@ -72,7 +72,7 @@ class Strategy(ABC):
     def __init__(self, world: World, options: StrategyOptions) -> None:
         self.world = world
         self.options = options
-        self.mesh = options.mesh or Mesh.of(world)
+        self.mesh: Mesh = options.mesh or Mesh.of(world)
 
     # -- choosing ------------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ class ShardedAttention:
 
     def __init__(self, function: Attention) -> None:
         self._function = function
-        self.num_calls = 0
+        self.num_calls: int = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.num_calls += 1
@@ -200,7 +200,9 @@ class Ring:
     """The ranks over which a sequence is sharded, in its order."""
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
-        self.group, self.rank, self.size = group, rank, size
+        self.group: Any = group
+        self.rank: int = rank
+        self.size: int = size
 
     def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
         """Send ``parts[i]`` to rank ``i``, and return those received, by rank in the first dimension."""

@@ -99,7 +99,8 @@ class DataParallel(Strategy):
     def __init__(self, world: World, options: Any) -> None:
         super().__init__(world, options)
         # Where ranks share a sequence, attention runs collectives inside the forward.
-        self.communicates_in_forward = self.can_retry_together = bool(self.mesh.active("cp", "sp"))
+        self.communicates_in_forward: bool = bool(self.mesh.active("cp", "sp"))
+        self.can_retry_together: bool = self.communicates_in_forward
 
     @property
     def label(self) -> DistributedType:

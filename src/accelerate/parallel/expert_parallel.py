@@ -133,7 +133,8 @@ class TokenDispatcher:
     """The all-to-all exchange of tokens between ranks, each of which has some of the experts."""
 
     def __init__(self, group: Any, size: int) -> None:
-        self.group, self.size = group, size
+        self.group: Any = group
+        self.size: int = size
 
     def dispatch(
         self, tokens: torch.Tensor, counts: torch.Tensor

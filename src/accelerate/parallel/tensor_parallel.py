@@ -29,7 +29,7 @@ from ..distributed.mesh import Mesh
 from ..distributed.random import synchronize_rng_state
 from ..distributed.world import World
 from ..errors import PreparationError, SettingError
-from ..logging import get_logger
+from ..logging import MultiProcessAdapter, get_logger
 from ..modules import get_model_tp_size
 from ..settings.labels import DistributedType
 from ..settings.option import nearest
@@ -39,7 +39,7 @@ from .fsdp.state import gathered_state
 from .rebind import canonical_name, inner_optimizer
 from .sharded_strategy import ShardedStrategy
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 _SEQUENCE = Shard(1)
 

@@ -11,10 +11,10 @@ from torch.distributed.algorithms.join import Join, Joinable
 from ..data_loader import BatchSamplerShard, DataLoaderShard
 from ..data_loader.sampling import unskipped
 from ..distributed.world import World
-from ..logging import get_logger
+from ..logging import MultiProcessAdapter, get_logger
 from .ddp import replica_in
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 
 @contextmanager

@@ -39,8 +39,8 @@ class DistributedDataParallelKwargs(DdpOptions, KwargsHandler):
     def __post_init__(self) -> None:
         super().__post_init__()
         canonicalize(self, "comm_hook", "comm_wrapper")
-        self.comm_hook = DDPCommunicationHookType(self.comm_hook)
-        self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
+        self.comm_hook: DDPCommunicationHookType = DDPCommunicationHookType(self.comm_hook)
+        self.comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType(self.comm_wrapper)
 
     def to_dict(
         self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")

@@ -60,10 +60,10 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         env.fill_unset(self)
         canonicalize(self, *_CHECKED)
         if self.enable_msamp is None:
-            self.enable_msamp = (env.read("ACCELERATE_FP8_BACKEND") or "").upper() == "MSAMP"
+            self.enable_msamp: bool | None = (env.read("ACCELERATE_FP8_BACKEND") or "").upper() == "MSAMP"
         self.dschf: Any = None
         if self.hf_ds_config is None:
-            self.hf_ds_config = HfDeepSpeedConfig(self._document_of_options())
+            self.hf_ds_config: Any = HfDeepSpeedConfig(self._document_of_options())
         else:
             self._read_document()
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config

@@ -27,7 +27,7 @@ class AORecipeKwargs(AoOptions, KwargsHandler):
         float8 = require("torchao.float8", "fp8", purpose="AORecipeKwargs", at_least="0.6.1")
         fill_unset(self)
         if self.config is None:
-            self.config = float8.Float8LinearConfig(
+            self.config: object = float8.Float8LinearConfig(
                 pad_inner_dim=self.pad_inner_dim,
                 enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather,
             )

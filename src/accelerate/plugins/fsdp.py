@@ -91,9 +91,9 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             warn_of_old_spelling(
                 "FullyShardedDataParallelPlugin(sharding_strategy=...) is deprecated: use reshard_after_forward."
             )
-        self.sharding_strategy = _member(self, "sharding_strategy", _strategies())
+        self.sharding_strategy: Any = _member(self, "sharding_strategy", _strategies())
         if self._is_version_2:
-            self.reshard_after_forward = self._reshard_of_version_2("sharding_strategy" in given)
+            self.reshard_after_forward: Any = self._reshard_of_version_2("sharding_strategy" in given)
             self.sharding_strategy = None
             return
         if isinstance(given.get("reshard_after_forward"), bool):
@@ -132,7 +132,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
 
     def _resolve_version_1_options(self, given: Mapping[str, Any]) -> None:
         """Resolve the options that only version 1 has to torch's values, or to None in version 2."""
-        self.backward_prefetch = _member(self, "backward_prefetch", _prefetches())
+        self.backward_prefetch: Any = _member(self, "backward_prefetch", _prefetches())
         if self._is_version_2:
             if given.get("forward_prefetch"):
                 raise SettingError(
@@ -153,7 +153,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
                     "set to True.",
                     stacklevel=4,
                 )
-            self.sync_module_states = True
+            self.sync_module_states: bool | None = True
         if self.sync_module_states and self.param_init_fn is None:
             self.param_init_fn = _allocate
 
@@ -161,12 +161,14 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         """Resolve ``auto_wrap_policy`` to a function or None, and check its options."""
         names = cast("list[str] | str | None", self.transformer_cls_names_to_wrap)
         if isinstance(names, str):
-            self.transformer_cls_names_to_wrap = [name.strip() for name in names.split(",") if name.strip()]
+            self.transformer_cls_names_to_wrap: list[str] | None = [
+                name.strip() for name in names.split(",") if name.strip()
+            ]
         if not callable(self.auto_wrap_policy):
             canonicalize(self, "auto_wrap_policy", "min_num_params")
-            self.auto_wrap_policy = _wrap_policies()[self.auto_wrap_policy or "NO_WRAP"]
+            self.auto_wrap_policy: Any = _wrap_policies()[self.auto_wrap_policy or "NO_WRAP"]
         if self.auto_wrap_policy is _wrap_policies()["SIZE_BASED_WRAP"] and self.min_num_params is None:
-            self.min_num_params = 0
+            self.min_num_params: int | None = 0
 
     def _check_activation_checkpointing(self) -> None:
         if not self.activation_checkpointing_offload:
@@ -184,7 +186,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             self.state_dict_type = state_dict_type
         if self.state_dict_type is None:
             self.state_dict_type = "SHARDED_STATE_DICT" if self._is_version_2 else "FULL_STATE_DICT"
-        self.state_dict_type = _member(self, "state_dict_type", types.__members__)
+        self.state_dict_type: Any = _member(self, "state_dict_type", types.__members__)
         if self.state_dict_type is types.LOCAL_STATE_DICT and self._is_version_2:
             raise SettingError(
                 "FSDP2 has no LOCAL_STATE_DICT: set state_dict_type to SHARDED_STATE_DICT or FULL_STATE_DICT."
@@ -192,9 +194,11 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         # A configuration of another type than the new one is dropped.
         if self.state_dict_type is types.FULL_STATE_DICT:
             if not isinstance(self.state_dict_config, torch_fsdp.FullStateDictConfig):
-                self.state_dict_config = torch_fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+                self.state_dict_config: Any = torch_fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
             if not isinstance(self.optim_state_dict_config, torch_fsdp.FullOptimStateDictConfig):
-                self.optim_state_dict_config = torch_fsdp.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+                self.optim_state_dict_config: Any = torch_fsdp.FullOptimStateDictConfig(
+                    offload_to_cpu=True, rank0_only=True
+                )
         elif self.state_dict_type is types.SHARDED_STATE_DICT:
             if not isinstance(self.state_dict_config, torch_fsdp.ShardedStateDictConfig):
                 self.state_dict_config = torch_fsdp.ShardedStateDictConfig(offload_to_cpu=True)
@@ -283,7 +287,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
         if not isinstance(offload, bool):
             return
         if not self._is_version_2:
-            self.cpu_offload = _torch_fsdp().CPUOffload(offload_params=offload)
+            self.cpu_offload: Any = _torch_fsdp().CPUOffload(offload_params=offload)
         elif offload:
             # Pinned memory speeds up copies to a device; without one torch refuses to pin.
             self.cpu_offload = _torch_fsdp().CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())

@@ -114,7 +114,9 @@ class InitProcessGroupKwargs(ProcessGroupOptions, KwargsHandler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.timeout is None:
-            self.timeout = _TIMEOUT_OF_DEFAULT_BACKEND if self.backend == _DEFAULT_BACKEND else _TIMEOUT
+            self.timeout: timedelta | None = (
+                _TIMEOUT_OF_DEFAULT_BACKEND if self.backend == _DEFAULT_BACKEND else _TIMEOUT
+            )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -201,9 +203,9 @@ class ProjectConfiguration(ProjectOptions):
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Set the project's folder, and its logging folder unless one was given."""
-        self.project_dir = cast("str | None", project_dir)
+        self.project_dir: str | None = cast("str | None", project_dir)
         if self.logging_dir is None:
-            self.logging_dir = self.project_dir
+            self.logging_dir: str | None = self.project_dir
 
 
 # --------------------------------------------------------------------------------------------------
@@ -220,7 +222,7 @@ class TorchDynamoPlugin(DynamoOptions, KwargsHandler):
     def __post_init__(self) -> None:
         fill_unset(self)
         canonicalize(self, "backend")
-        self.backend = DynamoBackend(self.backend)
+        self.backend: str = DynamoBackend(self.backend)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field by name, the backend spelled as torch spells it."""

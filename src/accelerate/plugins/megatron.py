@@ -77,7 +77,7 @@ class MegatronLMPlugin(MegatronOptions):
         fill_unset(self)
         samples = list(self.consumed_samples or [])
         if samples:  # train, evaluation, test
-            self.consumed_samples = [*samples, 0, 0, 0][: max(3, len(samples))]
+            self.consumed_samples: list[int] | None = [*samples, 0, 0, 0][: max(3, len(samples))]
         self._set_ddp_implementation(local=self.pp_degree > 1 or self.use_distributed_optimizer)
         self.megatron_lm_default_args: dict[str, Any] = {
             **{theirs: getattr(self, ours) for ours, theirs in _RENAMED.items()},
@@ -117,7 +117,7 @@ class MegatronLMPlugin(MegatronOptions):
         """Set the size of a micro-batch, and of the global batch on all data-parallel ranks."""
         self.data_parallel_size = dp_degree
         self.micro_batch_size = micro_batch_size
-        self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
+        self.global_batch_size: int = dp_degree * micro_batch_size * self.num_micro_batches
         for name in ("data_parallel_size", "micro_batch_size", "global_batch_size"):
             self.megatron_lm_default_args[name] = getattr(self, name)
 
@@ -140,12 +140,16 @@ class MegatronLMPlugin(MegatronOptions):
     def set_scheduler_args(self, scheduler: Any) -> None:
         """Set the run's length and learning rate schedule: by options, else by ``scheduler``."""
         if self.train_iters is None:
-            self.train_iters = scheduler.total_num_steps // self.megatron_lm_default_args["data_parallel_size"]
-            self.train_samples = None  # the length of a run is given once
+            self.train_iters: int | None = (
+                scheduler.total_num_steps // self.megatron_lm_default_args["data_parallel_size"]
+            )
+            self.train_samples: int | None = None  # the length of a run is given once
         if self.lr_warmup_iters is None:
-            self.lr_warmup_iters = scheduler.warmup_num_steps // self.megatron_lm_default_args["data_parallel_size"]
+            self.lr_warmup_iters: int | None = (
+                scheduler.warmup_num_steps // self.megatron_lm_default_args["data_parallel_size"]
+            )
         if self.lr_warmup_samples is None:
-            self.lr_warmup_samples = 0
+            self.lr_warmup_samples: int | None = 0
         self.megatron_lm_default_args.update({name: getattr(self, name) for name in _SCHEDULE})
 
     def set_tensorboard_logging_options(self) -> None:

@@ -71,7 +71,7 @@ class BnbQuantizationConfig(BnbOptions):
         self.bnb_4bit_compute_dtype: Any = self._dtype("bnb_4bit_compute_dtype")
         if self.torch_dtype is None:
             self.torch_dtype = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
-        self.torch_dtype = self._dtype("torch_dtype")
+        self.torch_dtype: torch.dtype = self._dtype("torch_dtype")
         self.target_dtype: torch.dtype | CustomDtype = torch.int8 if self.load_in_8bit else CustomDtype.INT4
 
     def _dtype(self, name: str) -> torch.dtype:

@@ -10,13 +10,13 @@ from typing import Any, Final, final
 import torch
 
 from ..errors import MissingDependency, NotBuilt, SettingError
-from ..logging import get_logger
+from ..logging import MultiProcessAdapter, get_logger
 from ..optional import is_torchao_available, is_transformer_engine_available
 from ..settings.fp8 import MSAMP_IS_GONE
 from .autocast import Autocasting
 from .base import ConversionReport
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 #: Looks a converting function up by its documented name.
 Fp8Functions = Callable[[str], Any]

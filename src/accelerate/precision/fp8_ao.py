@@ -87,7 +87,7 @@ class AoPrecision(Fp8Precision):
         functions: where the conversion is looked up at every use, because libraries on top replace it.
     """
 
-    backend = "AO"
+    backend: str | None = "AO"
 
     def __init__(
         self, device_type: str, recipe: Any, functions: Fp8Functions, *, gathers: bool, handler: Any = None

@@ -206,7 +206,7 @@ class TePrecision(Fp8Precision):
         functions: where the conversions are looked up at every use, because libraries on top replace them.
     """
 
-    backend = "TE"
+    backend: str | None = "TE"
 
     def __init__(self, device_type: str, recipe: Any, functions: Fp8Functions, *, handler: Any = None) -> None:
         super().__init__(device_type, handler=handler)

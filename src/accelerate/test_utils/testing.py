@@ -95,6 +95,9 @@ def get_backend() -> tuple[str, int, Callable[[], int]]:
     return kind.name, table.count_devices(kind), kind.memory_allocated
 
 
+torch_device: str
+device_count: int
+memory_allocated_func: Callable[[], int]
 torch_device, device_count, memory_allocated_func = get_backend()
 
 

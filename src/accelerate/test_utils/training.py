@@ -20,8 +20,8 @@ class RegressionDataset(Dataset[Any]):
     def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
         generator = np.random.default_rng(seed)
         self.length = length
-        self.x = generator.normal(size=(length,)).astype(np.float32)
-        self.y = a * self.x + b + generator.normal(scale=0.1, size=(length,)).astype(np.float32)
+        self.x: np.ndarray = generator.normal(size=(length,)).astype(np.float32)
+        self.y: np.ndarray = a * self.x + b + generator.normal(scale=0.1, size=(length,)).astype(np.float32)
 
     def __len__(self) -> int:
         return self.length
@@ -35,8 +35,8 @@ class RegressionModel(torch.nn.Module):
 
     def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
         super().__init__()
-        self.a = torch.nn.Parameter(torch.tensor(a).float())
-        self.b = torch.nn.Parameter(torch.tensor(b).float())
+        self.a: torch.nn.Parameter = torch.nn.Parameter(torch.tensor(a).float())
+        self.b: torch.nn.Parameter = torch.nn.Parameter(torch.tensor(b).float())
         self.double_output = double_output
 
     def forward(self, x: Any = None) -> Any:

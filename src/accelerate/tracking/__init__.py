@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from ..lazy import names_from
 
@@ -55,7 +56,7 @@ __all__ = [
     "register_tracker_class",
 ]
 
-__getattr__ = names_from(
+__getattr__: Callable[[str], Any] = names_from(
     __name__,
     "accelerate",
     {

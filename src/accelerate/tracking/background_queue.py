@@ -18,7 +18,7 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: What one waiting call costs beside its tensors and arrays: the limit holds for scalars too.
 BYTES_PER_CALL: Final = 1024
@@ -51,7 +51,9 @@ class BackgroundQueue:
         self.owner = owner
         self.limit_bytes = limit_bytes
         self.in_background = in_background
-        self.completed = self.failed = self.refused = 0
+        self.completed: int = 0
+        self.failed: int = 0
+        self.refused: int = 0
         self.is_finished = False
         self._changed = threading.Condition()
         self._waiting: deque[_Item] = deque()

@@ -25,7 +25,7 @@ from .tensorboard import TensorBoardTracker
 from .trackio import TrackioTracker
 from .wandb import WandBTracker
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Name -> class, for every tracker that ``log_with`` takes by name; `register_tracker_class` adds to it.
 LOGGER_TYPE_TO_CLASS: Final[dict[str, type[GeneralTracker]]] = {

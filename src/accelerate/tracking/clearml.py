@@ -10,7 +10,7 @@ from ..optional import require
 from ..settings import env
 from .base import GeneralTracker, as_numbers, on_main_process, queued
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _SERIES: Final = ("eval", "test", "train")
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..optional import require
 from .base import GeneralTracker, as_numbers, on_main_process, queued
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class DVCLiveTracker(GeneralTracker):
@@ -21,7 +21,7 @@ class DVCLiveTracker(GeneralTracker):
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__()
         del run_name  # DVC names runs itself
-        self.live = live
+        self.live: Any = live
         self.init_kwargs = kwargs
 
     @on_main_process

@@ -26,7 +26,7 @@ class JSONLTracker(GeneralTracker):
 
     def __init__(self, run_name: str, logging_dir: str | Path) -> None:
         super().__init__()
-        self.path = Path(logging_dir) / f"{run_name}.jsonl"
+        self.path: Path = Path(logging_dir) / f"{run_name}.jsonl"
         self._is_open = False
 
     @property

@@ -16,7 +16,7 @@ from ..optional import require
 from ..settings import env
 from .base import GeneralTracker, as_numbers, on_main_process, queued
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: The service refuses more parameters than this in one request.
 PARAMETERS_PER_REQUEST: Final = 100
@@ -48,11 +48,11 @@ class MLflowTracker(GeneralTracker):
         description: str | None = None,
     ) -> None:
         super().__init__()
-        self.experiment_name = env.read("MLFLOW_EXPERIMENT_NAME") or experiment_name
+        self.experiment_name: str | None = env.read("MLFLOW_EXPERIMENT_NAME") or experiment_name
         self.logging_dir = logging_dir
-        self.run_id = run_id if run_id is not None else env.read("MLFLOW_RUN_ID")
-        self.tags = _tags(tags if tags is not None else env.read("MLFLOW_TAGS"))
-        self.nested_run = bool(nested_run) or env.flag("MLFLOW_NESTED_RUN")
+        self.run_id: str | None = run_id if run_id is not None else env.read("MLFLOW_RUN_ID")
+        self.tags: dict[str, Any] | None = _tags(tags if tags is not None else env.read("MLFLOW_TAGS"))
+        self.nested_run: bool = bool(nested_run) or env.flag("MLFLOW_NESTED_RUN")
         self.run_name = run_name
         self.description = description
         self.active_run: Any = None

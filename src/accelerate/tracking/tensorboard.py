@@ -22,7 +22,7 @@ class TensorBoardTracker(GeneralTracker):
         super().__init__()
         self.run_name = run_name
         self.logging_dir_param = logging_dir
-        self.logging_dir = os.path.join(logging_dir, run_name)
+        self.logging_dir: str = os.path.join(logging_dir, run_name)
         self.init_kwargs = kwargs
         self.writer: Any = None
 

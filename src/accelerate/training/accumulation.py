@@ -19,7 +19,7 @@ from ..devices.table import widest_float
 from ..distributed.collectives import reduce
 from ..distributed.mesh import TOKEN_AXES, Mesh
 from ..errors import PreparationError, SettingError
-from ..logging import get_logger
+from ..logging import MultiProcessAdapter, get_logger
 from ..torch_private.modules import scale_each
 
 
@@ -296,7 +296,7 @@ class GradientState:
 # A mean of means is wrong as soon as micro-batches differ in size. Given the sum and the number it is a sum over
 # (tokens, samples), the whole window is divided once, by its total weight over all data-parallel ranks.
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 Backward = Callable[[torch.Tensor], None]
 

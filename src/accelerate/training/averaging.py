@@ -54,8 +54,10 @@ class WeightAverage:
             raise SettingError(f"average_weights(decay={decay}): a decay is between 0 and 1, usually close to 1.")
         if every < 1:
             raise SettingError(f"average_weights(every={every}): at least one optimizer update.")
-        self.decay, self.every, self.warmup = decay, every, warmup
-        self.num_updates = 0
+        self.decay: float = decay
+        self.every: int = every
+        self.warmup: bool = warmup
+        self.num_updates: int = 0
         self._held, self._access, self._gradient_state, self._was_skipped = held, access, gradient_state, was_skipped
         _free_gathered(held)
         named = [(name, p) for name, p in held.named_parameters() if p.is_floating_point()]

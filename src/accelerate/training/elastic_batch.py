@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..distributed.world import World
 from ..errors import CheckpointError
-from ..logging import get_logger
+from ..logging import MultiProcessAdapter, get_logger
 from .accumulation import GradientState
 
 if TYPE_CHECKING:
     from ..checkpointing import LoadedCheckpoint
     from .open_window import OpenWindow
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 
 def global_batch_info(world: World, loaders: Sequence[Any], gradient_state: GradientState) -> dict[str, Any]:

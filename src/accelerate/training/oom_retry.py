@@ -23,11 +23,11 @@ from ..devices.memory import clear_device_cache, should_reduce_batch_size
 from ..distributed.random import capture_rng_states, restore_rng_states
 from ..distributed.world import World
 from ..errors import CollectiveError, MemoryExhausted, SettingError
-from ..logging import get_logger
+from ..logging import MultiProcessAdapter, get_logger
 from ..nested import ignorant_find_batch_size, split_batch
 from ..torch_private.tracing import TorchDispatchMode
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 ComputeLoss = Callable[[Any], torch.Tensor]
 Reduction = Literal["mean", "sum"]
@@ -114,7 +114,7 @@ class MicroBatches:
 
     def __init__(self, strategy: Retryable) -> None:
         self._strategy = strategy
-        self.num_parts = 1
+        self.num_parts: int = 1
         self._num_updates = 0
         self._known = _KnownShapes()
         self._watch = _ShapeComparison(strategy.world)

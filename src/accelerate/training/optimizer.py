@@ -58,7 +58,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # torch's own __init__ is not run: parameter groups, state and defaults are those of the inner optimizer.
         self.optimizer = optimizer
-        self.gradient_state = gradient_state or GradientState()
+        self.gradient_state: GradientState = gradient_state or GradientState()
         self.device_placement = device_placement
         self._is_overflow: bool | Callable[[], bool] = False
         self._accelerate_step_called = False

@@ -48,10 +48,12 @@ class AcceleratedScheduler:
     ) -> None:
         check_mode(mode)
         self.scheduler = scheduler
-        self.optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self.optimizers: list[AcceleratedOptimizer] = (
+            list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+        )
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
-        self.gradient_state = gradient_state or GradientState()
+        self.gradient_state: GradientState = gradient_state or GradientState()
         self._steps_per_update = 1 if split_batches or mode == "updates" else num_processes or _world_size()
         # Only a schedule in samples has micro-batches to count.
         self._counts_micro_batches = mode != "updates"

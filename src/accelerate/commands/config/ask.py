@@ -64,7 +64,7 @@ class Asker:
     def __init__(self, input: TextIO | None = None, output: TextIO | None = None) -> None:
         self._input = input if input is not None else sys.stdin
         self._output = output if output is not None else sys.stdout
-        self.num_asked = 0
+        self.num_asked: int = 0
         self._menus = (
             self._input.isatty() and self._output.isatty() and env.read("TERM", "dumb") != "dumb" and _has_termios()
         )
@@ -235,7 +235,7 @@ class BulletMenu:
 
     def __init__(self, prompt: str | None = None, choices: Sequence[str] = ()) -> None:
         self.prompt = prompt
-        self.choices = list(choices)
+        self.choices: list[str] = list(choices)
 
     def run(self, default_choice: int = 0) -> int:
         """Return the index of the choice that was made."""

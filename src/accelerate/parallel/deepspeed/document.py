@@ -11,11 +11,11 @@ import torch
 
 from ...distributed.world import World
 from ...errors import PreparationError
-from ...logging import get_logger
+from ...logging import MultiProcessAdapter, get_logger
 from ...plugins.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from ...training.accumulation import GradientState
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 _OFFLOAD: Final = "zero_optimization.offload_optimizer.device"
 #: "auto" entries that follow from the width of the model: entry -> value.

@@ -105,7 +105,7 @@ class Ulysses:
     def __init__(
         self, config: ParallelismConfig, model: Any, micro_batch_size: int, gradient_state: GradientState
     ) -> None:
-        self.size = config.sp_size
+        self.size: int = config.sp_size
         self._num_added = self.size
         handler: DeepSpeedSequenceParallelConfig = config.sp_handler
         self._module = require("deepspeed.runtime.sequence_parallel.ulysses_sp", purpose=_PURPOSE)

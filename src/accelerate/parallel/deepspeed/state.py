@@ -10,13 +10,13 @@ import torch
 
 from ...checkpointing.sharded import InPlace, StateAccess
 from ...errors import CheckpointError
-from ...logging import get_logger
+from ...logging import MultiProcessAdapter, get_logger
 from ...names import engine_tag
 from ...optional import require
 from ...torch_private.modules import loaded
 from .engine import GatheredParameters, is_partitioned
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 
 @final

@@ -16,7 +16,7 @@ from ...checkpointing import StagingDirectory
 from ...checkpointing.sharded import InPlace, StateAccess
 from ...distributed.world import World
 from ...errors import PreparationError
-from ...logging import get_logger
+from ...logging import MultiProcessAdapter, get_logger
 from ...names import engine_tag
 from ...optional import require
 from ...plugins.deepspeed import DeepSpeedPlugin, active_plugin
@@ -38,7 +38,7 @@ from .engine import (
 from .sequence import Ulysses
 from .state import EngineState, full_weights
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 

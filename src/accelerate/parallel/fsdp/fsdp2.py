@@ -43,7 +43,7 @@ class FullyShard(ShardedStrategy):
     """Parameters sharded over the ranks, and gathered by wrap units while these compute."""
 
     communicates_in_forward = holds_gradients = True
-    can_retry_together = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
+    can_retry_together: bool = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
 
     def __init__(self, world: World, options: Any) -> None:
         if world.device.type == "cpu" and not is_torch_version(">=", OLDEST_ON_CPU):

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...distributed.world import World
-from ...logging import get_logger
+from ...logging import MultiProcessAdapter, get_logger
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 
 def upcast_trainable(model: torch.nn.Module) -> None:

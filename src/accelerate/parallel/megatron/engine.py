@@ -38,15 +38,15 @@ class MegatronEngine(torch.nn.Module):
 
     def __init__(self, accelerator: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
         super().__init__()
-        self.module = torch.nn.ModuleList(model)
-        self.base_model = model[0]
+        self.module: torch.nn.ModuleList = torch.nn.ModuleList(model)
+        self.base_model: torch.nn.Module = model[0]
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.args = require("megatron.training", purpose=_PURPOSE).get_args()
-        self.train_step_handler = make_train_step(accelerator, self.args)
+        self.args: Any = require("megatron.training", purpose=_PURPOSE).get_args()
+        self.train_step_handler: Any = make_train_step(accelerator, self.args)
         self.optimizer.skipped_iter = False
-        self.iteration = 0
-        self.skipped_iter = 0
+        self.iteration: int = 0
+        self.skipped_iter: int = 0
         self.grad_norm: Any = None
         self.total_loss_dict: dict[str, Any] = {}
 

@@ -63,9 +63,9 @@ class _PluginTrainStep(AbstractTrainStep):
     def __init__(self, accelerator: Any, args: Any) -> None:
         super().__init__(f"{type(self).__name__}")
         self.args = args
-        self.get_batch = self.get_batch_func(accelerator, bool(getattr(args, "megatron_dataset_flag", False)))
-        self.loss_func = self.get_loss_func(accelerator)
-        self.forward_step = self.get_forward_step_func()
+        self.get_batch: GetBatch = self.get_batch_func(accelerator, bool(getattr(args, "megatron_dataset_flag", False)))
+        self.loss_func: ComputeLoss = self.get_loss_func(accelerator)
+        self.forward_step: ForwardStep = self.get_forward_step_func()
 
     @staticmethod
     def plugin_of(accelerator: Any) -> MegatronLMPlugin:

@@ -267,7 +267,8 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.is_symbolic = is_symbolic
-        self.trained, self.evaluated = trained, evaluated
+        self.trained: nn.Module = trained
+        self.evaluated: nn.Module = evaluated
         self.__dict__["_model"] = model  # not a child: it includes the other stages
 
     def forward(self, *values: Any) -> Any:

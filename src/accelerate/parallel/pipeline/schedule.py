@@ -81,7 +81,8 @@ class PipelineSchedule:
         num_stages: int,
         stages: Mapping[int, nn.Module],
     ) -> None:
-        self._world, self._config, self.num_stages = world, config, num_stages
+        self._world, self._config = world, config
+        self.num_stages: int = num_stages
         self.stages = stages
         self._group, self._ranks = mesh.group("pp"), mesh.ranks("pp")
         self._known: dict[Any, tuple[Any, _StageTensors]] = {}

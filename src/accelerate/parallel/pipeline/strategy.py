@@ -65,7 +65,7 @@ class PipelinedModel(nn.Module):
         self.__dict__["pipeline_schedule"] = pipeline_schedule
         self.__dict__["owners"] = owners  # by parameter and buffer, the ranks of the pipeline that have it
         self.__dict__["shared"] = shared  # by trained parameter of several ranks, its local shape
-        self.training = module.training
+        self.training: bool = module.training
 
     def forward(self, *inputs: Any) -> Any:
         """Return the output of the full model, on every rank.
@@ -141,7 +141,7 @@ class Pipeline(Strategy):
                 f"{_NOT_COMBINED[combined[0]]}, or set pp_size=1."
             )
         #: Whether stages are sharded.
-        self.shards = options.plugins.get("fsdp_plugin") is not None
+        self.shards: bool = options.plugins.get("fsdp_plugin") is not None
         # Parameters that an earlier rank of the pipeline has too: their gradients count once in a norm.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

@@ -40,8 +40,8 @@ class Script:
     def __init__(self, text: str, name: str) -> None:
         self.name = name
         self.text = text
-        self.tree = ast.parse(text, name)
-        self.lines = text.splitlines(keepends=True)
+        self.tree: ast.Module = ast.parse(text, name)
+        self.lines: list[str] = text.splitlines(keepends=True)
         self.parents: dict[ast.AST, ast.AST] = {}
         for node in ast.walk(self.tree):
             for child in ast.iter_child_nodes(node):

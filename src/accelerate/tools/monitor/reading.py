@@ -145,11 +145,11 @@ class RunFiles:
                 f"{folder} is {'not a folder' if folder.exists() else 'not there'}. Give the project's folder: what "
                 "Accelerator(project_dir=...) of the run says."
             )
-        self.folder = folder.resolve()
+        self.folder: Path = folder.resolve()
         self.ranks: dict[int, Rank] = {}
         self.events: list[dict[str, Any]] = []
         self.logged: dict[str, Curve] = {}
-        self.version = 0
+        self.version: int = 0
         self._tails: dict[Path, Tail] = {}
 
     def refresh(self) -> bool:

@@ -38,7 +38,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, run: RunFiles, host: str, port: int) -> None:
         self.run = run
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         self.host = host
         super().__init__((host, port), _Handler)
 

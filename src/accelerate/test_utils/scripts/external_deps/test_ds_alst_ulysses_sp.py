@@ -20,8 +20,10 @@ class Reader(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(NUM_WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.projection, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, NUM_WORDS)
+        self.words: nn.Embedding = nn.Embedding(NUM_WORDS, WIDTH)
+        self.places: nn.Embedding = nn.Embedding(LENGTH, WIDTH)
+        self.projection: nn.Linear = nn.Linear(WIDTH, 3 * WIDTH)
+        self.head: nn.Linear = nn.Linear(WIDTH, NUM_WORDS)
 
     def forward(self, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Return the scores of the next token at every position."""

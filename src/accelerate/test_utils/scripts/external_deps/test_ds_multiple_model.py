@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,6 +24,8 @@ def single_gpu_test() -> None:
     model, answers = nn.Linear(8, 4), nn.Linear(8, 4)
     loader = DataLoader(TensorDataset(torch.randn(32, 8)), batch_size=BATCH_SIZE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    student: Any  # DeepSpeed's engines
+    teacher: Any
     student, optimizer, loader = trainer.prepare(model, optimizer, loader)
     judge = Accelerator()
     AcceleratorState().select_deepspeed_plugin("teacher")

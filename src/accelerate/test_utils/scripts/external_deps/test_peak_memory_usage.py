@@ -27,7 +27,7 @@ class TorchTracemalloc:
 
     def __enter__(self) -> TorchTracemalloc:
         gc.collect()
-        self.begin = self._now()
+        self.begin: int = self._now()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         return self

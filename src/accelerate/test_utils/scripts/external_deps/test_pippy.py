@@ -15,7 +15,7 @@ class Layers(nn.Module):
 
     def __init__(self, count: int = 8, width: int = 16) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(count)])
+        self.layers: nn.ModuleList = nn.ModuleList([nn.Linear(width, width) for _ in range(count)])
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the output of the last layer."""

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate.accelerator import Accelerator
 from accelerate.plugins.deepspeed import DeepSpeedPlugin
 
-CONFIG = {
+CONFIG: dict[str, object] = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 1,
