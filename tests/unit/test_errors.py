@@ -55,7 +55,6 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "accelerator.py Accelerator._axis_rank RuntimeError",
         "big_modeling.py _guard_moves.guarded.wrapper RuntimeError",
         "checkpointing/loading.py LoadTargets.of TypeError",
-        "commands/config/config_args.py load_config_from_file FileNotFoundError",
         "construction.py deepspeed_plugins NotImplementedError",
         "construction.py sort_handlers AssertionError",
         "devices/memory.py find_executable_batch_size.sized RuntimeError",
@@ -74,10 +73,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "parallel/pipeline/strategy.py _PipelineReceiver.load_state_dict RuntimeError",
     ),
     "a file of a command line that isn't there, which main() shows as one line": (
-        "commands/config/show.py show_config_command FileNotFoundError",
-        "commands/config/update.py update_config FileNotFoundError",
-        "commands/to_fsdp2.py to_fsdp2_command FileNotFoundError",
-        "commands/tpu.py tpu_command_launcher FileNotFoundError",
+        "commands/parser.py configuration_path FileNotFoundError",
     ),
     "a file of a command line that is there already, which main() shows as one line": (
         "commands/to_fsdp2.py to_fsdp2_command FileExistsError",

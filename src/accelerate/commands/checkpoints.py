@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..errors import AccelerateError, CheckpointNotFound
-from .parser import Parser, spellings
+from ..errors import CheckpointNotFound
+from .parser import Subparsers, command_parser, run_command, spellings
 
 if TYPE_CHECKING:
     from ..checkpointing.series import Entry
@@ -17,12 +17,9 @@ if TYPE_CHECKING:
 _DESCRIPTION = "List the checkpoints in a folder: step, epoch, metrics, size, and whether they load."
 
 
-def checkpoints_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def checkpoints_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate checkpoints``."""
-    if subparsers is not None:
-        parser = subparsers.add_parser("checkpoints", description=_DESCRIPTION, allow_abbrev=False)
-    else:
-        parser = Parser(prog="accelerate checkpoints", description=_DESCRIPTION)
+    parser = command_parser("checkpoints", _DESCRIPTION, subparsers)
     parser.add_argument("folder", help="A project, its folder of checkpoints, or one checkpoint; a path or a URL.")
     parser.add_argument(
         "--check", action="store_true", help="Compare every byte with the manifest, not only names and sizes."
@@ -30,12 +27,9 @@ def checkpoints_command_parser(subparsers: Any = None) -> argparse.ArgumentParse
     parser.add_argument("--json", action="store_true", help="Print a list of objects for programs.")
     parser.add_argument("--pin", metavar="NAME", help="Keep this checkpoint, whatever the limits of the run say.")
     parser.add_argument("--unpin", metavar="NAME", help="Subject this checkpoint to the limits of the run again.")
-    parser.add_argument(
-        *spellings("--best_metric"), dest="best_metric", metavar="METRIC", help="Mark the best one by this metric."
-    )
+    parser.add_argument(*spellings("--best_metric"), metavar="METRIC", help="Mark the best one by this metric.")
     parser.add_argument(
         *spellings("--best_mode"),
-        dest="best_mode",
         choices=("min", "max"),
         default="min",
         help="Whether less or more of the metric is better.",
@@ -104,13 +98,7 @@ def table(entries: Sequence[Entry], best: set[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate checkpoints`` and return its exit code."""
-    from .launch import complain
-
-    args = checkpoints_command_parser().parse_args(None if arguments is None else list(arguments))
-    try:
-        return checkpoints_command(args)
-    except (AccelerateError, OSError) as error:
-        return complain("accelerate checkpoints", error)
+    return run_command(checkpoints_command_parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from ..settings.run import launch_options_of
-from .parser import Parser
+from .parser import Subparsers, command_parser
 
 SHELLS: Final = ("bash", "zsh")
 _SUBCOMMANDS: Final = {"config": "default update show", "completion": " ".join(SHELLS)}
@@ -60,13 +60,9 @@ def script(shell: str) -> str:
     )
 
 
-def completion_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def completion_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate completion``."""
-    description = 'Print a completion script: eval "$(accelerate completion bash)"'
-    if subparsers is not None:
-        parser = subparsers.add_parser("completion", description=description, allow_abbrev=False)
-    else:
-        parser = Parser(prog="accelerate completion", description=description)
+    parser = command_parser("completion", 'Print a completion script: eval "$(accelerate completion bash)"', subparsers)
     parser.add_argument("shell", choices=SHELLS)
     return parser
 

@@ -8,26 +8,20 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ..errors import AccelerateError
 from ..optional import installed_version
-from ..settings import env, file
-from .parser import Parser, spellings
+from ..settings import env
+from .parser import Subparsers, command_parser, configuration_path, run_command, spellings
 
 _LIBRARIES = ("transformers", "deepspeed", "torchao", "transformer_engine", "bitsandbytes", "torch_xla", "megatron")
 _VARIABLES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "TORCH_", "CUDA_VISIBLE")
 _CLUSTER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
-def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def env_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate env``."""
-    description = "Print versions, devices and the configuration."
-    if subparsers is not None:
-        parser = subparsers.add_parser("env", description=description, allow_abbrev=False)
-    else:
-        parser = Parser(prog="accelerate env", description=description)
-    parser.add_argument(*spellings("--config_file"), default=None, dest="config_file", help="The file to show.")
+    parser = command_parser("env", "Print versions, devices and the configuration.", subparsers)
+    parser.add_argument(*spellings("--config_file"), default=None, help="The file to show.")
     parser.set_defaults(func=env_command)
     return parser
 
@@ -82,7 +76,7 @@ def env_command(args: argparse.Namespace) -> dict[str, str]:
     print("\nCopy the lines below into your report.\n")
     for name, value in found.items():
         print(f"- {name}: {value}")
-    path = Path(file.default_config_file() if args.config_file is None else args.config_file).expanduser()
+    path = configuration_path(args.config_file)
     if path.is_file():
         print(f"- Configuration ({path}):")
         print("\n".join(f"\t{line}" for line in path.read_text().rstrip().splitlines()))
@@ -101,14 +95,7 @@ def env_command(args: argparse.Namespace) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate env`` and return its exit code."""
-    args = env_command_parser().parse_args(None if arguments is None else list(arguments))
-    try:
-        env_command(args)
-    except (AccelerateError, FileNotFoundError) as error:
-        from .launch import complain
-
-        return complain("accelerate env", error)
-    return 0
+    return run_command(env_command_parser(), arguments)
 
 
 if __name__ == "__main__":

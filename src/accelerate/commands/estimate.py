@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
-from ..errors import AccelerateError, NotBuilt
+from ..errors import NotBuilt
 from ..optional import is_installed, require
-from .parser import Parser, spellings
+from .parser import Subparsers, command_parser, run_command, spellings
 
 DTYPES = ("float32", "float16", "int8", "int4")
 PRECISIONS = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
@@ -18,18 +18,14 @@ _LAYOUTS = ("ddp", "zero2", "fsdp-grad", "fsdp", "tp")
 _DESCRIPTION = "Say how much memory a model needs, stored and in training, alone and on several ranks."
 
 
-def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def estimate_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate estimate-memory``."""
-    if subparsers is not None:
-        parser = subparsers.add_parser("estimate-memory", description=_DESCRIPTION, allow_abbrev=False)
-    else:
-        parser = Parser(prog="accelerate estimate-memory", description=_DESCRIPTION)
+    parser = command_parser("estimate-memory", _DESCRIPTION, subparsers)
     parser.add_argument(
         "model_name", help="A name on the hub, a folder, or a function that builds the model: 'module:function'."
     )
     parser.add_argument(
         *spellings("--library_name"),
-        dest="library_name",
         choices=("timm", "transformers"),
         help="The library that builds the model, where its configuration doesn't tell.",
     )
@@ -41,26 +37,14 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         help="Precisions of the first table.",
     )
     parser.add_argument(
-        *spellings("--trust_remote_code"),
-        dest="trust_remote_code",
-        action="store_true",
-        help="Run the code that the model brings with it.",
+        *spellings("--trust_remote_code"), action="store_true", help="Run the code that the model brings with it."
     )
     parser.add_argument("--batch", type=count, default=1, help="Samples of a micro-batch on one rank.")
     parser.add_argument("--sequence", type=count, default=512, help="Tokens of a sample.")
     parser.add_argument("--optimizer", default="adamw", help="A class of torch.optim.")
-    parser.add_argument(
-        *spellings("--mixed_precision"), dest="mixed_precision", choices=tuple(PRECISIONS), default="no"
-    )
+    parser.add_argument(*spellings("--mixed_precision"), choices=tuple(PRECISIONS), default="no")
     parser.add_argument("--recompute", action="store_true", help="With activation checkpointing of the blocks.")
-    parser.add_argument(
-        *spellings("--num_processes"),
-        dest="num_processes",
-        type=count,
-        nargs="+",
-        default=[1, 8],
-        help="Numbers of ranks.",
-    )
+    parser.add_argument(*spellings("--num_processes"), type=count, nargs="+", default=[1, 8], help="Numbers of ranks.")
     parser.add_argument(
         "--layouts",
         nargs="+",
@@ -212,14 +196,7 @@ def _layouts(args: argparse.Namespace) -> list[Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate estimate-memory`` and return its exit code."""
-    from .launch import complain
-
-    args = estimate_command_parser().parse_args(None if arguments is None else list(arguments))
-    try:
-        estimate_command(args)
-    except (AccelerateError, OSError) as error:
-        return complain("accelerate estimate-memory", error)
-    return 0
+    return run_command(estimate_command_parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import AccelerateError
 from ..launch.arguments import complete, config_path, program_of, settings_of
@@ -26,7 +26,7 @@ from ..settings import env
 from ..settings.run import launch_options_of
 from ..settings.tree import Settings
 from .config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
-from .parser import add_launch_options, build_launch_parser
+from .parser import Subparsers, add_launch_options, build_launch_parser, complain
 
 if TYPE_CHECKING:
     from ..launch.engine import LaunchEngine
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def launch_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of the launcher's command line, which leaves the script's own arguments unparsed."""
     if subparsers is not None:
         parser = subparsers.add_parser("launch", add_help=False, allow_abbrev=False)
@@ -166,13 +166,6 @@ def run_launch(args: argparse.Namespace, *, replace_process: bool = False) -> in
             return 0
         _check_and_announce(plan, settings)
         return engine.replace_process(plan) if replace_process and isinstance(engine, OneProcess) else engine.run(plan)
-
-
-def complain(command: str, error: Exception) -> int:
-    """Print at most five lines about the error and return the exit code 2."""
-    text = str(error).strip() or type(error).__name__
-    print("\n".join(f"{command}: {text}".splitlines()[:5]), file=sys.stderr)
-    return 2
 
 
 def _show_in_one_line(message: Warning | str, category: type[Warning], *_: object) -> None:

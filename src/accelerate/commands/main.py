@@ -29,10 +29,7 @@ def usage() -> str:
     """Return the help of the command ``accelerate`` itself."""
     lines = ["Usage: accelerate COMMAND [options]", ""]
     lines += [f"  {name:<18}{help}" for name, (_, help) in COMMANDS.items()]
-    lines += [
-        "",
-        "accelerate COMMAND --help shows the options of one command; accelerate --version the version.",
-    ]
+    lines += ["", "accelerate COMMAND --help shows the options of one command; accelerate --version the version."]
     return "\n".join(lines)
 
 

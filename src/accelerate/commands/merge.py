@@ -5,30 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from ..errors import AccelerateError
-from .parser import Parser, spellings
+from .parser import Subparsers, command_parser, run_command, spellings
 
 
-def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def merge_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate merge-weights``."""
-    description = "Merge the sharded weights of a checkpoint into one file."
-    if subparsers is not None:
-        parser = subparsers.add_parser("merge-weights", description=description, allow_abbrev=False)
-    else:
-        parser = Parser(prog="accelerate merge-weights", description=description)
+    parser = command_parser("merge-weights", "Merge the sharded weights of a checkpoint into one file.", subparsers)
     parser.add_argument("checkpoint_directory", help="The folder with the sharded weights.")
     parser.add_argument("output_path", help="The folder for the merged weights.")
     parser.add_argument(
         *spellings("--unsafe_serialization"),
-        dest="unsafe_serialization",
         action="store_true",
         help="Write pytorch_model.bin instead of model.safetensors.",
     )
     parser.add_argument(
         *spellings("--remove_checkpoint_dir"),
-        dest="remove_checkpoint_dir",
         action="store_true",
         help="Remove the sharded weights after they are merged.",
     )
@@ -55,14 +47,7 @@ def merge_command(args: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate merge-weights`` and return its exit code."""
-    from .launch import complain
-
-    args = merge_command_parser().parse_args(None if arguments is None else list(arguments))
-    try:
-        merge_command(args)
-    except (AccelerateError, OSError) as error:
-        return complain("accelerate merge-weights", error)
-    return 0
+    return run_command(merge_command_parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from ..errors import AccelerateError
-from .parser import Parser
+from .parser import Subparsers, command_parser, run_command
 
 if TYPE_CHECKING:
     from ..tools.migrate import Migration
@@ -20,12 +19,9 @@ _DESCRIPTION: Final = (
 )
 
 
-def migrate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def migrate_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate migrate``."""
-    if subparsers is not None:
-        parser = subparsers.add_parser("migrate", description=_DESCRIPTION, allow_abbrev=False)
-    else:
-        parser = Parser(prog="accelerate migrate", description=_DESCRIPTION)
+    parser = command_parser("migrate", _DESCRIPTION, subparsers)
     parser.add_argument("script", type=Path, help="The Python file to change.")
     parser.add_argument("--write", action="store_true", help="Write the changes into the script without asking.")
     parser.add_argument("--output", type=Path, metavar="FILE", help="Write the changed script to FILE instead.")
@@ -92,13 +88,8 @@ def shown(found: Migration, *, colored: bool = False) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate migrate`` and return its exit code, 2 where the script is refused."""
-    from .launch import complain
-
-    args = migrate_command_parser().parse_args(None if arguments is None else list(arguments))
     try:
-        return migrate_command(args)
-    except (AccelerateError, OSError) as error:
-        return complain("accelerate migrate", error) or 2
+        return run_command(migrate_command_parser(), arguments)
     except KeyboardInterrupt:
         return 130
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import AccelerateError
-from .parser import Parser
+from .parser import Subparsers, command_parser, run_command
 
 _DESCRIPTION: Final = (
     "Show a run while it goes on: a page on this machine (the default), or the terminal. The script reports with "
@@ -18,12 +17,9 @@ _DESCRIPTION: Final = (
 _PORT: Final = 8321
 
 
-def monitor_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def monitor_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate monitor``."""
-    if subparsers is not None:
-        parser = subparsers.add_parser("monitor", description=_DESCRIPTION, allow_abbrev=False)
-    else:
-        parser = Parser(prog="accelerate monitor", description=_DESCRIPTION)
+    parser = command_parser("monitor", _DESCRIPTION, subparsers)
     parser.add_argument("run", type=Path, help="The project's folder: the run's Accelerator(project_dir=...).")
     parser.add_argument("--terminal", action="store_true", help="Draw in the terminal instead of serving a page.")
     parser.add_argument("--once", action="store_true", help="Print the run as it is now, as text, and end.")
@@ -91,13 +87,8 @@ def _serve(run: Any, args: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate monitor`` and return its exit code."""
-    from .launch import complain
-
-    args = monitor_command_parser().parse_args(None if arguments is None else list(arguments))
     try:
-        return monitor_command(args)
-    except (AccelerateError, OSError) as error:
-        return complain("accelerate monitor", error)
+        return run_command(monitor_command_parser(), arguments)
     except KeyboardInterrupt:
         return 0
 

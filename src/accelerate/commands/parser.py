@@ -1,14 +1,17 @@
-"""The launcher's command line: flags from the option declarations, short and full help, the script's arguments."""
+"""The parsers of all commands; for the launcher: flags from the option declarations, short and full help."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NoReturn, final
+from pathlib import Path
+from typing import Any, Final, NoReturn, Protocol, final
 
-from ..errors import SettingError
+from ..errors import AccelerateError, SettingError
+from ..settings import file
 from ..settings.option import OptionInfo, Source, nearest
 
 #: The options of the short help, in this order; all others are in ``--help-all`` only.
@@ -75,6 +78,52 @@ class Parser(argparse.ArgumentParser):
         complain_and_exit(self, message)
 
 
+class Subparsers(Protocol):
+    """The result of ``add_subparsers``, of this package or of a program that takes a command in."""
+
+    def add_parser(self, name: str, **options: Any) -> argparse.ArgumentParser:
+        """Create the parser of one subcommand."""
+        ...
+
+
+def command_parser(
+    name: str, description: str, subparsers: Subparsers | None = None, **options: Any
+) -> argparse.ArgumentParser:
+    """Create the parser of ``accelerate name``, alone or as one of ``subparsers``; ``options`` are argparse's."""
+    if subparsers is not None:
+        return subparsers.add_parser(name.split()[-1], description=description, allow_abbrev=False, **options)
+    return Parser(prog=f"accelerate {name}", description=description, **options)
+
+
+def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
+    """Run the parser's command and return its exit code: 2, with the reason in a few lines, where it is refused."""
+    args = parser.parse_args(None if arguments is None else list(arguments))
+    try:
+        code: object = args.func(args)
+    except (AccelerateError, OSError) as error:
+        return complain(parser.prog, error)
+    return code if isinstance(code, int) else 0
+
+
+def complain(command: str, error: Exception) -> int:
+    """Print at most five lines about the error and return the exit code 2."""
+    text = str(error).strip() or type(error).__name__
+    print("\n".join(f"{command}: {text}".splitlines()[:5]), file=sys.stderr)
+    return 2
+
+
+def configuration_path(given: str | Path | None, *, must_exist: bool = False) -> Path:
+    """Return the given configuration file, or the one that ``accelerate config`` writes.
+
+    Raises:
+        FileNotFoundError: there is no such file, and it must exist.
+    """
+    path = Path(file.default_config_file() if given is None else given).expanduser()
+    if must_exist and not path.is_file():
+        raise FileNotFoundError(f"There is no configuration at {path}. `accelerate config` writes one.")
+    return path
+
+
 class CustomArgumentParser(argparse.ArgumentParser):
     """A parser whose options can be spelled with ``_`` and with ``-``, for commands of one's own."""
 
@@ -119,8 +168,6 @@ class LaunchParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse the options before the program, and leave what follows it unparsed."""
-        import sys
-
         argv = list(sys.argv[1:] if args is None else args)
         given = {"training_script", "training_script_args"}
         index = self._program_index(argv, given)
@@ -228,11 +275,7 @@ def add_launch_options(parser: argparse.ArgumentParser, options: Iterable[Option
             parser.add_argument(*spellings(name), dest="config_file", default=None)
         elif name not in ("--help-all", "--fp16"):
             parser.add_argument(
-                *spellings(name),
-                dest=name[2:].replace("-", "_"),
-                action="store_const",
-                const=True,
-                default=False,
+                *spellings(name), dest=name[2:].replace("-", "_"), action="store_const", const=True, default=False
             )
     for option in rows:
         add_option(parser, option)
@@ -241,11 +284,7 @@ def add_launch_options(parser: argparse.ArgumentParser, options: Iterable[Option
 
 #: Options of the command itself: (flag, value shown, help).
 OWN: Final = (
-    (
-        "--config_file",
-        "FILE",
-        "The configuration to use; without it, the one that `accelerate config` wrote.",
-    ),
+    ("--config_file", "FILE", "The configuration to use; without it, the one that `accelerate config` wrote."),
     ("--explain", "", "Print every value and where it came from, and start nothing."),
     ("--dry-run", "", "Print the commands, environments and rendezvous, and start nothing."),
     ("--help-all", "", "Show every option."),

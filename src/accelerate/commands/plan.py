@@ -9,22 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import AccelerateError
 from ..settings import file
 from ..settings.option import Source
 from ..settings.run import collect
 from .estimate import PRECISIONS, count
-from .parser import Parser, spellings
+from .parser import Subparsers, command_parser, run_command, spellings
 
 _DESCRIPTION = "Propose how to spread a training run over GPUs, and write the configuration."
 
 
-def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def plan_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate plan``."""
-    if subparsers is not None:
-        parser = subparsers.add_parser("plan", description=_DESCRIPTION, allow_abbrev=False)
-    else:
-        parser = Parser(prog="accelerate plan", description=_DESCRIPTION)
+    parser = command_parser("plan", _DESCRIPTION, subparsers)
     parser.add_argument(
         "subject",
         metavar="SCRIPT_OR_MODEL",
@@ -33,26 +29,18 @@ def plan_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpus", type=count, required=True, help="How many there are, over all hosts.")
     parser.add_argument("--memory", required=True, help="Of each of them, like 80GB or 24GiB.")
-    parser.add_argument(
-        *spellings("--gpus_per_host"), dest="gpus_per_host", type=count, default=8, help="How many a host has."
-    )
+    parser.add_argument(*spellings("--gpus_per_host"), type=count, default=8, help="How many a host has.")
     parser.add_argument("--reserve", type=float, default=0.1, help="The share of the memory that isn't planned with.")
     parser.add_argument("--batch", type=count, default=1, help="Samples of a micro-batch on one data-parallel rank.")
     parser.add_argument("--sequence", type=count, default=512, help="Tokens of a sample.")
     parser.add_argument("--optimizer", default="adamw", help="A class of torch.optim, where the script has none.")
+    parser.add_argument(*spellings("--mixed_precision"), choices=tuple(PRECISIONS), default="bf16")
     parser.add_argument(
-        *spellings("--mixed_precision"), dest="mixed_precision", choices=tuple(PRECISIONS), default="bf16"
-    )
-    parser.add_argument(
-        *spellings("--trust_remote_code"),
-        dest="trust_remote_code",
-        action="store_true",
-        help="Run the code that the model brings with it.",
+        *spellings("--trust_remote_code"), action="store_true", help="Run the code that the model brings with it."
     )
     parser.add_argument("--json", action="store_true", help="Print one object for programs.")
     parser.add_argument(
         *spellings("--config_file"),
-        dest="config_file",
         default="accelerate_config.yaml",
         help="The configuration to write (default: accelerate_config.yaml; '' writes none).",
     )
@@ -167,17 +155,11 @@ def settings_of(way: Any, gpus: int, gpus_per_host: int, mixed_precision: str, b
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate plan`` and return its exit code."""
-    from .launch import complain
-
     argv = list(sys.argv[1:] if arguments is None else arguments)
     end = argv.index("--") if "--" in argv else len(argv)
-    args = plan_command_parser().parse_args(argv[:end])
-    args.arguments = argv[end + 1 :]
-    try:
-        plan_command(args)
-    except (AccelerateError, OSError) as error:
-        return complain("accelerate plan", error)
-    return 0
+    parser = plan_command_parser()
+    parser.set_defaults(arguments=argv[end + 1 :])
+    return run_command(parser, argv[:end])
 
 
 if __name__ == "__main__":

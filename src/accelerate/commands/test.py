@@ -6,19 +6,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from .parser import Parser, spellings
+from ..errors import AccelerateError
+from .parser import Subparsers, command_parser, complain, spellings
 
 
-def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def test_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate test``."""
-    description = "Check with a small training run that the configuration works. Flags of the launcher may follow."
-    if subparsers is not None:
-        parser = subparsers.add_parser("test", description=description, allow_abbrev=False)
-    else:
-        parser = Parser(prog="accelerate test", description=description)
-    parser.add_argument(*spellings("--config_file"), default=None, dest="config_file", help="The file to test.")
+    parser = command_parser(
+        "test",
+        "Check with a small training run that the configuration works. Flags of the launcher may follow.",
+        subparsers,
+    )
+    parser.add_argument(*spellings("--config_file"), default=None, help="The file to test.")
     parser.set_defaults(func=test_command)
     return parser
 
@@ -52,9 +52,6 @@ test_command_parser.__test__ = False  # pyright: ignore[reportFunctionMemberAcce
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate test`` and return its exit code."""
-    from ..errors import AccelerateError
-    from .launch import complain
-
     args, flags = test_command_parser().parse_known_args(None if arguments is None else list(arguments))
     try:
         return test_command(args, flags)

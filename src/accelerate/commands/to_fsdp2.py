@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import AccelerateError, SettingError
-from .parser import Parser, spellings
+from ..errors import SettingError
+from .parser import Subparsers, command_parser, configuration_path, run_command, spellings
 
 _RESHARDS: Final[Mapping[str, bool]] = {
     "FULL_SHARD": True,
@@ -61,16 +61,12 @@ def _reshards(strategy: object) -> bool:
     return _RESHARDS[name]
 
 
-def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def to_fsdp2_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate to-fsdp2``."""
-    description = "Convert a configuration file from FSDP version 1 to version 2."
-    if subparsers is not None:
-        parser = subparsers.add_parser("to-fsdp2", description=description, allow_abbrev=False)
-    else:
-        parser = Parser(prog="accelerate to-fsdp2", description=description)
-    parser.add_argument(*spellings("--config_file"), dest="config_file", default=None, help="The file to convert.")
+    parser = command_parser("to-fsdp2", "Convert a configuration file from FSDP version 1 to version 2.", subparsers)
+    parser.add_argument(*spellings("--config_file"), default=None, help="The file to convert.")
     parser.add_argument("--overwrite", action="store_true", help="Write the result into the same file.")
-    parser.add_argument(*spellings("--output_file"), dest="output_file", default=None, help="The file to write.")
+    parser.add_argument(*spellings("--output_file"), default=None, help="The file to write.")
     parser.set_defaults(func=to_fsdp2_command)
     return parser
 
@@ -79,11 +75,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     """Convert the configuration and write it to the file that was named for it."""
     import yaml
 
-    from ..settings import file
-
-    source = Path(file.default_config_file() if args.config_file is None else args.config_file).expanduser()
-    if not source.is_file():
-        raise FileNotFoundError(f"There is no configuration at {source}.")
+    source = configuration_path(args.config_file, must_exist=True)
     named: str | None = args.output_file
     if named is None and not args.overwrite:
         raise SettingError("Where shall the result go? Give --output_file FILE, or --overwrite.")
@@ -98,14 +90,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate to-fsdp2`` and return its exit code."""
-    from .launch import complain
-
-    args = to_fsdp2_command_parser().parse_args(None if arguments is None else list(arguments))
-    try:
-        to_fsdp2_command(args)
-    except (AccelerateError, FileNotFoundError, FileExistsError) as error:
-        return complain("accelerate to-fsdp2", error)
-    return 0
+    return run_command(to_fsdp2_command_parser(), arguments)
 
 
 if __name__ == "__main__":

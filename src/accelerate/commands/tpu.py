@@ -20,37 +20,29 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import AccelerateError, MissingDependency, SettingError
+from ..errors import MissingDependency, SettingError
 from ..settings import file
-from .parser import Parser, spellings
+from .parser import Subparsers, command_parser, configuration_path, run_command, spellings
 
 #: Where the package is copied to on the pod's machines.
 _REMOTE_FOLDER: Final = "/tmp"
 
 
-def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def tpu_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate tpu-config``."""
-    description = "Run commands on every machine of a TPU pod before a training run."
-    if subparsers is not None:
-        parser = subparsers.add_parser("tpu-config", description=description, allow_abbrev=False)
-    else:
-        parser = Parser(prog="accelerate tpu-config", description=description)
-    add = parser.add_argument
-    add(*spellings("--config_file"), dest="config_file", help="The configuration to take what isn't given from.")
-    add(*spellings("--tpu_name"), dest="tpu_name", help="The name of the TPU.")
-    add(*spellings("--tpu_zone"), dest="tpu_zone", help="The zone of the TPU.")
-    add(*spellings("--use_alpha"), dest="use_alpha", action="store_true", help="Use `gcloud alpha`.")
-    add(*spellings("--command_file"), dest="command_file", help="A file of commands, one a line.")
-    add("--command", action="append", nargs="+", help="A command (may be given several times).")
-    add(
-        *spellings("--install_accelerate"),
-        dest="install_accelerate",
-        action="store_true",
-        help="Install this very package.",
+    parser = command_parser(
+        "tpu-config", "Run commands on every machine of a TPU pod before a training run.", subparsers
     )
+    add = parser.add_argument
+    add(*spellings("--config_file"), help="The configuration to take what isn't given from.")
+    add(*spellings("--tpu_name"), help="The name of the TPU.")
+    add(*spellings("--tpu_zone"), help="The zone of the TPU.")
+    add(*spellings("--use_alpha"), action="store_true", help="Use `gcloud alpha`.")
+    add(*spellings("--command_file"), help="A file of commands, one a line.")
+    add("--command", action="append", nargs="+", help="A command (may be given several times).")
+    add(*spellings("--install_accelerate"), action="store_true", help="Install this very package.")
     add(
         *spellings("--accelerate_version"),
-        dest="accelerate_version",
         default="latest",
         help="Kept for old scripts: the version that runs here is installed.",
     )
@@ -97,9 +89,7 @@ def command_lines(args: argparse.Namespace, content: dict[str, Any], folder: Pat
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
     """Run the commands on all machines of the pod, or print them with ``--debug``."""
-    path = Path(file.default_config_file() if args.config_file is None else args.config_file).expanduser()
-    if args.config_file is not None and not path.is_file():
-        raise FileNotFoundError(f"There is no configuration at {path}.")
+    path = configuration_path(args.config_file, must_exist=args.config_file is not None)
     content = file.read(path) if path.is_file() else {}
     asked = args.accelerate_version
     if args.install_accelerate and asked not in ("latest", "dev", version()):
@@ -178,16 +168,10 @@ def _metadata() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate tpu-config`` and return its exit code."""
-    from .launch import complain
-
-    args = tpu_command_parser().parse_args(None if arguments is None else list(arguments))
     try:
-        tpu_command_launcher(args)
-    except (AccelerateError, FileNotFoundError) as error:
-        return complain("accelerate tpu-config", error)
+        return run_command(tpu_command_parser(), arguments)
     except subprocess.CalledProcessError as error:
         return error.returncode
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,17 +7,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from ...errors import AccelerateError, SettingError
+from ...errors import SettingError
 from ...settings import file
-from ..parser import Parser, spellings
+from ..parser import Subparsers, command_parser, configuration_path, run_command, spellings
 from . import config_args
 from .ask import Asker
 from .config_args import default_config_file, load_config_from_file
 from .default import default_command_parser
 from .questions import Questionnaire
-from .show import show_command_parser
 from .update import update_command_parser
 
 __all__ = [
@@ -30,6 +29,24 @@ __all__ = [
     "main",
     "update_command_parser",
 ]
+
+
+def show_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
+    """Create the parser of ``accelerate config show``."""
+    parser = command_parser(
+        "config show", "Print a configuration file, and every value that a launch would take from it.", subparsers
+    )
+    parser.add_argument(*spellings("--config_file"), help="The file to show.")
+    parser.set_defaults(func=show_config_command)
+    return parser
+
+
+def show_config_command(args: argparse.Namespace) -> None:
+    """Print the file and the settings that a launch would take from it."""
+    path = configuration_path(args.config_file, must_exist=True)
+    print(f"# {path}\n{path.read_text().rstrip()}\n")
+    print(file.load(path).explain())
+
 
 _SUBCOMMANDS: Final[dict[str, Callable[[], argparse.ArgumentParser]]] = {
     "default": default_command_parser,
@@ -44,26 +61,19 @@ subcommands:
 """
 
 
-def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def config_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate config``."""
     description = "Answer a few questions about this machine; `accelerate launch` then needs no flags."
-    options: dict[str, Any] = {
-        "description": description,
-        "epilog": _EPILOG,
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-        "allow_abbrev": False,
-    }
-    if subparsers is not None:
-        parser = subparsers.add_parser("config", **options)
-    else:
-        parser = Parser(prog="accelerate config", **options)
-    parser.add_argument(*spellings("--config_file"), default=None, dest="config_file", help="The file to write.")
+    parser = command_parser(
+        "config", description, subparsers, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(*spellings("--config_file"), help="The file to write.")
     parser.add_argument("--advanced", action="store_true", help="Ask everything.")
     parser.set_defaults(func=config_command)
     return parser
 
 
-def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def get_config_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate config`` with its subcommands."""
     parser = config_command_parser(subparsers)
     commands = parser.add_subparsers(dest="subcommand", title="subcommands", parser_class=argparse.ArgumentParser)
@@ -75,7 +85,7 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 def config_command(args: argparse.Namespace) -> None:
     """Ask the questions, write the file, and show it and the command to run."""
-    path = Path(file.default_config_file() if args.config_file is None else args.config_file).expanduser()
+    path = configuration_path(args.config_file)
     _check_writable(path)
     asker = Asker()
     file.save(Questionnaire(asker, advanced=args.advanced).run(), path)
@@ -98,22 +108,12 @@ def _check_writable(path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate config`` and return its exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    if argv and argv[0] in _SUBCOMMANDS:
-        parser = _SUBCOMMANDS[argv[0]]()
-        argv = argv[1:]
-    else:
-        parser = config_command_parser()
+    create = _SUBCOMMANDS.get(argv[0]) if argv else None
     try:
-        args = parser.parse_args(argv)
-        args.func(args)
+        return run_command(config_command_parser(), argv) if create is None else run_command(create(), argv[1:])
     except KeyboardInterrupt:
         print("\nNothing was written.", file=sys.stderr)
         return 130
-    except (AccelerateError, FileNotFoundError) as error:
-        from ..launch import complain
-
-        return complain("accelerate config", error)
-    return 0
 
 
 if __name__ == "__main__":

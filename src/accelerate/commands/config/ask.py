@@ -72,13 +72,7 @@ class Asker:
     # kinds of questions
 
     def choose(
-        self,
-        question: str,
-        choices: Sequence[Choice[Value]],
-        default: Value,
-        *,
-        why: str = "",
-        brief: bool = False,
+        self, question: str, choices: Sequence[Choice[Value]], default: Value, *, why: str = "", brief: bool = False
     ) -> Value:
         """Ask for one of the choices and return its value; ``brief`` shows the values instead of numbered labels."""
         self._why(why)
@@ -117,13 +111,7 @@ class Asker:
         return self._line(f"{question} [{'YES/no' if default else 'yes/NO'}]: ", read, default)
 
     def ask(
-        self,
-        question: str,
-        read: Callable[[str], Value],
-        default: Value,
-        *,
-        shown: str | None = None,
-        why: str = "",
+        self, question: str, read: Callable[[str], Value], default: Value, *, shown: str | None = None, why: str = ""
     ) -> Value:
         """Ask and return the answer as converted by ``read``, which raises ValueError with a reason where it can't."""
         self._why(why)

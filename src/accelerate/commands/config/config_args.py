@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ...errors import SettingError
 from ...settings import file
 from ...settings.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from ..parser import configuration_path
 
 Config = TypeVar("Config", bound="BaseConfig")
 
@@ -206,9 +207,7 @@ def load_config_from_file(config_file: str | Path | None) -> ClusterConfig | Sag
         FileNotFoundError: there is no such file.
         ValueError: it holds keys that nothing reads.
     """
-    path = Path(file.default_config_file() if config_file is None else config_file).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no configuration at {path}. `accelerate config` writes one.")
+    path = configuration_path(config_file, must_exist=True)
     content = _parse(path)
     cloud = content.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
     return (SageMakerConfig if cloud else ClusterConfig).from_dict(content, str(path))

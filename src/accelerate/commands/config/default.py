@@ -12,7 +12,7 @@ from ...settings import file
 from ...settings.option import Source
 from ...settings.run import collect
 from ...settings.tree import Settings
-from ..parser import Parser, spellings
+from ..parser import Subparsers, command_parser, configuration_path, spellings
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
@@ -42,7 +42,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
         raise SettingError(
             f"write_basic_config(mixed_precision={mixed_precision!r}): give one of {', '.join(PRECISIONS)}."
         )
-    path = Path(file.default_config_file() if save_location is None else save_location).expanduser()
+    path = configuration_path(save_location)
     if path.exists():
         print(f"There is a configuration at {path} already. Remove it first, or run `accelerate config` to replace it.")
         return False
@@ -54,14 +54,10 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     return path
 
 
-def default_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def default_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate config default``."""
-    description = "Write a configuration file from what this machine has."
-    if subparsers is not None:
-        parser = subparsers.add_parser("default", description=description, allow_abbrev=False)
-    else:
-        parser = Parser(prog="accelerate config default", description=description)
-    parser.add_argument(*spellings("--config_file"), default=None, dest="config_file", help="The file to write.")
+    parser = command_parser("config default", "Write a configuration file from what this machine has.", subparsers)
+    parser.add_argument(*spellings("--config_file"), default=None, help="The file to write.")
     parser.add_argument(
         *spellings("--mixed_precision"), default="no", choices=PRECISIONS, help="The precision (default: no)."
     )

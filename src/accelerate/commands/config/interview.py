@@ -76,10 +76,7 @@ def _ask_field(
 
 
 def _ask_options(
-    input_text: str,
-    options: Sequence[Any] = (),
-    convert_value: Callable[[int], Any] | None = None,
-    default: int = 0,
+    input_text: str, options: Sequence[Any] = (), convert_value: Callable[[int], Any] | None = None, default: int = 0
 ) -> Any:
     """Ask for one of ``options`` and return its index, converted."""
     index = BulletMenu(input_text, list(options)).run(default_choice=default)

@@ -241,11 +241,7 @@ class Questionnaire:
             self._one(FsdpOptions, "min_num_params", default=100_000_000)
         if version == 1:
             self._one(FsdpOptions, "backward_prefetch", default="BACKWARD_PRE")
-        self._one(
-            FsdpOptions,
-            "state_dict_type",
-            default="SHARDED_STATE_DICT" if version == 2 else "FULL_STATE_DICT",
-        )
+        self._one(FsdpOptions, "state_dict_type", default="SHARDED_STATE_DICT" if version == 2 else "FULL_STATE_DICT")
         if version == 1:
             self._one(FsdpOptions, "forward_prefetch", default=False)
             self._one(FsdpOptions, "use_orig_params", default=True)

@@ -223,8 +223,7 @@ def schedule(plan: Plan, *, by_hand: bool) -> None:
     if not _steps_per_batch(plan) or (by_hand and not _counts_batches(plan)):
         plan.arguments["scheduler_mode"] = '"updates"'
         plan.note(
-            location,
-            'scheduler_mode="updates" keeps the scheduler at one step a call, on any number of processes.',
+            location, 'scheduler_mode="updates" keeps the scheduler at one step a call, on any number of processes.'
         )
     else:
         plan.note(
