@@ -18,15 +18,18 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import checkpointing, construction, monitoring, parallel, tracking
+from .checkpointing.background import Background
+from .checkpointing.objects import Hooks
 from .data_loader.gathering import MetricGather, StreamingMean
 from .devices.memory import release_memory
 from .distributed import collectives, process_control
+from .distributed.watchdog import watch_for_hangs
 from .distributed.world import World, join_world, leave_world
 from .errors import PreparationError
 from .flag import Flag
 from .lazy import names_from
 from .logging import MultiProcessAdapter, get_logger
-from .parallel.base import PreparedArgument, PreparedArguments, Role
+from .parallel.base import PreparedArgument, PreparedArguments, Role, StrategyOptions
 from .plugins.handlers import GradientAccumulationPlugin
 from .settings.labels import DistributedType, FP8BackendType, LoggerType
 from .state import AcceleratorState
@@ -94,7 +97,6 @@ class Accelerator:
     gradient_state: GradientState
     dataloader_config: DataLoaderConfiguration
     project_configuration: ProjectConfiguration
-    dynamo_plugin: TorchDynamoPlugin
     rng_types: list[str]
     log_with: Sequence[LoggerType | str | tracking.GeneralTracker]
 
@@ -126,8 +128,6 @@ class Accelerator:
         parameter_dtype: torch.dtype | None = None,
         **old: Any,
     ) -> None:
-        from .settings.run import collect
-
         construction.install_exception_hooks()
         if split_batches is not _NOT_GIVEN:
             old["split_batches"] = split_batches
@@ -135,81 +135,70 @@ class Accelerator:
         self.dataloader_config = construction.loader_configuration(dataloader_config, loader_options)
         self.project_configuration = construction.project_configuration(project_config, project_dir, project_options)
         self._handlers = construction.sort_handlers(kwargs_handlers, _module_attribute)
-        plugins: dict[str, Any] = {
+        known = AcceleratorState._shared_state
+        arguments = {
+            "mixed_precision": known.get("_mixed_precision") if mixed_precision is None else mixed_precision,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "gradient_accumulation_plugin": gradient_accumulation_plugin,
+            "cpu": cpu,
+            "dynamo_backend": dynamo_backend,
+            "dynamo_plugin": dynamo_plugin,
+            "kwargs_handlers": kwargs_handlers,
             "deepspeed_plugin": deepspeed_plugin,
             "deepspeed_plugins": deepspeed_plugins,
             "fsdp_plugin": fsdp_plugin,
-            "torch_tp_plugin": torch_tp_plugin,
             "megatron_lm_plugin": megatron_lm_plugin,
             "parallelism_config": construction.parallelism(parallelism_config, torch_tp_plugin),
         }
-        known = AcceleratorState._shared_state
-        self.settings = collect(
-            {
-                "mixed_precision": known.get("_mixed_precision") if mixed_precision is None else mixed_precision,
-                "gradient_accumulation_steps": gradient_accumulation_steps,
-                "gradient_accumulation_plugin": gradient_accumulation_plugin,
-                "cpu": cpu,
-                "dynamo_backend": dynamo_backend,
-                "dynamo_plugin": dynamo_plugin,
-                "kwargs_handlers": kwargs_handlers,
-                **plugins,
-            }
-        )
-        construction.inherit_from_first(self.settings, plugins, known)
-        construction.resolve_precision(self.settings, parameter_dtype)
-        construction.complete_plugins(self, plugins, self.settings, known)
-        self.dynamo_plugin = construction.dynamo_plugin(dynamo_plugin, dynamo_backend, known)
+        self.settings, plugins = construction.settings_and_plugins(self, arguments, parameter_dtype, known)
+        plugins.torch_tp = torch_tp_plugin
         run = self.settings.run
         self.world = join_world(
             cpu=run.use_cpu, debug=run.debug, **construction.join_options(self._handlers.init, self.settings)
         )
-        self.state = AcceleratorState._fill(self.settings, self.world, dynamo_plugin=self.dynamo_plugin, **plugins)
-        self.mesh = construction.mesh(self, plugins)
-        self.state.device_mesh = self.mesh.device_mesh if plugins["parallelism_config"] is not None else None
-        self.precision = construction.precision(self, self._handlers, plugins, _module_attribute, parameter_dtype)
-        self.gradient_state = GradientState.create(
-            gradient_accumulation_plugin or GradientAccumulationPlugin(num_steps=run.gradient_accumulation_steps)
+        self.state = AcceleratorState._fill(self.settings, self.world, plugins)
+        self.mesh = construction.mesh(self.world, plugins)
+        self.state.device_mesh = self.mesh.device_mesh if plugins.parallelism is not None else None
+        label = self.state.mixed_precision
+        self.precision = construction.precision(
+            label, self.settings, self.world, plugins, self._handlers, _module_attribute, parameter_dtype
         )
-        self.strategy = parallel.choose(self.settings, self.world, self._strategy_options(plugins))
+        construction.downcast_on_xla(self.precision, self.world, self)
+        self.settings.data, self.settings.project = self.dataloader_config, self.project_configuration
+        accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(run.gradient_accumulation_steps)
+        self.settings.accumulation, self.gradient_state = accumulation, GradientState.create(accumulation)
+        options = StrategyOptions(plugins, self._handlers.ddp, self.mesh, self.gradient_state, self.dataloader_config)
+        self.strategy = parallel.choose(self.settings, self.world, options)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         check_mode(scheduler_mode)
         self.scheduler_mode = scheduler_mode
         self.rng_types = construction.stream_names(rng_types)
         self.log_with = [] if log_with is None else tracking.filter_trackers(log_with, self.logging_dir)
-        self.trackers: list[Any] = []
-        self._run_log: list[Any] = []
         self.flag_tensor: torch.Tensor | None = None
-        self._window: tuple[int, ...] = ()
         self._is_distributed = self.world.size > 1
-        from .distributed.watchdog import watch_for_hangs
-
         watch_for_hangs(self.world, self.gradient_state)
-        self._reset_registries()
-
-    def _strategy_options(self, plugins: dict[str, Any]) -> parallel.StrategyOptions:
-        return parallel.StrategyOptions(
-            self.dynamo_plugin, self._handlers.ddp, plugins, self.mesh, self.gradient_state, self.dataloader_config
-        )
-
-    def _reset_registries(self) -> None:
-        """Reset the registries of prepared objects, custom objects and hooks to empty ones."""
-        self._weights = WindowWeights(self.mesh)
-        self._metric_gather = MetricGather(self.mesh, self.gradient_state)
-        self._micro_batches = MicroBatches(self.strategy)
         self._models: list[Any] = []
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
         self._dataloaders: list[Any] = []
         self._custom_objects: list[Any] = []
         self._may_pickle: list[Any] = []
-        self._prepared_models: dict[int, Any] = {}
-        self._run: monitoring.RunWatch | None = None
         self._noted_watch: Mapping[str, Any] | None = None
-        self._save_hooks = checkpointing.Hooks()
-        self._load_hooks = checkpointing.Hooks()
-        self._background = checkpointing.Background()
+        self._start_in_process()
+
+    def _start_in_process(self) -> None:
+        """Create what belongs to this process, and is left out of a copy for another one."""
+        self.trackers: list[Any] = []
+        self._run_log: list[Any] = []
+        self._run: monitoring.RunWatch | None = None
+        self._window: tuple[int, ...] = ()
+        self._weights = WindowWeights(self.mesh)
+        self._metric_gather = MetricGather(self.mesh, self.gradient_state)
+        self._micro_batches = MicroBatches(self.strategy)
+        self._prepared_models: dict[int, Any] = {}
+        self._save_hooks, self._load_hooks = Hooks(), Hooks()
+        self._background = Background()
 
     # == who am I ==========================================================================================
 
@@ -289,6 +278,15 @@ class Accelerator:
     @native_amp.setter
     def native_amp(self, value: bool) -> None:
         self.precision.is_autocast = value
+
+    @property
+    def dynamo_plugin(self) -> TorchDynamoPlugin | None:
+        """The TorchDynamoPlugin: how prepared models are compiled."""
+        return self.strategy.options.plugins.dynamo
+
+    @dynamo_plugin.setter
+    def dynamo_plugin(self, plugin: TorchDynamoPlugin | None) -> None:
+        self.strategy.options.plugins.dynamo = plugin
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
@@ -1035,7 +1033,7 @@ class Accelerator:
         if self.mesh.active("cp", "sp"):
             from .parallel.context_parallel import split_sequences
 
-            config = self.strategy.options.plugins["parallelism_config"]
+            config = self.strategy.options.plugins.parallelism
             return split_sequences(self.mesh, config, buffers, buffer_seq_dims, no_restore_buffers)
         logger.warning_once(
             "maybe_context_parallel() has no effect: no ParallelismConfig asks for context parallelism."
@@ -1489,16 +1487,9 @@ class Accelerator:
         options, prepared_models = state.pop("strategy"), state.pop("_prepared_models")
         self.__dict__.update(state)
         self.world = join_world(cpu=self.settings.run.use_cpu)
-        self.mesh = options.mesh = construction.mesh(self, options.plugins)
+        self.mesh = options.mesh = construction.mesh(self.world, options.plugins)
         self.strategy = parallel.choose(self.settings, self.world, options)
-        self.trackers, self._run_log = [], []
-        self._window, self._run = (), None
-        self._weights = WindowWeights(self.mesh)
-        self._metric_gather = MetricGather(self.mesh, self.gradient_state)
-        self._micro_batches = MicroBatches(self.strategy)
-        self._save_hooks, self._load_hooks = checkpointing.Hooks(), checkpointing.Hooks()
-        self._background = checkpointing.Background()
-        self._prepared_models = {}
+        self._start_in_process()
         for model, prepared in zip(self._models, prepared_models, strict=True):
             if prepared is not None:
                 self._register_model(model, prepared)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ from .distributed.world import World, expected_backend
 from .errors import MissingDependency, SettingError
 from .logging import install_rich_tracebacks
 from .optional import is_installed, require
+from .plugins import Plugins
 from .plugins.data import DataLoaderConfiguration
+from .plugins.deepspeed import DEEPSPEED_FLOOR, DeepSpeedPlugin, active_plugin
 from .plugins.handlers import KwargsHandler, ProjectConfiguration, TorchDynamoPlugin
 from .precision import Precision
 from .precision import choose as choose_precision
@@ -27,12 +28,15 @@ from .settings import env
 from .settings.labels import FP8BackendType
 
 if TYPE_CHECKING:
+    import torch
+
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
     from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig
     from .precision.fp8 import Fp8Functions, Fp8Request
+    from .settings.megatron import MegatronOptions
     from .settings.run import Settings
 
 
@@ -211,82 +215,90 @@ def stream_names(rng_types: Any) -> list[Any]:
     return names
 
 
-def dynamo_plugin(plugin: Any, backend: Any, known: Mapping[str, Any]) -> TorchDynamoPlugin:
-    """Return ``plugin``, or one for ``backend``, or the first Accelerator's, or one from the environment."""
-    if plugin is not None:
-        return plugin
-    if backend is not None:
-        return TorchDynamoPlugin(backend=backend)
-    return known.get("dynamo_plugin") or TorchDynamoPlugin()
+def settings_and_plugins(
+    owner: object, arguments: Mapping[str, object], parameter_dtype: torch.dtype | None, known: Mapping[str, Any]
+) -> tuple[Settings, Plugins]:
+    """Return the settings of a run and its plugins, which are groups of the settings too.
+
+    Args:
+        owner: the Accelerator; libraries find its engine in the environment while it lives.
+        arguments: those of its constructor that settings are made of.
+        known: what the first Accelerator of this process was made with, as AcceleratorState shows it; empty before.
+    """
+    from .settings.run import collect
+
+    settings = collect(arguments)
+    inherit_from_first(settings, arguments, known)
+    resolve_precision(settings, parameter_dtype)
+    return settings, complete_plugins(owner, settings, arguments, known)
 
 
-def inherit_from_first(settings: Settings, plugins: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def inherit_from_first(settings: Settings, arguments: Mapping[str, object], known: Mapping[str, Any]) -> None:
     """Set in a further Accelerator of this process whatever it wasn't given as an argument to the first one's values.
 
     What comes from the environment are the launcher's defaults, or what another Accelerator published: it would
     contradict a first one that was made with arguments. The first one's precision is among the arguments already.
-
-    Args:
-        known: what the first one was made with, as AcceleratorState shows it; empty where there is none.
     """
     if not known:
         return
     if settings.source_of("run.use_cpu").kind != "argument":
         settings.run.use_cpu = known["_world_cpu"]
-    if not (plugins["deepspeed_plugin"] or plugins["deepspeed_plugins"]):
+    if settings.source_of("compile.backend").kind != "argument":
+        settings.compile = known["dynamo_plugin"] or settings.compile
+    if not (arguments["deepspeed_plugin"] or arguments["deepspeed_plugins"]):
         settings.deepspeed = next(iter((known["deepspeed_plugins"] or {}).values()), None)
     for group, plugin in (
         ("fsdp", "fsdp_plugin"),
         ("megatron", "megatron_lm_plugin"),
         ("parallelism", "parallelism_config"),
     ):
-        if plugins[plugin] is None:
+        if arguments[plugin] is None:
             setattr(settings, group, known[plugin])
 
 
-def complete_plugins(owner: object, plugins: dict[str, Any], settings: Settings, known: Mapping[str, Any]) -> None:
-    """Complete ``plugins`` with those that the launcher asked for through the environment, in the run's precision.
-
-    Args:
-        owner: the Accelerator; libraries find its engine in the environment while it lives.
-        known: those of the first Accelerator of this process, which a second one shares.
-    """
+def complete_plugins(
+    owner: object, settings: Settings, arguments: Mapping[str, object], known: Mapping[str, Any]
+) -> Plugins:
+    """Return the plugins of a run, those that the launcher asked for included, and put them into ``settings``."""
+    settings.compile = dynamo = TorchDynamoPlugin.of(settings.compile)
+    plugins = Plugins(dynamo=dynamo)
     if settings.fsdp is not None:
         from .plugins.fsdp import FullyShardedDataParallelPlugin
 
-        plugin = plugins["fsdp_plugin"] or known.get("fsdp_plugin") or FullyShardedDataParallelPlugin()
+        settings.fsdp = plugins.fsdp = plugin = FullyShardedDataParallelPlugin.of(settings.fsdp)
         if settings.run.mixed_precision != "no":
             plugin.set_mixed_precision(settings.run.mixed_precision)
         variables = {"ACCELERATE_USE_FSDP": True, "FSDP_VERSION": plugin.fsdp_version}
         env.set_variables_for(owner, {**variables, "FSDP_CPU_RAM_EFFICIENT_LOADING": plugin.cpu_ram_efficient_loading})
-        plugins["fsdp_plugin"] = plugin
     if settings.deepspeed is not None:
-        plugins["deepspeed_plugin"] = deepspeed_plugins(plugins, settings, known)
+        given = arguments["deepspeed_plugin"] or arguments["deepspeed_plugins"] or None
+        plugins.deepspeed = deepspeed_plugins(settings, given, known)
+        settings.deepspeed = active_plugin(plugins.deepspeed)
         env.set_variables_for(owner, {"ACCELERATE_USE_DEEPSPEED": True})
     if settings.megatron is not None:
-        plugins["megatron_lm_plugin"] = megatron_plugin(plugins, settings, known)
+        settings.megatron = plugins.megatron = megatron_plugin(settings, settings.megatron)
         env.set_variables_for(owner, {"ACCELERATE_USE_MEGATRON_LM": True})
-    plugins["parallelism_config"] = plugins["parallelism_config"] or known.get("parallelism_config")
-    if settings.parallelism is not None and plugins["parallelism_config"] is None:
+    if settings.parallelism is not None:
         from .plugins.parallelism import ParallelismConfig
 
-        plugins["parallelism_config"] = ParallelismConfig()
+        settings.parallelism = plugins.parallelism = ParallelismConfig.of(settings.parallelism)
+        settings.take_handlers()
+    return plugins
 
 
-def deepspeed_plugins(plugins: dict[str, Any], settings: Settings, known: Mapping[str, Any]) -> Any:
+def deepspeed_plugins(
+    settings: Settings, given: object, known: Mapping[str, Any]
+) -> DeepSpeedPlugin | dict[str, DeepSpeedPlugin]:
     """Return the DeepSpeedPlugin, or several by name of which one is in use, in the run's precision.
 
     Raises:
         MissingDependency: DeepSpeed isn't installed, or is too old.
         NotImplementedError: a second Accelerator brings a plugin of its own (the documented exception).
     """
-    from .plugins.deepspeed import DEEPSPEED_FLOOR, DeepSpeedPlugin
-
     if not is_installed("deepspeed", at_least=DEEPSPEED_FLOOR):
         asked = settings.quote("paradigm.use_deepspeed")
         require("deepspeed", "deepspeed", purpose=f"DeepSpeed, asked for by {asked},", at_least=DEEPSPEED_FLOOR)
-    given = plugins["deepspeed_plugin"] or plugins["deepspeed_plugins"]
-    earlier = known.get("deepspeed_plugins")
+    earlier: dict[str, DeepSpeedPlugin] | None = known.get("deepspeed_plugins")
     if earlier is not None:
         if given is not None:
             raise NotImplementedError(
@@ -294,17 +306,19 @@ def deepspeed_plugins(plugins: dict[str, Any], settings: Settings, known: Mappin
                 "first `Accelerator` is initialized with all the plugins you want to use, as a dictionary by name."
             )
         return earlier
-    given = DeepSpeedPlugin() if given is None else given
-    for plugin in given.values() if isinstance(given, dict) else (given,):
+    assert settings.deepspeed is not None
+    found: Any = DeepSpeedPlugin.of(settings.deepspeed) if given is None else given
+    every: list[object] = list(found.values()) if isinstance(found, dict) else [found]
+    for plugin in every:
         if not isinstance(plugin, DeepSpeedPlugin):
             raise TypeError(f"`deepspeed_plugin` has to hold DeepSpeedPlugin objects, not {type(plugin).__name__}.")
         plugin.set_mixed_precision(str(settings.run.mixed_precision))
-    (next(iter(given.values())) if isinstance(given, dict) else given).select(_from_accelerator_state=True)
-    return given
+    (next(iter(found.values())) if isinstance(found, dict) else found).select(_from_accelerator_state=True)
+    return found
 
 
-def megatron_plugin(plugins: dict[str, Any], settings: Settings, known: Mapping[str, Any]) -> MegatronLMPlugin:
-    """Return the MegatronLMPlugin, in the run's precision.
+def megatron_plugin(settings: Settings, options: MegatronOptions) -> MegatronLMPlugin:
+    """Return ``options`` as a MegatronLMPlugin, in the run's precision.
 
     Raises:
         MissingDependency: Megatron-LM isn't installed.
@@ -320,30 +334,27 @@ def megatron_plugin(plugins: dict[str, Any], settings: Settings, known: Mapping[
         ) from error
     from .plugins.megatron import MegatronLMPlugin
 
-    plugin = plugins["megatron_lm_plugin"] or known.get("megatron_lm_plugin") or MegatronLMPlugin()
+    plugin = MegatronLMPlugin.of(options)
     plugin.set_mixed_precision(str(settings.run.mixed_precision))
     return plugin
 
 
-def mesh(accelerator: Any, plugins: Mapping[str, Any]) -> Mesh:
+def mesh(world: World, plugins: Plugins) -> Mesh:
     """Return the mesh of the ParallelismConfig among ``plugins``; without one, all processes are replicas.
 
     Raises:
         SettingError: the axes don't fit the processes, or ask to shard without FSDP.
     """
-    megatron = accelerator.state.megatron_lm_plugin
+    megatron, config = plugins.megatron, plugins.parallelism
     if megatron is not None:
-        cuts = {"tp": megatron.tp_degree, "pp": megatron.pp_degree, "cp": megatron.context_parallel_size or 1}
-        rest = max(1, accelerator.world.size // math.prod(cuts.values()))
-        return Mesh.of(accelerator.world, dp_replicate=rest, **cuts)
-    config: ParallelismConfig | None = plugins["parallelism_config"]
+        tp, pp, cp = megatron.tp_degree, megatron.pp_degree, megatron.context_parallel_size or 1
+        return Mesh.of(world, dp_replicate=max(1, world.size // (tp * pp * cp)), tp=tp, pp=pp, cp=cp)
     if config is None:
-        plugin = accelerator.state.deepspeed_plugin
-        cuts = 1 if plugin is None else plugin.tensor_parallel_size
-        return Mesh.of(accelerator.world, dp_replicate=accelerator.world.size // cuts, tp=cuts)
-    config._validate_accelerator(accelerator)
-    _check_engines(config, plugins["fsdp_plugin"] is not None, plugins["deepspeed_plugin"] is not None)
-    return config.mesh(accelerator.world)
+        cuts = 1 if plugins.deepspeed is None else active_plugin(plugins.deepspeed).tensor_parallel_size
+        return Mesh.of(world, dp_replicate=world.size // cuts, tp=cuts)
+    config.fit(world.size, plugins.fsdp)
+    _check_engines(config, plugins.fsdp is not None, plugins.deepspeed is not None)
+    return config.mesh(world)
 
 
 def _check_engines(config: ParallelismConfig, has_fsdp: bool, has_deepspeed: bool) -> None:
@@ -448,15 +459,20 @@ def _fp8_request(settings: Settings, world: World, handlers: Handlers, functions
 
 
 def precision(
-    accelerator: Any, handlers: Handlers, plugins: dict[str, Any], functions: Fp8Functions, parameter_dtype: Any
+    label: str,
+    settings: Settings,
+    world: World,
+    plugins: Plugins,
+    handlers: Handlers,
+    functions: Fp8Functions,
+    parameter_dtype: torch.dtype | None,
 ) -> Precision:
-    """Return the Precision of the Accelerator's ``mixed_precision`` in its world, with the handlers' options."""
-    label, world = accelerator.state.mixed_precision, accelerator.world
-    config = plugins["parallelism_config"]
+    """Return the Precision of mixed precision ``label`` in ``world``, with the handlers' options."""
+    config = plugins.parallelism
     is_sharded = (
         world.backend is not None
         and not world.kind.runtime
-        and (plugins["fsdp_plugin"] is not None or (config is not None and (config.tp_enabled or config.pp_enabled)))
+        and (plugins.fsdp is not None or (config is not None and (config.tp_enabled or config.pp_enabled)))
     )
     chosen = choose_precision(
         label,
@@ -464,17 +480,21 @@ def precision(
         autocast_handler=handlers.autocast,
         scaler_handler=handlers.scaler,
         shards_over=world if is_sharded else None,
-        fp8=_fp8_request(accelerator.settings, world, handlers, functions) if label == "fp8" else None,
+        fp8=_fp8_request(settings, world, handlers, functions) if label == "fp8" else None,
         parameter_dtype=parameter_dtype,
     )
-    if plugins["deepspeed_plugin"] is not None or plugins["megatron_lm_plugin"] is not None:
+    if plugins.deepspeed is not None or plugins.megatron is not None:
         chosen.scaler = None  # the engine scales losses itself
+    return chosen
+
+
+def downcast_on_xla(precision: Precision, world: World, owner: object) -> None:
+    """Let XLA cast all tensors where that is how the device computes in bf16; ``owner`` is the Accelerator."""
     if world.kind.runtime:
         from .parallel import xla
 
-        if xla.cast_everything(label, accelerator):
-            chosen.is_autocast = False  # the device has no float32 to cast from
-    return chosen
+        if xla.cast_everything(precision.label, owner):
+            precision.is_autocast = False  # the device has no float32 to cast from
 
 
 def parallelism(config: Any, torch_tp_plugin: Any) -> Any:

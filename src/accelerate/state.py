@@ -19,12 +19,20 @@ from .devices.table import kind_of
 from .distributed import process_control
 from .distributed.world import World, current_world, expected_backend, forget_world, join_world, leave_group, set_debug
 from .errors import SettingError
+from .plugins import Plugins
 from .precision import choose as choose_precision
 from .settings.env import flag, restore_variables
 from .settings.labels import DistributedType
 from .training.accumulation import GradientState
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .plugins.deepspeed import DeepSpeedPlugin
+    from .plugins.fsdp import FullyShardedDataParallelPlugin
+    from .plugins.handlers import TorchDynamoPlugin
+    from .plugins.megatron import MegatronLMPlugin
+    from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .settings.run import Settings
 
 Parameters = ParamSpec("Parameters")
@@ -309,24 +317,24 @@ class AcceleratorState(_View):
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
-    dynamo_plugin: Any
-    deepspeed_plugins: dict[str, Any] | None
-    fsdp_plugin: Any
-    torch_tp_plugin: Any
-    megatron_lm_plugin: Any
-    parallelism_config: Any
-    device_mesh: Any
+    dynamo_plugin: TorchDynamoPlugin | None
+    deepspeed_plugins: dict[str, DeepSpeedPlugin] | None
+    fsdp_plugin: FullyShardedDataParallelPlugin | None
+    torch_tp_plugin: TorchTensorParallelPlugin | None
+    megatron_lm_plugin: MegatronLMPlugin | None
+    parallelism_config: ParallelismConfig | None
+    device_mesh: DeviceMesh | None
 
     def __init__(
         self,
         mixed_precision: str | None = None,
         cpu: bool = False,
-        dynamo_plugin: Any = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
-        parallelism_config: Any = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         _from_accelerator: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -341,26 +349,27 @@ class AcceleratorState(_View):
                 "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` before "
                 "using any functionality from the `accelerate` library."
             )
-        plugins: dict[str, Any] = {
-            "deepspeed_plugin": deepspeed_plugin,
-            "fsdp_plugin": fsdp_plugin,
-            "megatron_lm_plugin": megatron_lm_plugin,
-            "parallelism_config": parallelism_config,
-        }
         from .settings.run import collect
 
-        settings = collect({"mixed_precision": mixed_precision, "use_cpu": cpu, **plugins})
+        settings = collect(
+            {
+                "mixed_precision": mixed_precision,
+                "use_cpu": cpu,
+                "deepspeed_plugin": deepspeed_plugin,
+                "fsdp_plugin": fsdp_plugin,
+                "megatron_lm_plugin": megatron_lm_plugin,
+                "parallelism_config": parallelism_config,
+            }
+        )
         world = join_world(cpu=settings.run.use_cpu, **kwargs)
-        self._take(settings, world, dynamo_plugin=dynamo_plugin, torch_tp_plugin=torch_tp_plugin, **plugins)
+        plugins = Plugins(
+            fsdp_plugin, deepspeed_plugin, megatron_lm_plugin, parallelism_config, dynamo_plugin, torch_tp_plugin
+        )
+        self._take(settings, world, plugins)
 
     @classmethod
-    def _fill(cls, settings: Settings, world: World, **plugins: Any) -> AcceleratorState:
-        """Return the state for these settings; one that an earlier Accelerator filled stays, if nothing contradicts it.
-
-        Args:
-            plugins: `dynamo_plugin`, `deepspeed_plugin` (one, or a dict by name), `fsdp_plugin`, `torch_tp_plugin`,
-                `megatron_lm_plugin`, `parallelism_config`.
-        """
+    def _fill(cls, settings: Settings, world: World, plugins: Plugins) -> AcceleratorState:
+        """Return the state for these settings; that of an earlier Accelerator stays, if nothing contradicts it."""
         state = object.__new__(cls)
         state._bind()
         if state.initialized:
@@ -368,32 +377,22 @@ class AcceleratorState(_View):
             is_argument = settings.source_of("run.mixed_precision").kind == "argument"
             state._check(str(settings.run.mixed_precision) if is_argument else None, settings.run.use_cpu)
         else:
-            state._take(settings, world, **plugins)
+            state._take(settings, world, plugins)
         return state
 
-    def _take(
-        self,
-        settings: Settings,
-        world: World,
-        *,
-        dynamo_plugin: Any = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
-        parallelism_config: Any = None,
-        **others: Any,
-    ) -> None:
+    def _take(self, settings: Settings, world: World, plugins: Plugins) -> None:
         PartialState()
         self._show(world)
         self._mixed_precision = str(settings.run.mixed_precision)
-        self.dynamo_plugin = dynamo_plugin
-        several = isinstance(deepspeed_plugin, dict) or deepspeed_plugin is None
-        self.deepspeed_plugins = deepspeed_plugin if several else {"default": deepspeed_plugin}
-        self.fsdp_plugin = fsdp_plugin
-        self.torch_tp_plugin = torch_tp_plugin
-        self.megatron_lm_plugin = megatron_lm_plugin
-        self.parallelism_config = parallelism_config
+        self.dynamo_plugin = plugins.dynamo
+        deepspeed = plugins.deepspeed
+        if deepspeed is not None and not isinstance(deepspeed, dict):
+            deepspeed = {"default": deepspeed}
+        self.deepspeed_plugins = deepspeed
+        self.fsdp_plugin = plugins.fsdp
+        self.torch_tp_plugin = plugins.torch_tp
+        self.megatron_lm_plugin = plugins.megatron
+        self.parallelism_config = plugins.parallelism
         self.device_mesh = None
         self.downcast_bfloat: bool = flag("ACCELERATE_DOWNCAST_BF16")
         self.use_ipex: bool | None = None
@@ -456,7 +455,7 @@ class AcceleratorState(_View):
         return self.fsdp_plugin is not None and self.fsdp_plugin.fsdp_version == 2
 
     @property
-    def deepspeed_plugin(self) -> Any:
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The DeepSpeed plugin in use, or None."""
         if not self.deepspeed_plugins:
             return None
@@ -464,7 +463,7 @@ class AcceleratorState(_View):
 
         return get_active_deepspeed_plugin(self)
 
-    def get_deepspeed_plugin(self, name: str) -> Any:
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return the DeepSpeed plugin called `name`."""
         return (self.deepspeed_plugins or {})[name]
 

@@ -19,6 +19,7 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.parallel import StrategyOptions
 from accelerate.parallel.fsdp.fsdp2 import FullyShard
 from accelerate.parallel.pipeline.strategy import Pipeline
+from accelerate.plugins import Plugins
 from accelerate.plugins.ddp import DistributedDataParallelKwargs
 from accelerate.plugins.deepspeed import DeepSpeedPlugin
 from accelerate.plugins.fp8 import FP8RecipeKwargs, TERecipeKwargs
@@ -81,7 +82,7 @@ def fsdp2_arguments(*objects: Any) -> Callable[[], object]:
         from accelerate.parallel.base import PreparedArguments
 
         world = World.pretend(size=2)
-        options = StrategyOptions(plugins={"fsdp_plugin": FullyShardedDataParallelPlugin(**V2)})
+        options = StrategyOptions(plugins=Plugins(fsdp=FullyShardedDataParallelPlugin(**V2)))
         FullyShard(world, options).check(PreparedArguments.classify(objects, None, True))
 
     return check

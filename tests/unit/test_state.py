@@ -13,6 +13,7 @@ import torch
 
 from accelerate import Accelerator, AutocastKwargs, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.distributed.world import current_world, join_world
+from accelerate.plugins import Plugins
 from accelerate.settings.run import collect
 from accelerate.state import (
     AcceleratorState,
@@ -29,9 +30,11 @@ from accelerate.training.accumulation import GradientState as OwnGradientState
 
 def fill(**arguments: Any) -> AcceleratorState:
     """What an Accelerator made with these arguments does."""
-    plugins = {name: value for name, value in arguments.items() if name.endswith(("plugin", "config"))}
+    fields = {"deepspeed_plugin": "deepspeed", "fsdp_plugin": "fsdp", "megatron_lm_plugin": "megatron"}
+    fields |= {"dynamo_plugin": "dynamo", "parallelism_config": "parallelism", "torch_tp_plugin": "torch_tp"}
+    plugins = Plugins(**{fields[name]: value for name, value in arguments.items() if name in fields})
     given = {"mixed_precision": None, "use_cpu": False, **arguments}
-    return AcceleratorState._fill(collect(given), join_world(), **plugins)
+    return AcceleratorState._fill(collect(given), join_world(), plugins)
 
 
 def test_partial_state_is_empty_until_it_is_made_and_a_real_dict_after() -> None:

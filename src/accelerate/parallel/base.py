@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
 from types import MethodType
-from typing import Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch.autograd.graph import save_on_cpu
@@ -25,6 +25,7 @@ from ..distributed.mesh import Mesh
 from ..distributed.world import World
 from ..errors import PreparationError
 from ..hooks.align import get_state_dict_offloaded_model, has_offloaded_params
+from ..plugins import Plugins
 from ..plugins.data import DataLoaderConfiguration
 from ..plugins.deepspeed import DummyOptim, DummyScheduler
 from ..plugins.megatron import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
@@ -37,15 +38,17 @@ from .compile import compile_model
 from .fsdp.held_gradients import gradients_of, load_gradients
 from .rebind import canonical_name, parameters_by_name, unwrap
 
+if TYPE_CHECKING:
+    from ..plugins.ddp import DistributedDataParallelKwargs
+
 
 @final
 @dataclass
 class StrategyOptions:
     """The public option objects that a strategy reads besides the world, when it uses them: callers replace them."""
 
-    dynamo_plugin: Any = None
-    ddp_handler: Any = None
-    plugins: dict[str, Any] = field(default_factory=dict)
+    plugins: Plugins = field(default_factory=Plugins)
+    ddp_handler: DistributedDataParallelKwargs | None = None
     mesh: Mesh | None = None  # without one, all ranks are replicas
     gradient_state: GradientState | None = None
     loaders: DataLoaderConfiguration | None = None
@@ -109,7 +112,7 @@ class Strategy(ABC):
         if not evaluation_mode:
             model = self.wrap(model)
         precision.patch_wrapped(model)
-        plugin = self.options.dynamo_plugin
+        plugin = self.options.plugins.dynamo
         return model if plugin is None else compile_model(model, plugin)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -281,7 +281,8 @@ class TensorParallel(ShardedStrategy):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the layers of ``model`` in place, and return it."""
-        parallelize(model, self.mesh, self.options.plugins["parallelism_config"].tp_handler)
+        config = self.options.plugins.parallelism
+        parallelize(model, self.mesh, None if config is None else config.tp_handler)
         return model
 
     def checkpoint_state(

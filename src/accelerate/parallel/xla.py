@@ -79,7 +79,7 @@ class XlaDevices(Strategy):
     @property
     def plugin(self) -> Any:
         """The FullyShardedDataParallelPlugin, as it is now; None without one."""
-        return self.options.plugins.get("fsdp_plugin")
+        return self.options.plugins.fsdp
 
     # -- placing -------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class XlaDevices(Strategy):
         elif self.world.size > 1 and not evaluation_mode:
             importlib.import_module("torch_xla.core.xla_model").broadcast_master_param(model)
         precision.patch_wrapped(model)
-        dynamo = self.options.dynamo_plugin
+        dynamo = self.options.plugins.dynamo
         return model if dynamo is None else compile_model(model, dynamo)
 
     def _shard(self, model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:

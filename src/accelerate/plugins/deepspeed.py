@@ -22,7 +22,7 @@ from ..settings import env
 from ..settings.deepspeed import DeepSpeedOptions
 from ..settings.fp8 import MSAMP_IS_GONE
 from .fsdp import get_module_class_from_name
-from .handlers import canonicalize
+from .handlers import LaunchedOptions, canonicalize
 
 #: The oldest DeepSpeed whose engine this package drives.
 DEEPSPEED_FLOOR: Final = "0.9.3"
@@ -48,7 +48,7 @@ _CHECKED: Final = (
 
 
 @dataclass
-class DeepSpeedPlugin(DeepSpeedOptions):
+class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
     """A DeepSpeed configuration, given whole or built from the options here.
 
     ``deepspeed_config`` is the document DeepSpeed gets. Entries that say ``"auto"`` are filled in from the
@@ -56,8 +56,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
     options follow it.
     """
 
-    def __post_init__(self) -> None:
-        env.fill_unset(self)
+    def _resolve(self, given: Mapping[str, Any]) -> None:
         canonicalize(self, *_CHECKED)
         if self.enable_msamp is None:
             self.enable_msamp: bool | None = (env.read("ACCELERATE_FP8_BACKEND") or "").upper() == "MSAMP"
@@ -71,7 +70,7 @@ class DeepSpeedPlugin(DeepSpeedOptions):
         if self.zero3_init_flag is None:
             self.zero3_init_flag = self.hf_ds_config.is_zero3()
         if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
-            warnings.warn("zero3_init_flag is only applicable for ZeRO stage 3: it is set to False.", stacklevel=3)
+            warnings.warn("zero3_init_flag is only applicable for ZeRO stage 3: it is set to False.", stacklevel=4)
             self.zero3_init_flag = False
         self._set_selected(False)
         if self.enable_msamp:
@@ -312,12 +311,11 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
     return active_plugin(plugins)
 
 
-def active_plugin(plugins: Any) -> DeepSpeedPlugin:
+def active_plugin(plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin:
     """Return the only plugin, or the selected one of several by name."""
-    if isinstance(plugins, dict):
-        named = cast("dict[str, DeepSpeedPlugin]", plugins)
-        return next(plugin for plugin in named.values() if plugin.selected)
-    return cast("DeepSpeedPlugin", plugins)
+    if isinstance(plugins, Mapping):
+        return next(plugin for plugin in plugins.values() if plugin.selected)
+    return plugins
 
 
 # --------------------------------------------------------------------------------------------------

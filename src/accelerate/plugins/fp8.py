@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..callers import warn_of_old_spelling
 from ..optional import require
-from ..settings.env import fill_unset
 from ..settings.fp8 import AoOptions, MsampOptions, TeOptions
 from ..settings.option import option
-from .handlers import KwargsHandler, canonicalize
+from .handlers import KwargsHandler, LaunchedOptions, canonicalize
 
 
 @dataclass
-class AORecipeKwargs(AoOptions, KwargsHandler):
+class AORecipeKwargs(LaunchedOptions, AoOptions, KwargsHandler):
     """The options of torchao's conversion: a ``Float8LinearConfig``, or the two switches one is made from.
 
     ``module_filter_func(module, name)`` says which linear layers are converted; by default all but the
@@ -23,9 +24,8 @@ class AORecipeKwargs(AoOptions, KwargsHandler):
         MissingDependency: torchao is absent or older than 0.6.1.
     """
 
-    def __post_init__(self) -> None:
+    def _resolve(self, given: Mapping[str, Any]) -> None:
         float8 = require("torchao.float8", "fp8", purpose="AORecipeKwargs", at_least="0.6.1")
-        fill_unset(self)
         if self.config is None:
             self.config: object = float8.Float8LinearConfig(
                 pad_inner_dim=self.pad_inner_dim,
@@ -34,20 +34,18 @@ class AORecipeKwargs(AoOptions, KwargsHandler):
 
 
 @dataclass
-class TERecipeKwargs(TeOptions, KwargsHandler):
+class TERecipeKwargs(LaunchedOptions, TeOptions, KwargsHandler):
     """The options by which TransformerEngine scales fp8 tensors."""
 
-    def __post_init__(self) -> None:
-        fill_unset(self)
+    def _resolve(self, given: Mapping[str, Any]) -> None:
         canonicalize(self, "fp8_format", "amax_compute_algo", "override_linear_precision")
 
 
 @dataclass
-class MSAMPRecipeKwargs(MsampOptions, KwargsHandler):
+class MSAMPRecipeKwargs(LaunchedOptions, MsampOptions, KwargsHandler):
     """The optimisation level of MS-AMP, which isn't supported any more: use :class:`AORecipeKwargs` (torchao)."""
 
-    def __post_init__(self) -> None:
-        fill_unset(self)
+    def _resolve(self, given: Mapping[str, Any]) -> None:
         canonicalize(self, "opt_level")
 
 
@@ -62,11 +60,11 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         choices=("TE", "MSAMP"),
     )
 
-    def __post_init__(self) -> None:
+    def _resolve(self, given: Mapping[str, Any]) -> None:
         warn_of_old_spelling(
             "FP8RecipeKwargs is deprecated and will be removed in 2.0: use TERecipeKwargs or AORecipeKwargs."
         )
-        TERecipeKwargs.__post_init__(self)
+        super()._resolve(given)
         canonicalize(self, "opt_level", "backend")
         if self.backend is None:
             self.backend = "TE"

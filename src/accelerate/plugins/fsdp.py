@@ -18,7 +18,7 @@ from ..settings.fsdp import FsdpOptions
 from ..settings.option import option_of
 from ..torch_private.fsdp import hybrid_without_resharding
 from ..versions import is_torch_version
-from .handlers import argument, canonicalize
+from .handlers import LaunchedOptions, argument, canonicalize
 
 if TYPE_CHECKING:
     from torch.distributed import fsdp as torch_fsdp
@@ -53,16 +53,14 @@ _RESHARDS: Final = {
 
 
 @dataclass
-class FullyShardedDataParallelPlugin(FsdpOptions):
+class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
     """The options of FSDP: what is sharded, in which units and precision, and how it is saved.
 
     After construction names have become torch's objects, those that the chosen version takes; what belongs
     to the other version is None.
     """
 
-    def __post_init__(self) -> None:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        env.fill_unset(self)
+    def _resolve(self, given: Mapping[str, Any]) -> None:
         canonicalize(self, "fsdp_version", *_SWITCHES)
         self._resolve_sharding(given)
         self._resolve_version_1_options(given)
@@ -141,7 +139,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
             names = ("backward_prefetch", "use_orig_params", "sync_module_states")
             dropped = [name for name in names if given.get(name)]
             if dropped:
-                warnings.warn(f"FSDP2 has no {', '.join(dropped)}: left out.", stacklevel=4)
+                warnings.warn(f"FSDP2 has no {', '.join(dropped)}: left out.", stacklevel=5)
             for name in (*names, "forward_prefetch"):
                 setattr(self, name, None)
             return
@@ -151,7 +149,7 @@ class FullyShardedDataParallelPlugin(FsdpOptions):
                     "cpu_ram_efficient_loading needs rank 0's weights to be sent to the others: "
                     "sync_module_states is "
                     "set to True.",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             self.sync_module_states: bool | None = True
         if self.sync_module_states and self.param_init_fn is None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -18,7 +18,6 @@ from ..callers import muted
 from ..errors import SettingError
 from ..names import PROFILE_PATTERN_NAME
 from ..settings import env
-from ..settings.env import fill_unset
 from ..settings.labels import DynamoBackend
 from ..settings.option import OptionGroup, Source, options_of
 from ..settings.training import (
@@ -30,6 +29,9 @@ from ..settings.training import (
     ProfileOptions,
     ProjectOptions,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass
@@ -72,6 +74,28 @@ def canonicalize(options: OptionGroup, *names: str) -> None:
 def argument(options: OptionGroup, name: str) -> Source:
     """Return the source of the field ``name`` as an argument, as error messages show it."""
     return Source("argument", f"{type(options).__name__}({name}=...)")
+
+
+class LaunchedOptions(OptionGroup):
+    """The base of option classes that take what their constructor wasn't given from the launcher's environment."""
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        env.fill_unset(self)
+        self._resolve(given)
+
+    @classmethod
+    def of(cls, options: OptionGroup) -> Self:
+        """Return collected ``options`` as an object of this class, without reading the environment again."""
+        if isinstance(options, cls):
+            return options
+        made = cls.__new__(cls)
+        vars(made).update(vars(options))
+        made._resolve({})
+        return made
+
+    def _resolve(self, given: Mapping[str, Any]) -> None:
+        """Check the options and convert them to what is read later; ``given`` are the constructor's arguments."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -213,14 +237,13 @@ class ProjectConfiguration(ProjectOptions):
 
 
 @dataclass
-class TorchDynamoPlugin(DynamoOptions, KwargsHandler):
+class TorchDynamoPlugin(LaunchedOptions, DynamoOptions, KwargsHandler):
     """Arguments of ``torch.compile``, and whether a model is compiled whole or by its repeated blocks.
 
     ``backend="no"``, the default, compiles nothing.
     """
 
-    def __post_init__(self) -> None:
-        fill_unset(self)
+    def _resolve(self, given: Mapping[str, Any]) -> None:
         canonicalize(self, "backend")
         self.backend: str = DynamoBackend(self.backend)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 
 from ..errors import SettingError
 from ..optional import require
-from ..settings.env import fill_unset
 from ..settings.megatron import MegatronOptions
+from .handlers import LaunchedOptions
 
 #: Options that Megatron-LM knows under another name.
 _RENAMED = {
@@ -70,11 +70,10 @@ _SCHEDULE = (
 
 
 @dataclass
-class MegatronLMPlugin(MegatronOptions):
+class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
     """The options of Megatron-LM; ``megatron_lm_default_args`` is the dictionary of arguments that it gets."""
 
-    def __post_init__(self) -> None:
-        fill_unset(self)
+    def _resolve(self, given: Mapping[str, Any]) -> None:
         samples = list(self.consumed_samples or [])
         if samples:  # train, evaluation, test
             self.consumed_samples: list[int] | None = [*samples, 0, 0, 0][: max(3, len(samples))]

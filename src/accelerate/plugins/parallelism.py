@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..distributed.mesh import AXES, Mesh, build, equation
 from ..errors import SettingError
-from ..settings import env
 from ..settings.option import OptionGroup, option
 from ..settings.parallelism import (
     ContextParallelOptions,
@@ -20,12 +19,13 @@ from ..settings.parallelism import (
     TensorParallelOptions,
 )
 from ..torch_private.distributed import flattened
-from .handlers import canonicalize
+from .handlers import LaunchedOptions, canonicalize
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..distributed.world import World
+    from ..settings.fsdp import FsdpOptions
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
@@ -89,8 +89,6 @@ class _Accelerated(Protocol):
     @property
     def num_processes(self) -> int: ...
     @property
-    def is_fsdp2(self) -> bool: ...
-    @property
     def state(self) -> object: ...
 
 
@@ -115,11 +113,10 @@ class TorchTensorParallelPlugin:
 
 
 @dataclass
-class TorchContextParallelConfig(ContextParallelOptions):
+class TorchContextParallelConfig(LaunchedOptions, ContextParallelOptions):
     """The options of context parallelism: keys and values are exchanged by ``allgather`` or ``alltoall``."""
 
-    def __post_init__(self) -> None:
-        env.fill_unset(self)
+    def _resolve(self, given: Mapping[str, Any]) -> None:
         canonicalize(self, "cp_comm_strategy")
 
 
@@ -137,11 +134,10 @@ class ExpertParallelConfig:
 
 
 @dataclass
-class DeepSpeedSequenceParallelConfig(SequenceParallelOptions):
+class DeepSpeedSequenceParallelConfig(LaunchedOptions, SequenceParallelOptions):
     """The options of DeepSpeed's sequence parallelism (Ulysses): how sequences are split, which attention is called."""
 
-    def __post_init__(self) -> None:
-        env.fill_unset(self)
+    def _resolve(self, given: Mapping[str, Any]) -> None:
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise SettingError(
                 "DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False): sequences of one length "
@@ -166,7 +162,7 @@ _HANDLERS = {
 
 
 @dataclass(repr=False)
-class ParallelismConfig(ParallelismOptions):
+class ParallelismConfig(LaunchedOptions, ParallelismOptions):
     """The size of every axis of parallelism; their product is the number of processes.
 
     ``dp_replicate`` copies the model, ``dp_shard`` shards it (FSDP), ``tp`` splits its matrices, ``cp``
@@ -174,8 +170,7 @@ class ParallelismConfig(ParallelismOptions):
     ``ep`` shards the experts of its layers.
     """
 
-    def __post_init__(self) -> None:
-        env.fill_unset(self)
+    def _resolve(self, given: Mapping[str, Any]) -> None:
         self.device_mesh: DeviceMesh | None = None
         #: ``dp``, ``dp_shard_cp`` and ``dp_cp``, those that exist: newer torch wants its users to keep them.
         self.flattened_meshes: dict[str, DeviceMesh] = {}
@@ -214,7 +209,7 @@ class ParallelismConfig(ParallelismOptions):
         if handler is not None and size == 1:
             warnings.warn(
                 f"ParallelismConfig: {axis}_handler is set but {axis}_size is 1, so it has no effect.",
-                stacklevel=4,
+                stacklevel=5,
             )
         if handler is None and size > 1 and axis != "ep":
             setattr(self, f"{axis}_handler", kind())
@@ -381,7 +376,14 @@ class ParallelismConfig(ParallelismOptions):
 
     def _validate_accelerator(self, accelerator: _Accelerated) -> None:
         """Check that the sizes fit the processes of ``accelerator`` and its strategy."""
-        processes = accelerator.num_processes
+        self.fit(accelerator.num_processes, getattr(accelerator.state, "fsdp_plugin", None))
+
+    def fit(self, processes: int, fsdp: FsdpOptions | None) -> None:
+        """Check that the sizes fit a number of processes and the FSDP plugin; sizes of 1 become plain replication.
+
+        Raises:
+            SettingError: another product, or axes that FSDP can't shard over.
+        """
         if self.total_size == 1 and processes > 1:
             # Nothing was asked for: plain replication.
             self._set_size("dp_replicate", processes)
@@ -396,12 +398,11 @@ class ParallelismConfig(ParallelismOptions):
                 f"({processes}): "
                 f"{self.equation()}. Change a size, or start {self.total_size} processes."
             )
-        fsdp = getattr(accelerator.state, "fsdp_plugin", None)
         if fsdp is not None and fsdp.fsdp_version != 2 and self.total_size > 1:
             raise SettingError(
                 f"ParallelismConfig needs FSDP2, but the FSDP plugin has fsdp_version={fsdp.fsdp_version}: set it to 2."
             )
-        if accelerator.is_fsdp2 and self.total_size > 1 and not self.dp_shard_cp_dim_names:
+        if fsdp is not None and self.total_size > 1 and not self.dp_shard_cp_dim_names:
             raise SettingError(
                 "FSDP is enabled but dp_shard_size and cp_size are both 1, so there is no axis to shard "
                 "over: "

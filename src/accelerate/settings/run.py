@@ -295,7 +295,7 @@ def _set_dependent_values(settings: Settings, given: Mapping[str, tuple[OptionGr
     if "accumulation" not in given:
         settings.accumulation.num_steps = settings.run.gradient_accumulation_steps
     if settings.parallelism is not None:
-        _fill_handlers(settings)
+        settings.take_handlers()
 
 
 def _set_distributed_type(settings: Settings) -> None:
@@ -333,15 +333,6 @@ def _convert_reshard_for_version_1(settings: Settings) -> None:
     fsdp.sharding_strategy = meant
     settings.sources["fsdp.sharding_strategy"] = settings.source_of("fsdp.reshard_after_forward")
     fsdp.reshard_after_forward = None
-
-
-def _fill_handlers(settings: Settings) -> None:
-    """Take a ParallelismConfig's handlers as the groups of tensor, context and sequence parallelism."""
-    assert settings.parallelism is not None
-    for group, handler in (("tensor", "tp_handler"), ("context", "cp_handler"), ("sequence", "sp_handler")):
-        given = getattr(settings.parallelism, handler)
-        if given is not None:
-            setattr(settings, group, given)
 
 
 def _unused_options(settings: Settings, layers: list[Layer]) -> list[str]:

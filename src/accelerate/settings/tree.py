@@ -118,6 +118,13 @@ class Settings:
             if options is not None:
                 yield name, options
 
+    def take_handlers(self) -> None:
+        """Take a ParallelismConfig's handlers as the groups of tensor, context and sequence parallelism."""
+        for group, handler in (("tensor", "tp_handler"), ("context", "cp_handler"), ("sequence", "sp_handler")):
+            given = getattr(self.parallelism, handler)
+            if given is not None:
+                setattr(self, group, given)
+
     def source_of(self, name: str) -> Source:
         """Return the source of the value of "fsdp.cpu_offload"; a bare name means the first group that has it."""
         return self.sources.get(name) or self.sources.get(self.address_of(name), DEFAULT)

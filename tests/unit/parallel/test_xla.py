@@ -16,6 +16,7 @@ from accelerate.distributed.world import World
 from accelerate.errors import SettingError
 from accelerate.parallel import StrategyOptions
 from accelerate.parallel.xla import XlaDevices, cast_everything
+from accelerate.plugins import Plugins
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.handlers import GradientAccumulationPlugin
 from accelerate.precision import choose
@@ -53,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def made(size: int = 2, **plugins: Any) -> tuple[XlaDevices, GradientState]:
     world = World.pretend(size=size, kind=XLA, backend="xla")
     gradient_state = GradientState.create(GradientAccumulationPlugin(num_steps=1))
-    return XlaDevices(world, StrategyOptions(plugins=plugins, gradient_state=gradient_state)), gradient_state
+    return XlaDevices(world, StrategyOptions(plugins=Plugins(**plugins), gradient_state=gradient_state)), gradient_state
 
 
 def test_it_suits_devices_with_a_runtime_of_their_own() -> None:
@@ -121,7 +122,7 @@ def test_weights_that_are_tied_stay_tied_on_the_device(calls: list[str]) -> None
 def test_fsdp_in_several_processes_is_refused(calls: list[str]) -> None:
     del calls
     with pytest.raises(SettingError, match=r"one process for all of them, and there are 2\. Start the script"):
-        made(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        made(fsdp=FullyShardedDataParallelPlugin(fsdp_version=2))
 
 
 @pytest.mark.parametrize(("downcast", "switch"), [("false", "XLA_USE_BF16"), ("true", "XLA_DOWNCAST_BF16")])

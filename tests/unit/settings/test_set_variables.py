@@ -36,7 +36,7 @@ WRITERS: Final[dict[str, str]] = {
     "launch/prepared.py PrepareForLaunch.__call__ set_variables": CHILD,
     "launch/torchrun.py elastic_call patched": BLOCK,
     "launch/torchrun.py Torchrun.run patched": BLOCK,
-    "plugins/fsdp.py FullyShardedDataParallelPlugin.__post_init__ set_variables_for": OWNER,
+    "plugins/fsdp.py FullyShardedDataParallelPlugin._resolve set_variables_for": OWNER,
     "settings/env.py _purged update": BLOCK,
     "settings/env.py _purged del": BLOCK,
     "settings/env.py _restore set_variables": CORE,

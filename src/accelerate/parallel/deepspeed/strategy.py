@@ -70,7 +70,9 @@ class DeepSpeed(Strategy):
     @property
     def plugin(self) -> DeepSpeedPlugin:
         """The DeepSpeedPlugin in use, as it is now."""
-        return active_plugin(self.options.plugins["deepspeed_plugin"])
+        plugins = self.options.plugins.deepspeed
+        assert plugins is not None  # this strategy is chosen for them
+        return active_plugin(plugins)
 
     # -- placing -------------------------------------------------------------------------------------------
 
@@ -151,7 +153,7 @@ class DeepSpeed(Strategy):
 
     @property
     def _parts(self) -> ParallelismConfig | None:
-        return sequence.deepspeed_config_of(self.options.plugins.get("parallelism_config"))
+        return sequence.deepspeed_config_of(self.options.plugins.parallelism)
 
     @property
     def _ranks_per_sequence(self) -> int:
@@ -211,7 +213,7 @@ class DeepSpeed(Strategy):
             argument.current, argument.role = DeepSpeedSchedulerWrapper(scheduler, wrapped), Role.SCHEDULER
 
     def _compile(self, engine: Any) -> None:
-        plugin = self.options.dynamo_plugin
+        plugin = self.options.plugins.dynamo
         if plugin is None or str(plugin.backend) == "NO":
             return
         require("deepspeed", "deepspeed", purpose="compiling under DeepSpeed (dynamo_backend)", at_least="0.14.4")

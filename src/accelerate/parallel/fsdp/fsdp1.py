@@ -63,7 +63,9 @@ class FlatShard(Strategy):
     @property
     def plugin(self) -> Any:
         """The FullyShardedDataParallelPlugin, as it is now."""
-        return self.options.plugins["fsdp_plugin"]
+        plugin = self.options.plugins.fsdp
+        assert plugin is not None  # this strategy is chosen for it
+        return plugin
 
     # -- placing -------------------------------------------------------------------------------------------
 
@@ -96,7 +98,7 @@ class FlatShard(Strategy):
         if callable(getattr(model, "generate", None)):
             wrapped.__dict__["generate"] = _with_full_root(wrapped, model.generate)  # pyright: ignore[reportArgumentType]
         self._roots.add(wrapped)
-        dynamo = self.options.dynamo_plugin
+        dynamo = self.options.plugins.dynamo
         precision.patch_wrapped(wrapped)
         return wrapped if dynamo is None else compile_model(wrapped, dynamo)
 

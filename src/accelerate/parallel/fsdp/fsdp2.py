@@ -64,7 +64,9 @@ class FullyShard(ShardedStrategy):
     @property
     def plugin(self) -> Any:
         """The FullyShardedDataParallelPlugin, as it is now."""
-        return self.options.plugins["fsdp_plugin"]
+        plugin = self.options.plugins.fsdp
+        assert plugin is not None  # this strategy is chosen for it
+        return plugin
 
     # -- placing -------------------------------------------------------------------------------------------
 
@@ -100,7 +102,7 @@ class FullyShard(ShardedStrategy):
         if precision.label != "no":
             plugin.set_mixed_precision(precision.label)
             upcast_trainable(model)
-        config = self.options.plugins.get("parallelism_config")
+        config = self.options.plugins.parallelism
         parallelize(model, self.mesh, None if config is None else config.tp_handler)
         prepare_attention(model, self.mesh)
         experts = shard_experts(model, self.mesh, None if config is None else config.ep_handler)
@@ -113,12 +115,12 @@ class FullyShard(ShardedStrategy):
         self._compile_regions(model)
         units = [*experts, *(unit for unit in units if unit not in experts)]
         self._shard(model, units, ignored, experts, keeps_outputs=precision.is_autocast)
-        dynamo = self.options.dynamo_plugin
+        dynamo = self.options.plugins.dynamo
         precision.patch_wrapped(model)
         return model if dynamo is None or dynamo.use_regional_compilation else compile_model(model, dynamo)
 
     def _compile_regions(self, model: torch.nn.Module) -> None:
-        dynamo = self.options.dynamo_plugin
+        dynamo = self.options.plugins.dynamo
         if dynamo is not None and dynamo.use_regional_compilation and str(dynamo.backend) != "NO":
             compile_regions_fsdp2(model, **dynamo.to_kwargs())
 

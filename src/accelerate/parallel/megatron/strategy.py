@@ -51,7 +51,9 @@ class Megatron(Strategy):
     @property
     def plugin(self) -> MegatronLMPlugin:
         """The MegatronLMPlugin, as it is now."""
-        return self.options.plugins["megatron_lm_plugin"]
+        plugin = self.options.plugins.megatron
+        assert plugin is not None  # this strategy is chosen for it
+        return plugin
 
     # -- placing -------------------------------------------------------------------------------------------
 

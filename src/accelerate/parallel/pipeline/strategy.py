@@ -141,7 +141,7 @@ class Pipeline(Strategy):
                 f"{_NOT_COMBINED[combined[0]]}, or set pp_size=1."
             )
         #: Whether stages are sharded.
-        self.shards: bool = options.plugins.get("fsdp_plugin") is not None
+        self.shards: bool = options.plugins.fsdp is not None
         # Parameters that an earlier rank of the pipeline has too: their gradients count once in a norm.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -153,7 +153,7 @@ class Pipeline(Strategy):
     @property
     def config(self) -> PipelineParallelConfig:
         """The PipelineParallelConfig: where to split, and which schedule to use."""
-        plugin = self.options.plugins.get("parallelism_config")
+        plugin = self.options.plugins.parallelism
         return getattr(plugin, "pp_handler", None) or PipelineParallelConfig()
 
     # -- placing -------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Pipeline(Strategy):
         """Split ``model`` into stages and keep this rank's, on its device, in its precision."""
         if isinstance(model, PipelinedModel):
             return model
-        plugin = self.options.plugins.get("fsdp_plugin")
+        plugin = self.options.plugins.fsdp
         model = precision.convert(model)
         if plugin is not None:
             self._prepare_for_sharding(plugin, model, precision)
@@ -193,7 +193,7 @@ class Pipeline(Strategy):
             _move_to(stage, self.world.device)
             _broadcast_to_replicas(stage, self.mesh.within("dp_replicate"))
             _apply_precision(precision, stage, is_last=number == len(stages) - 1)
-        dynamo = self.options.dynamo_plugin
+        dynamo = self.options.plugins.dynamo
         if dynamo is not None and self.shards and dynamo.backend != DynamoBackend.NO:
             for stage in mine.values():  # in place: what is sharded is the stage itself
                 compile_regions_fsdp2(stage, **dynamo.to_kwargs())
@@ -243,7 +243,8 @@ class Pipeline(Strategy):
                 "one that can be traced symbolically (its own code calls its blocks, without looking at values), or "
                 "set tp_size=1."
             )
-        parallelize(model, self.mesh, self.options.plugins["parallelism_config"].tp_handler)
+        config = self.options.plugins.parallelism
+        parallelize(model, self.mesh, None if config is None else config.tp_handler)
 
     def _prepare_for_sharding(self, plugin: Any, model: nn.Module, precision: Precision) -> None:
         """Configure ``plugin`` and ``model`` for sharding the stages."""
@@ -259,7 +260,8 @@ class Pipeline(Strategy):
             upcast_trainable(model)
 
     def _shard(self, mine: Mapping[int, nn.Module], model: nn.Module, precision: Precision) -> None:
-        plugin, mesh = self.options.plugins["fsdp_plugin"], self.mesh
+        plugin, mesh = self.options.plugins.fsdp, self.mesh
+        assert plugin is not None  # `shards` says so
         plugin.set_auto_wrap_policy(model)
         units = find_wrap_units(model, plugin.auto_wrap_policy)
         replicas = mesh.active("dp_replicate")
@@ -402,7 +404,7 @@ class Pipeline(Strategy):
     ) -> dict[str, Any]:
         """Return weights and optimizers, sharded where the plugin asks for it, else gathered."""
         if self.shards:
-            plugin = self.options.plugins["fsdp_plugin"]
+            plugin = self.options.plugins.fsdp
             return checkpoint_state_of(plugin, self.access, models, optimizers, self.world, model_only)
         inner = [] if model_only else list(map(inner_optimizer, optimizers))
         return gathered_state(self.access, models, inner, self.world.is_local_main)
