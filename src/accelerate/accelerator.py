@@ -1179,27 +1179,19 @@ class Accelerator:
         if self.is_main_process:
             self._open_window.warn_if_lost()
         self._background.wait()
-        where: dict[str, Any] = {"output_dir": output_dir, "world": self.world, "project": project}
-        needs_all = not self.strategy.is_replicated
-        participants = checkpointing.participants_of_save(**where, needs_all=needs_all, moment=self._moment)
+        participants = checkpointing.participants_of_save(
+            output_dir,
+            world=self.world,
+            project=project,
+            needs_all=not self.strategy.is_replicated,
+            moment=self._moment,
+        )
         noted, began = monitoring.before_save(self._run, alone=not participants.has_all), perf_counter()
-        folder = checkpointing.write_checkpoint(
-            **where,
+        folder = checkpointing.save_run(
+            self._run_state,
+            output_dir,
             participants=participants,
-            models=self._models,
-            **self.strategy.checkpoint_state(
-                self._models, self._optimizers, model_only=select is not None and select.model_only
-            ),
-            schedulers=self._schedulers,
-            dataloaders=self._dataloaders,
-            scaler=self.scaler,
-            custom_objects=self._custom_objects,
-            may_pickle=self._may_pickle,
-            open_window=self._open_window,
-            step=self.step,
-            strategy=DistributedType(self.distributed_type).value,
             safe_serialization=safe_serialization,
-            pre_hooks=self._save_hooks,
             details={
                 "pace": elastic_batch.global_batch_info(self.world, self._dataloaders, self.gradient_state),
                 "reduction_orders": parallel.reduction_orders(self._wrapped_models),
@@ -1209,7 +1201,6 @@ class Accelerator:
             metrics=metrics,
             select=select,
             pin=pin,
-            background=self._background,
             asynchronous=project.save_asynchronously if asynchronous is None else asynchronous,
         )
         if self._run is not None:
@@ -1246,9 +1237,8 @@ class Accelerator:
             CheckpointError: on every rank, when reading failed on any.
         """
         self._background.wait()
-        loaded = checkpointing.read_checkpoint(
-            input_dir, **self._receivers(), load_kwargs=load_kwargs, **load_model_func_kwargs
-        )
+        options = checkpointing.LoadOptions.of(load_kwargs=load_kwargs, **load_model_func_kwargs)
+        loaded = checkpointing.load_run(self._run_state, input_dir, options)
         self._go_on(loaded, keep_global_batch)
 
     def resume(
@@ -1267,9 +1257,8 @@ class Accelerator:
             CheckpointError: there are checkpoints, and not one is complete.
         """
         self._background.wait()
-        loaded = checkpointing.resume_checkpoint(
-            root, **self._receivers(), load_kwargs=load_kwargs, **load_model_func_kwargs
-        )
+        options = checkpointing.LoadOptions.of(load_kwargs=load_kwargs, **load_model_func_kwargs)
+        loaded = checkpointing.resume_run(self._run_state, root, options)
         if loaded is None:
             logger.info("A new run: there is no checkpoint in %s", root or self.project_dir)
             return None
@@ -1290,23 +1279,27 @@ class Accelerator:
         """The models as ``prepare`` returned them."""
         return [self._prepared_models.get(id(model), model) for model in self._models]
 
-    def _receivers(self) -> dict[str, Any]:
-        """Return the objects that a checkpoint is loaded into."""
-        return {
-            "world": self.world,
-            "project": self.project_configuration,
-            "models": self._models,
-            "optimizers": self.strategy.restorable(self._optimizers),
-            "schedulers": self._schedulers,
-            "dataloaders": self._dataloaders,
-            "scaler": self.scaler,
-            "custom_objects": self._custom_objects,
-            "may_pickle": self._may_pickle,
-            "open_window": self._open_window,
-            "strategy": DistributedType(self.distributed_type).value,
-            "pre_hooks": self._load_hooks,
-            "access": self.strategy.access,
-        }
+    @property
+    def _run_state(self) -> checkpointing.RunState:
+        """The live objects of the run, which a checkpoint is made of and loaded into."""
+        return checkpointing.RunState(
+            self.strategy,
+            self.world,
+            self.project_configuration,
+            label=DistributedType(self.distributed_type).value,
+            step=self.step,
+            models=self._models,
+            optimizers=self._optimizers,
+            schedulers=self._schedulers,
+            dataloaders=self._dataloaders,
+            scaler=self.scaler,
+            custom_objects=self._custom_objects,
+            may_pickle=self._may_pickle,
+            open_window=self._open_window,
+            save_hooks=self._save_hooks,
+            load_hooks=self._load_hooks,
+            background=self._background,
+        )
 
     def register_for_checkpointing(self, *objects: Any, allow_pickle: bool = False) -> None:
         """Include ``objects`` in ``save_state`` and ``load_state``, in this order.

@@ -54,7 +54,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
     "the documented exception of the interface, which callers match on": (
         "accelerator.py Accelerator._axis_rank RuntimeError",
         "big_modeling.py _guard_moves.guarded.wrapper RuntimeError",
-        "checkpointing/loading.py LoadTargets.of TypeError",
+        "checkpointing/loading.py LoadOptions.of TypeError",
         "construction.py deepspeed_plugins NotImplementedError",
         "construction.py sort_handlers AssertionError",
         "devices/memory.py find_executable_batch_size.sized RuntimeError",

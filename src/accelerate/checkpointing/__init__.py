@@ -2,21 +2,18 @@
 
 ``Accelerator.save_state`` and ``load_state`` are one call each::
 
-    folder = write_checkpoint(
-        output_dir, world=world, project=project_configuration, models=models,
-        weights=[full_state_dict(model) for model in models], optimizers=optimizers, schedulers=schedulers,
-        dataloaders=dataloaders, scaler=scaler, custom_objects=custom_objects, step=step, strategy=label,
-        safe_serialization=True, pre_hooks=save_hooks, background=background, asynchronous=True,
-    )
-    loaded = read_checkpoint(
-        input_dir, world=world, project=project_configuration, models=models, optimizers=optimizers,
-        schedulers=schedulers, dataloaders=dataloaders, scaler=scaler, custom_objects=custom_objects,
-        pre_hooks=load_hooks, load_kwargs=load_kwargs, strict=True,
-    )
-    step = loaded.step
+    run = RunState(strategy, world, project, models=models, optimizers=optimizers, step=step, ...)
+    folder = save_run(run, output_dir, asynchronous=True)
+    step = load_run(run, input_dir, LoadOptions.of(strict=True)).step
 
-Both are collectives of ``world`` (None: this process alone), and a failure on one rank raises on all.
+and without a strategy, with state dicts of whole tensors::
 
+    folder = write_checkpoint(output_dir, weights=[model.state_dict()], optimizers=[optimizer], step=step)
+    step = read_checkpoint(input_dir, models=[model], optimizers=[optimizer], strict=True).step
+
+All are collectives of ``world`` (None: this process alone), and a failure on one rank raises on all.
+
+- `run_state`: the live objects of a run, which the Accelerator gives to ``save_run``, ``load_run`` and ``resume_run``.
 - `saving`, `loading`: the state of a whole run; `series`: numbered checkpoints, and which of them are kept.
 - `store`: the folder of one checkpoint, from staging to commit; `remote`: the same behind a network; `storage`: folders
   on a disk or elsewhere; `manifest`: the list of a checkpoint's files; `paths`: which file names are safe.
@@ -40,10 +37,20 @@ from ..lazy import names_from
 if TYPE_CHECKING:
     from .background import Background
     from .codec import EncodingError
-    from .loading import LoadedCheckpoint, find_newest, load_accelerator_state, read_checkpoint, resume_checkpoint
+    from .loading import (
+        LoadedCheckpoint,
+        LoadOptions,
+        find_newest,
+        load_accelerator_state,
+        load_run,
+        read_checkpoint,
+        resume_checkpoint,
+        resume_run,
+    )
     from .merge import merge_fsdp_weights
     from .objects import Hooks, check_registrable, load, load_custom_state, save, save_custom_state
-    from .saving import participants_of_save, save_accelerator_state, write_checkpoint
+    from .run_state import RunState, StrategyState
+    from .saving import participants_of_save, save_accelerator_state, save_run, write_checkpoint
     from .series import list_checkpoints, pin, unpin
     from .store import CheckpointStore, StagingDirectory
     from .weights import (
@@ -83,7 +90,13 @@ __all__ = [
     "save_model",
     # what strategies and the Accelerator build on
     "CheckpointStore",
+    "LoadOptions",
+    "RunState",
     "StagingDirectory",
+    "StrategyState",
+    "load_run",
+    "resume_run",
+    "save_run",
     "EncodingError",
     "Hooks",
     "check_registrable",
@@ -101,9 +114,11 @@ __getattr__: Callable[[str], Any] = names_from(
         " clean_state_dict_for_safetensors convert_file_size_to_int load_weights save_model",
         "merge": "merge_fsdp_weights",
         "objects": "Hooks check_registrable load load_custom_state save save_custom_state",
-        "loading": "LoadedCheckpoint find_newest load_accelerator_state read_checkpoint resume_checkpoint",
+        "loading": "LoadOptions LoadedCheckpoint find_newest load_accelerator_state load_run read_checkpoint"
+        " resume_checkpoint resume_run",
+        "run_state": "RunState StrategyState",
         "series": "list_checkpoints pin unpin",
-        "saving": "participants_of_save save_accelerator_state write_checkpoint",
+        "saving": "participants_of_save save_accelerator_state save_run write_checkpoint",
     },
 )
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
 from io import BytesIO
 from typing import Any, Final, final
 
@@ -18,11 +20,24 @@ import torch
 
 from ..cores import threads_of_this_rank
 from ..devices.table import kind_of
+from ..distributed.random import capture_rng_states
 from ..distributed.world import current_world
-from .codec import Encoded
+from .codec import Encoded, encode
+from .layout import (
+    CUSTOM,
+    GRADIENTS,
+    LOADER,
+    OPTIMIZER,
+    RANDOM,
+    SCALER,
+    SCHEDULER,
+    StateFiles,
+    to_classic_streams,
+)
 from .objects import INLINE_LIMIT_BYTES, write_encoded
+from .run_state import RunState, StateDict, StrategyState
 from .store import Create
-from .weights import check_weights, shared_names, write_weights
+from .weights import Selection, check_weights, shared_names, write_weights
 
 
 class CheckpointItem(ABC):
@@ -126,7 +141,7 @@ def _write_files(create: Create, files: Iterable[tuple[str, bool, bytes]]) -> No
 class DeferredItem(CheckpointItem):
     """Files that a strategy's own function writes when the checkpoint is written, from values that it copies itself."""
 
-    def __init__(self, write: Callable[[], None]) -> None:
+    def __init__(self, write: Callable[[], object]) -> None:
         self._write = write
 
     def tensors(self) -> Iterable[torch.Tensor]:
@@ -139,6 +154,91 @@ class DeferredItem(CheckpointItem):
     def write(self, create: Create) -> None:
         """Run the function."""
         self._write()
+
+
+# ------------------------------------------------------------------------------------------ of a whole run
+
+
+@dataclass
+@final
+class RunItems:
+    """The items of a run. States of loaders are taken once, when the first item needs them, and so are gradients."""
+
+    run: RunState
+    parts: StrategyState
+    selection: Selection
+    safe_serialization: bool = True
+
+    def weights(self) -> list[dict[str, Any]]:
+        """Return the state dict of each model in a dict of its own, so that hooks may take entries out."""
+        return [dict(state) for state in self.parts.weights]
+
+    def of_weights(self, weights: Sequence[StateDict]) -> list[CheckpointItem]:
+        """Return one item for the weights of each model."""
+        chosen = [self.selection.of(state) for state in weights]
+        if self.safe_serialization:
+            return [WeightsItem(state, index) for index, state in enumerate(chosen)]
+        return [
+            PickledItem(partial(write_weights, state_dict=state, index=index, safe_serialization=False))
+            for index, state in enumerate(chosen)
+        ]
+
+    def shared(self) -> list[CheckpointItem]:
+        """Return the items that are the same on all ranks, besides weights."""
+        items: list[CheckpointItem] = []
+        for state_files, kind, objects in (
+            (OPTIMIZER, "optimizer", self.parts.optimizers),
+            (SCHEDULER, "scheduler", self.run.schedulers),
+            (CUSTOM, "registered object", self.run.custom_objects),
+        ):
+            for number, obj in enumerate(objects):
+                what = f"{kind} {number} ({type(obj).__qualname__}).state_dict()"
+                is_pickle = state_files is CUSTOM and self.run.pickles(obj)
+                items.append(self._item(state_files, obj.state_dict(), number, what, is_pickle))
+        for number, state in self.loader_states.items():
+            items.append(self._item(LOADER, state, number, f"data loader {number}.state_dict()"))
+        if self.run.scaler is not None:
+            items.append(self._item(SCALER, self.run.scaler.state_dict(), 0, "scaler.state_dict()"))
+        return items
+
+    def of_rank(self, rank: int) -> list[CheckpointItem]:
+        """Return the items of this rank: random streams, its part of loaders' states, gradients of an open window."""
+        streams = capture_rng_states(self.run.step)
+        value: dict[str, object] = to_classic_streams(streams) if self.run.is_classic else {"streams": streams}
+        if not self.run.is_classic:
+            states = [self.loader_states.get(number) for number in range(len(self.run.dataloaders))]
+            value["loaders"] = [state.get("own") if isinstance(state, Mapping) else None for state in states]
+        items = [self._item(RANDOM, value, rank, "random streams")]
+        if self.window is not None:  # never a pickle: the classic format of other programs has no name for it
+            items.append(StateItem(GRADIENTS.name(rank), encode(self.window, "gradients"), beside=True))
+        return items
+
+    @cached_property
+    def loader_states(self) -> dict[int, object]:
+        """The states of the loaders that have one, by the loader's number."""
+        found: dict[int, object] = {}
+        for number, loader in enumerate(self.run.dataloaders):
+            state_dict, load = getattr(loader, "state_dict", None), getattr(loader, "load_state_dict", None)
+            if callable(state_dict) and callable(load):
+                found[number] = state_dict()
+        return found
+
+    @cached_property
+    def window(self) -> StateDict | None:
+        """The gradients of this rank, if the run is saved between two updates."""
+        return None if self.run.open_window is None else self.run.open_window.state_dict()
+
+    def epoch(self) -> int | None:
+        """Return the epoch of the first loader that knows it."""
+        found = [state.get("epoch") for state in self.loader_states.values() if isinstance(state, Mapping)]
+        return next((epoch for epoch in found if isinstance(epoch, int)), None)
+
+    def _item(
+        self, state_files: StateFiles, value: object, number: int, what: str, is_pickle: bool = False
+    ) -> CheckpointItem:
+        if self.run.is_classic or is_pickle:
+            return PickledItem(partial(state_files.write_pickle, value=value, number=number))
+        return StateItem(state_files.name(number), encode(value, what), beside=state_files.tensors_beside)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from ..distributed.random import restore_rng_states, set_seed
 from ..distributed.world import current_world
@@ -35,6 +35,7 @@ from .layout import (
 )
 from .manifest import UNFINISHED_NAME, ByteProgress, Manifest
 from .remote import open_store
+from .run_state import RunState, Stateful
 from .series import is_classic, list_committed, numbered, series_storage
 from .storage import Storage, storage_of
 from .store import Store
@@ -42,6 +43,8 @@ from .tensor_files import raw_bytes
 from .weights import Selection, holds_weights, load_weights
 
 if TYPE_CHECKING:
+    import torch
+
     from ..distributed.world import World
 
 _log = logging.getLogger(__name__)
@@ -87,6 +90,85 @@ class LoadedCheckpoint:
         return Selection.from_details({} if self.manifest is None else self.manifest.details)
 
 
+@dataclass
+@final
+class LoadOptions:
+    """The options of a load.
+
+    Attributes:
+        map_location: None, ``"cpu"`` or ``"on_device"``; for old pickles anything ``torch.load`` takes.
+        load_kwargs: for ``torch.load`` of old files; ``{"weights_only": False}`` lets their pickles run code.
+        model_only: only the models are loaded, whatever else the checkpoint holds.
+        of_models: for ``model.load_state_dict``: ``strict``, ``assign``.
+    """
+
+    map_location: Any = None
+    load_kwargs: Mapping[str, Any] | None = None
+    model_only: bool = False
+    of_models: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        map_location: Any = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        model_only: bool = False,
+        **of_models: Any,
+    ) -> LoadOptions:
+        """Sort named arguments: those that are none of the fields are for ``model.load_state_dict``."""
+        if isinstance(map_location, str) and map_location not in _MAP_LOCATIONS:
+            raise TypeError(f"map_location={map_location!r}: expected None, 'cpu' or 'on_device'")
+        return cls(map_location, load_kwargs, model_only, of_models)
+
+    @property
+    def of_pickles(self) -> dict[str, Any]:
+        """The arguments for ``torch.load`` of old files."""
+        location = "cpu" if self.map_location in _MAP_LOCATIONS else self.map_location
+        return {**(self.load_kwargs or {}), "map_location": location}
+
+
+def load_run(
+    run: RunState, input_dir: str | PathLike[str] | None = None, options: LoadOptions | None = None
+) -> LoadedCheckpoint:
+    """Load a checkpoint into the objects of the run; a collective.
+
+    Without ``input_dir`` it is the newest valid checkpoint of the project's series; newer ones that can't be loaded
+    are named, with the reason, in the result and in one warning.
+
+    Raises:
+        CheckpointNotFound: nothing is there to load.
+        CheckpointError: on every rank, when any rank failed.
+    """
+    store, found = _find(input_dir, Ranks(run.world), run.project)
+    return Loading(found, store, run, options or LoadOptions()).load()
+
+
+def resume_run(
+    run: RunState, root: str | PathLike[str] | None = None, options: LoadOptions | None = None
+) -> LoadedCheckpoint | None:
+    """Load the newest valid checkpoint in ``root`` as :func:`load_run` does; return None where the run is new.
+
+    ``root`` may be a folder of checkpoints, numbered or not, or one checkpoint; without it, it is the project's
+    series. Saves that never finished don't count: a run that was killed during its first save starts anew.
+
+    Raises:
+        CheckpointError: there are checkpoints, and not one is whole: a fresh start would hide that.
+    """
+    if root is None and run.project.project_dir is None:
+        raise CheckpointNotFound(
+            "resume() needs a folder, or a project_dir whose checkpoints it then continues from: give "
+            "Accelerator(project_dir=...) or ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+        )
+    ranks = Ranks(run.world)
+    storage = storage_of(root or run.project.project_dir or ".")
+    located = _newest(_candidates(storage, ranks), ranks, where=str(storage))
+    if located is None:
+        return None
+    store, found = located
+    return Loading(found, store, run, options or LoadOptions()).load()
+
+
 def read_checkpoint(
     input_dir: str | PathLike[str] | None = None,
     *,
@@ -94,22 +176,14 @@ def read_checkpoint(
     project: ProjectOptions | None = None,
     **objects: Any,
 ) -> LoadedCheckpoint:
-    """Load a checkpoint into the given objects; a collective.
-
-    Without ``input_dir`` it is the newest valid checkpoint of the project's series; newer ones that can't be loaded
-    are named, with the reason, in the result and in one warning.
+    """Load a checkpoint into the given objects, as :func:`load_run` does; a collective.
 
     Args:
-        objects: the fields of :class:`LoadTargets`: ``models=``, ``optimizers=``, ...; and ``strict``, ``assign`` for
-            ``model.load_state_dict``.
-
-    Raises:
-        CheckpointNotFound: nothing is there to load.
-        CheckpointError: on every rank, when any rank failed.
+        objects: the fields of :class:`RunState` (``models=``, ``optimizers=``, ...; ``pre_hooks=`` for ``load_hooks``)
+            and of :class:`LoadOptions`; and ``strict``, ``assign`` for ``model.load_state_dict``.
     """
-    targets = LoadTargets.of(objects)
-    store, found = _find(input_dir, Ranks(world), project or ProjectOptions())
-    return _load(store, found, targets)
+    run, options = _named(world, project, objects)
+    return load_run(run, input_dir, options)
 
 
 def resume_checkpoint(
@@ -119,78 +193,20 @@ def resume_checkpoint(
     project: ProjectOptions | None = None,
     **objects: Any,
 ) -> LoadedCheckpoint | None:
-    """Load the newest valid checkpoint in ``root`` as :func:`read_checkpoint` does; return None where the run is new.
-
-    ``root`` may be a folder of checkpoints, numbered or not, or one checkpoint; without it, it is the project's
-    series. Saves that never finished don't count: a run that was killed during its first save starts anew.
-
-    Raises:
-        CheckpointError: there are checkpoints, and not one is whole: a fresh start would hide that.
+    """Load the newest valid checkpoint in ``root``, as :func:`resume_run` does, into objects as for
+    :func:`read_checkpoint`.
     """
-    targets = LoadTargets.of(objects)
-    project = project or ProjectOptions()
-    if root is None and project.project_dir is None:
-        raise CheckpointNotFound(
-            "resume() needs a folder, or a project_dir whose checkpoints it then continues from: give "
-            "Accelerator(project_dir=...) or ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
-        )
-    ranks = Ranks(world)
-    storage = storage_of(root or project.project_dir or ".")
-    located = _newest(_candidates(storage, ranks), ranks, where=str(storage))
-    if located is None:
-        return None
-    return _load(*located, targets)
+    run, options = _named(world, project, objects)
+    return resume_run(run, root, options)
 
 
-@dataclass
-@final
-class LoadTargets:
-    """The live objects that a checkpoint is loaded into, and the options of loading.
-
-    Attributes:
-        pre_hooks: called as ``hook(models, folder)`` on every rank; a hook may take models out of the list.
-        open_window: adds up the gradients of several ranks, if the run was saved between two updates.
-        may_pickle: those of the registered objects whose saved state may be a pickle that runs code.
-        map_location: None, ``"cpu"`` or ``"on_device"``; for old pickles anything ``torch.load`` takes.
-        load_kwargs: for ``torch.load`` of old files; ``{"weights_only": False}`` lets their pickles run code.
-        read_strategy_state: reads the files that a strategy writes itself.
-        model_only: only the models are loaded, whatever else the checkpoint holds.
-        strategy: how the run is distributed, as manifests record it.
-        access: loads state that is sharded over the ranks into models and optimizers.
-    """
-
-    models: Sequence[Any] = ()
-    optimizers: Sequence[Any] = ()
-    schedulers: Sequence[Any] = ()
-    dataloaders: Sequence[Any] = ()
-    scaler: Any = None
-    custom_objects: Sequence[Any] = ()
-    may_pickle: Sequence[Any] = ()
-    open_window: Any = None
-    pre_hooks: Iterable[Callable[..., None]] = ()
-    map_location: Any = None
-    load_kwargs: Mapping[str, Any] | None = None
-    read_strategy_state: Callable[[Path, Manifest | None], None] | None = None
-    model_only: bool = False
-    strategy: str = "NO"
-    access: sharded.StateAccess = field(default_factory=sharded.InPlace)
-    load_model_options: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, objects: dict[str, Any]) -> LoadTargets:
-        """Sort named arguments: those that are none of the fields are for ``model.load_state_dict``."""
-        own = {name: value for name, value in objects.items() if name in cls.__dataclass_fields__}
-        targets = cls(**own, load_model_options={k: v for k, v in objects.items() if k not in own})
-        location = targets.map_location
-        if isinstance(location, str) and location not in _MAP_LOCATIONS:
-            raise TypeError(f"map_location={location!r}: expected None, 'cpu' or 'on_device'")
-        return targets
-
-    @property
-    def pickle_options(self) -> dict[str, Any]:
-        """The arguments for ``torch.load`` of old files."""
-        location = "cpu" if self.map_location in _MAP_LOCATIONS else self.map_location
-        return {**(self.load_kwargs or {}), "map_location": location}
+def _named(
+    world: World | None, project: ProjectOptions | None, objects: dict[str, Any]
+) -> tuple[RunState, LoadOptions]:
+    given = sharded.GivenState(access=objects.pop("access", None) or sharded.InPlace())
+    own = {"label": objects.pop("strategy", "NO"), "load_hooks": objects.pop("pre_hooks", ())}
+    own |= {name: objects.pop(name) for name in RunState.__dataclass_fields__ if name in objects}
+    return RunState(given, world, project or ProjectOptions(), **own), LoadOptions.of(**objects)
 
 
 # ------------------------------------------------------------------------------------------------- finding
@@ -296,101 +312,171 @@ def _found(store: Store) -> LoadedCheckpoint:
 # ------------------------------------------------------------------------------------------------- reading
 
 
-def _load(store: Store, found: LoadedCheckpoint, targets: LoadTargets) -> LoadedCheckpoint:
-    """Load the checkpoint into all targets; on an error on any rank, raise on all."""
-    error: Exception | None = None
-    try:
-        _read(found, store, targets)
-    except Exception as problem:  # raised again below, once the other ranks know of it
-        error = problem
-    try:
-        store.ranks.agree(error, f"load {found.folder}")
-    finally:
-        store.close()
-    _log_notes(found, store.ranks)
-    return found
+@dataclass
+@final
+class Loading:
+    """One load under way: the checkpoint that was found, and what it is loaded into."""
 
+    found: LoadedCheckpoint
+    store: Store
+    run: RunState
+    options: LoadOptions
 
-def _read(found: LoadedCheckpoint, store: Store, targets: LoadTargets) -> None:
-    folder, selection = store.readable, found.selection
-    if selection.model_only and not targets.model_only and _has_more_targets(targets):
-        raise CheckpointError(
-            "it holds models only (it was saved with Selection(model_only=True)); load it with model_only=True"
-        )
-    remaining = list(targets.models)
-    for hook in targets.pre_hooks:
-        hook(remaining, str(folder))
-    if targets.read_strategy_state is not None:
-        targets.read_strategy_state(folder, found.manifest)
-    sizes = {} if found.manifest is None else {name: file.size for name, file in found.manifest.files.items()}
-    with ByteProgress(f"Loading {folder.name}", sum(sizes.values()), shown=store.ranks.is_main) as progress:
-        for index, model in enumerate(remaining):
-            files = _read_model(model, folder, index, targets, selection)
-            progress.advance(sum(sizes.get(name, 0) for name in files))
-        if not targets.model_only:
-            _read_shared(found, folder, targets)
-            _read_own(found, folder, store.ranks, targets)
-            _read_gradients(found, folder, store.ranks, targets)
+    def __post_init__(self) -> None:
+        self.ranks = self.store.ranks
+        self.manifest = self.found.manifest
+        self.details: Mapping[str, Any] = {} if self.manifest is None else self.manifest.details
+        self.absent: list[int] = self.details.get(ABSENT_RANKS, [])
+        self.access = self.run.strategy.access
 
+    def load(self) -> LoadedCheckpoint:
+        """Load the checkpoint into all objects; on an error on any rank, raise on all."""
+        error: Exception | None = None
+        try:
+            self._read()
+        except Exception as problem:  # raised again below, once the other ranks know of it
+            error = problem
+        try:
+            self.ranks.agree(error, f"load {self.found.folder}")
+        finally:
+            self.store.close()
+        self._log_notes()
+        return self.found
 
-def _read_model(model: Any, folder: Path, index: int, targets: LoadTargets, selection: Selection) -> list[str]:
-    """Load the weights of ``model``, in whatever form they lie in ``folder``, and return the files that were read."""
-    access, options = targets.access, targets.load_model_options
-    if access.restore(model, folder, index, model_only=targets.model_only, **options):
-        return []
-    shards = sharded.weights_folder(folder, index)
-    if sharded.is_sharded(shards):
-        sharded.read_model_shards(access, model, shards, **options)
-        return [f"{shards.name}/{path.name}" for path in shards.iterdir()]
-    classic = sharded.classic_weights(folder, index)
-    if classic.is_file():
-        state = read_pickle(classic, **targets.pickle_options)
-        access.load_target(model).load_state_dict(state, **options)
-        return [classic.name]
-    if holds_engine_state(folder, index) and not holds_weights(folder, index):
-        trusted = access.trusts_engine or targets.pickle_options.get("weights_only") is False
-        access.load_target(model).load_state_dict(read_engine_weights(folder, index, trusted=trusted), **options)
-        return []
-    loaded = load_weights(
-        access.load_target(model),
-        folder,
-        index,
-        load_kwargs={k: v for k, v in targets.pickle_options.items() if k != "map_location"},
-        may_lack=selection.leaves_out,
-        **options,
-    )
-    return list(loaded.files)
+    def _read(self) -> None:
+        run, folder, model_only = self.run, self.store.readable, self.options.model_only
+        optimizers = run.strategy.restorable(run.optimizers)
+        has_more = bool(optimizers or run.schedulers or run.custom_objects or run.scaler)
+        if self.found.selection.model_only and not model_only and has_more:
+            raise CheckpointError(
+                "it holds models only (it was saved with Selection(model_only=True)); load it with model_only=True"
+            )
+        remaining = list(run.models)
+        for hook in run.load_hooks:
+            hook(remaining, str(folder))
+        sizes = {} if self.manifest is None else {name: file.size for name, file in self.manifest.files.items()}
+        with ByteProgress(f"Loading {folder.name}", sum(sizes.values()), shown=self.ranks.is_main) as progress:
+            for index, model in enumerate(remaining):
+                files = self._read_model(model, folder, index)
+                progress.advance(sum([sizes.get(name, 0) for name in files]))
+            if not model_only:
+                self._read_optimizers(folder, optimizers)
+                self._read_shared(folder)
+                self._read_own(folder)
+                self._read_gradients(folder)
 
-
-def _has_more_targets(targets: LoadTargets) -> bool:
-    return bool(targets.optimizers or targets.schedulers or targets.custom_objects or targets.scaler)
-
-
-def _read_shared(found: LoadedCheckpoint, folder: Path, targets: LoadTargets) -> None:
-    options = targets.pickle_options
-    for number, optimizer in enumerate(targets.optimizers):
-        shards = sharded.optimizer_folder(folder, number)
+    def _read_model(self, model: torch.nn.Module, folder: Path, index: int) -> list[str]:
+        """Load the weights of ``model``, in whatever form they lie in ``folder``, and return the files read."""
+        access, options, of_pickles = self.access, self.options.of_models, self.options.of_pickles
+        if access.restore(model, folder, index, model_only=self.options.model_only, **options):
+            return []
+        shards = sharded.weights_folder(folder, index)
         if sharded.is_sharded(shards):
-            sharded.read_optimizer_shards(targets.access, optimizer, targets.models, shards)
-            continue
-        if holds_engine_state(folder) and not OPTIMIZER.holds(folder, number):
-            found.notes.append("DeepSpeed saved it, so that only DeepSpeed can go on with its optimizer: ours is anew")
-            continue
-        state = OPTIMIZER.read(folder, number, **options)
-        targets.access.load_full_optimizer_state(optimizer, targets.models, state)
-    for number, scheduler in enumerate(targets.schedulers):
-        scheduler.load_state_dict(SCHEDULER.read(folder, number, **options))
-    if targets.scaler is not None:
-        targets.scaler.load_state_dict(SCALER.read(folder, **options))
-    num_saved, objects = _count(CUSTOM, folder), targets.custom_objects
-    if num_saved != len(objects):
-        raise CheckpointError(
-            f"{folder} holds {num_saved} registered objects, but {len(objects)} are registered now. Call "
-            "register_for_checkpointing with the same objects, in the same order, as the run that saved it."
+            sharded.read_model_shards(access, model, shards, **options)
+            return [f"{shards.name}/{path.name}" for path in shards.iterdir()]
+        classic = sharded.classic_weights(folder, index)
+        if classic.is_file():
+            access.load_target(model).load_state_dict(read_pickle(classic, **of_pickles), **options)
+            return [classic.name]
+        if holds_engine_state(folder, index) and not holds_weights(folder, index):
+            trusted = access.trusts_engine or of_pickles.get("weights_only") is False
+            access.load_target(model).load_state_dict(read_engine_weights(folder, index, trusted=trusted), **options)
+            return []
+        loaded = load_weights(
+            access.load_target(model),
+            folder,
+            index,
+            load_kwargs={name: value for name, value in of_pickles.items() if name != "map_location"},
+            may_lack=self.found.selection.leaves_out,
+            **options,
         )
-    for number, obj in enumerate(objects):
-        trusted = {"weights_only": False} if any(obj is one for one in targets.may_pickle) else {}
-        obj.load_state_dict(CUSTOM.read(folder, number, **{**options, **trusted}))
+        return list(loaded.files)
+
+    def _read_optimizers(self, folder: Path, optimizers: Sequence[Stateful]) -> None:
+        for number, optimizer in enumerate(optimizers):
+            shards = sharded.optimizer_folder(folder, number)
+            if sharded.is_sharded(shards):
+                sharded.read_optimizer_shards(self.access, optimizer, self.run.models, shards)
+            elif holds_engine_state(folder) and not OPTIMIZER.holds(folder, number):
+                self.found.notes.append(
+                    "DeepSpeed saved it, so that only DeepSpeed can go on with its optimizer: ours is anew"
+                )
+            else:
+                state = OPTIMIZER.read(folder, number, **self.options.of_pickles)
+                self.access.load_full_optimizer_state(optimizer, self.run.models, state)
+
+    def _read_shared(self, folder: Path) -> None:
+        run, of_pickles = self.run, self.options.of_pickles
+        for number, scheduler in enumerate(run.schedulers):
+            scheduler.load_state_dict(SCHEDULER.read(folder, number, **of_pickles))
+        if run.scaler is not None:
+            run.scaler.load_state_dict(SCALER.read(folder, **of_pickles))
+        num_saved = _count(CUSTOM, folder)
+        if num_saved != len(run.custom_objects):
+            raise CheckpointError(
+                f"{folder} holds {num_saved} registered objects, but {len(run.custom_objects)} are registered now. "
+                "Call register_for_checkpointing with the same objects, in the same order, as the run that saved it."
+            )
+        for number, obj in enumerate(run.custom_objects):
+            trusted = {"weights_only": False} if run.pickles(obj) else {}
+            obj.load_state_dict(CUSTOM.read(folder, number, **{**of_pickles, **trusted}))
+
+    def _read_own(self, folder: Path) -> None:
+        """Load the states of loaders, with this rank's own part of them, and its random streams."""
+        found, rank, of_pickles = self.found, self.ranks.rank, self.options.of_pickles
+        own: dict[str, Any] = {}
+        if rank not in self.absent and RANDOM.holds(folder, rank):  # else left by a late rank that was killed
+            own = _streams_of(folder, rank, of_pickles)
+        for number, loader in enumerate(self.run.dataloaders):
+            if not LOADER.holds(folder, number):
+                continue
+            state = LOADER.read(folder, number, **of_pickles)
+            loader_states = own.get("loaders") or []
+            if number < len(loader_states) and loader_states[number] is not None and isinstance(state, dict):
+                state["own"] = loader_states[number]
+            cast("Stateful", loader).load_state_dict(state)
+        if own:
+            step = own["streams"].get("step")
+            found.step = found.step if step is None else int(step)
+            found.notes += [f"random stream not restored: {missed}" for missed in restore_rng_states(own["streams"])]
+        elif RANDOM.holds(folder, 0):
+            first = _streams_of(folder, 0, of_pickles)["streams"]
+            found.step = int(first.get("step", found.step or 0))
+            if self.details.get(STREAMS_ALIKE):
+                restore_rng_states(first)  # as the saved run's ranks, this one draws what rank 0 draws
+            else:
+                set_seed(zlib.crc32(raw_bytes(first["torch"])) ^ rank)
+            found.notes.append(self._why_derived(folder))  # the same text on all such ranks: logged once
+
+    def _read_gradients(self, folder: Path) -> None:
+        """Read the gradients of a window that was open, to be given to the models once its position is known."""
+        window, manifest, ranks = self.run.open_window, self.manifest, self.ranks
+        if window is None or manifest is None or not self.details.get(OPEN_WINDOW):
+            return
+        self.found.had_open_window = True
+        is_same = manifest.world_size == ranks.world_size
+        numbers = [ranks.rank] if is_same else list(range(manifest.world_size)) if ranks.is_main else []
+        if not self.absent and numbers and all(GRADIENTS.holds(folder, number) for number in numbers):
+            states = (GRADIENTS.read(folder, number) for number in numbers)
+            self.found.window = next(states) if is_same else window.joined(states)
+
+    def _why_derived(self, folder: Path) -> str:
+        if self.ranks.rank in self.absent:
+            ranks = ", ".join(map(str, self.absent[:8])) + (", ..." if len(self.absent) > 8 else "")
+            return (
+                f"the main process saved it alone, without the random streams of rank {ranks} and their own parts of "
+                "loaders: they are derived from the main process's"
+            )
+        return f"random streams of rank {_count(RANDOM, folder)} and up are derived: the saved run didn't have them"
+
+    def _log_notes(self) -> None:
+        notes_of_all = [note for notes in self.ranks.all_gather(self.found.notes) for note in notes]
+        if not self.ranks.is_main:
+            return
+        for name, reason in self.found.skipped.items():
+            _log.warning("Checkpoint %s was skipped: %s", name, reason)
+        for note in dict.fromkeys(notes_of_all):
+            _log.warning("Checkpoint %s: %s", self.found.folder, note)
 
 
 def _count(state_files: StateFiles, folder: Path) -> int:
@@ -400,82 +486,19 @@ def _count(state_files: StateFiles, folder: Path) -> int:
     return number
 
 
-def _read_own(found: LoadedCheckpoint, folder: Path, ranks: Ranks, targets: LoadTargets) -> None:
-    options = targets.pickle_options
-    own: dict[str, Any] = {}
-    absent = [] if found.manifest is None else found.manifest.details.get(ABSENT_RANKS, [])
-    if ranks.rank not in absent and RANDOM.holds(folder, ranks.rank):  # else left by a late rank that was killed
-        own = _streams_of(folder, ranks.rank, options)
-    for number, loader in enumerate(targets.dataloaders):
-        if not LOADER.holds(folder, number):
-            continue
-        state = LOADER.read(folder, number, **options)
-        loader_states = own.get("loaders") or []
-        if number < len(loader_states) and loader_states[number] is not None and isinstance(state, dict):
-            state["own"] = loader_states[number]
-        loader.load_state_dict(state)
-    if own:
-        step = own["streams"].get("step")
-        found.step = found.step if step is None else int(step)
-        found.notes += [f"random stream not restored: {missed}" for missed in restore_rng_states(own["streams"])]
-    elif RANDOM.holds(folder, 0):
-        first = _streams_of(folder, 0, options)["streams"]
-        found.step = int(first.get("step", found.step or 0))
-        if found.manifest is not None and found.manifest.details.get(STREAMS_ALIKE):
-            restore_rng_states(first)  # as the saved run's ranks, this one draws what rank 0 draws
-        else:
-            set_seed(zlib.crc32(raw_bytes(first["torch"])) ^ ranks.rank)
-        found.notes.append(_why_derived(found, folder, ranks.rank))  # the same text on all such ranks: logged once
-
-
-def _read_gradients(found: LoadedCheckpoint, folder: Path, ranks: Ranks, targets: LoadTargets) -> None:
-    """Read the gradients of a window that was open, to be given to the models once its position in the run is known."""
-    manifest = found.manifest
-    if targets.open_window is None or manifest is None or not manifest.details.get(OPEN_WINDOW):
-        return
-    found.had_open_window = True
-    is_same = manifest.world_size == ranks.world_size
-    numbers = [ranks.rank] if is_same else list(range(manifest.world_size)) if ranks.is_main else []
-    absent = manifest.details.get(ABSENT_RANKS, [])
-    if not absent and numbers and all(GRADIENTS.holds(folder, number) for number in numbers):
-        states = (GRADIENTS.read(folder, number) for number in numbers)
-        found.window = next(states) if is_same else targets.open_window.joined(states)
-
-
-def _why_derived(found: LoadedCheckpoint, folder: Path, rank: int) -> str:
-    absent = [] if found.manifest is None else found.manifest.details.get(ABSENT_RANKS, [])
-    if rank in absent:
-        ranks = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-        return (
-            f"the main process saved it alone, without the random streams of rank {ranks} and their own parts of "
-            "loaders: they are derived from the main process's"
-        )
-    return f"random streams of rank {_count(RANDOM, folder)} and up are derived: the saved run didn't have them"
-
-
 def _streams_of(folder: Path, rank: int, options: Mapping[str, Any]) -> dict[str, Any]:
     value = RANDOM.read(folder, rank, **options)
     return value if "streams" in value else {"streams": from_classic_streams(value)}
 
 
-def _log_notes(found: LoadedCheckpoint, ranks: Ranks) -> None:
-    notes_of_all = [note for notes in ranks.all_gather(found.notes) for note in notes]
-    if not ranks.is_main:
-        return
-    for name, reason in found.skipped.items():
-        _log.warning("Checkpoint %s was skipped: %s", name, reason)
-    for note in dict.fromkeys(notes_of_all):
-        _log.warning("Checkpoint %s: %s", found.folder, note)
-
-
 def load_accelerator_state(
     input_dir: str | PathLike[str],
-    models: Sequence[Any],
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-    dataloaders: Sequence[Any],
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[Stateful],
+    schedulers: Sequence[Stateful],
+    dataloaders: Sequence[object],
     process_index: int,
-    scaler: Any = None,
+    scaler: Stateful | None = None,
     map_location: Any = None,
     load_kwargs: Mapping[str, Any] | None = None,
     **load_model_func_kwargs: Any,

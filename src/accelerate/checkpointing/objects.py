@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any, Final, Protocol, final, runtime_checkable
+from typing import IO, Any, Final, final
 from uuid import uuid4
 
 import torch
@@ -24,6 +24,7 @@ from .agreement import Ranks
 from .codec import Encoded, decode, encode, envelope, inline, inlined_tensor, open_envelope, read_pickle, write_pickle
 from .manifest import UNFINISHED_NAME, Manifest, read_manifest
 from .paths import inside
+from .run_state import Hook, Saved, Stateful
 from .store import CheckpointStore, Create, DurableFile, StagingDirectory, Store, file_names, fsync_path
 from .tensor_files import open_tensors, write_tensors
 from .weights import clean_state_dict_for_safetensors
@@ -34,33 +35,20 @@ _log = logging.getLogger(__name__)
 INLINE_LIMIT_BYTES: Final = 16 << 20
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """An object that can be saved and restored: a module, optimizer, scheduler, or any other with these two methods."""
-
-    def state_dict(self) -> Any:
-        """Return the state that has to be restored."""
-        ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Restore the state that ``state_dict`` returned."""
-        ...
-
-
 @final
 class Hooks:
     """Functions that run before saving or loading, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._hooks: OrderedDict[int, Hook] = OrderedDict()
 
-    def add(self, hook: Callable[..., None]) -> RemovableHandle:
+    def add(self, hook: Hook) -> RemovableHandle:
         """Have ``hook`` run until ``remove()`` of the returned handle."""
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
         return handle
 
-    def __iter__(self) -> Iterator[Callable[..., None]]:
+    def __iter__(self) -> Iterator[Hook]:
         return iter(list(self._hooks.values()))
 
     def __len__(self) -> int:
@@ -172,7 +160,7 @@ def custom_name(index: int) -> str:
     return f"{CUSTOM_CHECKPOINT_NAME}_{index}"
 
 
-def save_custom_state(obj: Any, path: str | PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:
+def save_custom_state(obj: Saved, path: str | PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:
     """Save the state of ``obj`` to folder ``path`` as its object ``index``, on the main process.
 
     Raises:
@@ -189,7 +177,7 @@ def save_custom_state(obj: Any, path: str | PathLike[str], index: int = 0, save_
     write_state(create, custom_name(index), obj.state_dict(), name=name, beside=True)
 
 
-def load_custom_state(obj: Any, path: str | PathLike[str], index: int = 0, *, allow_pickle: bool = False) -> None:
+def load_custom_state(obj: Stateful, path: str | PathLike[str], index: int = 0, *, allow_pickle: bool = False) -> None:
     """Load the state that folder ``path`` holds as its object ``index`` into ``obj``.
 
     Old ``.pkl`` files are read through an allow-list of data; ``allow_pickle`` lets them run code.
@@ -277,10 +265,8 @@ def _placed(tensor: torch.Tensor, map_location: Any) -> torch.Tensor:
 # commit. A checkpoint that is there already is set aside first, its manifest before its files, so that hooks can't
 # overwrite it: after a crash the next reader restores it (:meth:`CheckpointStore.recover`).
 
-Hook = Callable[[str], None]
 
-
-def run_hooks(store: Store, staging: StagingDirectory, hooks: Sequence[Hook]) -> None:
+def run_hooks(store: Store, staging: StagingDirectory, hooks: Sequence[Callable[[str], None]]) -> None:
     """Run every hook with the checkpoint's folder, and stage the files that it writes there; called by all ranks.
 
     Behind a network, hooks get the staging directory: their files must be on a local disk first.

@@ -13,144 +13,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from ..distributed.call_rendezvous import CallParticipants
-from ..distributed.random import capture_rng_states, has_common_seed
+from ..distributed.random import has_common_seed
 from ..distributed.world import current_world
 from ..errors import CheckpointError, SettingError
 from ..settings.training import ProjectOptions
 from .added_items import ABSENT_RANKS, AddedItems
 from .agreement import Ranks, StoreCollectives
 from .background import Background
-from .codec import encode
-from .items import CheckpointItem, DeferredItem, PickledItem, StateItem, WeightsItem
-from .layout import (
-    CUSTOM,
-    GRADIENTS,
-    LOADER,
-    OPEN_WINDOW,
-    OPTIMIZER,
-    RANDOM,
-    SCALER,
-    SCHEDULER,
-    STREAMS_ALIKE,
-    StateFiles,
-    to_classic_streams,
-)
+from .items import CheckpointItem, DeferredItem, RunItems
+from .layout import OPEN_WINDOW, STREAMS_ALIKE
 from .manifest import PIN_NAME, SILENT, ByteProgress, Manifest, read_manifest
 from .objects import run_hooks
 from .remote import open_store
+from .run_state import Hook, RunState, Saved, StateDict, Stateful, StrategyState, WriteStrategyState
 from .series import next_number, number_of, numbered_storage, prune, series_storage
+from .sharded import GivenState
 from .storage import LocalStorage, storage_of
 from .store import CheckpointStore, StagingDirectory, Store
-from .weights import EVERYTHING, Selection, stale_weights, write_weights
+from .weights import EVERYTHING, Selection, stale_weights
 
 if TYPE_CHECKING:
     from ..distributed.world import World
 
 _log = logging.getLogger(__name__)
-
-#: Writes the state that a strategy saves in its own format; or returns items that are written with the others, or a
-#: function that writes later, from values that don't change meanwhile. An asynchronous save writes in another thread.
-WriteStrategyState = Callable[[StagingDirectory], Sequence[CheckpointItem] | Callable[[], None] | None]
-
-
-@dataclass
-@final
-class CheckpointContents:
-    """The live objects of a run that a checkpoint is made of.
-
-    Attributes:
-        models: passed to the hooks.
-        weights: one state dict per model, as the main process writes it. Hooks may take entries out.
-        custom_objects: the objects that the user registered.
-        open_window: holds the gradients of this rank, if the run is saved between two updates.
-        may_pickle: those of the registered objects that are saved as pickles.
-    """
-
-    models: Sequence[Any] = ()
-    weights: Iterable[Mapping[str, Any]] = ()
-    optimizers: Sequence[Any] = ()
-    schedulers: Sequence[Any] = ()
-    dataloaders: Sequence[Any] = ()
-    scaler: Any = None
-    custom_objects: Sequence[Any] = ()
-    may_pickle: Sequence[Any] = ()
-    open_window: Any = None
-    step: int = 0
-    classic: bool = False
-    safe_serialization: bool = True
-
-    # ------------------------------------------------------------------------------------------ as items
-
-    def weight_items(self, weights: Sequence[Mapping[str, Any]], selection: Selection) -> list[CheckpointItem]:
-        """Return one item for the weights of each model."""
-        chosen = [selection.of(state) for state in weights]
-        if self.safe_serialization:
-            return [WeightsItem(state, index) for index, state in enumerate(chosen)]
-        return [
-            PickledItem(partial(write_weights, state_dict=state, index=index, safe_serialization=False))
-            for index, state in enumerate(chosen)
-        ]
-
-    def shared_items(self) -> list[CheckpointItem]:
-        """Return the items that are the same on all ranks, besides weights."""
-        items: list[CheckpointItem] = []
-        for state_files, kind, objects in (
-            (OPTIMIZER, "optimizer", self.optimizers),
-            (SCHEDULER, "scheduler", self.schedulers),
-            (CUSTOM, "registered object", self.custom_objects),
-        ):
-            for number, obj in enumerate(objects):
-                what = f"{kind} {number} ({type(obj).__qualname__}).state_dict()"
-                is_pickle = state_files is CUSTOM and any(obj is one for one in self.may_pickle)
-                items.append(self._item(state_files, obj.state_dict(), number, what, is_pickle))
-        for number, loader in enumerate(self.dataloaders):
-            if _keeps_state(loader):
-                items.append(self._item(LOADER, loader.state_dict(), number, f"data loader {number}.state_dict()"))
-        if self.scaler is not None:
-            items.append(self._item(SCALER, self.scaler.state_dict(), 0, "scaler.state_dict()"))
-        return items
-
-    def rank_items(self, rank: int) -> list[CheckpointItem]:
-        """Return the items of this rank: random streams, its part of loaders' states, gradients of an open window."""
-        streams = capture_rng_states(self.step)
-        if self.classic:
-            return [
-                self._item(RANDOM, to_classic_streams(streams), rank, "random streams"),
-                *self._gradient_items(rank),
-            ]
-        states = [loader.state_dict() if _keeps_state(loader) else None for loader in self.dataloaders]
-        own = [state.get("own") if isinstance(state, Mapping) else None for state in states]
-        return [
-            self._item(RANDOM, {"streams": streams, "loaders": own}, rank, "random streams"),
-            *self._gradient_items(rank),
-        ]
-
-    def _gradient_items(self, rank: int) -> list[CheckpointItem]:
-        """Return the item of the gradients, never a pickle: the classic format of other programs has no name for it."""
-        window = None if self.open_window is None else self.open_window.state_dict()
-        return [] if window is None else [StateItem(GRADIENTS.name(rank), encode(window, "gradients"), beside=True)]
-
-    @property
-    def has_open_window(self) -> bool:
-        """Whether gradients of a window are a part of the checkpoint."""
-        return self.open_window is not None and self.open_window.state_dict() is not None
-
-    def epoch(self) -> int | None:
-        """Return the epoch of the first loader that knows it."""
-        states = (loader.state_dict() for loader in self.dataloaders if _keeps_state(loader))
-        found = (state.get("epoch") for state in states if isinstance(state, Mapping))
-        return next((epoch for epoch in found if isinstance(epoch, int)), None)
-
-    def _item(
-        self, state_files: StateFiles, value: Any, number: int, what: str, is_pickle: bool = False
-    ) -> CheckpointItem:
-        if self.classic or is_pickle:
-            return PickledItem(partial(state_files.write_pickle, value=value, number=number))
-        return StateItem(state_files.name(number), encode(value, what), beside=state_files.tensors_beside)
-
-
-def _keeps_state(loader: Any) -> bool:
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 @dataclass
@@ -205,93 +90,115 @@ class Saving:
             self.store.ranks.close()
 
 
-def write_checkpoint(
+def save_run(
+    run: RunState,
     output_dir: str | PathLike[str] | None = None,
     *,
-    world: World | None = None,
-    project: ProjectOptions | None = None,
-    step: int = 0,
-    strategy: str = "NO",
+    participants: CallParticipants | None = None,
     safe_serialization: bool = True,
-    pre_hooks: Iterable[Callable[..., None]] = (),
-    write_strategy_state: WriteStrategyState | None = None,
     details: Mapping[str, Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
     select: Selection | None = None,
     pin: bool = False,
-    background: Background | None = None,
     asynchronous: bool = False,
-    participants: CallParticipants | None = None,
-    **objects: Any,
 ) -> str:
-    """Save everything given as one committed checkpoint, and return its folder.
+    """Save the run as one committed checkpoint, and return its folder.
 
     A collective, unless only the main process is in ``participants``. With automatic naming the folder is
     the next number of the project's series and ``output_dir`` is not used; ``project.iteration`` then
     moves on, and older checkpoints beyond the project's limits are removed.
 
     Args:
-        world: the processes that save together; None is this process alone.
-        step: given back by :func:`read_checkpoint`.
-        strategy: the label that the manifest records.
-        pre_hooks: called as ``hook(models, weights, folder)`` on every rank, with the folder that is returned (of a
-            checkpoint behind a network, the local one that is uploaded); files that they write there are committed too.
-        write_strategy_state: writes the state that a strategy saves in its own format, into ``staging``.
+        participants: who calls this, as :func:`participants_of_save` found out; by default every rank of the world.
         details: JSON values that the manifest records; ``epoch`` is shown in listings.
         metrics: numbers that the manifest records; the best checkpoints by one of them can be kept.
         select: leaves weights or other state out, or converts weights.
         pin: the checkpoint is kept, whatever the limits say.
-        background: its save may still be running: this one begins when that one is committed.
-        asynchronous: return as soon as the state is copied to host memory, and write in the background.
-        participants: who calls this, as :func:`participants_of_save` found out; by default every rank of ``world``.
-        objects: the fields of :class:`CheckpointContents`: ``weights=``, ``optimizers=``, ...
+        asynchronous: return as soon as the state is copied to host memory, and write in the run's background.
 
     Raises:
         CheckpointError: on every rank, when any rank failed; whatever was there before still is. An asynchronous
             save raises when the next one begins, from ``background.wait()``, or ends the program with status 1.
         EncodingError: a state can't be written without pickle; the text names the object and the path.
     """
-    if background is not None:
-        background.wait()
-    project, select, participants = (
-        project or ProjectOptions(),
-        select or EVERYTHING,
-        participants or CallParticipants(),
-    )
-    contents = CheckpointContents(
-        step=step, classic=project.checkpoint_format == "classic", safe_serialization=safe_serialization, **objects
-    )
-    writer = background if asynchronous else None
-    if not participants.has_all and not participants.is_main and not _writes_for_its_node(participants, project, world):
-        address = _add_to_checkpoint(participants, Ranks(world, alone=True), contents, select, list(pre_hooks), writer)
+    if run.background is not None:
+        run.background.wait()
+    select, participants, project = select or EVERYTHING, participants or CallParticipants(), run.project
+    parts = run.strategy.checkpoint_state(run.models, run.optimizers, model_only=select.model_only)
+    items = RunItems(run, parts, select, safe_serialization)
+    writer = run.background if asynchronous else None
+    if not participants.has_all and not participants.is_main and not _writes_for_its_node(participants, run):
+        address = _add_to_checkpoint(participants, Ranks(run.world, alone=True), items, writer)
         if project.automatic_checkpoint_naming:
             project.iteration = number_of(address) + 1
         return address
-    ranks = _ranks(world, writer is not None, alone=not participants.has_all)
+    ranks = _ranks(run.world, writer is not None, alone=not participants.has_all)
     with _reporting_errors(participants, ranks):
         saving = _prepare(output_dir, ranks, project, select, pin, participants)
         manifest = Manifest(
             {},
-            step=step,
-            strategy=strategy,
+            step=run.step,
+            strategy=run.label,
             checkpoint_format=project.checkpoint_format,
-            details=_details(details, metrics, saving, contents, world),
+            details=_details(details, metrics, saving, run.world),
         )
         staging = saving.store.begin(manifest)
-        collect = partial(_collect, saving, contents, staging, list(pre_hooks), write_strategy_state)
         if writer is not None:
             with saving.store.abandon_on_error(staging):
-                collect()
+                _collect(saving, items, staging)
                 writer.memory.snapshot(saving.items)
             writer.start(partial(saving.finish_in_background, staging))
         else:
             with saving.committing(staging):
-                collect()
+                _collect(saving, items, staging)
                 saving.write(staging, shown=True)
             saving.close()
     if saving.number is not None:
         project.iteration = saving.number + 1
     return saving.store.address
+
+
+def write_checkpoint(
+    output_dir: str | PathLike[str] | None = None,
+    *,
+    world: World | None = None,
+    project: ProjectOptions | None = None,
+    weights: Iterable[StateDict] = (),
+    optimizers: Sequence[Saved] = (),
+    strategy: str = "NO",
+    safe_serialization: bool = True,
+    pre_hooks: Iterable[Hook] = (),
+    write_strategy_state: WriteStrategyState | None = None,
+    details: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    select: Selection | None = None,
+    pin: bool = False,
+    asynchronous: bool = False,
+    participants: CallParticipants | None = None,
+    **objects: Any,
+) -> str:
+    """Save everything given as one committed checkpoint, as :func:`save_run` does, and return its folder.
+
+    Args:
+        weights: one state dict per model, as the main process writes it. Hooks may take entries out.
+        strategy: the label that the manifest records.
+        pre_hooks: the ``save_hooks`` of :class:`RunState`.
+        write_strategy_state: writes the state that a strategy saves in its own format, into ``staging``.
+        objects: the other fields of :class:`RunState`: ``models=``, ``schedulers=``, ``step=``, ``background=``, ...
+    """
+    given = GivenState(StrategyState(weights, optimizers, write_strategy_state))
+    run = RunState(given, world, project or ProjectOptions(), label=strategy, save_hooks=pre_hooks, **objects)
+    return save_run(
+        run,
+        output_dir,
+        participants=participants,
+        safe_serialization=safe_serialization,
+        details=details,
+        metrics=metrics,
+        select=select,
+        pin=pin,
+        asynchronous=asynchronous,
+    )
 
 
 def participants_of_save(
@@ -334,31 +241,24 @@ def _reporting_errors(participants: CallParticipants, ranks: Ranks) -> Iterator[
         raise
 
 
-def _writes_for_its_node(participants: CallParticipants, project: ProjectOptions, world: World | None) -> bool:
+def _writes_for_its_node(participants: CallParticipants, run: RunState) -> bool:
     """Return whether this rank, which came late, is the first of a node whose folder nobody has written."""
-    if not project.save_on_each_node or world is None or not world.is_local_main:
+    if not run.project.save_on_each_node or run.world is None or not run.world.is_local_main:
         return False
     identity = participants.wait_for_outcome()
     manifest = read_manifest(storage_of(participants.address))
     return manifest is None or manifest.identity != identity
 
 
-def _add_to_checkpoint(
-    participants: CallParticipants,
-    ranks: Ranks,
-    contents: CheckpointContents,
-    select: Selection,
-    pre_hooks: Sequence[Callable[..., None]],
-    writer: Background | None,
-) -> str:
+def _add_to_checkpoint(participants: CallParticipants, ranks: Ranks, items: RunItems, writer: Background | None) -> str:
     """Add this rank's items to the checkpoint that the main process has made alone."""
     addition = AddedItems(participants, ranks)
     try:
-        weights = [dict(state) for state in contents.weights]
-        for hook in pre_hooks:
-            hook(list(contents.models), weights, str(addition.staging.folder))
-        if not select.model_only:
-            addition.items += contents.rank_items(ranks.rank)
+        weights = items.weights()
+        for hook in items.run.save_hooks:
+            hook(list(items.run.models), weights, str(addition.staging.folder))
+        if not items.selection.model_only:
+            addition.items += items.of_rank(ranks.rank)
         if writer is not None:
             writer.memory.snapshot(addition.items)
             writer.start(addition.add)
@@ -446,14 +346,9 @@ def _details(
     details: Mapping[str, Any] | None,
     metrics: Mapping[str, Any] | None,
     saving: Saving,
-    contents: CheckpointContents,
     world: World | None,
 ) -> dict[str, Any]:
     found, ranks = dict(details or {}), saving.store.ranks
-    if found.get("epoch") is None and (epoch := contents.epoch()) is not None:
-        found["epoch"] = epoch
-    if not saving.selection.model_only and contents.has_open_window:
-        found[OPEN_WINDOW] = True
     if metrics:
         found["metrics"] = {name: float(value) for name, value in metrics.items()}
     if saving.selection != EVERYTHING:
@@ -466,30 +361,29 @@ def _details(
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _collect(
-    saving: Saving,
-    contents: CheckpointContents,
-    staging: StagingDirectory,
-    pre_hooks: Iterable[Callable[..., None]],
-    write_strategy_state: WriteStrategyState | None,
-) -> None:
+def _collect(saving: Saving, items: RunItems, staging: StagingDirectory) -> None:
     """Collect the items that this rank writes, after running the hooks, which write their files at once."""
-    weights = [dict(state) for state in contents.weights]
-    run_hooks(saving.store, staging, [partial(hook, list(contents.models), weights) for hook in pre_hooks])
+    weights, run, everything = items.weights(), items.run, not saving.selection.model_only
+    run_hooks(saving.store, staging, [partial(hook, list(run.models), weights) for hook in run.save_hooks])
     saving.num_models = len(weights)
-    later = write_strategy_state(staging) if write_strategy_state is not None else None
+    later = items.parts.write(staging) if items.parts.write is not None else None
     if callable(later):
         saving.items.append(DeferredItem(later))
     elif later is not None:
         saving.items += later
     if staging.is_writer:
-        saving.items += contents.weight_items(weights, saving.selection)
-        if not saving.selection.model_only:
-            saving.items += contents.shared_items()
+        saving.items += items.of_weights(weights)
+        if everything:
+            saving.items += items.shared()
         if saving.pin:
             (staging.folder / PIN_NAME).touch()
-    if not saving.selection.model_only:
-        saving.items += contents.rank_items(staging.ranks.rank)
+    if everything:
+        saving.items += items.of_rank(staging.ranks.rank)
+    if staging.is_committer:
+        if staging.description.details.get("epoch") is None and (epoch := items.epoch()) is not None:
+            staging.details["epoch"] = epoch
+        if everything and items.window is not None:
+            staging.details[OPEN_WINDOW] = True
 
 
 def _clear_stale_weights(store: CheckpointStore, num_models: int) -> None:
@@ -517,13 +411,13 @@ def _prune(store: Store, project: ProjectOptions) -> None:
 
 def save_accelerator_state(
     output_dir: str | PathLike[str],
-    model_states: Sequence[Mapping[str, Any]],
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-    dataloaders: Sequence[Any],
+    model_states: Sequence[StateDict],
+    optimizers: Sequence[Stateful],
+    schedulers: Sequence[Stateful],
+    dataloaders: Sequence[object],
     process_index: int,
     step: int,
-    scaler: Any = None,
+    scaler: Stateful | None = None,
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> str:

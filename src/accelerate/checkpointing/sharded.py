@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from os import PathLike
 from pathlib import Path
@@ -27,6 +28,7 @@ from .codec import read_described_pickle, write_plain_pickle
 from .dcp import DESCRIPTIONS, convert_torch_errors, is_distributed_checkpoint, read_into, read_metadata
 from .items import CheckpointItem
 from .manifest import measure
+from .run_state import Stateful, StrategyState
 from .store import Create, StagingDirectory
 
 if TYPE_CHECKING:
@@ -239,6 +241,23 @@ class StateAccess(ABC):
     @abstractmethod
     def load_full_optimizer_state(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
         """Load ``state``, a state dict of whole tensors, into ``optimizer``."""
+
+
+@dataclass(frozen=True)
+@final
+class GivenState:
+    """The state of a run whose author gets it out of models and optimizers himself, where no strategy does."""
+
+    state: StrategyState = field(default_factory=StrategyState)
+    access: StateAccess = field(default_factory=lambda: InPlace())
+
+    def checkpoint_state(self, *_: object, **__: object) -> StrategyState:
+        """Return the state that was given."""
+        return self.state
+
+    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
+        """Return all of ``optimizers``."""
+        return optimizers
 
 
 # ------------------------------------------------------------------------------------------------- writing

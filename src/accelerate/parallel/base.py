@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from ..checkpointing.run_state import Stateful, StrategyState
 from ..checkpointing.sharded import InPlace, StateAccess
 from ..distributed.mesh import Mesh
 from ..distributed.world import World
@@ -254,12 +255,12 @@ class Strategy(ABC):
         return InPlace(self.named_parameters, canonical_name)
 
     def checkpoint_state(
-        self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False
-    ) -> dict[str, Any]:
-        """Return ``weights``, ``optimizers`` and ``write_strategy_state`` for a checkpoint; a collective."""
-        return {"weights": [self.full_state_dict(model) for model in models], "optimizers": optimizers}
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+    ) -> StrategyState:
+        """Return what a checkpoint holds of ``models`` and ``optimizers``; a collective."""
+        return StrategyState([self.full_state_dict(model) for model in models], optimizers)
 
-    def restorable(self, optimizers: Sequence[Any]) -> Sequence[Any]:
+    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
         """Return those of ``optimizers`` whose state a checkpoint restores."""
         return optimizers
 

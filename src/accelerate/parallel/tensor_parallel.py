@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from ..checkpointing.run_state import Stateful, StrategyState
 from ..distributed.mesh import Mesh
 from ..distributed.random import synchronize_rng_state
 from ..distributed.world import World
@@ -286,8 +287,8 @@ class TensorParallel(ShardedStrategy):
         return model
 
     def checkpoint_state(
-        self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False
-    ) -> dict[str, Any]:
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+    ) -> StrategyState:
         """Return gathered state, which is written to the same files as that of one process."""
         inner = [] if model_only else list(map(inner_optimizer, optimizers))
         return gathered_state(self.access, models, inner, self.world.is_local_main)

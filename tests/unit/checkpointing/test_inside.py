@@ -329,7 +329,7 @@ PLACES: Final[dict[str, str]] = {
     "checkpointing/objects.py read_state": "test_tensors_beside_a_state_are_not_read_through_a_link_that_leads_out",
     "checkpointing/storage.py LocalStorage.read": OWN,
     "checkpointing/storage.py LocalStorage.write": OWN,
-    "checkpointing/loading.py _read_model": OWN,
+    "checkpointing/loading.py Loading._read_model": OWN,
     "checkpointing/sharded.py _unpacked": "no file: what other ranks say",
     "checkpointing/items.py _allocate_huge_pages": "no file: memory",
     "checkpointing/store.py fsync_path": OWN,

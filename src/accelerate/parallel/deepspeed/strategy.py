@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 
 from ...checkpointing import StagingDirectory
+from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import InPlace, StateAccess
 from ...distributed.world import World
 from ...errors import PreparationError
@@ -356,8 +357,8 @@ class DeepSpeed(Strategy):
         return EngineState(InPlace(self.named_parameters, canonical_name))
 
     def checkpoint_state(
-        self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False
-    ) -> dict[str, Any]:
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+    ) -> StrategyState:
         """Return the engines' folders, and beside them the weights as every other strategy reads them.
 
         In stage 3 the latter are gathered where the configuration allows it, or where nothing else is saved.
@@ -367,10 +368,9 @@ class DeepSpeed(Strategy):
         writes_whole = writes_whole and self.plugin.tensor_parallel_size == 1
         access = self.access
         weights = [access.full_model_state(model, self.world.is_local_main) for model in models] if writes_whole else []
-        parts = {} if model_only else {"write_strategy_state": _folders_of(engines, models)}
-        return {"weights": weights, "optimizers": [], **parts}
+        return StrategyState(weights, write=None if model_only else _folders_of(engines, models))
 
-    def restorable(self, optimizers: Sequence[Any]) -> Sequence[Any]:
+    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
         """Return the optimizers that no engine restores."""
         return [one for one in optimizers if not isinstance(one, DeepSpeedOptimizerWrapper)]
 

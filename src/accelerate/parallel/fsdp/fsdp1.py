@@ -16,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import StateAccess
 from ...distributed.world import World
 from ...errors import CheckpointError
@@ -238,8 +239,8 @@ class FlatShard(Strategy):
         return self.access.full_model_state(model, self.world.is_main)
 
     def checkpoint_state(
-        self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False
-    ) -> dict[str, Any]:
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+    ) -> StrategyState:
         """Return weights and optimizers, sharded or gathered, as the plugin says."""
         return checkpoint_state_of(self.plugin, self.access, models, optimizers, self.world, model_only)
 

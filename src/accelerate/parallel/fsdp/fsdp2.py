@@ -14,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
+from ...checkpointing.run_state import Stateful, StrategyState
 from ...distributed.mesh import SHARD_AXES
 from ...distributed.world import World
 from ...errors import MissingDependency, PreparationError
@@ -235,8 +236,8 @@ class FullyShard(ShardedStrategy):
     # -- state ---------------------------------------------------------------------------------------------
 
     def checkpoint_state(
-        self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False
-    ) -> dict[str, Any]:
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+    ) -> StrategyState:
         """Return weights and optimizers, sharded or gathered, as the plugin says."""
         return checkpoint_state_of(self.plugin, self.access, models, optimizers, self.world, model_only)
 

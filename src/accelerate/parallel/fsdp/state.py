@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 
 from ...checkpointing import StagingDirectory
 from ...checkpointing.items import CheckpointItem
+from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import ShardsItem, StateAccess, optimizer_folder, own_shards, weights_folder
 from ...distributed.world import World
 from ...errors import CheckpointError
@@ -239,37 +240,37 @@ class GatheredOptimizer:
 
 
 def gathered_state(
-    access: StateAccess, models: Sequence[Any], optimizers: Sequence[Any], keeps: bool
-) -> dict[str, Any]:
-    """Return ``weights`` and ``optimizers`` of a checkpoint with the same files as one process's; a collective.
+    access: StateAccess, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], keeps: bool
+) -> StrategyState:
+    """Return the state of a checkpoint with the same files as one process's; a collective.
 
     Args:
         optimizers: as they are inside their wrappers.
         keeps: whether this rank gets the state; the others only take part.
     """
-    return {
-        "weights": [access.full_model_state(model, keeps) for model in models],
-        "optimizers": [GatheredOptimizer(access.full_optimizer_state(one, models, keeps)) for one in optimizers],
-    }
+    return StrategyState(
+        [access.full_model_state(model, keeps) for model in models],
+        [GatheredOptimizer(access.full_optimizer_state(one, models, keeps)) for one in optimizers],
+    )
 
 
 def checkpoint_state_of(
     plugin: Any,
     access: StateAccess,
-    models: Sequence[Any],
-    optimizers: Sequence[Any],
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[Stateful],
     world: World,
     model_only: bool,
-) -> dict[str, Any]:
-    """Return ``weights``, ``optimizers`` and ``write_strategy_state`` of a checkpoint, as ``plugin`` asks for.
+) -> StrategyState:
+    """Return the state of a checkpoint, gathered or in shards, as ``plugin`` asks for.
 
     Gathered state has the same files as that of one process; shards have folders of their own.
     """
-    optimizers = [] if model_only else list(map(inner_optimizer, optimizers))
+    inner = [] if model_only else list(map(inner_optimizer, optimizers))
     if plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
         keeps = world.is_local_main  # the writer of each node, where every node writes
-        return gathered_state(access, models, optimizers, keeps)
-    return {"weights": [], "optimizers": [], "write_strategy_state": _shards_of(access, models, optimizers)}
+        return gathered_state(access, models, inner, keeps)
+    return StrategyState(write=_shards_of(access, models, inner))
 
 
 def _shards_of(

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from ...checkpointing import StagingDirectory
 from ...checkpointing.layout import holds_engine_state
+from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import InPlace, StateAccess
 from ...distributed.world import World
 from ...errors import CheckpointError, PreparationError, SettingError
@@ -189,8 +190,8 @@ class Megatron(Strategy):
     # -- state ---------------------------------------------------------------------------------------------
 
     def checkpoint_state(
-        self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False
-    ) -> dict[str, Any]:
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+    ) -> StrategyState:
         """Return a writer of Megatron's own checkpoint, in a folder of its own."""
         engine = self._engine
         if engine is None or model_only:
@@ -199,14 +200,14 @@ class Megatron(Strategy):
         def write(staging: StagingDirectory) -> None:
             engine.save_checkpoint(str(staging.folder / engine_tag()))
 
-        return {"weights": [], "optimizers": [], "write_strategy_state": write}
+        return StrategyState(write=write)
 
     @property
     def access(self) -> StateAccess:
         """In-place access, except for the engine, which loads Megatron's own checkpoint."""
         return InPlace(self.named_parameters, canonical_name, restores=_restore)
 
-    def restorable(self, optimizers: Sequence[Any]) -> Sequence[Any]:
+    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
         """Return no optimizers: Megatron restores its own."""
         return []
 

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import InPlace, NamedParameters, StateAccess, gather_tensor, shard_like
 from ...distributed.mesh import Mesh
 from ...distributed.world import World
@@ -400,8 +401,8 @@ class Pipeline(Strategy):
         return PipelineState(self.mesh, self.world.device, self.named_parameters)
 
     def checkpoint_state(
-        self, models: Sequence[Any], optimizers: Sequence[Any], *, model_only: bool = False
-    ) -> dict[str, Any]:
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+    ) -> StrategyState:
         """Return weights and optimizers, sharded where the plugin asks for it, else gathered."""
         if self.shards:
             plugin = self.options.plugins.fsdp

@@ -1,0 +1,138 @@
+"""The live objects of a run, as one value between the Accelerator, saving and loading. Internal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final, runtime_checkable
+
+from ..settings.training import ProjectOptions
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..distributed.world import World
+    from .background import Background
+    from .items import CheckpointItem
+    from .sharded import StateAccess
+    from .store import StagingDirectory
+
+#: The result of a ``state_dict()``: any values by name.
+StateDict: TypeAlias = Mapping[str, Any]
+
+#: A hook of the user's before saving, ``hook(models, weights, folder)``, or before loading, ``hook(models, folder)``.
+Hook: TypeAlias = Callable[..., None]
+
+#: Writes the state that a strategy saves in its own format; or returns items that are written with the others, or a
+#: function that writes later, from values that don't change meanwhile. An asynchronous save writes in another thread.
+WriteStrategyState: TypeAlias = Callable[["StagingDirectory"], "Sequence[CheckpointItem] | Callable[[], object] | None"]
+
+
+class Saved(Protocol):
+    """An object whose state can be saved."""
+
+    def state_dict(self) -> Any:
+        """Return the state that has to be restored."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Saved, Protocol):
+    """An object that can be saved and restored: a module, optimizer, scheduler, or any other with these two methods."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Restore the state that ``state_dict`` returned."""
+        ...
+
+
+class OpenGradients(Protocol):
+    """The gradients of a rank between two updates."""
+
+    def state_dict(self) -> StateDict | None:
+        """Return the gradients; None where no window is open."""
+        ...
+
+    def joined(self, states: Iterable[StateDict]) -> StateDict | None:
+        """Return the gradients of several ranks, added up; None where they can't be."""
+        ...
+
+
+@dataclass(frozen=True)
+@final
+class StrategyState:
+    """The part of a checkpoint that depends on how models lie over the processes.
+
+    Attributes:
+        weights: one state dict per model, as the main process writes it; hooks may take entries out.
+        optimizers: those whose whole state the main process writes.
+        write: writes everything else, in the strategy's own format.
+    """
+
+    weights: Iterable[StateDict] = ()
+    optimizers: Sequence[Saved] = ()
+    write: WriteStrategyState | None = None
+
+
+class StateStrategy(Protocol):
+    """The way to get the state of models and optimizers out of their shards, and back into them."""
+
+    @property
+    def access(self) -> StateAccess:
+        """The object that loads state into prepared models and their optimizers."""
+        ...
+
+    def checkpoint_state(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+    ) -> StrategyState:
+        """Return the strategy's part of a checkpoint; a collective."""
+        ...
+
+    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
+        """Return those of ``optimizers`` whose state a checkpoint restores."""
+        ...
+
+
+@dataclass
+@final
+class RunState:
+    """The live objects of a run that a checkpoint is made of, and loaded into.
+
+    Attributes:
+        strategy: gets and sets the state of models and optimizers.
+        world: the processes that save and load together; None is this process alone.
+        label: the name of the strategy that a manifest records.
+        step: given back by a load.
+        custom_objects: the objects that the user registered.
+        may_pickle: those of them whose state is saved as a pickle, and may run code when it is loaded.
+        open_window: the gradients of this rank, if the run is saved between two updates.
+        save_hooks: called as ``hook(models, weights, folder)`` on every rank, with the folder of the checkpoint (of one
+            behind a network, the local one that is uploaded); files that they write there are committed too.
+        load_hooks: called as ``hook(models, folder)`` on every rank; a hook may take models out of the list.
+        background: its save may still be running; a save waits for it.
+    """
+
+    strategy: StateStrategy
+    world: World | None = None
+    project: ProjectOptions = field(default_factory=ProjectOptions)
+    label: str = "NO"
+    step: int = 0
+    models: Sequence[torch.nn.Module] = ()
+    optimizers: Sequence[Stateful] = ()
+    schedulers: Sequence[Stateful] = ()
+    dataloaders: Sequence[object] = ()
+    scaler: Stateful | None = None
+    custom_objects: Sequence[Stateful] = ()
+    may_pickle: Sequence[object] = ()
+    open_window: OpenGradients | None = None
+    save_hooks: Iterable[Hook] = ()
+    load_hooks: Iterable[Hook] = ()
+    background: Background | None = None
+
+    @property
+    def is_classic(self) -> bool:
+        """Whether states are saved as pickles under the classic names."""
+        return self.project.checkpoint_format == "classic"
+
+    def pickles(self, obj: object) -> bool:
+        """Return whether the state of a registered object may be a pickle."""
+        return any(obj is one for one in self.may_pickle)
