@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from accelerate.checkpointing import store as locks
-from accelerate.checkpointing.paths import check_name, problem_on_windows
+from accelerate.checkpointing.storage import check_name, problem_on_windows
 from accelerate.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..checkpointing.codec import read_pickle
-from ..checkpointing.paths import inside
+from ..checkpointing.storage import inside
 from ..devices.memory import convert_bytes
 from ..devices.table import CPU
 from ..distributed.world import current_world

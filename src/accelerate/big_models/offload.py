@@ -13,7 +13,7 @@ from typing import Any, Final, final
 
 import torch
 
-from ..checkpointing.paths import inside
+from ..checkpointing.storage import inside
 from ..checkpointing.tensor_files import SAFETENSORS_NAMES, raw_bytes
 from ..devices.table import CPU
 from ..errors import CheckpointError, CheckpointNotFound, SettingError

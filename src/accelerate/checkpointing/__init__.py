@@ -16,13 +16,13 @@ All are collectives of ``world`` (None: this process alone), and a failure on on
 - `run_state`: the live objects of a run, which the Accelerator gives to ``save_run``, ``load_run`` and ``resume_run``.
 - `saving`, `loading`: the state of a whole run; `series`: numbered checkpoints, and which of them are kept.
 - `store`: the folder of one checkpoint, from staging to commit; `remote`: the same behind a network; `storage`: folders
-  on a disk or elsewhere; `manifest`: the list of a checkpoint's files; `paths`: which file names are safe.
-- `agreement`: errors and messages between ranks; `items`: the pieces of state, written now or from a snapshot;
-  `background`: saving in a thread; `added_items`: items of ranks that come late.
-- `codec`: state dicts as JSON and tensors, old pickles through an allow-list; `tensor_files`: safetensors.
-- `layout`: file names; `weights`: the files of models, selections, export; `objects`: single objects, registered
-  objects and hooks; `sharded`: sharded state, `dcp`: its files; `merge`: shards to
-  one file.
+  on a disk or elsewhere, and which file names are safe; `manifest`: the list of a checkpoint's files.
+- `agreement`: errors and messages between ranks; `items`: the pieces of state that a run becomes, also those of ranks
+  that come late; `background`: snapshots, and saving in a thread.
+- `codec`: state dicts as JSON and tensors, old pickles through an allow-list; `tensor_files`: safetensors; `layout`:
+  the files of each kind of state.
+- `weights`: the files of models, selections, export; `objects`: single objects, registered objects and hooks;
+  `sharded`: sharded state, `dcp`: its files, read or merged into one.
 
 Names are resolved when they are used, because a listing (`series`) needs no torch.
 """
@@ -37,6 +37,7 @@ from ..lazy import names_from
 if TYPE_CHECKING:
     from .background import Background
     from .codec import EncodingError
+    from .dcp import merge_fsdp_weights
     from .loading import (
         LoadedCheckpoint,
         LoadOptions,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
         resume_checkpoint,
         resume_run,
     )
-    from .merge import merge_fsdp_weights
     from .objects import Hooks, check_registrable, load, load_custom_state, save, save_custom_state
     from .run_state import RunState, StrategyState
     from .saving import participants_of_save, save_accelerator_state, save_run, write_checkpoint
@@ -112,7 +112,7 @@ __getattr__: Callable[[str], Any] = names_from(
         "store": "CheckpointStore StagingDirectory",
         "weights": "export_model Selection"
         " clean_state_dict_for_safetensors convert_file_size_to_int load_weights save_model",
-        "merge": "merge_fsdp_weights",
+        "dcp": "merge_fsdp_weights",
         "objects": "Hooks check_registrable load load_custom_state save save_custom_state",
         "loading": "LoadOptions LoadedCheckpoint find_newest load_accelerator_state load_run read_checkpoint"
         " resume_checkpoint resume_run",

@@ -1,4 +1,4 @@
-"""The items of a checkpoint, taken from live objects: written right away, or from a snapshot in host memory.
+"""The items of a checkpoint, taken from live objects: written right away, from a snapshot, or added by a late rank.
 
 An item is a value and the way in which it is written. A snapshot copies the tensors of items into memory that nobody
 else changes; the files that are written from the copies are the same, byte for byte.
@@ -6,26 +6,29 @@ else changes; the files that are written from the copies are the same, byte for 
 
 from __future__ import annotations
 
-import mmap
+import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from io import BytesIO
+from pathlib import Path
 from typing import Any, Final, final
 
 import torch
 
-from ..cores import threads_of_this_rank
-from ..devices.table import kind_of
+from ..distributed.call_rendezvous import CallParticipants
 from ..distributed.random import capture_rng_states
-from ..distributed.world import current_world
+from ..errors import CheckpointError, CollectiveError
+from ..names import MANIFEST_NAME
+from .agreement import Ranks
 from .codec import Encoded, encode
 from .layout import (
     CUSTOM,
     GRADIENTS,
+    INLINE_LIMIT_BYTES,
     LOADER,
     OPTIMIZER,
     RANDOM,
@@ -33,10 +36,12 @@ from .layout import (
     SCHEDULER,
     StateFiles,
     to_classic_streams,
+    write_encoded,
 )
-from .objects import INLINE_LIMIT_BYTES, write_encoded
+from .manifest import PIN_NAME, FileRecord, Manifest, measure, read_manifest
 from .run_state import RunState, StateDict, StrategyState
-from .store import Create
+from .storage import LocalStorage, Storage, storage_of
+from .store import Create, StagingDirectory, file_names
 from .weights import Selection, check_weights, shared_names, write_weights
 
 
@@ -241,130 +246,83 @@ class RunItems:
         return StateItem(state_files.name(number), encode(value, what), beside=state_files.tensors_beside)
 
 
-# --------------------------------------------------------------------------------------------------
-# Snapshots in host memory. The training waits for them, so they copy as fast as the memory allows.
+# ------------------------------------------------------------------------------------------ of a late rank
+#
+# Added to a checkpoint which the main process has saved alone and committed. The files come first and the manifest,
+# which then lists them, last, each whole or not at all: whatever is killed, the checkpoint stays valid. Nothing is
+# added to a checkpoint that is gone or has been replaced meanwhile.
 
-_ALIGNMENT_BYTES: Final = 64
-_TASK_BYTES: Final = 16 << 20  # copied by one thread at a time
-_MAX_THREADS: Final = 4  # more don't make the memory faster
+#: In a manifest's details: the ranks whose own items are not in the checkpoint.
+ABSENT_RANKS: Final = "absent_ranks"
 
 
 @final
-class HostMemory:
-    """Host memory for the copies of a snapshot, used again by the next one because fresh memory is slow to touch."""
+class AddedItems:
+    """The items that one rank adds to a checkpoint that the main process has saved alone."""
 
-    def __init__(self) -> None:
-        self._plain = torch.empty(0, dtype=torch.uint8)
-        self._pinned = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, participants: CallParticipants, ranks: Ranks) -> None:
+        self._participants = participants
+        self._folder = Path(tempfile.mkdtemp(prefix="accelerate-added-"))
+        self.staging: StagingDirectory = StagingDirectory(
+            self._folder / (Path(participants.address).name or "items"), False, ranks
+        )
+        self.staging.folder.mkdir()
+        self.items: list[CheckpointItem] = []
 
-    def snapshot(self, items: Iterable[CheckpointItem]) -> None:
-        """Copy the tensors of all items as they are now, over the copies of the snapshot before."""
-        items = list(items)
-        originals = {id(tensor): tensor for item in items for tensor in item.tensors()}
-        host_tensors = {key: tensor for key, tensor in originals.items() if tensor.device.type == "cpu"}
-        device_tensors = {key: tensor for key, tensor in originals.items() if key not in host_tensors}
-        if _num_bytes(host_tensors) > self._plain.numel():
-            self._plain = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
-            self._plain = _allocate_huge_pages(_num_bytes(host_tensors))
-        if _num_bytes(device_tensors) > self._pinned.numel():
-            self._pinned = torch.empty(0, dtype=torch.uint8)
-            self._pinned = _allocate_pinned(_num_bytes(device_tensors))
-        device_copies = _views(device_tensors, self._pinned)
-        with torch.no_grad():
-            for key, copy in device_copies.items():  # in parallel with the copies of host tensors
-                copy.copy_(device_tensors[key].detach(), non_blocking=True)
-        host_copies = _views(host_tensors, self._plain)
-        _copy([(copy, host_tensors[key].detach()) for key, copy in host_copies.items()])
-        for device in {tensor.device for tensor in device_tensors.values()}:
-            kind_of(device).synchronize()
-        for item in items:
-            item.use_copies(device_copies | host_copies)
+    def add(self) -> None:
+        """Wait until the main process has committed, and add the files.
 
-    def release(self) -> None:
-        """Free the memory."""
-        self._plain = self._pinned = torch.empty(0, dtype=torch.uint8)
+        Raises:
+            CheckpointError: the main process couldn't save, or these items couldn't be written.
+        """
+        address = self._participants.address
+        try:
+            identity = self._participants.wait_for_outcome()
+            for item in self.items:
+                item.write(self.staging.create)
+            with self._participants.exclusive():
+                _add_files(storage_of(address), identity, self.staging)
+        except FileNotFoundError:
+            return  # it was removed meanwhile
+        except (OSError, CollectiveError) as error:
+            raise CheckpointError(f"can't save {address}: {error}") from error
+        finally:
+            self.items.clear()
+            self.close()
 
-
-def _padded(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _num_bytes(tensors: Mapping[int, torch.Tensor]) -> int:
-    return sum(map(_padded, tensors.values()))
+    def close(self) -> None:
+        """Remove the temporary folder."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _allocate_pinned(num_bytes: int) -> torch.Tensor:
-    try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:  # a device without pinned memory: copies are only slower
-        return torch.empty(num_bytes, dtype=torch.uint8)
+def _add_files(storage: Storage, identity: str, staging: StagingDirectory) -> None:
+    manifest = read_manifest(storage)
+    if manifest is None or manifest.identity != identity:
+        return  # removed, or replaced by a later save
+    added: dict[str, FileRecord] = {}
+    for name in file_names(staging.folder):
+        if name not in manifest.files and name not in (MANIFEST_NAME, PIN_NAME):
+            added[name] = staging.records.get(name) or measure(staging.folder / name)
+            _write_into(storage, name, (staging.folder / name).read_bytes())
+    storage.write(MANIFEST_NAME, _with_added(manifest, staging, added).to_bytes())
 
 
-def _allocate_huge_pages(num_bytes: int) -> torch.Tensor:
-    """Allocate memory in huge pages, where the system has them, so that touching it first causes few page faults."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(num_bytes, dtype=torch.uint8)
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel that is built without them
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
+def _write_into(storage: Storage, name: str, data: bytes) -> None:
+    *parents, leaf = name.split("/")
+    for parent in parents:
+        storage = storage.child(parent)
+        if isinstance(storage, LocalStorage):
+            storage.path.mkdir(exist_ok=True)  # not the checkpoint's own folder: one that was removed stays so
+    storage.write(leaf, data)
 
 
-def _views(tensors: Mapping[int, torch.Tensor], memory: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Return a view of ``memory`` for every tensor, with its shape and dtype, one after the other."""
-    views: dict[int, torch.Tensor] = {}
-    start = 0
-    for key, tensor in tensors.items():
-        num_bytes = tensor.numel() * tensor.element_size()
-        views[key] = memory[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
-        start += _padded(tensor)
-    return views
-
-
-Copy = tuple[torch.Tensor, torch.Tensor]
-
-
-def _copy(pairs: Iterable[Copy]) -> None:
-    """Copy the second tensor of every pair into the first, by several threads, however many torch computes with."""
-    tasks = _tasks(pairs)
-    num_threads = min(_num_threads(), len(tasks))
-    if num_threads <= 1:
-        for task in tasks:
-            _run(task)
-        return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="snapshot") as pool:
-        for _ in pool.map(_run, tasks):  # raises what a thread raised
-            pass
-
-
-def _num_threads() -> int:
-    """Return the number of threads that copy: at most this process's share of the host's cores."""
-    world = current_world()
-    return min(_MAX_THREADS, threads_of_this_rank(world.local_size if world is not None else 1))
-
-
-def _tasks(pairs: Iterable[Copy]) -> list[list[Copy]]:
-    """Divide the copies into tasks of similar size: small tensors together, large ones in pieces."""
-    tasks: list[list[Copy]] = []
-    bytes_left = 0
-    for target, source in pairs:
-        for piece in _pieces(target, source):
-            if bytes_left <= 0:
-                tasks.append([])
-                bytes_left = _TASK_BYTES
-            tasks[-1].append(piece)
-            bytes_left -= piece[0].numel() * piece[0].element_size()
-    return tasks
-
-
-def _pieces(target: torch.Tensor, source: torch.Tensor) -> list[Copy]:
-    if source.numel() * source.element_size() <= _TASK_BYTES or not source.is_contiguous():
-        return [(target, source)]
-    size = _TASK_BYTES // source.element_size()
-    return list(zip(target.view(-1).split(size), source.view(-1).split(size), strict=True))
-
-
-def _run(task: list[Copy]) -> None:
-    with torch.no_grad():
-        for target, source in task:
-            target.copy_(source)
+def _with_added(manifest: Manifest, staging: StagingDirectory, added: dict[str, FileRecord]) -> Manifest:
+    absent = [rank for rank in manifest.details.get(ABSENT_RANKS, []) if rank != staging.ranks.rank]
+    details = {name: value for name, value in manifest.details.items() if name != ABSENT_RANKS}
+    pickled = sorted({*manifest.pickled, *(name for name in staging.pickled if name in added)})
+    return replace(
+        manifest,
+        files={**manifest.files, **added},
+        pickled=tuple(pickled),
+        details={**details, **({ABSENT_RANKS: absent} if absent else {})},
+    )

@@ -1,4 +1,4 @@
-"""The file names of a checkpoint's state, in the safe format and in the classic one.
+"""The files of a checkpoint's state and their names, in the safe format and in the classic one.
 
 | state | safe | classic |
 |---|---|---|
@@ -15,6 +15,7 @@ Further objects of a kind add `_1`, `_2`, ... to the stem.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,60 @@ import numpy as np
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import CUSTOM_CHECKPOINT_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCHEDULER_NAME, engine_tag
 from ..optional import require
-from .codec import read_pickle, write_pickle
-from .objects import read_state
+from .codec import Encoded, decode, encode, envelope, inline, inlined_tensor, open_envelope, read_pickle, write_pickle
+from .storage import inside
 from .store import Create
+from .tensor_files import open_tensors, write_tensors
+
+#: State that is larger than this never goes into a JSON file itself.
+INLINE_LIMIT_BYTES: Final = 16 << 20
+
+
+def write_state(create: Create, stem: str, value: Any, *, name: str, beside: bool) -> None:
+    """Write ``value`` to ``{stem}.json``, its tensors with it, or with ``beside`` to ``{stem}.safetensors``.
+
+    Raises:
+        EncodingError: part of the value has no form without pickle; the text begins with its path under ``name``.
+    """
+    encoded = encode(value, name)
+    write_encoded(create, stem, encoded, beside=beside or encoded.num_tensor_bytes > INLINE_LIMIT_BYTES)
+
+
+def write_encoded(create: Create, stem: str, encoded: Encoded, *, beside: bool) -> None:
+    """Write an encoded state to ``{stem}.json``, and with ``beside`` its tensors to ``{stem}.safetensors``."""
+    tensor_file = f"{stem}.safetensors"
+    content = envelope(encoded.document, beside=tensor_file) if beside else inline(encoded)
+    if beside:
+        with create(tensor_file) as file:
+            write_tensors(file, encoded.tensors, {"format": "pt"})
+    with create(f"{stem}.json") as file:
+        file.write(json.dumps(content, separators=(",", ":")).encode())
+
+
+def read_state(folder: Path, stem: str) -> Any:
+    """Read the value in ``{stem}.json``; its tensors are in host memory of their own.
+
+    Raises:
+        CheckpointNotFound: there is no such file.
+        CheckpointError: it isn't one that this version can read.
+    """
+    path = folder / f"{stem}.json"
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointNotFound(f"{path} is missing") from None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: can't be read ({error})") from error
+    content = open_envelope(content, str(path))
+    beside = content.get("tensors_in")
+    if beside is None:
+        return decode(content["state"], lambda key: inlined_tensor(content, key), str(path))
+    if beside != f"{stem}.safetensors":
+        raise CheckpointError(f"{path}: its tensors can't lie in {beside!r}")
+    if not (folder / beside).is_file():
+        raise CheckpointNotFound(f"{folder / beside} is missing")
+    with open_tensors(inside(folder, beside, path)) as tensors:
+        return decode(content["state"], tensors.owned, str(path))
 
 
 @dataclass(frozen=True)

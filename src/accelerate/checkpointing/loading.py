@@ -15,9 +15,9 @@ from ..distributed.world import current_world
 from ..errors import CheckpointError, CheckpointNotFound
 from ..settings.training import ProjectOptions
 from . import sharded
-from .added_items import ABSENT_RANKS
 from .agreement import Ranks
 from .codec import read_pickle
+from .items import ABSENT_RANKS
 from .layout import (
     CUSTOM,
     GRADIENTS,
@@ -323,11 +323,11 @@ class Loading:
     options: LoadOptions
 
     def __post_init__(self) -> None:
-        self.ranks = self.store.ranks
-        self.manifest = self.found.manifest
+        self.ranks: Ranks = self.store.ranks
+        self.manifest: Manifest | None = self.found.manifest
         self.details: Mapping[str, Any] = {} if self.manifest is None else self.manifest.details
         self.absent: list[int] = self.details.get(ABSENT_RANKS, [])
-        self.access = self.run.strategy.access
+        self.access: sharded.StateAccess = self.run.strategy.access
 
     def load(self) -> LoadedCheckpoint:
         """Load the checkpoint into all objects; on an error on any rank, raise on all."""

@@ -24,8 +24,7 @@ from uuid import uuid4
 
 from ..errors import CheckpointError
 from ..names import MANIFEST_NAME
-from .paths import inside, reason_against
-from .storage import Storage, storage_of
+from .storage import Storage, inside, reason_against, storage_of
 
 #: Progress is shown only of operations that take longer.
 QUIET_SECONDS: Final = 1.0

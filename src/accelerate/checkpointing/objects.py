@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any, Final, final
+from typing import IO, Any, final
 from uuid import uuid4
 
 import torch
@@ -21,18 +20,16 @@ from ..distributed.world import current_world
 from ..errors import CheckpointError, CheckpointNotFound, SettingError
 from ..names import CUSTOM_CHECKPOINT_NAME, MANIFEST_NAME
 from .agreement import Ranks
-from .codec import Encoded, decode, encode, envelope, inline, inlined_tensor, open_envelope, read_pickle, write_pickle
+from .codec import encode, read_pickle, write_pickle
+from .layout import read_state, write_state
 from .manifest import UNFINISHED_NAME, Manifest, read_manifest
-from .paths import inside
 from .run_state import Hook, Saved, Stateful
-from .store import CheckpointStore, Create, DurableFile, StagingDirectory, Store, file_names, fsync_path
+from .storage import inside
+from .store import CheckpointStore, DurableFile, StagingDirectory, Store, file_names, fsync_path
 from .tensor_files import open_tensors, write_tensors
 from .weights import clean_state_dict_for_safetensors
 
 _log = logging.getLogger(__name__)
-
-#: State that is larger than this never goes into a JSON file itself.
-INLINE_LIMIT_BYTES: Final = 16 << 20
 
 
 @final
@@ -87,53 +84,6 @@ def check_registrable(objects: Iterable[object], *, first: int = 0, may_pickle: 
 
 
 # ------------------------------------------------------------------------------------ state files of a folder
-
-
-def write_state(create: Create, stem: str, value: Any, *, name: str, beside: bool) -> None:
-    """Write ``value`` to ``{stem}.json``, its tensors with it, or with ``beside`` to ``{stem}.safetensors``.
-
-    Raises:
-        EncodingError: part of the value has no form without pickle; the text begins with its path under ``name``.
-    """
-    encoded = encode(value, name)
-    write_encoded(create, stem, encoded, beside=beside or encoded.num_tensor_bytes > INLINE_LIMIT_BYTES)
-
-
-def write_encoded(create: Create, stem: str, encoded: Encoded, *, beside: bool) -> None:
-    """Write an encoded state to ``{stem}.json``, and with ``beside`` its tensors to ``{stem}.safetensors``."""
-    tensor_file = f"{stem}.safetensors"
-    content = envelope(encoded.document, beside=tensor_file) if beside else inline(encoded)
-    if beside:
-        with create(tensor_file) as file:
-            write_tensors(file, encoded.tensors, {"format": "pt"})
-    with create(f"{stem}.json") as file:
-        file.write(json.dumps(content, separators=(",", ":")).encode())
-
-
-def read_state(folder: Path, stem: str) -> Any:
-    """Read the value in ``{stem}.json``; its tensors are in host memory of their own.
-
-    Raises:
-        CheckpointNotFound: there is no such file.
-        CheckpointError: it isn't one that this version can read.
-    """
-    path = folder / f"{stem}.json"
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointNotFound(f"{path} is missing") from None
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: can't be read ({error})") from error
-    content = open_envelope(content, str(path))
-    beside = content.get("tensors_in")
-    if beside is None:
-        return decode(content["state"], lambda key: inlined_tensor(content, key), str(path))
-    if beside != f"{stem}.safetensors":
-        raise CheckpointError(f"{path}: its tensors can't lie in {beside!r}")
-    if not (folder / beside).is_file():
-        raise CheckpointNotFound(f"{folder / beside} is missing")
-    with open_tensors(inside(folder, beside, path)) as tensors:
-        return decode(content["state"], tensors.owned, str(path))
 
 
 @contextmanager

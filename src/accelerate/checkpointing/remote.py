@@ -29,8 +29,7 @@ from ..errors import CheckpointError, CheckpointNotFound
 from ..names import MANIFEST_NAME
 from .agreement import Ranks
 from .manifest import PIN_NAME, UNFINISHED_NAME, ByteProgress, FileRecord, Manifest, measure, read_manifest
-from .paths import inside
-from .storage import LocalStorage, RemoteStorage, Storage, storage_of
+from .storage import LocalStorage, RemoteStorage, Storage, inside, storage_of
 from .store import CheckpointStore, StagingDirectory, Store
 
 _NUM_TRANSFERS: Final = 4

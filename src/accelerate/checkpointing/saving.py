@@ -17,10 +17,9 @@ from ..distributed.random import has_common_seed
 from ..distributed.world import current_world
 from ..errors import CheckpointError, SettingError
 from ..settings.training import ProjectOptions
-from .added_items import ABSENT_RANKS, AddedItems
 from .agreement import Ranks, StoreCollectives
 from .background import Background
-from .items import CheckpointItem, DeferredItem, RunItems
+from .items import ABSENT_RANKS, AddedItems, CheckpointItem, DeferredItem, RunItems
 from .layout import OPEN_WINDOW, STREAMS_ALIKE
 from .manifest import PIN_NAME, SILENT, ByteProgress, Manifest, read_manifest
 from .objects import run_hooks

@@ -31,7 +31,7 @@ from ..errors import CheckpointError, CheckpointNotFound
 from ..names import MANIFEST_NAME
 from .agreement import Ranks
 from .manifest import PIN_NAME, SILENT, ByteProgress, FileRecord, Manifest, measure, problems, read_manifest
-from .paths import check_name, inside
+from .storage import check_name, inside
 
 if TYPE_CHECKING:
     from ..distributed.world import World

@@ -27,7 +27,7 @@ from ..errors import CheckpointError, CheckpointNotFound, SettingError
 from ..names import MODEL_NAME, SAFE_MODEL_NAME
 from .agreement import Ranks, write_on_main
 from .codec import read_pickle, write_pickle
-from .paths import inside
+from .storage import inside
 from .store import Create, DurableFile, fsync_path
 from .tensor_files import TensorFile, check_tensor, open_tensors, write_tensors
 

@@ -16,12 +16,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from accelerate.checkpointing import added_items as added_items_module
+from accelerate.checkpointing import items as added_items_module
 from accelerate.checkpointing import write_checkpoint
-from accelerate.checkpointing.added_items import ABSENT_RANKS, AddedItems
 from accelerate.checkpointing.agreement import Ranks
 from accelerate.checkpointing.codec import encode
-from accelerate.checkpointing.items import StateItem
+from accelerate.checkpointing.items import ABSENT_RANKS, AddedItems, StateItem
 from accelerate.checkpointing.layout import RANDOM
 from accelerate.checkpointing.manifest import Manifest, read_manifest
 from accelerate.checkpointing.objects import read_state

@@ -21,14 +21,12 @@ from accelerate.big_models.load import load_checkpoint_in_model
 from accelerate.big_models.offload import OffloadedWeightsLoader, offload_state_dict
 from accelerate.checkpointing import write_checkpoint
 from accelerate.checkpointing.agreement import Ranks
-from accelerate.checkpointing.dcp import read_metadata
+from accelerate.checkpointing.dcp import merge_fsdp_weights, read_metadata
 from accelerate.checkpointing.manifest import Manifest, measure, problems, read_manifest
-from accelerate.checkpointing.merge import merge_fsdp_weights
 from accelerate.checkpointing.objects import read_state
-from accelerate.checkpointing.paths import inside
 from accelerate.checkpointing.remote import RemoteStore
 from accelerate.checkpointing.series import inspect
-from accelerate.checkpointing.storage import RemoteStorage, storage_of
+from accelerate.checkpointing.storage import RemoteStorage, inside, storage_of
 from accelerate.checkpointing.store import CheckpointStore
 from accelerate.checkpointing.weights import load_weights
 from accelerate.errors import CheckpointError
@@ -319,19 +317,19 @@ PLACES: Final[dict[str, str]] = {
     "checkpointing/dcp.py read_metadata": "metadata of a distributed checkpoint",
     "checkpointing/store.py DurableFile.__init__": OWN,
     "checkpointing/layout.py StateFiles.read": OWN,
-    "checkpointing/added_items.py _add": OWN,
+    "checkpointing/items.py _add_files": OWN,
     "checkpointing/store.py is_locked": OWN,
     "checkpointing/store.py lock": OWN,
     "checkpointing/manifest.py measure": "manifest",
     "checkpointing/objects.py load": GIVEN,
     "checkpointing/objects.py read_custom_state": OWN,
     "checkpointing/objects.py save": GIVEN,
-    "checkpointing/objects.py read_state": "test_tensors_beside_a_state_are_not_read_through_a_link_that_leads_out",
+    "checkpointing/layout.py read_state": "test_tensors_beside_a_state_are_not_read_through_a_link_that_leads_out",
     "checkpointing/storage.py LocalStorage.read": OWN,
     "checkpointing/storage.py LocalStorage.write": OWN,
     "checkpointing/loading.py Loading._read_model": OWN,
     "checkpointing/sharded.py _unpacked": "no file: what other ranks say",
-    "checkpointing/items.py _allocate_huge_pages": "no file: memory",
+    "checkpointing/background.py _allocate_huge_pages": "no file: memory",
     "checkpointing/store.py fsync_path": OWN,
     "checkpointing/store.py write_durably": OWN,
     "checkpointing/tensor_files.py open_tensors": GIVEN,
@@ -397,10 +395,10 @@ CHANGES: Final[dict[str, str]] = {
     "checkpointing/objects.py _HookFolder._set_aside": OF_A_MANIFEST,
     "checkpointing/objects.py _HookFolder.close": OWN,
     "checkpointing/objects.py _HookFolder.prepare": OWN,
-    "checkpointing/added_items.py AddedItems.close": OWN,
+    "checkpointing/items.py AddedItems.close": OWN,
     "checkpointing/store.py remove_lock_file": OWN,
     "checkpointing/store.py unlock": OWN,
-    "checkpointing/merge.py _remove": GIVEN,
+    "checkpointing/dcp.py _remove": GIVEN,
     "checkpointing/objects.py atomic_file": OWN,
     "checkpointing/storage.py LocalStorage.delete": OWN,
     "checkpointing/storage.py LocalStorage.remove": LISTED,
@@ -450,7 +448,7 @@ def test_every_place_that_replaces_or_removes_a_file_says_where_its_name_comes_f
 
 def test_every_place_that_follows_a_name_in_a_file_asks_the_one_function() -> None:
     followers = {place.partition(" ")[0] for place, source in PLACES.items() if source in ATTACKS}
-    followers |= {"checkpointing/objects.py", "big_models/offload.py"}
+    followers |= {"checkpointing/layout.py", "big_models/offload.py"}
     followers |= {place.partition(" ")[0] for place, source in CHANGES.items() if source == OF_A_MANIFEST}
     asking = {
         path.relative_to(PACKAGE).as_posix()

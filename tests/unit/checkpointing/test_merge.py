@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accelerate.checkpointing import merge as merge_module
+from accelerate.checkpointing import dcp as merge_module
 from accelerate.checkpointing import merge_fsdp_weights, read_checkpoint, save_model
 from accelerate.checkpointing.dcp import read_metadata
 from accelerate.checkpointing.sharded import InPlace, read_optimizer_shards, write_model_shards, write_optimizer_shards
