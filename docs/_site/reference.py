@@ -1,17 +1,24 @@
-"""The pages that are made from the declarations themselves: commands, and every setting under each of its names."""
+"""The pages that are made from the declarations themselves: commands, settings under each name, public names."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import io
 import os
+import sys
 from collections.abc import Iterator
 from html import escape
+from pathlib import Path
+from types import ModuleType
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from accelerate.commands.main import COMMANDS
 from accelerate.settings.document import options_with_groups
 from accelerate.settings.option import OptionInfo
+from tests.contract.public_modules import PUBLIC_MODULES, public_module, public_names
 
 
 def commands_page() -> str:
@@ -66,6 +73,33 @@ def _row(option: OptionInfo) -> str:
     return f"| {names} | {default} | {help} |"
 
 
+def public_names_page() -> str:
+    """Make a table per public module: its names, and what each is."""
+    parts = [
+        "# Public names",
+        "",
+        "The modules that programs may import from, old addresses included; a name stays where it is listed here.",
+        "Every other module is internal, and may move in any release.",
+        "",
+    ]
+    for address in PUBLIC_MODULES:
+        module = public_module(address)
+        parts += [f"## {address}", "", _first_line(module), "", "| name | what it is |", "|---|---|"]
+        parts += [f"| `{name}` | {_described(getattr(module, name))} |" for name in public_names(module)] + [""]
+    return "\n".join(parts)
+
+
+def _described(value: object) -> str:
+    """Return the first line of a class's, function's or module's docstring, and the type of anything else."""
+    if isinstance(value, type) or inspect.isroutine(value) or isinstance(value, ModuleType):
+        return _first_line(value)
+    return f"{type(value).__name__}"
+
+
+def _first_line(value: object) -> str:
+    return escape((inspect.getdoc(value) or "").partition("\n")[0], quote=False).replace("|", "\\|")
+
+
 def _code(word: str | None) -> str:
     return f"`{word}`" if word else ""
 
@@ -74,3 +108,4 @@ def generated() -> Iterator[tuple[str, str]]:
     """(address of the page, its markdown)."""
     yield "reference/commands.md", commands_page()
     yield "reference/settings.md", settings_page()
+    yield "reference/public_names.md", public_names_page()

@@ -42,6 +42,7 @@ from .training.scheduler import AcceleratedScheduler, check_mode
 
 if TYPE_CHECKING:
     from .distributed.mesh import Mesh
+    from .distributed.process_control import Guard, Parameters, Result
     from .plugins.data import DataLoaderConfiguration
     from .plugins.deepspeed import DeepSpeedPlugin
     from .plugins.fsdp import FullyShardedDataParallelPlugin
@@ -65,6 +66,7 @@ T3 = TypeVar("T3")
 T4 = TypeVar("T4")
 T5 = TypeVar("T5")
 T6 = TypeVar("T6")
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 class Accelerator:
@@ -490,23 +492,51 @@ class Accelerator:
         """Enter a context whose value is this process's part of ``inputs``."""
         return process_control.split_between_processes(inputs, apply_padding, world=self.world)
 
-    def on_main_process(self, function: Any = None) -> Any:
+    @overload
+    def on_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_main_process(self, function: None = None) -> Guard: ...
+    def on_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., Any]:
         """Wrap ``function`` so that it runs on rank 0 only, and returns None elsewhere."""
         return process_control.only_when(lambda: self.world.is_main, function)
 
-    def on_local_main_process(self, function: Any = None) -> Any:
+    @overload
+    def on_local_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_local_main_process(self, function: None = None) -> Guard: ...
+    def on_local_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., Any]:
         """Wrap ``function`` so that it runs once per host, and returns None elsewhere."""
         return process_control.only_when(lambda: self.world.is_local_main, function)
 
-    def on_last_process(self, function: Any = None) -> Any:
+    @overload
+    def on_last_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_last_process(self, function: None = None) -> Guard: ...
+    def on_last_process(self, function: Callable[..., object] | None = None) -> Callable[..., Any]:
         """Wrap ``function`` so that it runs on the last rank only, and returns None elsewhere."""
         return process_control.only_when(lambda: self.world.is_last, function)
 
-    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+    @overload
+    def on_process(
+        self, function: Callable[Parameters, Result], process_index: int | None = None
+    ) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_process(self, function: None = None, process_index: int | None = None) -> Guard: ...
+    def on_process(
+        self, function: Callable[..., object] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
         """Wrap ``function`` so that it runs on rank ``process_index`` only (always, in a world of one)."""
         return process_control.only_when(lambda: self.world.size == 1 or self.world.rank == process_index, function)
 
-    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+    @overload
+    def on_local_process(
+        self, function: Callable[Parameters, Result], local_process_index: int | None = None
+    ) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_local_process(self, function: None = None, local_process_index: int | None = None) -> Guard: ...
+    def on_local_process(
+        self, function: Callable[..., object] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
         """Wrap ``function`` so that it runs on the given process of every host only (always, in a world of one)."""
         return process_control.only_when(
             lambda: self.world.size == 1 or self.world.local_rank == local_process_index, function
@@ -651,7 +681,7 @@ class Accelerator:
             for name, parameter in self.strategy.named_parameters(argument.current):
                 yield f"{number}.{name}", parameter
 
-    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+    def prepare_model(self, model: Model, device_placement: bool | None = None, evaluation_mode: bool = False) -> Model:
         """Prepare ``model``: convert it to its precision, move it to its device and wrap it for training.
 
         Args:
@@ -670,19 +700,21 @@ class Accelerator:
             return self._register_model(inner, model)
         self.strategy.check_model(model)
         placed = self.device_placement if device_placement is None else device_placement
-        prepared = self.strategy.place_model(model, self.precision, placed, evaluation_mode)
+        prepared: Any = self.strategy.place_model(model, self.precision, placed, evaluation_mode)
         if evaluation_mode:  # not marked: the same model may be prepared for training later
             _register(self._models, model)
             return prepared
         prepared.__dict__["_is_accelerate_prepared"] = True
         return self._register_model(model, prepared)
 
-    def _register_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
+    def _register_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> Any:
         _register(self._models, self.strategy.saved_model(model, prepared))
         self._prepared_models[id(model)] = self._prepared_models[id(prepared)] = prepared
         return prepared
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
         """Wrap ``optimizer`` so that it steps only when gradients are synchronised."""
         if isinstance(optimizer, AcceleratedOptimizer):
             _register(self._optimizers, optimizer)
@@ -698,7 +730,7 @@ class Accelerator:
         _register(self._optimizers, prepared)
         return prepared
 
-    def prepare_scheduler(self, scheduler: Any) -> Any:
+    def prepare_scheduler(self, scheduler: object) -> AcceleratedScheduler:
         """Wrap ``scheduler`` so that it follows the updates of its prepared optimizer."""
         if isinstance(scheduler, AcceleratedScheduler):
             _register(self._schedulers, scheduler)
@@ -722,10 +754,10 @@ class Accelerator:
 
     def prepare_data_loader(
         self,
-        data_loader: torch.utils.data.DataLoader[Any],
+        data_loader: torch.utils.data.DataLoader[T1],
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    ) -> Any:
+    ) -> torch.utils.data.DataLoader[T1]:
         """Wrap ``data_loader`` so that it yields this process's shard of every batch, on its device."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             _register(self._dataloaders, data_loader)
@@ -1042,7 +1074,7 @@ class Accelerator:
 
     # == collectives =======================================================================================
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T1) -> T1:
         """Gather the tensors of every rank, joined along the first dimension, on every rank."""
         return collectives.gather(tensor, world=self.world)
 
@@ -1065,19 +1097,20 @@ class Accelerator:
         """Return a mean over samples of all ranks, each once, of which every rank keeps two numbers."""
         return StreamingMean(self.mesh, self.gradient_state)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: T1, reduction: collectives.Reduction = "sum", scale: float = 1.0) -> T1:
         """Return the elementwise sum, mean or max over ranks, on every rank; ``tensor`` is unchanged."""
         return collectives.reduce(tensor, reduction, scale, world=self.world)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: T1, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T1:
         """Pad ``tensor`` along ``dim`` to the largest size of any rank."""
         return self._metric_gather.pad(tensor, dim, pad_index, pad_first=pad_first)
 
     # == models and state ==================================================================================
 
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+    def unwrap_model(self, model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Model:
         """Return the user's own model."""
-        return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+        own: Any = self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+        return own
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict of ``model``; a collective where the model is sharded over the ranks."""

@@ -11,12 +11,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final, overload
 
 import torch
 
 from .devices.table import kind_of
 from .distributed import process_control
+from .distributed.process_control import Guard, Parameters, Result
 from .distributed.world import World, current_world, expected_backend, forget_world, join_world, leave_group, set_debug
 from .errors import SettingError
 from .plugins import Plugins
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
     from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .settings.run import Settings
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 __all__ = [
     "AcceleratorState",
@@ -267,27 +265,53 @@ class PartialState(_View):
         PartialState._shared_state.clear()
         forget_world()
 
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+    @overload
+    def on_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_main_process(self, function: None = None) -> Guard: ...
+    def on_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., Any]:
         """Wrap `function` so that it runs on rank 0 only, and returns None elsewhere."""
         return process_control.only_when(lambda: self.is_main_process, function)
 
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+    @overload
+    def on_local_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_local_main_process(self, function: None = None) -> Guard: ...
+    def on_local_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., Any]:
         """Wrap `function` so that it runs on the first process of every host only, and returns None elsewhere."""
         return process_control.only_when(lambda: self.is_local_main_process, function)
 
-    def on_last_process(self, function: Callable[..., Any] | None = None) -> Any:
+    @overload
+    def on_last_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_last_process(self, function: None = None) -> Guard: ...
+    def on_last_process(self, function: Callable[..., object] | None = None) -> Callable[..., Any]:
         """Wrap `function` so that it runs on the highest rank only, and returns None elsewhere."""
         return process_control.only_when(lambda: self.is_last_process, function)
 
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+    @overload
+    def on_process(
+        self, function: Callable[Parameters, Result], process_index: int | None = None
+    ) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_process(self, function: None = None, process_index: int | None = None) -> Guard: ...
+    def on_process(
+        self, function: Callable[..., object] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
         """Wrap `function` so that it runs on rank `process_index` only (always, in a world of one)."""
         return process_control.only_when(
             lambda: not self.use_distributed or self.process_index == process_index, function
         )
 
+    @overload
     def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Any:
+        self, function: Callable[Parameters, Result], local_process_index: int | None = None
+    ) -> Callable[Parameters, Result | None]: ...
+    @overload
+    def on_local_process(self, function: None = None, local_process_index: int | None = None) -> Guard: ...
+    def on_local_process(
+        self, function: Callable[..., object] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
         """Wrap `function` so that it runs on that process of every host only (always, in a world of one)."""
         return process_control.only_when(
             lambda: not self.use_distributed or self.local_process_index == local_process_index, function

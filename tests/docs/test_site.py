@@ -16,9 +16,10 @@ import yaml
 import accelerate
 from accelerate.commands.main import COMMANDS
 from accelerate.settings.document import options_with_groups
+from tests.contract.public_modules import PUBLIC_MODULES, public_module, public_names
 from tests.docs.pages import DOCUMENTS, ROOT
 
-MADE = {"reference/commands.md", "reference/settings.md"}
+MADE = {"reference/commands.md", "reference/public_names.md", "reference/settings.md"}
 
 
 @pytest.fixture
@@ -111,6 +112,32 @@ def test_the_page_of_commands_has_every_command(site: Any) -> None:
     page = site("reference").commands_page()
     for name in COMMANDS:
         assert re.search(rf"^## accelerate {name}\n.*?```text\nusage:", page, re.MULTILINE | re.DOTALL | re.IGNORECASE)
+
+
+def test_the_page_of_public_names_has_each_of_them_and_no_other_module(site: Any) -> None:
+    page = site("reference").public_names_page()
+    parts = dict(re.findall(r"^## (accelerate[\w.]*)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    assert list(parts) == PUBLIC_MODULES
+    for address, part in parts.items():
+        assert re.findall(r"^\| `(\w+)` \| \S", part, re.MULTILINE) == public_names(public_module(address)), address
+
+
+def test_reference_pages_name_public_addresses() -> None:
+    internal = []
+    for name in sorted(documented()):
+        home, _, member = name.rpartition(".")
+        if name not in PUBLIC_MODULES and not (home in PUBLIC_MODULES and member in public_names(public_module(home))):
+            internal.append(name)
+    assert not internal
+
+
+def test_pages_import_from_public_modules() -> None:
+    internal = []
+    for page in [ROOT / "README.md", *DOCUMENTS.rglob("*.md")]:
+        for home in re.findall(r"^\s*(?:from|import) (accelerate(?:\.\w+)*)", page.read_text(), re.MULTILINE):
+            if home not in PUBLIC_MODULES:
+                internal.append(f"{page.relative_to(ROOT)}: {home}")
+    assert not internal
 
 
 def test_drawings_are_well_formed_and_each_is_used(site: Any) -> None:

@@ -59,6 +59,7 @@ def estimate_command_parser(subparsers: Subparsers | None = None) -> argparse.Ar
 
 
 def count(text: str) -> int:
+    """Read a whole number from 1 on, for the parser of the command line."""
     number = int(text) if text.isascii() and text.isdigit() else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")

@@ -7,11 +7,14 @@ import gc
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar, overload
 
 from . import table
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 #: The messages of the devices' allocators, in lower case, when memory ran out.
 _OUT_OF_MEMORY_MESSAGES: Final = (
@@ -29,7 +32,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     table.empty_caches()
 
 
-def release_memory(*objects: Any) -> list[None]:
+def release_memory(*objects: object) -> list[None]:
     """Collect garbage, empty the device's cache, and return one None for each object.
 
     Assign the result to the names of the objects, so that nothing refers to them any more::
@@ -54,8 +57,20 @@ def should_reduce_batch_size(exception: Exception) -> bool:
     return any(message in text for message in _OUT_OF_MEMORY_MESSAGES)
 
 
+@overload
 def find_executable_batch_size(
-    function: Callable[..., Any] | None = None,
+    function: Callable[Concatenate[int, Parameters], Result],
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> Callable[Parameters, Result]: ...
+@overload
+def find_executable_batch_size(
+    function: None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> Callable[[Callable[Concatenate[int, Parameters], Result]], Callable[Parameters, Result]]: ...
+def find_executable_batch_size(
+    function: Callable[..., object] | None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Callable[..., Any]:
@@ -83,13 +98,13 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    run: Callable[..., Any] = function
+    run: Callable[..., object] = function
     name = getattr(function, "__name__", repr(function))
     smaller = _reducer(reduce_batch_size_fn)
     batch_size = starting_batch_size
 
     @functools.wraps(function)
-    def sized(*args: Any, **kwargs: Any) -> Any:
+    def sized(*args: object, **kwargs: object) -> object:
         nonlocal batch_size
         clear_device_cache(garbage_collection=True)
         _refuse_own_batch_size(run, name, args)
@@ -121,7 +136,7 @@ def _reducer(custom: Callable[..., int] | None) -> Callable[[int], int]:
     return custom if takes_size else lambda _batch_size: custom()
 
 
-def _refuse_own_batch_size(function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> None:
+def _refuse_own_batch_size(function: Callable[..., object], name: str, args: tuple[object, ...]) -> None:
     parameters = list(inspect.signature(function).parameters.values())
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return

@@ -16,7 +16,7 @@ import json
 import warnings
 from collections.abc import Callable
 from itertools import permutations
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from typing import Any, Final, Literal, ParamSpec, TypeVar, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,10 @@ from .world import World, current_world, join_world
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Data = TypeVar("Data")  # a tensor, or containers of tensors
 
-REDUCTIONS: Final = ("sum", "mean", "max", "none")
+Reduction = Literal["sum", "mean", "max", "none"]
+REDUCTIONS: Final[tuple[Reduction, ...]] = get_args(Reduction)
 
 #: The labels of worlds whose ranks communicate through torch.distributed.
 TORCH_DISTRIBUTED_OPERATION_TYPES: Final = (
@@ -199,6 +201,10 @@ def _finish(world: World, work: Any) -> None:
 # -- gather -----------------------------------------------------------------------------------------------
 
 
+@overload
+def gather(tensor: Data, *, world: World | None = None) -> Data: ...
+@overload
+def gather(tensor: Any, *, world: World | None = None, to: int | None) -> Any: ...
 @verify_operation
 def gather(tensor: Any, *, world: World | None = None, to: int | None = None) -> Any:
     """Concatenate every tensor in `tensor` with those of all ranks along dimension 0; a scalar counts as a vector of
@@ -365,7 +371,7 @@ def receive_object(sender: int, *, world: World) -> Any:
 
 
 @verify_operation
-def broadcast(tensor: Any, from_process: int = 0, *, world: World | None = None) -> Any:
+def broadcast(tensor: Data, from_process: int = 0, *, world: World | None = None) -> Data:
     """Overwrite every tensor in `tensor`, in place, with that of rank `from_process`, as torch's broadcast does."""
     here = world_or_joined(world)
     _check_source(from_process, here)
@@ -443,7 +449,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None, *, world: World |
 
 
 @verify_operation
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, world: World | None = None) -> Any:
+def reduce(tensor: Data, reduction: Reduction = "mean", scale: float = 1.0, *, world: World | None = None) -> Data:
     """Return the elementwise sum, mean or max over ranks of every tensor in `tensor`, times `scale`, as new tensors.
 
     The results are tensors of their own, also in a world of one. Truth values add up to int64. With `"none"` nothing
@@ -530,14 +536,14 @@ def _finished(result: torch.Tensor, tensor: torch.Tensor, reduction: str, scale:
 
 @chained_operation
 def pad_across_processes(
-    tensor: Any,
+    tensor: Data,
     dim: int = 0,
     pad_index: float = 0,
     pad_first: bool = False,
     *,
     world: World | None = None,
     num_present: int | None = None,
-) -> Any:
+) -> Data:
     """Pad every tensor in `tensor` along `dim` with `pad_index` to the longest of any rank.
 
     A tensor without that dimension comes back as it is, and so does a nested one (with a warning). With `num_present`

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, cast
+from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 
@@ -17,6 +17,9 @@ from ..errors import PreparationError
 from ..nested import send_to_device
 from .collectives import coordinator_of, world_or_joined
 from .world import World
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 #: The labels of worlds whose ranks each have an accelerator of their own.
 MULTI_DEVICE_LABELS: Final = tuple(kind.label for kind in KINDS if kind.label.startswith("MULTI_") and kind is not CPU)
@@ -93,7 +96,21 @@ def in_order(world: World | None = None) -> Generator[None]:
 # -- guards ------------------------------------------------------------------------------------------------
 
 
-def only_when(is_chosen: Callable[[], bool], function: Callable[..., Any] | None = None) -> Any:
+class Guard(Protocol):
+    """A decorator of functions that run on some processes only, and return None on the others."""
+
+    def __call__(self, function: Callable[Parameters, Result], /) -> Callable[Parameters, Result | None]: ...
+
+
+@overload
+def only_when(
+    is_chosen: Callable[[], bool], function: Callable[Parameters, Result]
+) -> Callable[Parameters, Result | None]: ...
+@overload
+def only_when(is_chosen: Callable[[], bool], function: None = None) -> Guard: ...
+@overload
+def only_when(is_chosen: Callable[[], bool], function: Callable[..., object] | None) -> Callable[..., Any]: ...
+def only_when(is_chosen: Callable[[], bool], function: Callable[..., object] | None = None) -> Callable[..., Any]:
     """Decorate `function` to run where `is_chosen()` holds at the call, and to return None elsewhere.
 
     Without `function`, a decorator that makes such functions.
@@ -102,37 +119,71 @@ def only_when(is_chosen: Callable[[], bool], function: Callable[..., Any] | None
         return functools.partial(only_when, is_chosen)
 
     @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: object, **kwargs: object) -> object:
         return function(*args, **kwargs) if is_chosen() else None
 
     return guarded
 
 
-def on_main_process(function: Callable[..., Any] | None = None, world: World | None = None) -> Any:
+@overload
+def on_main_process(
+    function: Callable[Parameters, Result], world: World | None = None
+) -> Callable[Parameters, Result | None]: ...
+@overload
+def on_main_process(function: None = None, world: World | None = None) -> Guard: ...
+def on_main_process(function: Callable[..., object] | None = None, world: World | None = None) -> Callable[..., Any]:
     """Decorate `function` to run on rank 0; elsewhere the call returns None."""
     return only_when(lambda: world_or_joined(world).is_main, function)
 
 
-def on_local_main_process(function: Callable[..., Any] | None = None, world: World | None = None) -> Any:
+@overload
+def on_local_main_process(
+    function: Callable[Parameters, Result], world: World | None = None
+) -> Callable[Parameters, Result | None]: ...
+@overload
+def on_local_main_process(function: None = None, world: World | None = None) -> Guard: ...
+def on_local_main_process(
+    function: Callable[..., object] | None = None, world: World | None = None
+) -> Callable[..., Any]:
     """Decorate `function` to run on the first process of every host; elsewhere the call returns None."""
     return only_when(lambda: world_or_joined(world).is_local_main, function)
 
 
-def on_last_process(function: Callable[..., Any] | None = None, world: World | None = None) -> Any:
+@overload
+def on_last_process(
+    function: Callable[Parameters, Result], world: World | None = None
+) -> Callable[Parameters, Result | None]: ...
+@overload
+def on_last_process(function: None = None, world: World | None = None) -> Guard: ...
+def on_last_process(function: Callable[..., object] | None = None, world: World | None = None) -> Callable[..., Any]:
     """Decorate `function` to run on the highest rank; elsewhere the call returns None."""
     return only_when(lambda: world_or_joined(world).is_last, function)
 
 
+@overload
 def on_process(
-    function: Callable[..., Any] | None = None, process_index: int | None = None, world: World | None = None
-) -> Any:
+    function: Callable[Parameters, Result], process_index: int | None = None, world: World | None = None
+) -> Callable[Parameters, Result | None]: ...
+@overload
+def on_process(function: None = None, process_index: int | None = None, world: World | None = None) -> Guard: ...
+def on_process(
+    function: Callable[..., object] | None = None, process_index: int | None = None, world: World | None = None
+) -> Callable[..., Any]:
     """Decorate `function` to run on rank `process_index` (always, in a world of one); elsewhere return None."""
     return only_when(lambda: world_or_joined(world).size == 1 or world_or_joined(world).rank == process_index, function)
 
 
+@overload
 def on_local_process(
-    function: Callable[..., Any] | None = None, local_process_index: int | None = None, world: World | None = None
-) -> Any:
+    function: Callable[Parameters, Result], local_process_index: int | None = None, world: World | None = None
+) -> Callable[Parameters, Result | None]: ...
+@overload
+def on_local_process(
+    function: None = None, local_process_index: int | None = None, world: World | None = None
+) -> Guard: ...
+def on_local_process(
+    function: Callable[..., object] | None = None, local_process_index: int | None = None, world: World | None = None
+) -> Callable[..., Any]:
     """Decorate `function` to run on that process of every host (always, in a world of one); elsewhere return None."""
     return only_when(
         lambda: world_or_joined(world).size == 1 or world_or_joined(world).local_rank == local_process_index, function

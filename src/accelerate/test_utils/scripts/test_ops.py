@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from accelerate.distributed.collectives import (
@@ -66,7 +68,7 @@ def test_reduce_mean(state: PartialState) -> None:
     _check_reduce(state, "mean", state.num_processes)
 
 
-def _check_reduce(state: PartialState, reduction: str, divisor: int) -> None:
+def _check_reduce(state: PartialState, reduction: Literal["sum", "mean"], divisor: int) -> None:
     count = state.num_processes
     reduced = reduce(create_tensor(state), reduction)
     expected = torch.arange(1.0, count**2 + 1).view(count, count).sum(0) / divisor
