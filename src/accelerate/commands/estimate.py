@@ -6,11 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import NotBuilt
 from ..optional import is_installed, require
 from .parser import Subparsers, command_parser, run_command, spellings
+
+if TYPE_CHECKING:
+    from ..tools.estimate.plan import Layout
 
 DTYPES = ("float32", "float16", "int8", "int4")
 PRECISIONS = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
@@ -110,7 +113,7 @@ def create_empty_model(
         return find_subject(model_name, cast("Any", library_name), trust_remote_code).build()
 
 
-def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) -> str:
+def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[object]], title: str) -> str:
     """Return a table in a frame, with a title, its cells centred."""
     widths = [max(len(str(row[column])) for row in (headers, *rows)) for column in range(len(headers))]
     width = sum(widths) + len(widths) - 1
@@ -121,7 +124,7 @@ def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) ->
     def rule(left: str, between: str, right: str) -> str:
         return left + between.join("─" * each for each in widths) + right
 
-    def line(cells: list[Any]) -> str:
+    def line(cells: Sequence[object]) -> str:
         return "│" + "│".join(str(cell).center(each) for cell, each in zip(cells, widths, strict=True)) + "│"
 
     head = [f"┌{'─' * width}┐", f"│{title.center(width)}│", rule("├", "┬", "┤"), line(headers), rule("├", "┼", "┤")]
@@ -144,7 +147,7 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
     return found
 
 
-def gather_data(args: argparse.Namespace) -> list[list[Any]]:
+def gather_data(args: argparse.Namespace) -> list[list[str | int | None]]:
     """Return the rows of the first table: precision, bytes of the largest layer, the model, and training with Adam.
 
     Raises:
@@ -186,7 +189,7 @@ def estimate_command(args: argparse.Namespace) -> None:
         draw(found, args.plot)
 
 
-def _layouts(args: argparse.Namespace) -> list[Any]:
+def _layouts(args: argparse.Namespace) -> list[Layout]:
     from ..tools.estimate.plan import Layout
 
     found: list[Layout] = []

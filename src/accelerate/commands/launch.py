@@ -56,6 +56,23 @@ def launch_command_parser(subparsers: Subparsers | None = None) -> argparse.Argu
     return build_launch_parser(launch_options_of())
 
 
+def _run(
+    args: argparse.Namespace, engine: LaunchEngine | None = None, *, replace_process: bool = False
+) -> tuple[int, Settings, LaunchPlan]:
+    """Run the program through ``engine``, or through the one that suits; return (exit code, settings, plan)."""
+    with contextlib.ExitStack() as after:
+        after.callback(release_ports)
+        settings, engine, plan = plan_launch(args, engine)
+        if _shown_instead(args, settings, engine, plan):
+            return 0, settings, plan
+        check_cheap(settings, env.snapshot())
+        if not settings.launch.quiet:
+            for note in plan.notes:
+                print(f"accelerate launch: {note}", file=sys.stderr)
+        code = engine.replace_process(plan) if replace_process and isinstance(engine, OneProcess) else engine.run(plan)
+        return code, settings, plan
+
+
 def _start(args: argparse.Namespace, engine: LaunchEngine | None = None) -> None:
     """Run the program through ``engine``, or through the one that suits.
 
@@ -63,13 +80,7 @@ def _start(args: argparse.Namespace, engine: LaunchEngine | None = None) -> None
         ProcessFailed: it ended with another exit code than 0 (also a ``subprocess.CalledProcessError``).
         SystemExit: the same, under ``--quiet``.
     """
-    with contextlib.ExitStack() as after:
-        after.callback(release_ports)
-        settings, engine, plan = plan_launch(args, engine)
-        if _shown_instead(args, settings, engine, plan):
-            return
-        _check_and_announce(plan, settings)
-        code = engine.run(plan)
+    code, settings, plan = _run(args, engine)
     if code != 0:
         if settings.launch.quiet:
             sys.exit(code)
@@ -128,13 +139,6 @@ def plan_launch(
     return settings, engine, plan
 
 
-def _check_and_announce(plan: LaunchPlan, settings: Settings) -> None:
-    check_cheap(settings, env.snapshot())
-    if not settings.launch.quiet:
-        for note in plan.notes:
-            print(f"accelerate launch: {note}", file=sys.stderr)
-
-
 def launch_command(args: argparse.Namespace) -> None:
     """Run the program until it ends.
 
@@ -159,13 +163,7 @@ def _shown_instead(args: argparse.Namespace, settings: Settings, engine: LaunchE
 def run_launch(args: argparse.Namespace, *, replace_process: bool = False) -> int:
     """Run the program and return its exit code; with ``replace_process``, a single process replaces this one."""
     open_standard_descriptors()
-    with contextlib.ExitStack() as after:
-        after.callback(release_ports)
-        settings, engine, plan = plan_launch(args)
-        if _shown_instead(args, settings, engine, plan):
-            return 0
-        _check_and_announce(plan, settings)
-        return engine.replace_process(plan) if replace_process and isinstance(engine, OneProcess) else engine.run(plan)
+    return _run(args, replace_process=replace_process)[0]
 
 
 def _show_in_one_line(message: Warning | str, category: type[Warning], *_: object) -> None:

@@ -6,9 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from .parser import Subparsers, command_parser, run_command
+
+if TYPE_CHECKING:
+    from ..tools.monitor.reading import RunFiles
 
 _DESCRIPTION: Final = (
     "Show a run while it goes on: a page on this machine (the default), or the terminal. The script reports with "
@@ -66,7 +69,7 @@ def monitor_command(args: argparse.Namespace) -> int:
     return _serve(run, args)
 
 
-def _serve(run: Any, args: argparse.Namespace) -> int:
+def _serve(run: RunFiles, args: argparse.Namespace) -> int:
     from ..tools.monitor.serve import Server
 
     try:

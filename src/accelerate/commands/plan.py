@@ -7,13 +7,18 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..settings import file
 from ..settings.option import Source
 from ..settings.run import collect
+from ..settings.tree import Settings
 from .estimate import PRECISIONS, count
 from .parser import Subparsers, command_parser, run_command, spellings
+
+if TYPE_CHECKING:
+    from ..tools.estimate.plan import Candidate
+    from ..tools.estimate.trace import OptimizerFactory, Traceable
 
 _DESCRIPTION = "Propose how to spread a training run over GPUs, and write the configuration."
 
@@ -98,7 +103,7 @@ def _program(subject: str) -> str:
     return subject if subject.endswith(".py") else "train.py"
 
 
-def _subject(args: argparse.Namespace) -> tuple[Any, Any, int]:
+def _subject(args: argparse.Namespace) -> tuple[Traceable, str | OptimizerFactory, int]:
     """Return (model, optimizer, samples of a batch)."""
     if args.subject.endswith(".py"):
         from ..tools.estimate.subject import FromScript
@@ -110,12 +115,14 @@ def _subject(args: argparse.Namespace) -> tuple[Any, Any, int]:
     return find_subject(args.subject, None, args.trust_remote_code), args.optimizer, args.batch
 
 
-def settings_of(way: Any, gpus: int, gpus_per_host: int, mixed_precision: str, blocks: Sequence[str] = ()) -> Any:
+def settings_of(
+    way: Candidate, gpus: int, gpus_per_host: int, mixed_precision: str, blocks: Sequence[str] = ()
+) -> Settings:
     """Return the settings of a run by the plan ``way``; ``blocks`` are the classes that FSDP shards one by one."""
     layout = way.layout
     hosts = max(1, gpus // gpus_per_host)
     label = "NO" if gpus == 1 else "MULTI_GPU"
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "run.mixed_precision": mixed_precision,
         "launch.num_processes": gpus,
         "launch.num_machines": hosts,

@@ -30,7 +30,7 @@ _DROPPED: Final[Mapping[str, str]] = {
 }
 
 
-def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
+def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, object]:
     """Return the file's content for version 2, and print which options are left out."""
     converted = copy.deepcopy(dict(config))
     section = converted.get("fsdp_config")
@@ -39,7 +39,7 @@ def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
     if int(section.get("fsdp_version", 1)) == 2:
         print("This configuration is for FSDP version 2 already.", file=sys.stderr)
         return converted
-    renewed: dict[str, Any] = {}
+    renewed: dict[str, object] = {}
     for name, value in section.items():
         if name == "fsdp_sharding_strategy":
             renewed["fsdp_reshard_after_forward"] = _reshards(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ...devices.table import CPU, present
 from ...errors import SettingError
@@ -22,7 +22,7 @@ def detected(mixed_precision: str) -> Settings:
     kind, count = present()
     num_devices = 0 if kind is CPU else count
     source = Source("file", "this machine")
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "launch.distributed_type": kind.label if num_devices > 1 else "NO",
         "run.mixed_precision": mixed_precision,
         "launch.num_processes": max(1, num_devices),

@@ -34,7 +34,7 @@ class AllocationTracker(TorchDispatchMode):
         super().__init__()
         self._device_type = device.type
         self._piece = 1 if device.type == CPU.name else _PIECE_BYTES
-        self._known: dict[int, tuple[weakref.ref[Any], int, Kind]] = {}
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Kind]] = {}
         self.num_bytes: dict[Kind, int] = dict.fromkeys(("weights", "buffers", "gradients", "optimizer", "other"), 0)
         #: Called after each allocation.
         self.on_growth: Callable[[], None] | None = None
@@ -54,7 +54,7 @@ class AllocationTracker(TorchDispatchMode):
                 self.num_bytes["other"] -= temporary
         return result
 
-    def count(self, tensors: Iterable[Any], kind: Kind | None = None) -> bool:
+    def count(self, tensors: Iterable[object], kind: Kind | None = None) -> bool:
         """Count the memory of the tensors, as ``kind`` if given; return whether some of it is new."""
         grown = False
         for tensor in tensors:
@@ -75,7 +75,7 @@ class AllocationTracker(TorchDispatchMode):
     def _add(self, key: int, storage: torch.UntypedStorage, kind: Kind) -> None:
         num_bytes = -(-storage.nbytes() // self._piece) * self._piece
 
-        def freed(_: Any) -> None:
+        def freed(_: object) -> None:
             _, size, last_kind = self._known.pop(key)
             self.num_bytes[last_kind] -= size
 

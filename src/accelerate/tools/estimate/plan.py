@@ -8,7 +8,7 @@ Recomputation in Large Transformer Models", 2022: ten parts in thirty-four of a 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, Final, Literal, final, get_args
@@ -116,6 +116,10 @@ def _split_number(part: str) -> tuple[str, str]:
             "fsdp, fsdp-grad, zero1, zero2, zero3, tp, cp, pp; for example 'tp4+fsdp' or 'zero2x8'."
         )
     return found[1], found[2]
+
+
+#: The uses of a device's memory.
+PARTS: Final = ("weights", "buffers", "gradients", "optimizer", "activations", "communication")
 
 
 @final
@@ -234,7 +238,6 @@ def _trained(trace: TrainingTrace, layout: Layout) -> tuple[float, float, float]
 #: The fraction of a device's memory that is left for fragmentation, kernels, and the communication library.
 RESERVE: Final = 0.1
 _DEGREES: Final = (2, 4, 8)
-_PARTS: Final = ("weights", "buffers", "gradients", "optimizer", "activations", "communication", "host")
 
 
 @final
@@ -272,7 +275,7 @@ class Plan:
         """The first candidate that fits; None where none does."""
         return next((each for each in self.candidates if each.fits), None)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return the plan as JSON values, sizes in bytes."""
         return {
             "model": self.model,
@@ -287,7 +290,7 @@ class Plan:
                     "way": each.name,
                     "recompute": each.recompute,
                     "layout": asdict(each.layout),
-                    **{part: getattr(each.footprint, part) for part in _PARTS},
+                    **{part: getattr(each.footprint, part) for part in (*PARTS, "host")},
                     "peak": each.footprint.peak,
                     "fits": each.fits,
                 }
@@ -376,19 +379,16 @@ def _in_order(gpus: int, gpus_per_host: int) -> Iterator[tuple[Layout, bool]]:
 
 def as_text(plan: Plan) -> str:
     """Format the plan as a table with a sentence about the choice."""
-    head = ("way", *_PARTS, "peak", "fits")
-    rows = [(each.name, *map(convert_bytes, _bytes_of(each)), "yes" if each.fits else "") for each in plan.candidates]
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    rows = [("way", *PARTS, "host", "peak", "fits")]
+    rows += [(each.name, *map(convert_bytes, _bytes_of(each)), "yes" if each.fits else "") for each in plan.candidates]
     lines = [
         f"{plan.model} on {plan.gpus} x {convert_bytes(plan.memory)} ({convert_bytes(plan.usable)} planned with): one "
         f"training step of batch {plan.batch} per data-parallel rank and sequence {plan.sequence}, on the busiest rank",
         "",
+        *aligned(rows),
+        "",
     ]
-    for row in (head, *rows):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
     chosen = plan.chosen
-    lines.append("")
     if chosen is None:
         lines.append("Nothing fits. Use more devices, a smaller --batch or --sequence, or lower precision.")
     else:
@@ -397,7 +397,13 @@ def as_text(plan: Plan) -> str:
 
 
 def _bytes_of(candidate: Candidate) -> list[int]:
-    return [*(getattr(candidate.footprint, part) for part in _PARTS), candidate.footprint.peak]
+    return [getattr(candidate.footprint, part) for part in (*PARTS, "host", "peak")]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column begins, the others end together."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
 
 
 def _reason(candidate: Candidate) -> str:

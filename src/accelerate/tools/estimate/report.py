@@ -15,7 +15,7 @@ from ...devices.memory import convert_bytes
 from ...errors import PreparationError
 from ...optional import require
 from ...settings.labels import CustomDtype
-from .plan import Footprint, Layout, footprint
+from .plan import PARTS, Footprint, Layout, aligned, footprint
 from .trace import Traceable, TrainingTrace, trace_training
 
 #: The documented names of precisions.
@@ -26,7 +26,6 @@ DTYPE_NAMES: Final[dict[str, torch.dtype | CustomDtype]] = {
     "int8": torch.int8,
     "int4": CustomDtype.INT4,
 }
-_PARTS: Final = ("weights", "buffers", "gradients", "optimizer", "activations", "communication")
 _COLORS: Final = ("#4477aa", "#99bbdd", "#66ccee", "#228833", "#ee6677", "#ccbb44")
 
 
@@ -55,7 +54,7 @@ class Estimate:
     untraced: str | None
     """Why activations aren't in the numbers; None where they are."""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """Return the estimate as JSON values, sizes in bytes."""
         return {
             "model": self.model,
@@ -71,7 +70,7 @@ class Estimate:
                 {
                     "layout": each.layout.name,
                     "ranks": each.layout.ranks,
-                    **{part: getattr(each, part) for part in _PARTS},
+                    **{part: getattr(each, part) for part in PARTS},
                     "host": each.host,
                     "peak": each.peak,
                 }
@@ -118,46 +117,22 @@ def stored_sizes(model: nn.Module, dtypes: Sequence[str]) -> tuple[StoredSize, .
 def as_text(found: Estimate) -> str:
     """Format the estimate as tables."""
     stored = [("dtype", "largest layer", "total size", "training with Adam")]
-    stored += [
-        (
-            size.dtype,
-            convert_bytes(size.largest_layer),
-            convert_bytes(size.total),
-            "-" if size.training is None else convert_bytes(size.training),
-        )
-        for size in found.stored
-    ]
-    rows = [("layout", "ranks", *_PARTS, "peak per rank", "host")]
-    rows += [
-        (
-            each.layout.name,
-            str(each.layout.ranks),
-            *(convert_bytes(getattr(each, part)) for part in _PARTS),
-            convert_bytes(each.peak),
-            convert_bytes(each.host) if each.host else "-",
-        )
-        for each in found.footprints
-    ]
-    lines = [f"{found.model}: {found.num_parameters:,} parameters", "", *_aligned(stored)]
+    for size in found.stored:
+        training = "-" if size.training is None else convert_bytes(size.training)
+        stored.append((size.dtype, convert_bytes(size.largest_layer), convert_bytes(size.total), training))
+    rows: list[tuple[str, ...]] = [("layout", "ranks", *PARTS, "peak per rank", "host")]
+    for each in found.footprints:
+        parts = [convert_bytes(getattr(each, part)) for part in (*PARTS, "peak")]
+        rows.append((each.layout.name, str(each.layout.ranks), *parts, convert_bytes(each.host) if each.host else "-"))
+    lines = [f"{found.model}: {found.num_parameters:,} parameters", "", *aligned(stored)]
     if found.footprints:
-        lines += ["", f"{_title(found)}, at its fullest moment:", "", *_aligned(rows)]
+        lines += ["", f"{_title(found)}, at its fullest moment:", "", *aligned(rows)]
     return "\n".join(lines + ([] if found.untraced is None else ["", f"Without activations. {found.untraced}"]))
 
 
 def _title(found: Estimate) -> str:
     trace = found.trace
     return f"One training step of batch {trace.batch}, sequence {trace.sequence}, {trace.optimizer_name}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
 
 
 def draw(found: Estimate, path: str | PathLike[str]) -> None:
@@ -176,7 +151,7 @@ def draw(found: Estimate, path: str | PathLike[str]) -> None:
     axes: Any = figure.subplots()
     names = [f"{each.layout.name} ({_ranks(each.layout.ranks)})" for each in found.footprints]
     left = [0.0] * len(names)
-    for part, color in zip(_PARTS, _COLORS, strict=True):
+    for part, color in zip(PARTS, _COLORS, strict=True):
         widths = [getattr(each, part) / size for each in found.footprints]
         if any(widths):
             axes.barh(names, widths, left=left, color=color, label=part, height=0.6)
@@ -188,7 +163,7 @@ def draw(found: Estimate, path: str | PathLike[str]) -> None:
     axes.set_xlabel(f"{unit} on each rank")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(f"{found.model}\n{_title(found)}", loc="left", fontsize="medium")
-    figure.legend(loc="outside lower center", ncols=len(_PARTS), frameon=False, fontsize="small")
+    figure.legend(loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)
 
 
@@ -203,6 +178,6 @@ def _unit(largest: float) -> tuple[int, str]:
     return 1024**power, ("bytes", "KB", "MB", "GB", "TB")[power]
 
 
-def documented_rows(stored: Sequence[StoredSize]) -> list[list[Any]]:
+def documented_rows(stored: Sequence[StoredSize]) -> list[list[str | int | None]]:
     """Return the documented table: precision, largest layer, total size, training with Adam; sizes in bytes."""
     return [[size.dtype, size.largest_layer, size.total, size.training] for size in stored]

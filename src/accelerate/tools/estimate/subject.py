@@ -8,7 +8,7 @@ import inspect
 import json
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
@@ -21,7 +21,7 @@ from ...big_modeling import init_empty_weights
 from ...big_models.load import find_files, open_weight_file
 from ...errors import CheckpointNotFound, PreparationError, SettingError
 from ...optional import require
-from .trace import Traceable
+from .trace import ModelInputs, OptimizerFactory, Traceable
 
 Library = Literal["timm", "transformers"]
 
@@ -87,7 +87,7 @@ class FromFunction:
         """
         self.name = address
         self._function = _imported(address)
-        self._inputs: Callable[[int, int], Any] | None = None
+        self._inputs: Callable[[int, int], object] | None = None
 
     def build(self) -> nn.Module:
         with init_empty_weights():
@@ -97,14 +97,14 @@ class FromFunction:
             raise SettingError(f"{self.name} returned {model!r}, which is no torch module.")
         return model
 
-    def inputs(self, model: nn.Module, batch: int, sequence: int) -> Mapping[str, Any] | tuple[Any, ...] | None:
+    def inputs(self, model: nn.Module, batch: int, sequence: int) -> ModelInputs | None:
         if self._inputs is None:
             return None
         made = self._inputs(batch, sequence)
         return made if isinstance(made, (Mapping, tuple)) else (made,)
 
 
-def _imported(address: str) -> Callable[[], Any]:
+def _imported(address: str) -> Callable[[], object]:
     where, _, name = address.rpartition(":")
     try:
         if where.endswith(".py"):
@@ -149,7 +149,7 @@ class FromTransformers:
             auto = next((each for each in self._remote_code if each.startswith("AutoModel")), "AutoModel")
             return getattr(library, auto).from_config(config, trust_remote_code=self._trusted)
 
-    def inputs(self, model: nn.Module, batch: int, sequence: int) -> Mapping[str, Any] | tuple[Any, ...] | None:
+    def inputs(self, model: nn.Module, batch: int, sequence: int) -> ModelInputs | None:
         return inputs_of_transformers(model, batch, sequence)
 
 
@@ -168,7 +168,7 @@ class FromTimm:
         with init_empty_weights():
             return library.create_model(self._architecture, pretrained=False, **self._arguments)
 
-    def inputs(self, model: nn.Module, batch: int, sequence: int) -> Mapping[str, Any] | tuple[Any, ...] | None:
+    def inputs(self, model: nn.Module, batch: int, sequence: int) -> ModelInputs | None:
         return inputs_of_timm(model, batch)
 
 
@@ -202,7 +202,7 @@ class FromWeights:
             owner.register_parameter(own, nn.Parameter(values, requires_grad=values.is_floating_point()))
         return model
 
-    def inputs(self, model: nn.Module, batch: int, sequence: int) -> Mapping[str, Any] | tuple[Any, ...] | None:
+    def inputs(self, model: nn.Module, batch: int, sequence: int) -> ModelInputs | None:
         return None
 
 
@@ -227,12 +227,12 @@ _CHANNELS = 3
 _SIDE = 224
 
 
-def inputs_of_transformers(model: nn.Module, batch: int, sequence: int) -> dict[str, Any] | None:
+def inputs_of_transformers(model: nn.Module, batch: int, sequence: int) -> dict[str, torch.Tensor] | None:
     """Return the arguments of a transformers model's training step; None where its main input is of no known kind."""
-    config: Any = model.config
+    config = model.config
     main = getattr(model, "main_input_name", "input_ids")
     accepted = inspect.signature(model.forward).parameters
-    found: dict[str, Any] = {}
+    found: dict[str, torch.Tensor] = {}
     if main == "input_ids":
         found["input_ids"] = _integers(batch, sequence)
     elif main == "pixel_values":
@@ -259,7 +259,7 @@ def inputs_of_transformers(model: nn.Module, batch: int, sequence: int) -> dict[
     return found
 
 
-def inputs_of_timm(model: nn.Module, batch: int) -> tuple[Any, ...]:
+def inputs_of_timm(model: nn.Module, batch: int) -> tuple[torch.Tensor]:
     """Return the images that a timm model takes."""
     about: Any = getattr(model, "default_cfg", None) or {}
     return (torch.zeros(batch, *about.get("input_size", (_CHANNELS, _SIDE, _SIDE))),)
@@ -269,7 +269,7 @@ def _integers(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.long)
 
 
-def _images(config: Any, batch: int) -> torch.Tensor:
+def _images(config: object, batch: int) -> torch.Tensor:
     about = getattr(config, "vision_config", None) or config
     side = getattr(about, "image_size", None) or _SIDE
     height, width = side if isinstance(side, (tuple, list)) else (side, side)
@@ -283,7 +283,7 @@ def _images(config: Any, batch: int) -> torch.Tensor:
 class _Reached(BaseException):
     """The signal that a script has called ``prepare``; no ``Exception``, which the script might catch."""
 
-    def __init__(self, objects: Sequence[Any]) -> None:
+    def __init__(self, objects: Sequence[object]) -> None:
         self.objects = objects
 
 
@@ -318,7 +318,7 @@ class FromScript:
         return None if self._batch is None else ignorant_find_batch_size(self._batch)
 
     @property
-    def optimizer(self) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None:
+    def optimizer(self) -> OptimizerFactory | None:
         """A function that makes the script's kind of optimizer; None where it prepares none."""
         used = self._optimizer
         return None if used is None else lambda parameters: type(used)(parameters, **_own(used))
@@ -329,7 +329,7 @@ class FromScript:
 
         return copy.deepcopy(self._model)
 
-    def inputs(self, model: nn.Module, batch: int, sequence: int) -> Mapping[str, Any] | tuple[Any, ...] | None:
+    def inputs(self, model: nn.Module, batch: int, sequence: int) -> ModelInputs | None:
         """Return the script's own batch: as keywords, or its first tensor."""
         if self._batch is None or isinstance(self._batch, Mapping):
             return self._batch
@@ -340,8 +340,8 @@ def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"lr": optimizer.defaults.get("lr", 1e-3), "foreach": optimizer.defaults.get("foreach")}
 
 
-def _objects_of(path: str, arguments: Sequence[str]) -> Sequence[Any]:
-    def reached(_: Any, *objects: Any, **__: Any) -> None:
+def _objects_of(path: str, arguments: Sequence[str]) -> Sequence[object]:
+    def reached(_: Accelerator, *objects: object, **__: object) -> None:
         raise _Reached(objects)
 
     before, argv_before, folders = Accelerator.prepare, sys.argv, list(sys.path)

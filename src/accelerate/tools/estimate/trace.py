@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 from torch import nn
@@ -21,6 +21,11 @@ from .allocations import AllocationTracker
 _DIVISIBLE_LAYERS = ("Linear", "Embedding", "Conv1D")
 
 
+#: What a model is called with: keywords, or arguments by position.
+ModelInputs: TypeAlias = Mapping[str, object] | tuple[object, ...]
+OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
 class Traceable(Protocol):
     """A model that can be built without values, with inputs to call it with."""
 
@@ -33,7 +38,7 @@ class Traceable(Protocol):
         """Build a new model, with its parameters on the meta device."""
         ...
 
-    def inputs(self, model: nn.Module, batch: int, sequence: int) -> Mapping[str, Any] | tuple[Any, ...] | None:
+    def inputs(self, model: nn.Module, batch: int, sequence: int) -> ModelInputs | None:
         """Return inputs of any values to call the model with; None where they aren't known."""
         ...
 
@@ -104,7 +109,7 @@ def trace_training(
     sequence: int = 512,
     dtype: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
-    optimizer: str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = "adamw",
+    optimizer: str | OptimizerFactory = "adamw",
     recompute: bool = False,
     activations: bool = True,
     device: torch.device | str | None = None,
@@ -141,7 +146,7 @@ def _traced(
     sequence: int,
     dtype: torch.dtype | None,
     autocast: torch.dtype | None,
-    optimizer: Any,
+    optimizer: str | OptimizerFactory,
     recompute: bool,
     activations: bool,
     target: torch.device,
@@ -196,9 +201,7 @@ def _traced(
     )
 
 
-def optimizer_of(
-    requested: str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], model: nn.Module, device: torch.device
-) -> torch.optim.Optimizer:
+def optimizer_of(requested: str | OptimizerFactory, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
     """Make the optimizer of the model's trainable parameters.
 
     Raises:
@@ -227,7 +230,7 @@ class _TracedStep:
     def __init__(
         self,
         model: nn.Module,
-        inputs: Any,
+        inputs: ModelInputs | None,
         device: torch.device,
         autocast: torch.dtype | None,
         optimizer: torch.optim.Optimizer,
@@ -237,7 +240,7 @@ class _TracedStep:
         self.moments: list[Moment] = []
         self.all_gradients = self.held_in_step = self.step_temporaries = 0
         self._model, self._inputs, self._device, self._autocast = model, inputs, device, autocast
-        self._kept: Any = None
+        self._kept: object = None
         self.tracker.count(model.parameters(), "weights")
         self.tracker.count(model.buffers(), "buffers")
         self.tracker.count(inputs.values() if isinstance(inputs, Mapping) else inputs or ())
@@ -288,17 +291,17 @@ class _TracedStep:
                 self._count_gradient(parameter)
         self._record()
 
-    def _precision(self) -> AbstractContextManager[Any]:
+    def _precision(self) -> AbstractContextManager[object]:
         if self._autocast is None:
             return nullcontext()
         return torch.autocast(self._device.type, self._autocast)
 
 
-def _called(model: nn.Module, inputs: Any) -> Any:
+def _called(model: nn.Module, inputs: ModelInputs) -> object:
     return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
 
 
-def loss_of(output: Any) -> torch.Tensor:
+def loss_of(output: object) -> torch.Tensor:
     """Return the loss in a model's output, or the mean of its first floating-point tensor."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
@@ -312,14 +315,14 @@ def loss_of(output: Any) -> torch.Tensor:
     raise PreparationError(f"The model's output ({type(output).__name__}) has no loss and no tensor with a gradient.")
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[object]:
     for state in optimizer.state.values():
         yield from state.values() if isinstance(state, Mapping) else ()
 
 
 def _move_to_fake_device(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     """Replace parameters and buffers by fake tensors on the device; ties stay ties."""
-    done: dict[int, Any] = {}
+    done: dict[int, tuple[torch.Tensor, Any]] = {}
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
             for name, tensor in list(slots.items()):
@@ -338,8 +341,8 @@ def _without_values(tensor: torch.Tensor, device: torch.device, dtype: torch.dty
     return made
 
 
-def _moved(inputs: Any, device: torch.device) -> Any:
-    def move(value: Any) -> Any:
+def _moved(inputs: ModelInputs, device: torch.device) -> ModelInputs:
+    def move(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)

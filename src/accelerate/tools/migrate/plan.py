@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from .source import Edit, Script, dotted, first_line
+from .source import Edit, Function, Placed, Script, dotted, first_line
 from .survey import LOADER, MODEL, OPTIMIZER, PREPARED, SCHEDULER, Survey, Symbol
 
 _WRAPPING: Final = (ast.If, ast.With, ast.AsyncWith)
@@ -40,7 +40,7 @@ class Plan:
     edits: list[Edit] = field(default_factory=list[Edit])
     removed: dict[ast.stmt, str] = field(default_factory=dict[ast.stmt, str])
     notes: list[Note] = field(default_factory=list[Note])
-    users: list[ast.AST] = field(default_factory=list[ast.AST])
+    users: list[Placed] = field(default_factory=list[Placed])
     arguments: dict[str, str] = field(default_factory=dict[str, str])
     needs: list[ast.expr] = field(default_factory=list[ast.expr])
     handlers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
@@ -56,13 +56,13 @@ class Plan:
 
     # -- changes -------------------------------------------------------------------------------------------
 
-    def replace(self, node: Any, text: str, why: str, *, uses: bool = True) -> None:
+    def replace(self, node: Placed, text: str, why: str, *, uses: bool = True) -> None:
         """Replace the text of ``node`` by ``text``."""
         self.cut(self.script.start(node), self.script.end(node), text, why, node)
         if uses:
             self.users.append(node)
 
-    def cut(self, start: int, end: int, text: str, why: str, node: Any) -> None:
+    def cut(self, start: int, end: int, text: str, why: str, node: Placed) -> None:
         """Replace characters ``start`` to ``end`` by ``text``, on account of ``node``."""
         self.edits.append(Edit(start, end, text, why, node.lineno))
 
@@ -70,7 +70,7 @@ class Plan:
         """Remove the statement with its lines; a block that is left empty is removed too."""
         self.removed.setdefault(statement, why)
 
-    def note(self, node: Any, text: str) -> None:
+    def note(self, node: ast.AST, text: str) -> None:
         """Add a message about the position of ``node``."""
         note = Note(getattr(node, "lineno", 1), text)
         if note not in self.notes:
@@ -137,7 +137,7 @@ class Plan:
         uses = [n for n in ast.walk(self.script.tree) if isinstance(n, ast.Name) and n.id == name]
         return all(isinstance(self.script.statement(use), ast.Expr) for use in uses)
 
-    def _remove_function(self, function: Any, name: str) -> None:
+    def _remove_function(self, function: Function, name: str) -> None:
         why = self._why_inside(function)
         self.remove(function, why)
         for use in ast.walk(self.script.tree):

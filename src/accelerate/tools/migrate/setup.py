@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 from .plan import LOADER, PREPARED, Plan
-from .source import Edit, Scope, chosen, dotted, first_line, method
+from .source import Edit, Placed, Scope, chosen, dotted, first_line, method
 from .survey import Symbol, parameters
 
 _WIDTH: Final = 100
@@ -83,7 +83,7 @@ def prepare(plan: Plan) -> dict[int, int]:
 
 
 @final
-class _UsePoint(ast.AST):
+class _UsePoint(ast.expr):
     """A position in a scope that needs the Accelerator, though no node of the script does."""
 
     def __init__(self, scope: Scope, offset: int) -> None:
@@ -194,7 +194,7 @@ def create(plan: Plan) -> tuple[set[int], int]:
     return visible, point.offset
 
 
-def _scopes(plan: Plan, user: Any) -> list[Scope]:
+def _scopes(plan: Plan, user: ast.AST) -> list[Scope]:
     inner = user.scope if isinstance(user, _UsePoint) else plan.script.scope(user)
     found: list[Scope] = [inner]
     while not isinstance(found[-1], ast.Module):
@@ -202,7 +202,7 @@ def _scopes(plan: Plan, user: Any) -> list[Scope]:
     return found
 
 
-def _common_scope(plan: Plan, users: list[Any]) -> Scope:
+def _common_scope(plan: Plan, users: Sequence[Placed]) -> Scope:
     chains = [_scopes(plan, user) for user in users]
     for scope in chains[0]:
         if all(any(scope is each for each in chain) for chain in chains):
@@ -210,7 +210,7 @@ def _common_scope(plan: Plan, users: list[Any]) -> Scope:
     return plan.script.tree
 
 
-def _first_user(plan: Plan, scope: Scope, users: list[Any]) -> ast.stmt:
+def _first_user(plan: Plan, scope: Scope, users: Sequence[Placed]) -> ast.stmt:
     """Return the first statement of a scope that needs the Accelerator."""
     first = min(user.offset if isinstance(user, _UsePoint) else plan.script.start(user) for user in users)
     body = [statement for statement in scope.body if not _is_text(statement)]

@@ -10,10 +10,13 @@ import ast
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 Scope: TypeAlias = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+#: A node that has a place in the text.
+Placed: TypeAlias = ast.stmt | ast.expr | ast.keyword | ast.alias | ast.arg | ast.excepthandler
+Kind = TypeVar("Kind", bound=ast.AST)
 _BLOCKS: Final = ("body", "orelse", "finalbody", "handlers")
 
 
@@ -58,19 +61,20 @@ class Script:
         before = self.lines[line - 1].encode()[:column].decode() if line <= len(self.lines) else ""
         return self._starts[line - 1] + len(before)
 
-    def start(self, node: Any) -> int:
+    def start(self, node: Placed) -> int:
         """Return the offset at which the node begins."""
         return self._offset(node.lineno, node.col_offset)
 
-    def end(self, node: Any) -> int:
+    def end(self, node: Placed) -> int:
         """Return the offset at which the node ends."""
+        assert node.end_lineno is not None and node.end_col_offset is not None  # the tree is of a text
         return self._offset(node.end_lineno, node.end_col_offset)
 
     def line_start(self, line: int) -> int:
         """Return the offset at which a line (counted from 1) begins."""
         return self._starts[min(line - 1, len(self._starts) - 1)]
 
-    def text_of(self, node: Any) -> str:
+    def text_of(self, node: Placed) -> str:
         """Return the text of a node, exactly as written."""
         return self.text[self.start(node) : self.end(node)]
 
@@ -79,7 +83,7 @@ class Script:
         line = self.lines[first_line(statement) - 1]
         return line[: len(line) - len(line.lstrip())]
 
-    def location(self, node: Any) -> str:
+    def location(self, node: ast.AST) -> str:
         """Return the location of a node, as ``train.py:31``."""
         return f"{self.name}:{getattr(node, 'lineno', 1)}"
 
@@ -120,7 +124,7 @@ class Script:
                 return case.body
         return [statement]
 
-    def nodes(self, kind: Any, inside: ast.AST | None = None) -> list[Any]:
+    def nodes(self, kind: type[Kind] | tuple[type[Kind], ...], inside: ast.AST | None = None) -> list[Kind]:
         """Return all nodes of a kind, in the order of the text."""
         if inside is None and kind in self._found:
             return self._found[kind]

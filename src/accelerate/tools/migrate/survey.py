@@ -373,7 +373,7 @@ class Survey:
             if role in (OPTIMIZER, SCHEDULER) and self.roots(symbol) == {symbol} and not self._is_only_returned(symbol):
                 found[role][symbol] = None
         for call in self.script.nodes(ast.Call):
-            if is_parameters_call(call) and self._makes_optimizer(call):
+            if isinstance(call.func, ast.Attribute) and is_parameters_call(call) and self._makes_optimizer(call):
                 base = call.func.value
                 found[MODEL].update(dict.fromkeys(self._outermost(self.roots(self.symbol(base)))))
         for loop in self.loops:
@@ -464,7 +464,7 @@ class Survey:
                 found[MODEL][symbol] = None
 
 
-def parameters(scope: Any) -> list[str]:
+def parameters(scope: Scope) -> list[str]:
     """Return the names of a function's parameters, in order."""
     arguments = getattr(scope, "args", None)
     if not isinstance(arguments, ast.arguments):

@@ -22,7 +22,7 @@ _NO_CURVES: Final = frozenset({"time", "step", "epoch", "total_steps", "eta_seco
 _MAX_EVENTS: Final = 2000
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """Return ``value`` as a number, NaN and infinities (text in the files) included; None for anything else."""
     if isinstance(value, bool):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -111,7 +111,7 @@ def _shown(value: Any) -> Any:
 
 def events(run: RunFiles) -> list[dict[str, Any]]:
     """Return the events, newest last; those that all ranks report alike, once."""
-    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
+    merged: dict[tuple[object, ...], dict[str, Any]] = {}
     for event in run.events:
         kind = event.get("event")
         what = (event.get("step"), event.get("epoch"), event.get("folder"), event.get("attempt"))
@@ -158,7 +158,7 @@ def over_ranks(run: RunFiles, name: str) -> dict[str, Any]:
     return {"lines": {label: thinned(_summary(whole, pick)) for label, pick in _PICKS.items()}}
 
 
-def _summary(at: Mapping[int, Sequence[float]], pick: Any) -> Curve:
+def _summary(at: Mapping[int, Sequence[float]], pick: Callable[[Sequence[float]], float]) -> Curve:
     return Curve(list(at), [pick(values) for values in at.values()])
 
 
