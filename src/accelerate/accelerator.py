@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .precision.base import ConversionReport, Precision
+    from .settings.labels import DynamoBackend, PrecisionType, RNGType
     from .settings.run import Settings
     from .training.averaging import WeightAverage
 
@@ -106,7 +107,7 @@ class Accelerator:
         self,
         device_placement: bool = True,
         split_batches: bool = _NOT_GIVEN,
-        mixed_precision: str | None = None,
+        mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | PrecisionType | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -114,32 +115,36 @@ class Accelerator:
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: MegatronLMPlugin | None = None,
-        rng_types: Sequence[Any] | None = None,
-        log_with: Any = None,
+        rng_types: Sequence[str | RNGType] | None = None,
+        log_with: str
+        | LoggerType
+        | tracking.GeneralTracker
+        | Sequence[str | LoggerType | tracking.GeneralTracker]
+        | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
-        dynamo_backend: Any = None,
+        dynamo_backend: str | DynamoBackend | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         parallelism_config: ParallelismConfig | None = None,
         *,
         scheduler_mode: Literal["samples", "updates"] = "samples",
         parameter_dtype: torch.dtype | None = None,
-        **old: Any,
+        **old: object,
     ) -> None:
         construction.install_exception_hooks()
         if split_batches is not _NOT_GIVEN:
             old["split_batches"] = split_batches
-        loader_options, project_options, mixed_precision = construction.deprecated_arguments(old, mixed_precision)
+        loader_options, project_options, asked_precision = construction.deprecated_arguments(old, mixed_precision)
         self.dataloader_config = construction.loader_configuration(dataloader_config, loader_options)
         self.project_configuration = construction.project_configuration(project_config, project_dir, project_options)
         self._handlers = construction.sort_handlers(kwargs_handlers, _module_attribute)
         known = AcceleratorState._shared_state
         arguments = {
-            "mixed_precision": known.get("_mixed_precision") if mixed_precision is None else mixed_precision,
+            "mixed_precision": known.get("_mixed_precision") if asked_precision is None else asked_precision,
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "gradient_accumulation_plugin": gradient_accumulation_plugin,
             "cpu": cpu,

@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from .callers import warn_of_old_spelling
 from .distributed.mesh import TOKEN_AXES, Mesh
@@ -34,11 +34,14 @@ if TYPE_CHECKING:
     from .plugins.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
     from .plugins.megatron import MegatronLMPlugin
-    from .plugins.parallelism import ParallelismConfig
+    from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .precision.fp8 import Fp8Functions, Fp8Request
+    from .settings.labels import RNGType
     from .settings.megatron import MegatronOptions
     from .settings.run import Settings
 
+
+Config = TypeVar("Config")
 
 #: Names that libraries on top read from ``accelerate.accelerator``, or replace there: file -> names, imported lazily.
 NAMES_OF_ACCELERATOR: Final = {
@@ -140,7 +143,9 @@ _NEW_SPELLINGS = {
 }
 
 
-def deprecated_arguments(given: dict[str, Any], mixed_precision: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
+def deprecated_arguments(
+    given: dict[str, object], mixed_precision: str | None
+) -> tuple[dict[str, object], dict[str, object], str | None]:
     """Take deprecated arguments out of ``given``, as (loader options, project options, mixed precision).
 
     Raises:
@@ -166,7 +171,7 @@ def deprecated_arguments(given: dict[str, Any], mixed_precision: Any) -> tuple[d
     return loader, project, mixed_precision
 
 
-def loader_configuration(config: Any, old: dict[str, Any]) -> DataLoaderConfiguration:
+def loader_configuration(config: DataLoaderConfiguration | None, old: Mapping[str, object]) -> DataLoaderConfiguration:
     """Return ``config``, or a new one; a copy with the ``old`` spellings applied where there are any."""
     config = _of_class("dataloader_config", config, DataLoaderConfiguration) or DataLoaderConfiguration()
     if old:
@@ -176,9 +181,11 @@ def loader_configuration(config: Any, old: dict[str, Any]) -> DataLoaderConfigur
     return config
 
 
-def project_configuration(config: Any, project_dir: Any, old: dict[str, Any]) -> ProjectConfiguration:
+def project_configuration(
+    config: ProjectConfiguration | None, project_dir: str | PathLike[str] | None, old: Mapping[str, Any]
+) -> ProjectConfiguration:
     """Return ``config``, or a new one, with ``project_dir`` filled in where it has none."""
-    if project_dir is not None and not isinstance(project_dir, (str, PathLike)):
+    if project_dir is not None and not isinstance(project_dir, (str, PathLike)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"`project_dir` has to be the path of a folder, not {type(project_dir).__name__}: {project_dir!r}."
         )
@@ -190,7 +197,7 @@ def project_configuration(config: Any, project_dir: Any, old: dict[str, Any]) ->
     return config
 
 
-def _of_class(argument: str, config: Any, kind: type[Any]) -> Any:
+def _of_class(argument: str, config: Config | None, kind: type[Config]) -> Config | None:
     if config is not None and not isinstance(config, kind):
         raise TypeError(
             f"`{argument}` has to be a {kind.__name__}, not {type(config).__name__}: {config!r}. "
@@ -199,7 +206,7 @@ def _of_class(argument: str, config: Any, kind: type[Any]) -> Any:
     return config
 
 
-def stream_names(rng_types: Any) -> list[Any]:
+def stream_names(rng_types: Sequence[str | RNGType] | None) -> list[str | RNGType]:
     """Return the random streams that loaders synchronise, by default the sampler's generator, after checking the names.
 
     Raises:
@@ -398,7 +405,7 @@ def _check_engines(config: ParallelismConfig, has_fsdp: bool, has_deepspeed: boo
         )
 
 
-def resolve_precision(settings: Settings, parameter_dtype: Any) -> None:
+def resolve_precision(settings: Settings, parameter_dtype: torch.dtype | None) -> None:
     """Replace fp8 by fp16 (CUDA) or bf16 in ``settings`` where this hardware doesn't have it.
 
     Raises:
@@ -497,7 +504,9 @@ def downcast_on_xla(precision: Precision, world: World, owner: object) -> None:
             precision.is_autocast = False  # the device has no float32 to cast from
 
 
-def parallelism(config: Any, torch_tp_plugin: Any) -> Any:
+def parallelism(
+    config: ParallelismConfig | None, torch_tp_plugin: TorchTensorParallelPlugin | None
+) -> ParallelismConfig | None:
     """Return ``config``, or one with the degree of the deprecated ``torch_tp_plugin``."""
     if torch_tp_plugin is None:
         return config

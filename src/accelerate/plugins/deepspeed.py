@@ -56,7 +56,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
     options follow it.
     """
 
-    def _resolve(self, given: Mapping[str, Any]) -> None:
+    def _resolve(self, given: Mapping[str, object]) -> None:
         canonicalize(self, *_CHECKED)
         if self.enable_msamp is None:
             self.enable_msamp: bool | None = (env.read("ACCELERATE_FP8_BACKEND") or "").upper() == "MSAMP"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..callers import warn_of_old_spelling
 from ..optional import require
@@ -24,7 +23,7 @@ class AORecipeKwargs(LaunchedOptions, AoOptions, KwargsHandler):
         MissingDependency: torchao is absent or older than 0.6.1.
     """
 
-    def _resolve(self, given: Mapping[str, Any]) -> None:
+    def _resolve(self, given: Mapping[str, object]) -> None:
         float8 = require("torchao.float8", "fp8", purpose="AORecipeKwargs", at_least="0.6.1")
         if self.config is None:
             self.config: object = float8.Float8LinearConfig(
@@ -37,7 +36,7 @@ class AORecipeKwargs(LaunchedOptions, AoOptions, KwargsHandler):
 class TERecipeKwargs(LaunchedOptions, TeOptions, KwargsHandler):
     """The options by which TransformerEngine scales fp8 tensors."""
 
-    def _resolve(self, given: Mapping[str, Any]) -> None:
+    def _resolve(self, given: Mapping[str, object]) -> None:
         canonicalize(self, "fp8_format", "amax_compute_algo", "override_linear_precision")
 
 
@@ -45,7 +44,7 @@ class TERecipeKwargs(LaunchedOptions, TeOptions, KwargsHandler):
 class MSAMPRecipeKwargs(LaunchedOptions, MsampOptions, KwargsHandler):
     """The optimisation level of MS-AMP, which isn't supported any more: use :class:`AORecipeKwargs` (torchao)."""
 
-    def _resolve(self, given: Mapping[str, Any]) -> None:
+    def _resolve(self, given: Mapping[str, object]) -> None:
         canonicalize(self, "opt_level")
 
 
@@ -60,7 +59,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         choices=("TE", "MSAMP"),
     )
 
-    def _resolve(self, given: Mapping[str, Any]) -> None:
+    def _resolve(self, given: Mapping[str, object]) -> None:
         warn_of_old_spelling(
             "FP8RecipeKwargs is deprecated and will be removed in 2.0: use TERecipeKwargs or AORecipeKwargs."
         )

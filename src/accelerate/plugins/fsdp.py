@@ -60,7 +60,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
     to the other version is None.
     """
 
-    def _resolve(self, given: Mapping[str, Any]) -> None:
+    def _resolve(self, given: Mapping[str, object]) -> None:
         canonicalize(self, "fsdp_version", *_SWITCHES)
         self._resolve_sharding(given)
         self._resolve_version_1_options(given)
@@ -83,7 +83,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
     def _is_version_2(self) -> bool:
         return self.fsdp_version == 2
 
-    def _resolve_sharding(self, given: Mapping[str, Any]) -> None:
+    def _resolve_sharding(self, given: Mapping[str, object]) -> None:
         """Resolve ``reshard_after_forward`` (version 2) or ``sharding_strategy`` (version 1)."""
         if "sharding_strategy" in given:
             warn_of_old_spelling(
@@ -128,7 +128,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
             "reshard_after_forward to True (saves memory) or False (saves traffic)."
         )
 
-    def _resolve_version_1_options(self, given: Mapping[str, Any]) -> None:
+    def _resolve_version_1_options(self, given: Mapping[str, object]) -> None:
         """Resolve the options that only version 1 has to torch's values, or to None in version 2."""
         self.backward_prefetch: Any = _member(self, "backward_prefetch", _prefetches())
         if self._is_version_2:

@@ -94,7 +94,7 @@ class LaunchedOptions(OptionGroup):
         made._resolve({})
         return made
 
-    def _resolve(self, given: Mapping[str, Any]) -> None:
+    def _resolve(self, given: Mapping[str, object]) -> None:
         """Check the options and convert them to what is read later; ``given`` are the constructor's arguments."""
 
 
@@ -243,7 +243,7 @@ class TorchDynamoPlugin(LaunchedOptions, DynamoOptions, KwargsHandler):
     ``backend="no"``, the default, compiles nothing.
     """
 
-    def _resolve(self, given: Mapping[str, Any]) -> None:
+    def _resolve(self, given: Mapping[str, object]) -> None:
         canonicalize(self, "backend")
         self.backend: str = DynamoBackend(self.backend)
 

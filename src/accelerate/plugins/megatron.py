@@ -73,7 +73,7 @@ _SCHEDULE = (
 class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
     """The options of Megatron-LM; ``megatron_lm_default_args`` is the dictionary of arguments that it gets."""
 
-    def _resolve(self, given: Mapping[str, Any]) -> None:
+    def _resolve(self, given: Mapping[str, object]) -> None:
         samples = list(self.consumed_samples or [])
         if samples:  # train, evaluation, test
             self.consumed_samples: list[int] | None = [*samples, 0, 0, 0][: max(3, len(samples))]

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ..distributed.mesh import AXES, Mesh, build, equation
 from ..errors import SettingError
@@ -47,7 +47,7 @@ class PipelineParallelConfig(OptionGroup, title="Parallelism"):
             plugin says, instead of once for all: less memory, more traffic.
     """
 
-    schedule: str = option("1f1b", "In which order stages work.", choices=SCHEDULES)
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = option("1f1b", "In which order stages work.", choices=SCHEDULES)
     num_micro_batches: int | None = option(None, "Into how many micro-batches a batch is split.", minimum=1)
     split_points: Any = option(None, "At which modules a new stage begins.", kind="object")
     stages_per_rank: int | None = option(None, "How many stages each rank has.", minimum=1)
@@ -116,7 +116,7 @@ class TorchTensorParallelPlugin:
 class TorchContextParallelConfig(LaunchedOptions, ContextParallelOptions):
     """The options of context parallelism: keys and values are exchanged by ``allgather`` or ``alltoall``."""
 
-    def _resolve(self, given: Mapping[str, Any]) -> None:
+    def _resolve(self, given: Mapping[str, object]) -> None:
         canonicalize(self, "cp_comm_strategy")
 
 
@@ -137,7 +137,7 @@ class ExpertParallelConfig:
 class DeepSpeedSequenceParallelConfig(LaunchedOptions, SequenceParallelOptions):
     """The options of DeepSpeed's sequence parallelism (Ulysses): how sequences are split, which attention is called."""
 
-    def _resolve(self, given: Mapping[str, Any]) -> None:
+    def _resolve(self, given: Mapping[str, object]) -> None:
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise SettingError(
                 "DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False): sequences of one length "
@@ -170,7 +170,7 @@ class ParallelismConfig(LaunchedOptions, ParallelismOptions):
     ``ep`` shards the experts of its layers.
     """
 
-    def _resolve(self, given: Mapping[str, Any]) -> None:
+    def _resolve(self, given: Mapping[str, object]) -> None:
         self.device_mesh: DeviceMesh | None = None
         #: ``dp``, ``dp_shard_cp`` and ``dp_cp``, those that exist: newer torch wants its users to keep them.
         self.flattened_meshes: dict[str, DeviceMesh] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .option import OptionGroup, option
 
@@ -59,7 +59,7 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
         question="What interval should be used for for how often the scaling factor is recomputed?",
         flag_default=1,
     )
-    fp8_format: str = option(
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = option(
         "HYBRID",
         "The fp8 format: HYBRID is E4M3 forward and E5M2 backward.",
         env="ACCELERATE_FP8_FORMAT",
@@ -78,7 +78,7 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
         question="What length of history should be used for the amax scaling factor computation?",
         flag_default=1024,
     )
-    amax_compute_algo: str = option(
+    amax_compute_algo: Literal["most_recent", "max"] = option(
         "most_recent",
         "How the scaling factors follow from the history.",
         key_aliases=("amax_compute_algorithm",),
@@ -104,7 +104,7 @@ class TeOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_co
 class MsampOptions(OptionGroup, title="fp8", env="ACCELERATE_FP8_", section="fp8_config", key="", flag="fp8_"):
     """Options of fp8 by MS-AMP, which isn't supported any more."""
 
-    opt_level: str = option(
+    opt_level: Literal["O1", "O2"] = option(
         "O2",
         "The optimization level of MS-AMP, which isn't supported any more.",
         key_aliases=("optimization_level",),

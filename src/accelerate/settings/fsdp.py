@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .option import FALSE_WORDS, TRUE_WORDS, OptionGroup, option
 
@@ -32,7 +32,7 @@ def _numbered(choices: list[str]) -> dict[str, str]:
 class FsdpOptions(OptionGroup, title="FSDP", env="FSDP_", section="fsdp_config", key="fsdp_", flag="fsdp_"):
     """Options of sharding parameters, gradients and optimizer state; None where it depends on the version."""
 
-    fsdp_version: int = option(
+    fsdp_version: Literal[1, 2] = option(
         1,
         "The version of FSDP: 2 is the current one.",
         stem="version",

@@ -421,6 +421,8 @@ def _kind(annotation: str) -> Kind:
     bare = annotation.removesuffix(" | None")
     if bare.startswith("dict["):
         return "mapping"
+    if bare.startswith("Literal["):
+        return "str" if bare[len("Literal[")] in "\"'" else "int"
     return _KIND_OF_ANNOTATION.get(bare, "object")
 
 

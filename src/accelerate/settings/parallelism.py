@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .option import OptionGroup, option
 
@@ -49,7 +49,9 @@ class ParallelismOptions(
         question="What is the context parallelism size?",
         flag_default=1,
     )
-    cp_backend: str = option("torch", "What implements context parallelism.", choices=("torch",), flag_default="torch")
+    cp_backend: Literal["torch"] = option(
+        "torch", "What implements context parallelism.", choices=("torch",), flag_default="torch"
+    )
     sp_size: int = option(
         1,
         "Over how many processes each sequence is split (Ulysses).",
@@ -57,7 +59,7 @@ class ParallelismOptions(
         question="What is the sequence parallelism size?",
         flag_default=1,
     )
-    sp_backend: str = option(
+    sp_backend: Literal["deepspeed", "torch"] = option(
         "deepspeed",
         "What implements sequence parallelism: DeepSpeed, or this package over torch.",
         choices=("deepspeed", "torch"),
@@ -92,7 +94,7 @@ class ContextParallelOptions(
 ):
     """Further options of context parallelism."""
 
-    cp_comm_strategy: str = option(
+    cp_comm_strategy: Literal["allgather", "alltoall"] = option(
         "allgather",
         "How keys and values travel.",
         choices=("allgather", "alltoall"),

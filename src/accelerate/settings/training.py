@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .labels import DDPCommunicationHookType, DynamoBackend
 from .option import OptionGroup, option
@@ -56,7 +56,7 @@ class ProjectOptions(OptionGroup, title="Project"):
     total_limit: int | None = option(None, "How many numbered checkpoints are kept.", minimum=1)
     iteration: int = option(0, "The number of the next checkpoint.", minimum=0)
     save_on_each_node: bool = option(False, "Save on the first process of every machine, not of the run.")
-    checkpoint_format: str = option(
+    checkpoint_format: Literal["safe", "classic"] = option(
         "safe",
         "safe: safetensors and JSON; classic: the older file names with pickles.",
         choices=("safe", "classic"),
@@ -67,7 +67,9 @@ class ProjectOptions(OptionGroup, title="Project"):
     best_metric: str | None = option(
         None, "The checkpoints that are best by this metric of save_state(metrics=...) are kept as well."
     )
-    best_mode: str = option("min", "Whether less or more of the metric is better.", choices=("min", "max"))
+    best_mode: Literal["min", "max"] = option(
+        "min", "Whether less or more of the metric is better.", choices=("min", "max")
+    )
     keep_best: int = option(1, "How many of the best checkpoints are kept.", minimum=1)
     save_asynchronously: bool = option(False, "save_state() returns as soon as the state is copied to host memory.")
 
@@ -114,7 +116,7 @@ class DynamoOptions(
         choices=DynamoBackend,
         question="Which dynamo backend would you like to use?",
     )
-    mode: str = option(
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = option(
         "default",
         "What the compiler optimizes for.",
         choices=TORCH_DYNAMO_MODES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -173,3 +174,16 @@ def test_declared_defaults_are_canonical(group: str) -> None:
     """The classes that users construct read only what differs from the default."""
     for row in options_of(GROUPS[group]):
         assert row.read(row.default) in (row.default, None), f"{group}.{row.name}"
+
+
+def test_literals_are_the_choices() -> None:
+    """An annotation that names choices names exactly those that the option takes."""
+    checked = 0
+    for cls in GROUPS.values():
+        annotations = {field.name: str(field.type) for field in fields(cls)}
+        for row in options_of(cls):
+            if annotations[row.name].startswith("Literal["):
+                named = ast.literal_eval(f"({annotations[row.name][len('Literal[') : -1]},)")
+                assert tuple(map(str, named)) == row.choices, row.name
+                checked += 1
+    assert checked >= 8

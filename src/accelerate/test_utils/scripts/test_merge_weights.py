@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file
@@ -24,7 +25,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 17), nn.ReLU(), nn.Linear(17, 5))
 
 
-def test_merged_shards_are_the_whole_weights(folder: Path, fsdp_version: int) -> None:
+def test_merged_shards_are_the_whole_weights(folder: Path, fsdp_version: Literal[1, 2]) -> None:
     """Check that ``merge_fsdp_weights`` merges the shards into the weights of the whole model."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=fsdp_version, state_dict_type="SHARDED_STATE_DICT")
     accelerator = Accelerator(fsdp_plugin=plugin)

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
 from accelerate.distributed.random import set_seed, synchronize_rng_states
 from accelerate.plugins.data import DataLoaderConfiguration
+from accelerate.settings.labels import PrecisionType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.test_utils.training import RegressionDataset, RegressionModel
 
@@ -175,7 +176,7 @@ def training_check(accelerator: Accelerator, *, split_batches: bool, mixed_preci
     _forget_state()
     own = Accelerator(
         cpu=accelerator.device.type == "cpu",
-        mixed_precision=mixed_precision,
+        mixed_precision=PrecisionType(mixed_precision),
         dataloader_config=DataLoaderConfiguration(split_batches=split_batches),
     )
     set_seed(42)
