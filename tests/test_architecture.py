@@ -73,7 +73,7 @@ SHARED_STRATEGY_FILES: Final = frozenset(
     {
         "base", "ddp", "rebind", "compile", "tensor_parallel", "context_parallel", "expert_parallel", "gradient_norm",
         "sharded_strategy",
-        "fsdp.setup", "fsdp.wrapping", "fsdp.state", "fsdp.held_gradients", "pipeline.sharded_stages",
+        "fsdp.setup", "fsdp.wrapping", "fsdp.state", "gradients", "state", "pipeline.sharded_stages",
     }
 )  # fmt: skip
 

@@ -202,7 +202,7 @@ class Accelerator:
         self._window: tuple[int, ...] = ()
         self._weights = WindowWeights(self.mesh)
         self._metric_gather = MetricGather(self.mesh, self.gradient_state)
-        self._micro_batches = MicroBatches(self.strategy)
+        self._micro_batches: MicroBatches | None = None
         self._prepared_models: dict[int, Any] = {}
         self._save_hooks, self._load_hooks = Hooks(), Hooks()
         self._background = Background()
@@ -634,8 +634,7 @@ class Accelerator:
         self.strategy.check(arguments)
         fresh = self._new_objects(arguments)
         self.precision.check(*([argument.current for argument in new] for new in fresh))
-        if self.strategy.prepares_together:
-            self._place_together(arguments)
+        self._place_together(arguments)
         with self._rebinding_optimizers(arguments):
             for argument in arguments.of(Role.MODEL):
                 argument.current = self.prepare_model(argument.current, device_placement=argument.device_placement)
@@ -683,7 +682,7 @@ class Accelerator:
 
     def _named_parameters(self, models: Sequence[PreparedArgument]) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for number, argument in enumerate(models):
-            for name, parameter in self.strategy.named_parameters(argument.current):
+            for name, parameter in self.strategy.state.named_parameters(argument.current):
                 yield f"{number}.{name}", parameter
 
     def prepare_model(self, model: Model, device_placement: bool | None = None, evaluation_mode: bool = False) -> Model:
@@ -703,7 +702,6 @@ class Accelerator:
             self.precision.patch_forward(inner)
             self.precision.patch_wrapped(model)
             return self._register_model(inner, model)
-        self.strategy.check_model(model)
         placed = self.device_placement if device_placement is None else device_placement
         prepared: Any = self.strategy.place_model(model, self.precision, placed, evaluation_mode)
         if evaluation_mode:  # not marked: the same model may be prepared for training later
@@ -713,7 +711,7 @@ class Accelerator:
         return self._register_model(model, prepared)
 
     def _register_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> Any:
-        _register(self._models, self.strategy.saved_model(model, prepared))
+        _register(self._models, self.strategy.state.saved_model(model, prepared))
         self._prepared_models[id(model)] = self._prepared_models[id(prepared)] = prepared
         return prepared
 
@@ -878,24 +876,22 @@ class Accelerator:
             self.lomo_backward(loss, kwargs.pop("learning_rate"))
             return
         if weight is not None:
-            if self.strategy.steps_in_backward:
-                kwargs["scale_wrt_gas"] = False
+            steps_in_backward = self.strategy.retry is None
+            if steps_in_backward:
                 self._weights.refuse_open_window(completes_window=self.gradient_state.sync_gradients)
             self._weights.backward(
                 loss,
                 weight,
                 key=self._window,
                 completes_window=self.gradient_state.sync_gradients,
-                accumulates=self.gradient_state.num_steps != 1 and not self.strategy.steps_in_backward,
-                backward=lambda scaled: self.strategy.backward(scaled, self.precision.scaler, **kwargs),
+                accumulates=self.gradient_state.num_steps != 1 and not steps_in_backward,
+                backward=lambda scaled: self.strategy.backward(scaled, self.precision.scaler, 1, **kwargs),
                 parameters=self._window_parameters,
             )
             return
         if self._weights.pending:
             self._weights.refuse_unweighted(self._window)
-        if steps != 1 and not self.strategy.steps_in_backward:
-            loss = loss / steps
-        self.strategy.backward(loss, self.precision.scaler, **kwargs)
+        self.strategy.backward(loss, self.precision.scaler, steps, **kwargs)
 
     def backward_in_parts(
         self,
@@ -930,7 +926,13 @@ class Accelerator:
             MemoryExhausted: a single sample doesn't fit, or memory ran out where a batch can't be retried.
             CollectiveError: another rank has failed, in a forward that communicates.
         """
-        self._refuse_engine("backward_in_parts()")
+        if self._micro_batches is None:
+            if self.strategy.retry is None:
+                raise PreparationError(
+                    "backward_in_parts() needs several backward passes before an update, but the engine of "
+                    f"{self.distributed_type.value} updates the parameters inside one. Use FSDP or DDP."
+                )
+            self._micro_batches = MicroBatches(self.strategy.retry)
         in_window = [model for model in self._models if not self._window or self._is_in_window(model)]
         named = [self._prepared_models.get(id(model), model) for model in in_window]
         steps = self.gradient_state.note_backward()
@@ -938,17 +940,10 @@ class Accelerator:
             self._weights.refuse_unweighted(self._window)
 
         def backward(loss: torch.Tensor) -> None:
-            self.strategy.backward(loss / steps if steps != 1 else loss, self.precision.scaler)
+            self.strategy.backward(loss, self.precision.scaler, steps)
 
         work = Work(compute_loss, batch, named, backward, reduction, self.gradient_state.sync_gradients)
         return self._micro_batches.backward(work, num_parts=num_parts, always_careful=always_careful)
-
-    def _refuse_engine(self, what: str) -> None:
-        if self.strategy.steps_in_backward:
-            raise PreparationError(
-                f"{what} needs several backward passes before an update, but the engine of "
-                f"{self.distributed_type.value} updates the parameters inside one. Use FSDP or DDP."
-            )
 
     def pipeline_step(
         self, model: Any, batch: tuple[Any, Any], loss_function: Callable[[Any, Any], torch.Tensor]
@@ -1119,7 +1114,7 @@ class Accelerator:
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict of ``model``; a collective where the model is sharded over the ranks."""
-        return self.strategy.collective_full_state_dict(model, "get_state_dict", unwrap)
+        return self.strategy.state.collective_full_state_dict(model, "get_state_dict", unwrap)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write ``obj`` to the file ``f`` from the main process (of each host with ``save_on_each_node``)."""
@@ -1149,7 +1144,7 @@ class Accelerator:
         ``select`` leaves some of them out, or converts them. Called by all ranks, or by the main process alone where
         the model isn't sharded.
         """
-        state = self.strategy.collective_full_state_dict(model, "save_model")
+        state = self.strategy.state.collective_full_state_dict(model, "save_model")
         state = state if select is None else select.of(state)
         options: dict[str, Any] = {"world": self.world, "moment": self._moment}
         checkpointing.save_model(state, save_directory, max_shard_size, safe_serialization, **options)
@@ -1171,7 +1166,7 @@ class Accelerator:
         """
         checkpointing.export_model(
             self.strategy.unwrap(model, keep_torch_compile=False),
-            self.strategy.collective_full_state_dict(model, "export_model"),
+            self.strategy.state.collective_full_state_dict(model, "export_model"),
             save_directory,
             max_shard_size=max_shard_size,
             select=select,
@@ -1221,7 +1216,7 @@ class Accelerator:
             output_dir,
             world=self.world,
             project=project,
-            needs_all=not self.strategy.is_replicated,
+            needs_all=not self.strategy.state.is_whole(),
             moment=self._moment,
         )
         noted, began = monitoring.before_save(self._run, alone=not participants.has_all), perf_counter()
@@ -1321,7 +1316,7 @@ class Accelerator:
     def _run_state(self) -> checkpointing.RunState:
         """The live objects of the run, which a checkpoint is made of and loaded into."""
         return checkpointing.RunState(
-            self.strategy,
+            self.strategy.state,
             self.world,
             self.project_configuration,
             label=DistributedType(self.distributed_type).value,
@@ -1378,7 +1373,7 @@ class Accelerator:
         self._may_pickle.clear()
         self._background.release_memory()
         self._prepared_models.clear()
-        self._micro_batches = MicroBatches(self.strategy)
+        self._micro_batches = None
         self.strategy.release()
         self.step = 0
         return release_memory(*objects)
@@ -1482,8 +1477,8 @@ class Accelerator:
         from .training.averaging import WeightAverage
 
         average = WeightAverage(
-            self.strategy.saved_model(inner, model),
-            self.strategy.access,
+            self.strategy.state.saved_model(inner, model),
+            self.strategy.state.access,
             self.gradient_state,
             decay=decay,
             every=every,
@@ -1497,7 +1492,8 @@ class Accelerator:
 
     @property
     def _open_window(self) -> OpenWindow:
-        return OpenWindow(self.gradient_state, self.strategy, self._weights, self._models, self._prepared_models)
+        gradients, kind = self.strategy.state.gradients, self.strategy.label
+        return OpenWindow(self.gradient_state, gradients, self._weights, self._models, self._prepared_models, kind)
 
     # == copies ============================================================================================
 

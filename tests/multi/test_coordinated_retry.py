@@ -170,7 +170,11 @@ def _train(
             optimizer.zero_grad()
         device.micro_batch += 1
     weights = accelerator.get_state_dict(model)
-    result = {"weights": weights, "failures": device.failures, "parts": accelerator._micro_batches.num_parts}
+    result = {
+        "weights": weights,
+        "failures": device.failures,
+        "parts": getattr(accelerator._micro_batches, "num_parts", 1),
+    }
     accelerator.free_memory()
     return result
 
@@ -429,7 +433,7 @@ def _train_on_mesh(place: tuple[str, str] | None, updates: int = 2, **mesh: Any)
             optimizer.zero_grad()
         device.micro_batch += 1
     weights = {name: value.tolist() for name, value in run.get_state_dict(model).items()}
-    result = {"weights": weights, "failures": device.failures, "parts": run._micro_batches.num_parts}
+    result = {"weights": weights, "failures": device.failures, "parts": getattr(run._micro_batches, "num_parts", 1)}
     run.free_memory()
     return result
 

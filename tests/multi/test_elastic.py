@@ -179,7 +179,7 @@ def sharded_objects(kind: str) -> tuple[Any, ...]:
 def whole_state(accelerator: Any, model: Any, optimizer: Any) -> Any:
     """Weights and moments with the pieces of all ranks together."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    access = accelerator.strategy.access
+    access = accelerator.strategy.state.access
     weights = access.full_model_state(
         accelerator.unwrap_model(model) if accelerator.num_processes == 1 else model, True
     )

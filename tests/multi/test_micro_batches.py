@@ -119,7 +119,7 @@ def _train(
         "losses": losses,
         "weights": weights,
         "failures": device.failures,
-        "parts": accelerator._micro_batches.num_parts,
+        "parts": getattr(accelerator._micro_batches, "num_parts", 1),
     }
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
 from accelerate.distributed.world import join_world
-from accelerate.parallel.base import snapshot_gradients
 from accelerate.torch_private.fsdp import (
     managed_parameters,
     reset_flat_runtime,
@@ -24,6 +23,7 @@ from accelerate.torch_private.fsdp import (
     snapshot_flat_gradients,
     snapshot_sharded_gradients,
 )
+from accelerate.training.oom_retry import snapshot_gradients
 from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(

@@ -70,7 +70,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "parallel/deepspeed/strategy.py DeepSpeed.clip_grad_norm RuntimeError",
         "parallel/deepspeed/state.py _Receiver.load_state_dict RuntimeError",
         "parallel/gradient_norm.py scale_to RuntimeError",
-        "parallel/pipeline/strategy.py _PipelineReceiver.load_state_dict RuntimeError",
+        "parallel/pipeline/state.py _PipelineReceiver.load_state_dict RuntimeError",
     ),
     "a file of a command line that isn't there, which main() shows as one line": (
         "commands/parser.py configuration_path FileNotFoundError",

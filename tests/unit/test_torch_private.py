@@ -133,7 +133,7 @@ def test_gradients_of_shards_are_put_back_where_torch_keeps_whole_ones_on_the_pa
     record = Record()
     record._unsharded_param.grad = torch.tensor([1.0, 2.0])
     monkeypatch.setattr(fsdp, "managed_parameters", lambda model: [record])
-    from accelerate.parallel.base import snapshot_gradients
+    from accelerate.training.oom_retry import snapshot_gradients
 
     model: Any = torch.nn.Linear(1, 1)
     restore = fsdp.snapshot_sharded_gradients(model, snapshot_gradients)

@@ -6,7 +6,7 @@ A strategy is one file. Adding one is that file plus one line in ``parallel/__in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,12 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from ..checkpointing.run_state import Stateful, StrategyState
-from ..checkpointing.sharded import InPlace, StateAccess
 from ..distributed.mesh import Mesh
 from ..distributed.world import World
 from ..errors import PreparationError
-from ..hooks.align import get_state_dict_offloaded_model, has_offloaded_params
+from ..hooks.align import has_offloaded_params
 from ..plugins import Plugins
 from ..plugins.data import DataLoaderConfiguration
 from ..plugins.deepspeed import DummyOptim, DummyScheduler
@@ -33,11 +31,12 @@ from ..plugins.megatron import MegatronLMDummyDataLoader, MegatronLMDummySchedul
 from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..training.accumulation import GradientState
+from ..training.oom_retry import PlainRetry, Retryable
 from ..training.optimizer import AcceleratedOptimizer
 from ..training.scheduler import AcceleratedScheduler
 from .compile import compile_model
-from .fsdp.held_gradients import gradients_of, load_gradients
-from .rebind import canonical_name, parameters_by_name, unwrap
+from .rebind import unwrap
+from .state import ModelState, ReplicatedState
 
 if TYPE_CHECKING:
     from ..plugins.ddp import DistributedDataParallelKwargs
@@ -58,18 +57,6 @@ class StrategyOptions:
 class Strategy(ABC):
     """The interface of one way to distribute parameters, gradients and state over the processes."""
 
-    #: Whether :meth:`place` takes all arguments of ``prepare`` at once, and makes the optimizers too (an engine).
-    prepares_together: bool = False
-    #: Whether the engine divides losses by the accumulation steps, and updates parameters, inside ``backward``.
-    steps_in_backward: bool = False
-    #: Whether the forward runs collectives, so that no rank can abort and retry a forward alone.
-    communicates_in_forward: bool = False
-    #: Whether all ranks can then abort and retry one together: :meth:`reset_forwards` resets all state of a pass.
-    can_retry_together: bool = False
-    #: Whether every process holds the full state, so that the main process can save it without the others.
-    is_replicated: bool = False
-    #: Whether a checkpoint can read the gradients between two updates: they are in ``.grad``, not inside an engine.
-    holds_gradients: bool = False
     #: The value of ``accelerator.deepspeed_engine_wrapped``.
     engine: Any = None
 
@@ -77,6 +64,8 @@ class Strategy(ABC):
         self.world = world
         self.options = options
         self.mesh: Mesh = options.mesh or Mesh.of(world)
+        #: By which a batch is computed again when memory runs out; None: an engine updates parameters in ``backward``.
+        self.retry: Retryable | None = PlainRetry(world)
 
     # -- choosing ------------------------------------------------------------------------------------------
 
@@ -89,18 +78,10 @@ class Strategy(ABC):
 
     def check(self, arguments: PreparedArguments) -> None:
         """Check, before anything is changed, that the arguments can be prepared together, and raise if they can't."""
-        if not self.prepares_together:
-            refuse_dummies(arguments)
-        for argument in arguments.of(Role.MODEL):
-            self.check_model(argument.current)
-
-    def check_model(self, model: torch.nn.Module) -> None:
-        """Raise if ``model`` can't be prepared under this strategy."""
+        refuse_dummies(arguments)
 
     def place(self, arguments: PreparedArguments, precision: Precision) -> None:
-        """Replace every model among the arguments by its prepared one; an engine replaces the optimizers too."""
-        for argument in arguments.of(Role.MODEL):
-            argument.current = self.place_model(argument.current, precision, argument.device_placement)
+        """Replace the arguments that an engine prepares together; the others are prepared one by one."""
 
     def place_model(
         self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
@@ -111,12 +92,12 @@ class Strategy(ABC):
         if device_placement and not _must_not_move(model, self.world.device):
             model = model.to(self.world.device)
         if not evaluation_mode:
-            model = self.wrap(model)
+            model = self._wrap(model)
         precision.patch_wrapped(model)
         plugin = self.options.plugins.dynamo
         return model if plugin is None else compile_model(model, plugin)
 
-    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap ``model`` in the container that trains it over the processes, and return that."""
         return model
 
@@ -141,16 +122,8 @@ class Strategy(ABC):
         """The number of different micro-batches that the ranks compute at the same time."""
         return self.mesh.data_share().count
 
-    def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
-        """Return ``model`` or ``prepared``: the one that is saved, given to hooks and asked for gradients."""
-        return model
-
     def release(self) -> None:
         """Drop all references to prepared models."""
-
-    def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Iterate over the parameters that train ``model``, prepared or not, by the names of the user's own model."""
-        return parameters_by_name(self.unwrap(model, keep_torch_compile=False))
 
     # -- training ------------------------------------------------------------------------------------------
 
@@ -158,40 +131,12 @@ class Strategy(ABC):
         """Enter a context in which backward passes don't reduce gradients."""
         return nullcontext()
 
-    def local_gradients(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """Enter a context in which gradients of whole passes stay on this rank until :meth:`all_reduce_gradients`."""
-        return nullcontext()
-
-    def check_parts(self, model: torch.nn.Module) -> None:
-        """Raise if a batch of ``model`` can't be split into micro-batches."""
-
-    def sync_buffers(self, model: torch.nn.Module) -> None:
-        """Broadcast now the buffers that the next forward of ``model`` would broadcast."""
-
-    def all_reduce_gradients(self, model: torch.nn.Module) -> None:
-        """Gradients that passes under :meth:`local_gradients` left on each rank are reduced."""
-
-    def reset_forwards(self, model: torch.nn.Module) -> None:
-        """Reset the state left by forwards whose backward will never run."""
-
-    def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
-        """Copy the gradients of ``model``, and return a function that restores them."""
-        return snapshot_gradients(model.parameters())
-
-    def gradients(self, model: torch.nn.Module) -> dict[str, Any] | None:
-        """Return this rank's gradients of ``model`` between two updates by name; None where an engine keeps them."""
-        return gradients_of(self.named_parameters(model)) if self.holds_gradients else None
-
-    def load_gradients(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
-        """Set the gradients of ``model`` to those that :meth:`gradients` returned on this rank; None: to none.
-
-        Raises:
-            CheckpointError: they are those of another model, or of one that is sharded in another way.
-        """
-        load_gradients(self.named_parameters(model), gradients or {})
-
-    def backward(self, loss: torch.Tensor, scaler: Any, **kwargs: Any) -> None:
-        """Add the gradients of ``loss`` (scaled, under a gradient scaler) to those of the parameters."""
+    def backward(
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
+    ) -> None:
+        """Add the gradients of ``loss / num_steps`` (scaled, under a gradient scaler) to those of the parameters."""
+        if num_steps != 1:
+            loss = loss / num_steps
         if scaler is not None:
             loss = scaler.scale(loss)
         loss.backward(**kwargs)
@@ -209,7 +154,7 @@ class Strategy(ABC):
     ) -> torch.Tensor:
         """Add the gradients of one micro-batch's loss, and return the loss; without stages, in the plain way."""
         loss = loss_function(model(*inputs), targets)
-        self.backward(loss / num_steps if num_steps != 1 else loss, scaler)
+        self.backward(loss, scaler, num_steps)
         return loss.detach()
 
     def clip_grad_norm(
@@ -228,41 +173,10 @@ class Strategy(ABC):
 
     # -- state ---------------------------------------------------------------------------------------------
 
-    def has_full_weights(self, model: torch.nn.Module) -> bool:
-        """Return True if this process holds all weights of ``model``: :meth:`full_state_dict` is no collective."""
-        return self.is_replicated
-
-    def collective_full_state_dict(self, model: torch.nn.Module, operation: str, unwrap: bool = True) -> dict[str, Any]:
-        """Return :meth:`full_state_dict` after all ranks that it needs have called the public method ``operation``.
-
-        Raises:
-            CollectiveError: on every rank, when all are needed and one doesn't call ``operation``.
-        """
-        if self.world.coordinator is not None and not self.has_full_weights(model):
-            self.world.coordinator.require_all(operation)
-        return self.full_state_dict(model, unwrap)
-
-    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state dict of ``model``, under the names of the user's own module."""
-        inner = self.unwrap(model, keep_torch_compile=False) if unwrap else model
-        if any(has_offloaded_params(module) for module in inner.modules()):
-            return get_state_dict_offloaded_model(inner)
-        return inner.state_dict()
-
     @property
-    def access(self) -> StateAccess:
-        """The object through which checkpoints read and load the state of prepared models and their optimizers."""
-        return InPlace(self.named_parameters, canonical_name)
-
-    def checkpoint_state(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
-    ) -> StrategyState:
-        """Return what a checkpoint holds of ``models`` and ``optimizers``; a collective."""
-        return StrategyState([self.full_state_dict(model) for model in models], optimizers)
-
-    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
-        """Return those of ``optimizers`` whose state a checkpoint restores."""
-        return optimizers
+    def state(self) -> ModelState[Any]:
+        """The state of prepared models and their optimizers; a strategy that shards them has another."""
+        return ReplicatedState(self)
 
 
 def _must_not_move(model: torch.nn.Module, device: torch.device) -> bool:
@@ -283,19 +197,6 @@ def _must_not_move(model: torch.nn.Module, device: torch.device) -> bool:
             )
         return True
     return any(is_sharded(parameter) for parameter in model.parameters())
-
-
-def snapshot_gradients(parameters: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Copy the gradients of ``parameters``, and return a function that restores them."""
-    kept = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
-
-    def restore() -> None:
-        for parameter, gradient, values in kept:
-            if gradient is not None and values is not None:
-                gradient.copy_(values)  # in place: it may be a view of a DDP bucket
-            parameter.grad = gradient
-
-    return restore
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:

@@ -16,11 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.world import World
 from ..errors import PreparationError
+from ..precision import Precision
 from ..settings.env import flag
 from ..settings.labels import DistributedType
 from ..torch_private.distributed import find_tensors, gradient_order, has_stateful_comm_hook, synchronize_buffers
 from ..torch_private.modules import has_hooks
-from .base import Strategy, is_sharded, refuse_device_map
+from ..training.oom_retry import Retryable, RetryMode, snapshot_gradients
+from .base import PreparedArguments, Role, Strategy, StrategyOptions, is_sharded, refuse_device_map
 from .compile import uncompiled
 from .context_parallel import prepare_attention
 
@@ -28,8 +30,6 @@ from .context_parallel import prepare_attention
 @final
 class SingleDevice(Strategy):
     """One process with the model on one device; nothing is wrapped."""
-
-    is_replicated = holds_gradients = True
 
     @property
     def label(self) -> DistributedType:
@@ -94,31 +94,34 @@ def _guarded(method: Callable[..., Any], name: str, owner: str) -> Callable[...,
 class DataParallel(Strategy):
     """Replicas of the whole model, one per process; gradients are averaged during backward."""
 
-    is_replicated = holds_gradients = True
-
-    def __init__(self, world: World, options: Any) -> None:
+    def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
         # Where ranks share a sequence, attention runs collectives inside the forward.
-        self.communicates_in_forward: bool = bool(self.mesh.active("cp", "sp"))
-        self.can_retry_together: bool = self.communicates_in_forward
+        self.retry = _ReplicaRetry(world, RetryMode.TOGETHER if self.mesh.active("cp", "sp") else RetryMode.ALONE)
 
     @property
     def label(self) -> DistributedType:
         """The type of the kind of device: MULTI_CPU, MULTI_GPU, ...."""
         return DistributedType(self.world.kind.label)
 
-    def check_model(self, model: torch.nn.Module) -> None:
-        """Raise if ``model`` can't be replicated."""
-        if not flag("ACCELERATE_BYPASS_DEVICE_MAP"):
-            refuse_device_map(model)
-        for name, parameter in model.named_parameters():
-            if is_sharded(parameter):
-                raise PreparationError(
-                    f"Parameter {name!r} is a DTensor, which replicas can't average. A sharded model needs "
-                    "FullyShardedDataParallelPlugin or ParallelismConfig."
-                )
+    def check(self, arguments: PreparedArguments) -> None:
+        """Raise if a model can't be replicated."""
+        super().check(arguments)
+        for argument in arguments.of(Role.MODEL):
+            _check_replicable(argument.current)
 
-    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+    def place_model(
+        self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Return ``model`` in its precision, on its device, wrapped (unless ``evaluation_mode``) and compiled.
+
+        Raises:
+            PreparationError: it can't be replicated.
+        """
+        _check_replicable(model)
+        return super().place_model(model, precision, device_placement, evaluation_mode)
+
+    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap ``model`` in a :class:`Replica`; return a model without trainable parameters as it is."""
         if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
             return model
@@ -142,9 +145,30 @@ class DataParallel(Strategy):
         replica = replica_in(model)
         return nullcontext() if replica is None else replica.no_sync()
 
-    def local_gradients(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+
+def _check_replicable(model: torch.nn.Module) -> None:
+    if not flag("ACCELERATE_BYPASS_DEVICE_MAP"):
+        refuse_device_map(model)
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter):
+            raise PreparationError(
+                f"Parameter {name!r} is a DTensor, which replicas can't average. A sharded model needs "
+                "FullyShardedDataParallelPlugin or ParallelismConfig."
+            )
+
+
+@final
+class _ReplicaRetry(Retryable):
+    """Replicas, whose gradients are averaged once the whole batch fits."""
+
+    def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
+        """Copy the gradients of ``model``, and return a function that restores them."""
+        return snapshot_gradients(model.parameters())
+
+    def local_gradients(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Enter a context in which gradients of whole passes stay on this rank until :meth:`all_reduce_gradients`."""
-        return self.no_sync(model)
+        replica = replica_in(model)
+        return nullcontext() if replica is None else replica.no_sync()
 
     def check_parts(self, model: torch.nn.Module) -> None:
         """Raise if DDP was told that the graph is static, which a batch split into micro-batches contradicts."""

@@ -10,6 +10,7 @@ import torch
 
 from .base import Strategy, is_sharded
 from .gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
+from .state import ModelState, Owner
 
 
 class ShardedStrategy(Strategy, ABC):
@@ -29,10 +30,15 @@ class ShardedStrategy(Strategy, ABC):
         """Clamp every element of the gradients to [-``clip_value``, ``clip_value``]."""
         clip_sharded_grad_value(parameters, clip_value)
 
-    def has_full_weights(self, model: torch.nn.Module) -> bool:
-        """Return True if no parameter is sharded."""
-        return not any(map(is_sharded, model.parameters()))
+
+class ShardedState(ModelState[Owner], ABC):
+    """The state of models whose parameters are DTensors, all or some of them."""
+
+    def is_whole(self, model: torch.nn.Module | None = None) -> bool:
+        """Return True if no parameter of ``model`` is sharded."""
+        return model is not None and not any(map(is_sharded, model.parameters()))
 
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
-        return self.access.full_model_state(self.unwrap(model, keep_torch_compile=False), self.world.is_main)
+        strategy = self.strategy
+        return self.access.full_model_state(strategy.unwrap(model, keep_torch_compile=False), strategy.world.is_main)

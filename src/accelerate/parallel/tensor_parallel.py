@@ -35,10 +35,14 @@ from ..modules import get_model_tp_size
 from ..settings.labels import DistributedType
 from ..settings.option import nearest
 from ..torch_private.distributed import overlap_tensor_parallel
-from .base import is_sharded
+from ..training.oom_retry import PlainRetry, RetryMode
+from ..training.open_window import GradientHolder
+from .base import StrategyOptions, is_sharded
 from .fsdp.state import gathered_state
+from .gradients import PlainGradients
 from .rebind import canonical_name, inner_optimizer
-from .sharded_strategy import ShardedStrategy
+from .sharded_strategy import ShardedState, ShardedStrategy
+from .state import ModelState
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -272,23 +276,39 @@ def _overlap(mesh: Mesh) -> None:
 class TensorParallel(ShardedStrategy):
     """The layers sharded over all ranks, which work on the same samples; nothing is replicated or sharded besides."""
 
-    communicates_in_forward = holds_gradients = True
-    can_retry_together = True
+    def __init__(self, world: World, options: StrategyOptions) -> None:
+        super().__init__(world, options)
+        self.retry = PlainRetry(world, RetryMode.TOGETHER)
 
     @property
     def label(self) -> DistributedType:
         """The type of the kind of device: MULTI_CPU, MULTI_GPU, ...."""
         return DistributedType(self.world.kind.label)
 
-    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the layers of ``model`` in place, and return it."""
         config = self.options.plugins.parallelism
         parallelize(model, self.mesh, None if config is None else config.tp_handler)
         return model
+
+    @property
+    def state(self) -> ModelState[TensorParallel]:
+        """The state of models whose layers are sharded."""
+        return _TensorParallelState(self)
+
+
+@final
+class _TensorParallelState(ShardedState[TensorParallel]):
+    """The state of models whose layers are sharded."""
 
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
         """Return gathered state, which is written to the same files as that of one process."""
         inner = [] if model_only else list(map(inner_optimizer, optimizers))
-        return gathered_state(self.access, models, inner, self.world.is_local_main)
+        return gathered_state(self.access, models, inner, self.strategy.world.is_local_main)
+
+    @property
+    def gradients(self) -> GradientHolder | None:
+        """The gradients in ``.grad``."""
+        return PlainGradients(self.layout, self.named_parameters)

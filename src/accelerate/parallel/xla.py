@@ -16,17 +16,17 @@ from typing import Any, final
 import torch
 
 from ..big_models.sizes import find_tied_parameters, retie_parameters
-from ..checkpointing.sharded import InPlace, StateAccess
+from ..checkpointing.sharded import StateAccess
 from ..distributed.world import World
 from ..errors import SettingError
 from ..nested import recursively_apply, send_to_device
 from ..precision import Precision
 from ..settings import env
 from ..settings.labels import DistributedType
-from .base import Strategy, recompute_activations
+from .base import Strategy, StrategyOptions, recompute_activations
 from .compile import compile_model
 from .fsdp.wrapping import find_ignored, find_wrap_units
-from .rebind import canonical_name
+from .state import ModelState
 
 #: The mesh axis over which the batch and the parameters are sharded, by torch_xla's name.
 AXIS = "fsdp"
@@ -59,9 +59,7 @@ def cast_everything(mixed_precision: str, owner: object) -> bool:
 class XlaDevices(Strategy):
     """One program per step: replicas in one process each, or one process whose tensors are sharded over all devices."""
 
-    is_replicated = True  # each of several processes has the full model: only one process shards
-
-    def __init__(self, world: World, options: Any) -> None:
+    def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
         is_one_program = _runtime().is_spmd()
         if self.plugin is not None and not is_one_program:
@@ -186,9 +184,26 @@ class XlaDevices(Strategy):
 
     # -- state ---------------------------------------------------------------------------------------------
 
+    @property
+    def state(self) -> ModelState[XlaDevices]:
+        """The state of models on XLA devices."""
+        return _XlaState(self)
+
+
+@final
+class _XlaState(ModelState[XlaDevices]):
+    """The state of models that each of several processes holds in full: only one process shards.
+
+    Gradients between two updates are recorded operations, which no checkpoint reads.
+    """
+
+    def is_whole(self, model: torch.nn.Module | None = None) -> bool:
+        """Return True."""
+        return True
+
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict of ``model`` in CPU memory; tied names share one tensor there too."""
-        inner = self.unwrap(model, keep_torch_compile=False) if unwrap else model
+        inner = self.strategy.unwrap(model, keep_torch_compile=False) if unwrap else model
         state = self.access.model_shards(inner)
         moved = {id(value): send_to_device(value, torch.device("cpu")) for value in state.values()}
         return {name: moved[id(value)] for name, value in state.items()}
@@ -197,7 +212,7 @@ class XlaDevices(Strategy):
     def access(self) -> StateAccess:
         """In-place access, as for one device: sharded tensors are handed over whole."""
         _sync()
-        return InPlace(self.named_parameters, canonical_name)
+        return super().access
 
 
 @final

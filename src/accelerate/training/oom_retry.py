@@ -10,11 +10,13 @@ state, that is after an update), both compute as always and exchange nothing mor
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
-from typing import Any, Final, Literal, Protocol, TypeVar, cast, final
+from typing import Any, Final, Literal, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -35,44 +37,61 @@ Shapes = tuple[tuple[int, ...], ...]
 REDUCTIONS: Final = ("mean", "sum")
 
 
-class Retryable(Protocol):
+class RetryMode(Enum):
+    """Who computes a batch again when memory has run out in it."""
+
+    ALONE = "the rank itself: forwards don't communicate"
+    TOGETHER = "all ranks: forwards communicate, and all can abort one"
+    NEVER = "nobody: forwards communicate, and a rank can't abort one"
+
+
+class Retryable(ABC):
     """The part of a strategy by which a batch can be computed again in smaller parts."""
 
-    communicates_in_forward: bool
-    can_retry_together: bool
+    def __init__(self, world: World, mode: RetryMode = RetryMode.ALONE) -> None:
+        self.world, self.mode = world, mode
 
-    @property
-    def world(self) -> World:
-        """The processes of the run."""
-        ...
-
-    def local_gradients(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def local_gradients(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Enter a context in which gradients of whole passes stay on this rank until :meth:`all_reduce_gradients`."""
-        ...
+        return nullcontext()
 
     def check_parts(self, model: torch.nn.Module) -> None:
-        """Raise if a batch of ``model`` can't be computed in parts."""
-        ...
+        """Raise if a batch of ``model`` can't be split into micro-batches."""
 
     def sync_buffers(self, model: torch.nn.Module) -> None:
-        """Exchange what the next forward of ``model`` would exchange."""
-        ...
+        """Broadcast now the buffers that the next forward of ``model`` would broadcast."""
 
     def all_reduce_gradients(self, model: torch.nn.Module) -> None:
         """Reduce the gradients that passes under :meth:`local_gradients` left on each rank."""
-        ...
 
     def reset_forwards(self, model: torch.nn.Module) -> None:
-        """Reset what forwards without a backward have left in ``model``."""
-        ...
+        """Reset the state left by forwards whose backward will never run."""
+
+    @abstractmethod
+    def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
+        """Copy the gradients of ``model``, and return a function that restores them."""
+
+
+@final
+class PlainRetry(Retryable):
+    """Models that keep nothing of a forward, and whose gradients are tensors in ``.grad``."""
 
     def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
-        """Return a function that puts the gradients of ``model`` back as they are now."""
-        ...
+        """Copy the gradients of ``model``, and return a function that restores them."""
+        return snapshot_gradients(model.parameters())
 
-    def backward(self, loss: torch.Tensor, scaler: Any, **kwargs: Any) -> None:
-        """Add the gradients of ``loss`` to the parameters'."""
-        ...
+
+def snapshot_gradients(parameters: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Copy the gradients of ``parameters``, and return a function that restores them."""
+    kept = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
+
+    def restore() -> None:
+        for parameter, gradient, values in kept:
+            if gradient is not None and values is not None:
+                gradient.copy_(values)  # in place: it may be a view of a DDP bucket
+            parameter.grad = gradient
+
+    return restore
 
 
 _NUM_QUIET: Final = 16  # batches in a row that were new to no rank, until the ranks stop comparing
@@ -112,12 +131,14 @@ class Work:
 class MicroBatches:
     """The number of parts that this rank's batches are split into, and the shapes that are known to fit so."""
 
-    def __init__(self, strategy: Retryable) -> None:
-        self._strategy = strategy
+    def __init__(self, retry: Retryable) -> None:
+        self._retry = retry
+        self._communicates = retry.mode is not RetryMode.ALONE  # in the forward
+        self._aborts_together = retry.mode is RetryMode.TOGETHER
         self.num_parts: int = 1
         self._num_updates = 0
         self._known = _KnownShapes()
-        self._watch = _ShapeComparison(strategy.world)
+        self._watch = _ShapeComparison(retry.world)
 
     def backward(self, work: Work, *, num_parts: int = 1, always_careful: bool = False) -> torch.Tensor:
         """Add the gradients of the loss of the batch to the parameters'; return that loss, detached.
@@ -135,11 +156,11 @@ class MicroBatches:
         self.num_parts = max(self.num_parts, num_parts)
         shapes = _shapes_of(work.batch)
         is_new = always_careful or not self._known.cover(shapes)
-        largest = max(work.size, self.num_parts) if self._strategy.communicates_in_forward else work.size
-        if self._strategy.can_retry_together and (self._watch.is_on or always_careful):
+        largest = max(work.size, self.num_parts) if self._communicates else work.size
+        if self._aborts_together and (self._watch.is_on or always_careful):
             is_surprise = is_new and not always_careful and bool(self._known)
             is_new, self.num_parts, largest = self._watch.compare(is_new, is_surprise, self.num_parts, work.size)
-        elif self._strategy.communicates_in_forward:
+        elif self._communicates:
             is_new = False
         work = replace(work, largest=largest)
         if not is_new:
@@ -170,7 +191,7 @@ class MicroBatches:
         except Exception as error:  # looked at, and raised again unless memory ran out
             if not should_reduce_batch_size(error):
                 raise
-            can_be_careful = self._strategy.can_retry_together or not self._strategy.communicates_in_forward
+            can_be_careful = self._aborts_together or not self._communicates
             way_out = ", or give up the overlap of communication with always_careful=True" if can_be_careful else ""
             raise MemoryExhausted(
                 f"A batch of {work.size} in {self.num_parts} part(s) ran out of memory while the ranks exchange "
@@ -179,16 +200,16 @@ class MicroBatches:
             ) from error
 
     def _run_new(self, work: Work) -> torch.Tensor:
-        attempt = self._attempt_together if self._strategy.can_retry_together else self._attempt_locally
+        attempt = self._attempt_together if self._aborts_together else self._attempt_locally
         for model in work.models:
-            self._strategy.check_parts(model)
-            self._strategy.sync_buffers(model)
+            self._retry.check_parts(model)
+            self._retry.sync_buffers(model)
         with self._local_gradients(work.models):
             while (loss := attempt(work)) is None:
                 self._split_further(work.largest)
         if work.synchronises:
             for model in work.models:
-                self._strategy.all_reduce_gradients(model)
+                self._retry.all_reduce_gradients(model)
         return loss
 
     @contextmanager
@@ -198,12 +219,12 @@ class MicroBatches:
         """
         with ExitStack() as held:
             for model in models:
-                held.enter_context(self._strategy.local_gradients(model))
+                held.enter_context(self._retry.local_gradients(model))
             yield
 
     def _attempt_locally(self, work: Work) -> torch.Tensor | None:
         """Return the loss, with its gradients added; or None, with everything restored, if memory ran out here."""
-        before = _Snapshot(self._strategy, work.models)
+        before = _Snapshot(self._retry, work.models)
         try:
             before.copy()
             return work.run(self._parts(work))
@@ -217,14 +238,14 @@ class MicroBatches:
 
     def _attempt_together(self, work: Work) -> torch.Tensor | None:
         """Return the loss, with its gradients added; or None, with everything restored, if memory ran out on a rank."""
-        before = _Snapshot(self._strategy, work.models)
+        before = _Snapshot(self._retry, work.models)
 
         def compute() -> torch.Tensor:
             before.copy()
             return work.run(self._parts(work))
 
         try:
-            loss = CoordinatedPass(self._strategy.world).run(compute)
+            loss = CoordinatedPass(self._retry.world).run(compute)
         except Exception:  # raised again, once the pass is undone
             before.restore()
             raise
@@ -257,8 +278,8 @@ class _Snapshot:
     pass.
     """
 
-    def __init__(self, strategy: Retryable, models: Sequence[torch.nn.Module]) -> None:
-        self._strategy = strategy
+    def __init__(self, retry: Retryable, models: Sequence[torch.nn.Module]) -> None:
+        self._retry = retry
         self._models = models
         self._streams = capture_rng_states()
         self._put_back: list[Callable[[], Any]] = []
@@ -266,7 +287,7 @@ class _Snapshot:
     def copy(self) -> None:
         """Copy gradients and buffers; this takes memory."""
         for model in self._models:
-            self._put_back.append(self._strategy.snapshot_gradients(model))
+            self._put_back.append(self._retry.snapshot_gradients(model))
             for buffer in model.buffers():
                 self._put_back.append(partial(buffer.copy_, buffer.clone()))
 
@@ -274,7 +295,7 @@ class _Snapshot:
     def restore(self) -> None:
         """Undo the attempt."""
         for model in self._models:
-            self._strategy.reset_forwards(model)
+            self._retry.reset_forwards(model)
         for restore_gradients in self._put_back:
             restore_gradients()
         restore_rng_states(self._streams)

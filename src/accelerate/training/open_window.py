@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import torch
 
@@ -14,37 +14,33 @@ from ..settings.labels import DistributedType
 from .accumulation import wide
 
 if TYPE_CHECKING:
-    from ..distributed.mesh import Mesh
     from ..distributed.world import World
     from .accumulation import GradientState, WindowWeights
+
+
+#: The layout of strategies whose every rank has the gradients of all parameters.
+REPLICAS: Final = "replicas"
 
 
 class GradientHolder(Protocol):
     """The part of a strategy by which the gradients between two updates can be saved and loaded."""
 
-    is_replicated: bool
-    holds_gradients: bool
-
     @property
-    def label(self) -> DistributedType:
-        """The strategy's ``distributed_type``."""
+    def layout(self) -> str:
+        """The placement of gradients over the ranks, whatever the models are."""
         ...
 
     @property
-    def mesh(self) -> Mesh:
-        """The axes of parallelism."""
+    def named_parameters(self) -> Callable[[torch.nn.Module], Iterable[tuple[str, torch.nn.Parameter]]]:
+        """The function that returns the parameters that train a model under every name of the user's own model."""
         ...
 
-    def gradients(self, model: torch.nn.Module) -> dict[str, Any] | None:
-        """Return this rank's gradients of ``model`` between two updates; None: an engine keeps them."""
+    def read(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return this rank's gradients of ``model`` between two updates."""
         ...
 
-    def load_gradients(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
-        """Give ``model`` the gradients that :meth:`gradients` gave on this rank; None: none at all."""
-        ...
-
-    def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters that train ``model`` under every name of the user's own model."""
+    def load(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Set the gradients of ``model`` to those that :meth:`read` returned on this rank; None: to none."""
         ...
 
 
@@ -53,6 +49,7 @@ class OpenWindow:
     """The gradients of one rank between two updates, as an item of a checkpoint.
 
     Args:
+        gradients: the models' gradients; None where an engine keeps them, which ``kind`` names.
         models: as the Accelerator holds them.
         prepared: by the id of a held model, what ``prepare`` returned for it.
     """
@@ -60,30 +57,29 @@ class OpenWindow:
     def __init__(
         self,
         gradient_state: GradientState,
-        strategy: GradientHolder,
+        gradients: GradientHolder | None,
         weights: WindowWeights,
-        models: Sequence[Any],
-        prepared: Mapping[int, Any],
+        models: Sequence[torch.nn.Module],
+        prepared: Mapping[int, torch.nn.Module],
+        kind: DistributedType,
     ) -> None:
-        self._gradient_state, self._strategy, self._weights = gradient_state, strategy, weights
-        self._models, self._prepared = models, prepared
+        self._gradient_state, self._gradients, self._weights = gradient_state, gradients, weights
+        self._models, self._prepared, self._kind = models, prepared, kind
 
     # -- saving --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return gradients by model and name, and micro-batches and weight by window; None where no window is open."""
-        if self._gradient_state.open_window is None:
+        if self._gradient_state.open_window is None or self._gradients is None:
             return None
-        gradients = [self._strategy.gradients(model) for model in self._models]
-        if any(found is None for found in gradients):
-            return None
+        gradients = [self._gradients.read(model) for model in self._models]
         numbers = {key: number for number, key in enumerate(self._keys())}
         windows = [
             {"models": [numbers[one] for one in key], "count": count, "weight": self._weights.pending.get(key)}
             for key, count in self._gradient_state.windows.items()
             if isinstance(key, tuple) and all(one in numbers for one in key)
         ]
-        return {"layout": self._layout, "gradients": gradients, "windows": windows}
+        return {"layout": self._gradients.layout, "gradients": gradients, "windows": windows}
 
     def warn_if_lost(self) -> None:
         """Warn that a save inside the window doesn't keep its gradients, where an engine has them."""
@@ -92,7 +88,7 @@ class OpenWindow:
             return
         warnings.warn(
             f"save_state() inside a window of gradient accumulation: the gradients of {window[0]} of its {window[1]} "
-            f"micro-batches lie inside the engine ({DistributedType(self._strategy.label).value}), and are not in the "
+            f"micro-batches lie inside the engine ({DistributedType(self._kind).value}), and are not in the "
             "checkpoint: in a run that continues from it, that update is made of its other micro-batches only. "
             "Save where accelerator.sync_gradients is True.",
             ResumeWarning,
@@ -110,7 +106,7 @@ class OpenWindow:
         total: dict[str, Any] = {}
         for state in states:
             values = [value for gradients in state["gradients"] for value in gradients.values()]
-            if state["layout"] != _REPLICAS or not all(isinstance(value, torch.Tensor) for value in values):
+            if state["layout"] != REPLICAS or not all(isinstance(value, torch.Tensor) for value in values):
                 return None
             if not total:
                 total = dict(state)
@@ -143,13 +139,15 @@ class OpenWindow:
     def clear(self) -> None:
         """Leave no gradients but those that an engine has, and no weights of micro-batches."""
         self._weights.pending.clear()
-        for model in self._models if self._strategy.holds_gradients else ():
-            self._strategy.load_gradients(model, None)
+        if self._gradients is not None:
+            for model in self._models:
+                self._gradients.load(model, None)
 
     def _take(self, state: Mapping[str, Any] | None, count_of: Callable[[int], int | None]) -> str | None:
         if state is None:
             return "not every rank's gradients are there, or they can't be added up"
-        if state["layout"] != self._layout or len(state["gradients"]) != len(self._models):
+        holder = self._gradients
+        if holder is None or state["layout"] != holder.layout or len(state["gradients"]) != len(self._models):
             return "its gradients lie in another way over the ranks"
         found = [
             count_of(count) for count in [self._gradient_state.step, *(window["count"] for window in state["windows"])]
@@ -160,7 +158,7 @@ class OpenWindow:
         errors: list[str] = []
         for model, gradients in zip(self._models, state["gradients"], strict=True):
             try:  # the next model as well: other ranks may have no error, and taking gradients may be a collective
-                self._strategy.load_gradients(model, gradients)
+                holder.load(model, gradients)
             except CheckpointError as error:
                 errors.append(str(error))
         if errors:
@@ -179,8 +177,8 @@ class OpenWindow:
 
         Gradients that :class:`WindowWeights` will divide by the weight of the window need no factor: they are sums.
         """
-        outline = None
-        if state is not None and self._layout == _REPLICAS:
+        outline, holder = None, self._gradients
+        if state is not None and holder is not None and holder.layout == REPLICAS:
             weighted = [number for number in range(len(self._models)) if self._is_weighted(state, number)]
             for number, gradients in enumerate(state["gradients"]):
                 if number not in weighted:
@@ -193,9 +191,9 @@ class OpenWindow:
                 ],
             }
         outline = _everyone(outline, world)[0]
-        if outline is None or state is not None:
+        if outline is None or state is not None or holder is None:
             return state if outline is not None else None
-        named = [dict(self._strategy.named_parameters(model)) for model in self._models]
+        named = [dict(holder.named_parameters(model)) for model in self._models]
         outline["gradients"] = [
             {name: torch.zeros_like(parameters[name]) for name in names if name in parameters}
             for parameters, names in zip(named, outline["gradients"], strict=False)
@@ -206,21 +204,9 @@ class OpenWindow:
         windows = [window["models"] for window in state["windows"] if window["weight"] is not None]
         return any(not models or number in {one % len(self._models) for one in models} for models in windows)
 
-    # -- layout and keys -----------------------------------------------------------------------------------
-
-    @property
-    def _layout(self) -> str:
-        """The placement of gradients over the ranks, whatever the models are."""
-        strategy = self._strategy
-        return _REPLICAS if strategy.is_replicated else f"{type(strategy).__name__}, {strategy.mesh.equation()}"
-
     def _keys(self) -> list[int]:
         """Return the ids by which models are named in a window: as held, then as prepared."""
         return [id(one) for one in [*self._models, *(self._prepared.get(id(model)) for model in self._models)]]
-
-
-#: The layout of strategies whose every rank has the gradients of all parameters.
-_REPLICAS = "replicas"
 
 
 def _everyone(value: Any, world: World) -> list[Any]:

@@ -35,15 +35,15 @@ THE_FILE = '''
             """What old callers see."""
             return DistributedType.MULTI_CPU
 
-        def wrap(self, model):
+        def _wrap(self, model):
             """The same weights on every rank."""
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, 0)
             return model
 
-        def backward(self, loss, scaler, **kwargs):
+        def backward(self, loss, scaler, num_steps=1, **kwargs):
             """Gradients have been added, and averaged at the end of a window."""
-            super().backward(loss, scaler, **kwargs)
+            super().backward(loss, scaler, num_steps, **kwargs)
             if self.options.gradient_state.sync_gradients:
                 self.average()
 

@@ -148,7 +148,7 @@ class Doubling(Strategy):
     def label(self) -> DistributedType:
         return DistributedType.NO
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def _wrap(self, model: nn.Module) -> nn.Module:
         model.register_forward_hook(_double)
         return model
 

@@ -28,6 +28,7 @@ from ...settings.labels import DistributedType
 from ..base import PreparedArgument, PreparedArguments, Role, Strategy, StrategyOptions, is_prepared_optimizer
 from ..compile import compile_regions_deepspeed
 from ..rebind import canonical_name
+from ..state import ModelState
 from . import document, sequence
 from .document import PreparedObjects
 from .engine import (
@@ -48,11 +49,9 @@ _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 class DeepSpeed(Strategy):
     """DeepSpeed's engine, which takes model, optimizer and scheduler together."""
 
-    prepares_together = True
-    steps_in_backward = True
-
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
+        self.retry = None
         self.engine: DeepSpeedEngineWrapper | None = None
         self._engines: list[Any] = []
         self._ulysses: Ulysses | None = None
@@ -79,7 +78,6 @@ class DeepSpeed(Strategy):
 
     def check(self, arguments: PreparedArguments) -> None:
         """Raise unless one model comes with its optimizer and scheduler, as the configuration needs them."""
-        super().check(arguments)
         models = list(_fresh(arguments, Role.MODEL))
         if len(models) > 1:
             raise AssertionError(  # the documented exception
@@ -236,10 +234,6 @@ class DeepSpeed(Strategy):
                 "goes through the first engine. Prepare another model on another `Accelerator()`."
             )
 
-    def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
-        """Return the engine, which saves itself."""
-        return prepared
-
     def release(self) -> None:
         """Destroy the engines."""
         for engine in self._engines:
@@ -257,16 +251,21 @@ class DeepSpeed(Strategy):
         engine = self.engine
         return engine.no_boundary() if engine is not None and engine.engine is model else nullcontext()
 
-    def backward(self, loss: torch.Tensor, scaler: Any, **kwargs: Any) -> None:
-        """Add the gradients of ``loss``; the engine also steps where the window is complete."""
+    def backward(
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
+    ) -> None:
+        """Add the gradients of ``loss / num_steps``; the engine also steps where the window is complete."""
         if self.engine is None:
             raise PreparationError(
                 "backward() has no engine to go through: call prepare(model, optimizer, ...) on this Accelerator first."
             )
-        assert self.options.gradient_state is not None
+        gradient_state = self.options.gradient_state
+        assert gradient_state is not None
+        if num_steps != gradient_state.num_steps:  # the engine would divide by its own
+            kwargs["scale_wrt_gas"] = False
         if self._ulysses is not None:
             loss = self._ulysses.scaled(loss)
-        self.engine.backward(loss, self.options.gradient_state.sync_gradients, **kwargs)
+        self.engine.backward(loss, gradient_state.sync_gradients, **kwargs)
 
     def clip_grad_norm(
         self,
@@ -320,11 +319,35 @@ class DeepSpeed(Strategy):
 
     # -- state ---------------------------------------------------------------------------------------------
 
-    def has_full_weights(self, model: torch.nn.Module) -> bool:
+    @property
+    def state(self) -> ModelState[DeepSpeed]:
+        """The state of engines, and of models without one."""
+        return _DeepSpeedState(self)
+
+    def engine_of(self, model: torch.nn.Module) -> Any:
+        """Return ``model`` if it is an engine of this strategy; None for a model without one."""
+        return model if any(engine is model for engine in self._engines) else None
+
+    def may_gather(self, engine: Any) -> bool:
+        """Return True unless the configuration forbids to gather the weights of ``engine``, which are sharded."""
+        return not engine.zero_optimization_partition_weights() or bool(self.plugin.get_value(_GATHER, False))
+
+
+@final
+class _DeepSpeedState(ModelState[DeepSpeed]):
+    """The state of engines, which save themselves, and of models prepared without one."""
+
+    def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
+        """Return the engine, which saves itself."""
+        return prepared
+
+    def is_whole(self, model: torch.nn.Module | None = None) -> bool:
         """Return True unless an engine has sharded ``model``."""
-        engine: Any = model if any(engine is model for engine in self._engines) else None
+        if model is None:
+            return False
+        engine = self.strategy.engine_of(model)
         return engine is None or (
-            not engine.zero_optimization_partition_weights() and self.plugin.tensor_parallel_size <= 1
+            not engine.zero_optimization_partition_weights() and self.strategy.plugin.tensor_parallel_size <= 1
         )
 
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -333,23 +356,20 @@ class DeepSpeed(Strategy):
         Raises:
             PreparationError: in stage 3, the configuration doesn't allow to gather the weights.
         """
-        if not any(engine is model for engine in self._engines):
+        strategy, engine = self.strategy, self.strategy.engine_of(model)
+        if engine is None:
             return super().full_state_dict(model, unwrap)
-        engine: Any = model
-        if engine.zero_optimization_partition_weights() and not self._may_gather(engine):
+        if not strategy.may_gather(engine):
             raise PreparationError(
                 "Cannot get 16bit model weights because `stage3_gather_16bit_weights_on_model_save` in DeepSpeed "
                 "config is False. Set it to True there, or set `zero3_save_16bit_model` to True in the plugin or with "
                 "`accelerate config`. To save without gathering, use save_state(), or model.save_checkpoint(save_dir) "
                 "and `zero_to_fp32.py`, which it leaves in the folder."
             )
-        if self.plugin.tensor_parallel_size > 1:
+        if strategy.plugin.tensor_parallel_size > 1:
             return engine._consolidated_16bit_state_dict() or {}
         is_whole = not engine.zero_optimization_partition_weights()
-        return full_weights(engine, self.world.is_main or is_whole, half=True)
-
-    def _may_gather(self, engine: Any) -> bool:
-        return not engine.zero_optimization_partition_weights() or bool(self.plugin.get_value(_GATHER, False))
+        return full_weights(engine, strategy.world.is_main or is_whole, half=True)
 
     @property
     def access(self) -> StateAccess:
@@ -363,14 +383,18 @@ class DeepSpeed(Strategy):
 
         In stage 3 the latter are gathered where the configuration allows it, or where nothing else is saved.
         """
-        engines = [model for model in models if any(engine is model for engine in self._engines)]
-        writes_whole = model_only or all(map(self._may_gather, engines))
-        writes_whole = writes_whole and self.plugin.tensor_parallel_size == 1
+        engines = [model for model in models if self.strategy.engine_of(model) is not None]
+        writes_whole = model_only or all(map(self.strategy.may_gather, engines))
+        writes_whole = writes_whole and self.strategy.plugin.tensor_parallel_size == 1
         access = self.access
-        weights = [access.full_model_state(model, self.world.is_local_main) for model in models] if writes_whole else []
+        weights = (
+            [access.full_model_state(model, self.strategy.world.is_local_main) for model in models]
+            if writes_whole
+            else []
+        )
         return StrategyState(weights, write=None if model_only else _folders_of(engines, models))
 
-    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
+    def restorable(self, optimizers: Sequence[Any]) -> Sequence[Any]:
         """Return the optimizers that no engine restores."""
         return [one for one in optimizers if not isinstance(one, DeepSpeedOptimizerWrapper)]
 

@@ -155,7 +155,7 @@ def load_fsdp_optimizer(
 
 
 def _access(accelerator: Any, model: Any) -> StateAccess:
-    return accelerator.strategy.access
+    return accelerator.strategy.state.access
 
 
 def _is_adapted(model: Any) -> bool:

@@ -32,11 +32,14 @@ from ...torch_private.fsdp import (
     snapshot_flat_gradients,
     trained_parameters,
 )
-from ..base import Strategy, recompute_activations, snapshot_gradients
+from ...training.oom_retry import Retryable, RetryMode, snapshot_gradients
+from ...training.open_window import GradientHolder
+from ..base import Strategy, StrategyOptions, recompute_activations
 from ..compile import compile_model, uncompiled
 from ..gradient_norm import Axes, scale_to, total_norm
+from ..gradients import HeldGradients, gradients_of, load_gradients
 from ..rebind import ensure_weights_retied
-from .held_gradients import gradients_of, load_gradients
+from ..state import ModelState
 from .setup import average_ignored, broadcast_from_main, replicate_unsharded, upcast_trainable
 from .state import FlatAccess, checkpoint_state_of, flat_parameters, names_of
 from .wrapping import find_ignored, find_wrap_units
@@ -48,11 +51,9 @@ _HYBRID = (ShardingStrategy.HYBRID_SHARD, hybrid_without_resharding())
 class FlatShard(Strategy):
     """Flat parameters, one per wrap unit, sharded over the ranks and gathered while their unit computes."""
 
-    communicates_in_forward = holds_gradients = True
-    can_retry_together = True
-
-    def __init__(self, world: World, options: Any) -> None:
+    def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
+        self.retry = _FlatRetry(world, RetryMode.TOGETHER)
         self._unreduced: set[int] = set()  # the models inside no_sync
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -137,16 +138,6 @@ class FlatShard(Strategy):
             shape, names = (size,), ("dp_shard",)
         return init_device_mesh(self.world.device.type, shape, mesh_dim_names=names)
 
-    def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
-        """Return the wrapper: only it gives access to full parameters and state."""
-        return prepared
-
-    def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Iterate over the parameters that train ``model``: flat ones under many names, once it is wrapped."""
-        wrapped = uncompiled(model)
-        is_wrapped = isinstance(wrapped, FullyShardedDataParallel)
-        return flat_parameters(wrapped) if is_wrapped else super().named_parameters(model)
-
     # -- training ------------------------------------------------------------------------------------------
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
@@ -163,35 +154,6 @@ class FlatShard(Strategy):
                 yield
         finally:
             self._unreduced.discard(key)
-
-    def reset_forwards(self, model: torch.nn.Module) -> None:
-        """Reset FSDP's runtime state: every unit is resharded and expects a forward."""
-        wrapped = uncompiled(model)
-        if isinstance(wrapped, FullyShardedDataParallel):
-            reset_flat_runtime(wrapped)
-
-    def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
-        """Copy the gradients, with those accumulated under :meth:`no_sync`; return a function that restores them."""
-        wrapped = uncompiled(model)
-        is_wrapped = isinstance(wrapped, FullyShardedDataParallel)
-        return snapshot_flat_gradients(wrapped, snapshot_gradients) if is_wrapped else super().snapshot_gradients(model)
-
-    def gradients(self, model: torch.nn.Module) -> dict[str, Any] | None:
-        """Return the gradients of flat parameters, sharded or unsharded, and those of ignored parameters."""
-        wrapped = uncompiled(model)
-        if not isinstance(wrapped, FullyShardedDataParallel):
-            return {"units": [], "others": gradients_of(self.named_parameters(model))}
-        return {"units": flat_gradients(wrapped), "others": gradients_of(_ignored_parameters(wrapped))}
-
-    def load_gradients(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
-        """Set both kinds of gradients of ``model``."""
-        wrapped, others = uncompiled(model), {} if gradients is None else gradients["others"]
-        if not isinstance(wrapped, FullyShardedDataParallel):
-            load_gradients(self.named_parameters(model), others)
-            return
-        load_gradients(_ignored_parameters(wrapped), others)
-        if not set_flat_gradients(wrapped, None if gradients is None else gradients["units"]):
-            raise CheckpointError("its gradients were saved in other FSDP units")
 
     def clip_grad_norm(
         self,
@@ -224,25 +186,99 @@ class FlatShard(Strategy):
     # -- state ---------------------------------------------------------------------------------------------
 
     @property
-    def access(self) -> StateAccess:
-        """Access through FSDP's own state-dict functions."""
-        return FlatAccess(self.world)
+    def state(self) -> ModelState[FlatShard]:
+        """The state of models in flat parameters."""
+        return _FlatState(self)
 
-    def has_full_weights(self, model: torch.nn.Module) -> bool:
+
+@final
+class _FlatRetry(Retryable):
+    """Models in flat parameters, whose runtime state can be reset."""
+
+    def reset_forwards(self, model: torch.nn.Module) -> None:
+        """Reset FSDP's runtime state: every unit is resharded and expects a forward."""
+        wrapped = uncompiled(model)
+        if isinstance(wrapped, FullyShardedDataParallel):
+            reset_flat_runtime(wrapped)
+
+    def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
+        """Copy the gradients, with those accumulated under ``no_sync``; return a function that restores them."""
+        wrapped = uncompiled(model)
+        is_wrapped = isinstance(wrapped, FullyShardedDataParallel)
+        return (
+            snapshot_flat_gradients(wrapped, snapshot_gradients)
+            if is_wrapped
+            else snapshot_gradients(model.parameters())
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# State
+
+
+@final
+class _FlatState(ModelState[FlatShard]):
+    """The state of models in flat parameters, through their wrappers."""
+
+    def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
+        """Return the wrapper: only it gives access to full parameters and state."""
+        return prepared
+
+    def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Iterate over the parameters that train ``model``: flat ones under many names, once it is wrapped."""
+        wrapped = uncompiled(model)
+        is_wrapped = isinstance(wrapped, FullyShardedDataParallel)
+        return flat_parameters(wrapped) if is_wrapped else super().named_parameters(model)
+
+    def is_whole(self, model: torch.nn.Module | None = None) -> bool:
         """Return True if ``model`` isn't sharded."""
-        return not isinstance(uncompiled(model), FullyShardedDataParallel)
+        return model is not None and not isinstance(uncompiled(model), FullyShardedDataParallel)
 
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
-        if self.has_full_weights(model):
+        if self.is_whole(model):
             return super().full_state_dict(model, unwrap)
-        return self.access.full_model_state(model, self.world.is_main)
+        return self.access.full_model_state(model, self.strategy.world.is_main)
+
+    @property
+    def access(self) -> StateAccess:
+        """Access through FSDP's own state-dict functions."""
+        return FlatAccess(self.strategy.world)
 
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
         """Return weights and optimizers, sharded or gathered, as the plugin says."""
-        return checkpoint_state_of(self.plugin, self.access, models, optimizers, self.world, model_only)
+        return checkpoint_state_of(
+            self.strategy.plugin, self.access, models, optimizers, self.strategy.world, model_only
+        )
+
+    @property
+    def gradients(self) -> GradientHolder | None:
+        """The gradients of flat parameters, and those of ignored parameters."""
+        return _FlatGradients(self.layout, self.named_parameters)
+
+
+@final
+class _FlatGradients(HeldGradients):
+    """The gradients of flat parameters, sharded or unsharded, and those of ignored parameters."""
+
+    def read(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return both kinds of gradients of ``model``."""
+        wrapped = uncompiled(model)
+        if not isinstance(wrapped, FullyShardedDataParallel):
+            return {"units": [], "others": gradients_of(self.named_parameters(model))}
+        return {"units": flat_gradients(wrapped), "others": gradients_of(_ignored_parameters(wrapped))}
+
+    def load(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Set both kinds of gradients of ``model``."""
+        wrapped, others = uncompiled(model), {} if gradients is None else gradients["others"]
+        if not isinstance(wrapped, FullyShardedDataParallel):
+            load_gradients(self.named_parameters(model), others)
+            return
+        load_gradients(_ignored_parameters(wrapped), others)
+        if not set_flat_gradients(wrapped, None if gradients is None else gradients["units"]):
+            raise CheckpointError("its gradients were saved in other FSDP units")
 
 
 def _ignored_parameters(wrapped: FullyShardedDataParallel) -> Iterator[tuple[str, torch.nn.Parameter]]:

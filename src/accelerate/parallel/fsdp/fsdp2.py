@@ -5,7 +5,7 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, final
@@ -22,15 +22,18 @@ from ...precision import Precision
 from ...settings.labels import DistributedType
 from ...torch_private.distributed import concatenated
 from ...torch_private.fsdp import reset_sharded_runtime, snapshot_sharded_gradients
+from ...training.oom_retry import Retryable, RetryMode, snapshot_gradients
+from ...training.open_window import GradientHolder
 from ...versions import is_torch_version
-from ..base import PreparedArguments, Role, is_sharded, recompute_activations, snapshot_gradients
+from ..base import PreparedArguments, Role, StrategyOptions, is_sharded, recompute_activations
 from ..compile import compile_model, compile_regions_fsdp2, uncompiled
 from ..context_parallel import prepare_attention
 from ..expert_parallel import average_expert_gradients, shard_experts
+from ..gradients import ShardedGradients
 from ..rebind import inner_optimizer
-from ..sharded_strategy import ShardedStrategy
+from ..sharded_strategy import ShardedState, ShardedStrategy
+from ..state import ModelState
 from ..tensor_parallel import parallelize
-from .held_gradients import load_sharded_gradients, sharded_gradients
 from .setup import average_ignored, broadcast_from_main, replicate_unsharded, upcast_trainable
 from .state import checkpoint_state_of
 from .wrapping import find_ignored, find_wrap_units
@@ -43,10 +46,7 @@ OLDEST_ON_CPU: Final = "2.9.0"
 class FullyShard(ShardedStrategy):
     """Parameters sharded over the ranks, and gathered by wrap units while these compute."""
 
-    communicates_in_forward = holds_gradients = True
-    can_retry_together: bool = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
-
-    def __init__(self, world: World, options: Any) -> None:
+    def __init__(self, world: World, options: StrategyOptions) -> None:
         if world.device.type == "cpu" and not is_torch_version(">=", OLDEST_ON_CPU):
             raise MissingDependency(
                 f"FSDP version 2 on CPU needs torch {OLDEST_ON_CPU} or newer, installed is {torch.__version__}, whose "
@@ -56,6 +56,8 @@ class FullyShard(ShardedStrategy):
         super().__init__(world, options)
         self._shards: DeviceMesh | None = None
         self._unreduced: set[int] = set()  # the models inside no_sync
+        can_reset = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
+        self.retry = _ShardedRetry(world, RetryMode.TOGETHER if can_reset else RetryMode.NEVER)
 
     @property
     def label(self) -> DistributedType:
@@ -213,6 +215,36 @@ class FullyShard(ShardedStrategy):
             self._unreduced.discard(id(model))
             model.set_requires_gradient_sync(True)
 
+    # -- state ---------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ModelState[FullyShard]:
+        """The state of models under ``fully_shard``."""
+        return _FullyShardedState(self)
+
+
+@final
+class _FullyShardedState(ShardedState[FullyShard]):
+    """The state of models under ``fully_shard``, whose gradients may be unsharded in an open window."""
+
+    def checkpoint_state(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+    ) -> StrategyState:
+        """Return weights and optimizers, sharded or gathered, as the plugin says."""
+        return checkpoint_state_of(
+            self.strategy.plugin, self.access, models, optimizers, self.strategy.world, model_only
+        )
+
+    @property
+    def gradients(self) -> GradientHolder | None:
+        """The sharded gradients, and the unsharded ones accumulated under ``no_sync``."""
+        return ShardedGradients(self.layout, self.named_parameters, lambda model: [uncompiled(model)])
+
+
+@final
+class _ShardedRetry(Retryable):
+    """Models under ``fully_shard``, whose runtime state can be reset."""
+
     def reset_forwards(self, model: torch.nn.Module) -> None:
         """Reset FSDP's runtime state: every unit is resharded and expects a forward."""
         sharded = uncompiled(model)
@@ -220,26 +252,14 @@ class FullyShard(ShardedStrategy):
             reset_sharded_runtime(sharded)
 
     def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
-        """Copy the gradients, with those accumulated under :meth:`no_sync`; return a function that restores them."""
+        """Copy the gradients, with those accumulated under ``no_sync``; return a function that restores them."""
         sharded = uncompiled(model)
         is_ours = isinstance(sharded, FSDPModule)
-        return snapshot_sharded_gradients(sharded, snapshot_gradients) if is_ours else super().snapshot_gradients(model)
-
-    def gradients(self, model: torch.nn.Module) -> dict[str, Any] | None:
-        """Return the sharded gradients, and the unsharded ones accumulated under :meth:`no_sync`."""
-        return sharded_gradients([uncompiled(model)], lambda: self.named_parameters(model))
-
-    def load_gradients(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
-        """Set both kinds of gradients of ``model``."""
-        load_sharded_gradients([uncompiled(model)], lambda: self.named_parameters(model), gradients)
-
-    # -- state ---------------------------------------------------------------------------------------------
-
-    def checkpoint_state(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
-    ) -> StrategyState:
-        """Return weights and optimizers, sharded or gathered, as the plugin says."""
-        return checkpoint_state_of(self.plugin, self.access, models, optimizers, self.world, model_only)
+        return (
+            snapshot_sharded_gradients(sharded, snapshot_gradients)
+            if is_ours
+            else snapshot_gradients(model.parameters())
+        )
 
 
 def _is_placed(model: torch.nn.Module) -> bool:

@@ -28,6 +28,7 @@ from ...precision import Precision
 from ...settings.labels import DistributedType
 from ..base import PreparedArguments, Role, Strategy, StrategyOptions
 from ..rebind import canonical_name
+from ..state import ModelState
 from .engine import MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
 
 _PURPOSE = "Megatron-LM"
@@ -37,11 +38,9 @@ _PURPOSE = "Megatron-LM"
 class Megatron(Strategy):
     """Megatron-LM, which builds model, optimizer, schedule and data from its arguments."""
 
-    prepares_together = True
-    steps_in_backward = True
-
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
+        self.retry = None
         self._engine: MegatronEngine | None = None
 
     @property
@@ -143,10 +142,6 @@ class Megatron(Strategy):
             if isinstance(argument.current, DataLoader) and argument not in own:
                 argument.current = with_batches_of(argument.current, self.plugin.num_micro_batches)
 
-    def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
-        """Return the engine, which saves itself."""
-        return prepared
-
     def unwrap(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """Return the engine's model chunk, which Megatron has built: it is not the one that was given."""
         if not isinstance(model, MegatronEngine):
@@ -162,7 +157,9 @@ class Megatron(Strategy):
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, scaler: Any, **kwargs: Any) -> None:
+    def backward(
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
+    ) -> None:
         """Do nothing: the forward was a full step."""
 
     def clip_grad_norm(
@@ -189,11 +186,29 @@ class Megatron(Strategy):
 
     # -- state ---------------------------------------------------------------------------------------------
 
+    @property
+    def state(self) -> ModelState[Megatron]:
+        """The state of the engine."""
+        return _MegatronState(self)
+
+
+@final
+class _MegatronState(ModelState[Megatron]):
+    """The state of Megatron's engine, which saves itself."""
+
+    def is_whole(self, model: torch.nn.Module | None = None) -> bool:
+        """Return False: the engine saves itself, on all ranks."""
+        return False
+
+    def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
+        """Return the engine, which saves itself."""
+        return prepared
+
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
         """Return a writer of Megatron's own checkpoint, in a folder of its own."""
-        engine = self._engine
+        engine = self.strategy._engine
         if engine is None or model_only:
             raise CheckpointError("Megatron-LM saves a whole run, after prepare(): model, optimizer and schedule.")
 
@@ -282,7 +297,7 @@ def _providers() -> dict[str, Callable[..., Any]]:
     def gpt(pre_process: bool = True, post_process: bool = True, **_: Any) -> Any:
         core = require("megatron.core.models.gpt", purpose=_PURPOSE)
         specs = require("megatron.core.models.gpt.gpt_layer_specs", purpose=_PURPOSE)
-        megatron_arguments = require("megatron.training.megatron_arguments", purpose=_PURPOSE)
+        megatron_arguments = require("megatron.training.arguments", purpose=_PURPOSE)
         args = require("megatron.training", purpose=_PURPOSE).get_args()
         return core.GPTModel(
             config=megatron_arguments.core_transformer_config_from_args(args),

@@ -17,26 +17,28 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...checkpointing.run_state import Stateful, StrategyState
-from ...checkpointing.sharded import InPlace, NamedParameters, StateAccess, gather_tensor, shard_like
-from ...distributed.mesh import Mesh
+from ...checkpointing.sharded import StateAccess
 from ...distributed.world import World
 from ...errors import NotBuilt, PreparationError, SettingError
 from ...plugins.parallelism import PipelineParallelConfig
 from ...precision import Precision
 from ...settings.labels import DistributedType, DynamoBackend
-from ...torch_private.modules import loaded
-from ..base import PreparedArguments, Role, Strategy, recompute_activations
+from ...training.oom_retry import PlainRetry, RetryMode
+from ...training.open_window import GradientHolder
+from ..base import PreparedArguments, Role, Strategy, StrategyOptions, recompute_activations
 from ..compile import compile_model, compile_regions_fsdp2
-from ..fsdp.held_gradients import load_sharded_gradients, sharded_gradients
 from ..fsdp.setup import broadcast_from_main, upcast_trainable
 from ..fsdp.state import checkpoint_state_of, gathered_state
 from ..fsdp.wrapping import find_wrap_units
 from ..gradient_norm import clip_sharded_grad_value, local_tensor, scale_to, shard_and_groups, total_norm
-from ..rebind import canonical_name, inner_optimizer, parameters_by_name
+from ..gradients import ShardedGradients
+from ..rebind import inner_optimizer, parameters_by_name
+from ..state import ModelState
 from ..tensor_parallel import parallelize, placements_of
 from .partition import Stage, choose_split_points, drop_other_stages, split_into_stages
 from .schedule import LossFunction, PipelineSchedule, broadcast_object
 from .sharded_stages import shard_stage
+from .state import StageAccess
 
 #: Axes that a pipeline isn't combined with, and the alternative.
 _NOT_COMBINED = {
@@ -130,10 +132,9 @@ class PipelinedModel(nn.Module):
 class Pipeline(Strategy):
     """Stages of layers, some on each rank, through which batches go in micro-batches."""
 
-    communicates_in_forward = holds_gradients = True
-
-    def __init__(self, world: World, options: Any) -> None:
+    def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
+        self.retry = PlainRetry(world, RetryMode.NEVER)
         combined = self.mesh.active(*_NOT_COMBINED)
         if combined:
             raise NotBuilt(
@@ -287,17 +288,11 @@ class Pipeline(Strategy):
         inner = model.module if isinstance(model, PipelinedModel) else model
         return super().unwrap(inner, keep_fp32_wrapper, keep_torch_compile)
 
-    def saved_model(self, model: nn.Module, prepared: nn.Module) -> nn.Module:
-        """Return the prepared model, which knows which rank has which tensors."""
-        return prepared
-
-    def named_parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterate over the parameters of all stages; those of other ranks have no values, gradients or state."""
-        return parameters_by_name(model.module if isinstance(model, PipelinedModel) else model)
-
     # -- training ------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, scaler: Any, **kwargs: Any) -> None:
+    def backward(
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
+    ) -> None:
         """Raise: the backward of a pipeline is a part of its step."""
         raise PreparationError(
             "accelerator.backward(loss) under pipeline parallelism: forward and backward of several parts of the batch "
@@ -328,14 +323,6 @@ class Pipeline(Strategy):
         if synchronises:
             self._reduce_gradients(model)
         return loss
-
-    def gradients(self, model: nn.Module) -> dict[str, Any] | None:
-        """Return the gradients of this rank's stages, before they are summed over stages and averaged over replicas."""
-        return sharded_gradients(_stages_of(model), lambda: self.named_parameters(model))
-
-    def load_gradients(self, model: nn.Module, gradients: Mapping[str, Any] | None) -> None:
-        """Set the gradients of this rank's stages."""
-        load_sharded_gradients(_stages_of(model), lambda: self.named_parameters(model), gradients)
 
     def _reduce_gradients(self, model: PipelinedModel) -> None:
         """Sum gradients of parameters that several stages have, and average all over the replicas."""
@@ -389,26 +376,53 @@ class Pipeline(Strategy):
 
     # -- state ---------------------------------------------------------------------------------------------
 
+    @property
+    def state(self) -> ModelState[Pipeline]:
+        """The state of models that are spread over stages."""
+        return _PipelineState(self)
+
+
+@final
+class _PipelineState(ModelState[Pipeline]):
+    """The state of models that are spread over stages: every rank has its own stages' part."""
+
+    def is_whole(self, model: nn.Module | None = None) -> bool:
+        """Return False: a rank has its own stages."""
+        return False
+
+    def saved_model(self, model: nn.Module, prepared: nn.Module) -> nn.Module:
+        """Return the prepared model, which knows which rank has which tensors."""
+        return prepared
+
+    def named_parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters of all stages; those of other ranks have no values, gradients or state."""
+        return parameters_by_name(model.module if isinstance(model, PipelinedModel) else model)
+
     def full_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
         if not isinstance(model, PipelinedModel):
             return super().full_state_dict(model, unwrap)
-        return self.access.full_model_state(model, self.world.is_main)
+        return self.access.full_model_state(model, self.strategy.world.is_main)
 
     @property
     def access(self) -> StateAccess:
         """Access to the state of stages."""
-        return PipelineState(self.mesh, self.world.device, self.named_parameters)
+        return StageAccess(self.strategy.mesh, self.strategy.world.device, self.named_parameters)
 
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
         """Return weights and optimizers, sharded where the plugin asks for it, else gathered."""
-        if self.shards:
-            plugin = self.options.plugins.fsdp
-            return checkpoint_state_of(plugin, self.access, models, optimizers, self.world, model_only)
+        if self.strategy.shards:
+            plugin = self.strategy.options.plugins.fsdp
+            return checkpoint_state_of(plugin, self.access, models, optimizers, self.strategy.world, model_only)
         inner = [] if model_only else list(map(inner_optimizer, optimizers))
-        return gathered_state(self.access, models, inner, self.world.is_local_main)
+        return gathered_state(self.access, models, inner, self.strategy.world.is_local_main)
+
+    @property
+    def gradients(self) -> GradientHolder | None:
+        """The gradients of this rank's stages, before they are summed over stages and averaged over replicas."""
+        return ShardedGradients(self.layout, self.named_parameters, _stages_of)
 
 
 def _tensors(stage: nn.Module) -> Iterator[torch.Tensor]:
@@ -467,134 +481,3 @@ def _apply_precision(precision: Precision, stage: nn.Module, is_last: bool) -> N
             return forward(*args)
 
     stage.forward = under_autocast
-
-
-# --------------------------------------------------------------------------------------------------
-# Access to state that is distributed over stages, under the names and in the order that one process has
-
-
-@final
-class PipelineState(StateAccess):
-    """Access to models whose tensors have values on the ranks of their stages, and a shape everywhere else."""
-
-    def __init__(self, mesh: Mesh, device: torch.device, named_parameters: NamedParameters) -> None:
-        self._mesh, self._device = mesh, device
-        self._in_place = InPlace(named_parameters, canonical_name)
-
-    # -- models --------------------------------------------------------------------------------------------
-
-    def load_target(self, model: Any) -> Any:
-        """Return a load target that takes full state dicts and keeps this rank's tensors."""
-        return _PipelineReceiver(model)
-
-    def full_model_state(self, model: Any, keeps: bool) -> dict[str, Any]:
-        """Broadcast each tensor from its stage, and return the state dict; tied names share one tensor."""
-        state: dict[str, Any] = {}
-        sent: dict[int, torch.Tensor | None] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if not isinstance(tensor, torch.Tensor):
-                state[name] = tensor
-                continue
-            if id(tensor) not in sent:
-                sent[id(tensor)] = self._send(tensor, model.owners[name][0], keeps)
-            if keeps:
-                state[canonical_name(name)] = sent[id(tensor)]
-        return state if keeps else {}
-
-    def _send(self, tensor: torch.Tensor, owner: int, keeps: bool) -> torch.Tensor | None:
-        """Broadcast ``tensor`` from the pipeline rank ``owner``, and return it in CPU memory where ``keeps``."""
-        if owner == self._mesh.place("pp"):
-            value = gather_tensor(tensor).to(self._device).contiguous()
-        else:
-            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        dist.broadcast(value, self._mesh.ranks("pp")[owner], self._mesh.group("pp"))
-        return value.cpu() if keeps else None
-
-    def model_shards(self, model: Any) -> dict[str, Any]:
-        """Return this rank's tensors, or shards of them; those of other stages have no values."""
-        return self._in_place.model_shards(model)
-
-    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
-        """Do nothing: this rank's tensors have been read in place."""
-
-    # -- optimizers ----------------------------------------------------------------------------------------
-
-    def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Return the parameters; those of other stages have no values."""
-        return self._in_place.layouts(models)
-
-    def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
-        """Return this rank's part of the optimizer state."""
-        return self._in_place.optimizer_shards(optimizer, models)
-
-    def load_optimizer_shards(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
-        """Load the optimizer state of this rank's stages, and drop that of others."""
-        self._in_place.load_optimizer_shards(optimizer, models, shards)
-        _drop_state_of_other_stages(optimizer)
-
-    def full_optimizer_state(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
-        """Return the optimizer state of all stages' parameters, by their numbers; a collective."""
-        own = optimizer.state_dict()
-        parts: list[Any] = [None] * self._mesh.size("pp")
-        outline = {
-            number: {key: _without_values(value) for key, value in entries.items()}
-            for number, entries in own["state"].items()
-        }
-        dist.all_gather_object(parts, outline, self._mesh.group("pp"))
-        state: dict[int, dict[str, Any]] = {}
-        for owner, part in enumerate(parts):
-            for number, entries in part.items():
-                if number in state:  # a parameter that several stages have
-                    continue
-                state[number] = {}
-                for key, value in entries.items():
-                    if isinstance(value, torch.Tensor):  # only its shape
-                        mine = own["state"][number][key] if owner == self._mesh.place("pp") else value
-                        value = self._send(mine, owner, keeps)
-                    state[number][key] = value
-        return {**own, "state": dict(sorted(state.items()))} if keeps else {}
-
-    def load_full_optimizer_state(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
-        """Load the optimizer state of this rank's stages, and drop that of others."""
-        self._in_place.load_full_optimizer_state(optimizer, models, state)
-        _drop_state_of_other_stages(optimizer)
-
-
-def _without_values(value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
-
-
-def _drop_state_of_other_stages(optimizer: Any) -> None:
-    for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
-        del optimizer.state[parameter]
-
-
-@final
-class _PipelineReceiver:
-    """A model of which this rank has some stages, as a load target for full tensors."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def state_dict(self, **_: Any) -> dict[str, Any]:
-        """Return the live tensors; those of other stages have no values."""
-        return self._model.state_dict(keep_vars=True)
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
-        """Copy the values of this rank's tensors from ``state``."""
-        own = {canonical_name(name): tensor for name, tensor in self.state_dict().items()}
-        given = {id(own[name]) for name in state if name in own}  # a tied tensor comes under one of its names
-        missing = [name for name, tensor in own.items() if id(tensor) not in given]
-        unexpected = [name for name in state if name not in own]
-        if strict and (missing or unexpected):
-            raise RuntimeError(f"The state doesn't fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}.")
-        with torch.no_grad():
-            for name in [name for name in state if name in own]:
-                tensor = own[name]
-                if tensor.shape != state[name].shape:
-                    raise RuntimeError(
-                        f"{name!r} has shape {list(state[name].shape)} there, and {list(tensor.shape)} here."
-                    )
-                if not tensor.is_meta:
-                    tensor.copy_(shard_like(state[name].to(tensor.dtype), tensor.detach()))
-        return loaded(missing, unexpected)

@@ -2,16 +2,104 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 
-from ...errors import CheckpointError
-from ...torch_private.fsdp import set_unsharded_gradients, unshard_once, unsharded_gradients
-from ...torch_private.modules import sparse_components
+from ..errors import CheckpointError
+from ..torch_private.fsdp import set_unsharded_gradients, unshard_once, unsharded_gradients
+from ..torch_private.modules import sparse_components
 
-NamedParameters = Iterable[tuple[str, torch.Tensor]]
+NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
+NamedParametersOf = Callable[[torch.nn.Module], NamedParameters]
+
+
+class HeldGradients(ABC):
+    """A strategy's gradients between two updates, which a checkpoint can read.
+
+    Args:
+        layout: the placement of gradients over the ranks: those of another layout can't be loaded.
+        named_parameters: the parameters of a model under every name of the user's own model.
+    """
+
+    def __init__(self, layout: str, named_parameters: NamedParametersOf) -> None:
+        self.layout, self.named_parameters = layout, named_parameters
+
+    @abstractmethod
+    def read(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return this rank's gradients of ``model``."""
+
+    @abstractmethod
+    def load(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Set the gradients of ``model`` to those that :meth:`read` returned on this rank; None: to none.
+
+        Raises:
+            CheckpointError: they are those of another model, or of one that is sharded in another way.
+        """
+
+
+@final
+class PlainGradients(HeldGradients):
+    """The gradients in ``.grad`` of a model's parameters, by name."""
+
+    def read(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return this rank's gradients of ``model``."""
+        return gradients_of(self.named_parameters(model))
+
+    def load(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Set the gradients of ``model``; None: to none."""
+        load_gradients(self.named_parameters(model), gradients or {})
+
+
+@final
+class ShardedGradients(HeldGradients):
+    """The gradients of models under ``fully_shard``: shards, and what passes without reduction left unsharded.
+
+    Args:
+        modules_of: the sharded modules of a model.
+    """
+
+    def __init__(
+        self,
+        layout: str,
+        named_parameters: NamedParametersOf,
+        modules_of: Callable[[torch.nn.Module], Sequence[torch.nn.Module]],
+    ) -> None:
+        super().__init__(layout, named_parameters)
+        self._modules_of = modules_of
+
+    def read(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return both kinds of gradients of ``model``."""
+        whole = unsharded_gradients(self._modules_of(model))  # every unit is sharded now
+        found = list(self.named_parameters(model))
+        names = {id(parameter): name for name, parameter in reversed(found)}
+        unsharded = {names[id(parameter)]: encode_gradient(gradient) for parameter, gradient in whole}
+        return {"held": gradients_of(found), "whole": unsharded}
+
+    def load(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+        """Set both kinds of gradients of ``model``, a collective; None: to none.
+
+        Raises:
+            CheckpointError: a gradient is of another parameter than the one of its name.
+        """
+        modules, given = self._modules_of(model), gradients or {"held": {}, "whole": {}}
+        if gradients is not None:
+            unshard_once(modules)
+        found = list(self.named_parameters(model))
+        load_gradients(found, given["held"])
+        names = {id(parameter): name for name, parameter in reversed(found)}
+        unknown = sorted(set(given["whole"]) - set(names.values()))
+        if unknown:
+            raise CheckpointError(f"the model has no parameter {unknown[0]!r}, of which a gradient was saved")
+
+        def gradient_of(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
+            name = names.get(id(parameter))
+            value = given["whole"].get(name)
+            return None if name is None or value is None else decode_gradient(value, whole, name)
+
+        set_unsharded_gradients(modules, gradient_of)
 
 
 def gradients_of(named: NamedParameters) -> dict[str, Any]:
@@ -38,45 +126,6 @@ def load_gradients(named: NamedParameters, gradients: Mapping[str, Any]) -> None
         if parameter is None:
             raise CheckpointError(f"the model has no parameter {name!r}, of which a gradient was saved")
         parameter.grad = decode_gradient(value, parameter, name)
-
-
-def sharded_gradients(modules: Sequence[torch.nn.Module], named: Callable[[], NamedParameters]) -> dict[str, Any]:
-    """Return sharded gradients, and those that passes without reduction left unsharded, under ``fully_shard``.
-
-    Args:
-        modules: the sharded ones.
-        named: the parameters, as they are while every unit is sharded.
-    """
-    whole = unsharded_gradients(modules)  # every unit is sharded now
-    found = list(named())
-    names = {id(parameter): name for name, parameter in reversed(found)}
-    return {"held": gradients_of(found), "whole": {names[id(p)]: encode_gradient(gradient) for p, gradient in whole}}
-
-
-def load_sharded_gradients(
-    modules: Sequence[torch.nn.Module], named: Callable[[], NamedParameters], gradients: Mapping[str, Any] | None
-) -> None:
-    """Set the gradients that :func:`sharded_gradients` returned, a collective; None: none at all.
-
-    Raises:
-        CheckpointError: a gradient is of another parameter than the one of its name.
-    """
-    given = gradients or {"held": {}, "whole": {}}
-    if gradients is not None:
-        unshard_once(modules)
-    found = list(named())
-    load_gradients(found, given["held"])
-    names = {id(parameter): name for name, parameter in reversed(found)}
-    unknown = sorted(set(given["whole"]) - set(names.values()))
-    if unknown:
-        raise CheckpointError(f"the model has no parameter {unknown[0]!r}, of which a gradient was saved")
-
-    def gradient_of(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
-        name = names.get(id(parameter))
-        value = given["whole"].get(name)
-        return None if name is None or value is None else decode_gradient(value, whole, name)
-
-    set_unsharded_gradients(modules, gradient_of)
 
 
 def encode_gradient(gradient: torch.Tensor) -> Any:

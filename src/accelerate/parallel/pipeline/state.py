@@ -1,0 +1,141 @@
+"""Access to state that is distributed over stages, under the names and in the order that one process has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import distributed as dist
+
+from ...checkpointing.sharded import InPlace, NamedParameters, StateAccess, gather_tensor, shard_like
+from ...distributed.mesh import Mesh
+from ...torch_private.modules import loaded
+from ..rebind import canonical_name
+
+
+@final
+class StageAccess(StateAccess):
+    """Access to models whose tensors have values on the ranks of their stages, and a shape everywhere else."""
+
+    def __init__(self, mesh: Mesh, device: torch.device, named_parameters: NamedParameters) -> None:
+        self._mesh, self._device = mesh, device
+        self._in_place = InPlace(named_parameters, canonical_name)
+
+    # -- models --------------------------------------------------------------------------------------------
+
+    def load_target(self, model: Any) -> Any:
+        """Return a load target that takes full state dicts and keeps this rank's tensors."""
+        return _PipelineReceiver(model)
+
+    def full_model_state(self, model: Any, keeps: bool) -> dict[str, Any]:
+        """Broadcast each tensor from its stage, and return the state dict; tied names share one tensor."""
+        state: dict[str, Any] = {}
+        sent: dict[int, torch.Tensor | None] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor):
+                state[name] = tensor
+                continue
+            if id(tensor) not in sent:
+                sent[id(tensor)] = self._send(tensor, model.owners[name][0], keeps)
+            if keeps:
+                state[canonical_name(name)] = sent[id(tensor)]
+        return state if keeps else {}
+
+    def _send(self, tensor: torch.Tensor, owner: int, keeps: bool) -> torch.Tensor | None:
+        """Broadcast ``tensor`` from the pipeline rank ``owner``, and return it in CPU memory where ``keeps``."""
+        if owner == self._mesh.place("pp"):
+            value = gather_tensor(tensor).to(self._device).contiguous()
+        else:
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        dist.broadcast(value, self._mesh.ranks("pp")[owner], self._mesh.group("pp"))
+        return value.cpu() if keeps else None
+
+    def model_shards(self, model: Any) -> dict[str, Any]:
+        """Return this rank's tensors, or shards of them; those of other stages have no values."""
+        return self._in_place.model_shards(model)
+
+    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
+        """Do nothing: this rank's tensors have been read in place."""
+
+    # -- optimizers ----------------------------------------------------------------------------------------
+
+    def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Return the parameters; those of other stages have no values."""
+        return self._in_place.layouts(models)
+
+    def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
+        """Return this rank's part of the optimizer state."""
+        return self._in_place.optimizer_shards(optimizer, models)
+
+    def load_optimizer_shards(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
+        """Load the optimizer state of this rank's stages, and drop that of others."""
+        self._in_place.load_optimizer_shards(optimizer, models, shards)
+        _drop_state_of_other_stages(optimizer)
+
+    def full_optimizer_state(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
+        """Return the optimizer state of all stages' parameters, by their numbers; a collective."""
+        own = optimizer.state_dict()
+        parts: list[Any] = [None] * self._mesh.size("pp")
+        outline = {
+            number: {key: _without_values(value) for key, value in entries.items()}
+            for number, entries in own["state"].items()
+        }
+        dist.all_gather_object(parts, outline, self._mesh.group("pp"))
+        state: dict[int, dict[str, Any]] = {}
+        for owner, part in enumerate(parts):
+            for number, entries in part.items():
+                if number in state:  # a parameter that several stages have
+                    continue
+                state[number] = {}
+                for key, value in entries.items():
+                    if isinstance(value, torch.Tensor):  # only its shape
+                        mine = own["state"][number][key] if owner == self._mesh.place("pp") else value
+                        value = self._send(mine, owner, keeps)
+                    state[number][key] = value
+        return {**own, "state": dict(sorted(state.items()))} if keeps else {}
+
+    def load_full_optimizer_state(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
+        """Load the optimizer state of this rank's stages, and drop that of others."""
+        self._in_place.load_full_optimizer_state(optimizer, models, state)
+        _drop_state_of_other_stages(optimizer)
+
+
+def _without_values(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
+
+
+def _drop_state_of_other_stages(optimizer: Any) -> None:
+    for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
+        del optimizer.state[parameter]
+
+
+@final
+class _PipelineReceiver:
+    """A model of which this rank has some stages, as a load target for full tensors."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def state_dict(self, **_: Any) -> dict[str, Any]:
+        """Return the live tensors; those of other stages have no values."""
+        return self._model.state_dict(keep_vars=True)
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+        """Copy the values of this rank's tensors from ``state``."""
+        own = {canonical_name(name): tensor for name, tensor in self.state_dict().items()}
+        given = {id(own[name]) for name in state if name in own}  # a tied tensor comes under one of its names
+        missing = [name for name, tensor in own.items() if id(tensor) not in given]
+        unexpected = [name for name in state if name not in own]
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"The state doesn't fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}.")
+        with torch.no_grad():
+            for name in [name for name in state if name in own]:
+                tensor = own[name]
+                if tensor.shape != state[name].shape:
+                    raise RuntimeError(
+                        f"{name!r} has shape {list(state[name].shape)} there, and {list(tensor.shape)} here."
+                    )
+                if not tensor.is_meta:
+                    tensor.copy_(shard_like(state[name].to(tensor.dtype), tensor.detach()))
+        return loaded(missing, unexpected)

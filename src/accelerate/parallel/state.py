@@ -1,0 +1,100 @@
+"""The state of a strategy's models, as checkpoints see it: names, full weights, ways to load, gradients of a window."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
+
+import torch
+
+from ..checkpointing.run_state import Stateful, StrategyState
+from ..checkpointing.sharded import InPlace, StateAccess
+from ..hooks.align import get_state_dict_offloaded_model, has_offloaded_params
+from ..training.open_window import REPLICAS, GradientHolder
+from .gradients import PlainGradients
+from .rebind import canonical_name, parameters_by_name
+
+if TYPE_CHECKING:
+    from .base import Strategy
+
+Owner = TypeVar("Owner", bound="Strategy")
+
+
+class ModelState(ABC, Generic[Owner]):
+    """The state of the models and optimizers of one strategy."""
+
+    def __init__(self, strategy: Owner) -> None:
+        self.strategy = strategy
+
+    def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Iterate over the parameters that train ``model``, prepared or not, by the names of the user's own model."""
+        return parameters_by_name(self.strategy.unwrap(model, keep_torch_compile=False))
+
+    def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
+        """Return ``model`` or ``prepared``: the one that is saved, given to hooks and asked for gradients."""
+        return model
+
+    @abstractmethod
+    def is_whole(self, model: torch.nn.Module | None = None) -> bool:
+        """Return True if this process holds all weights of ``model``; without one, of all models and optimizers.
+
+        The main process can then save them without the others.
+        """
+
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the full state dict of ``model``, under the names of the user's own module."""
+        inner = self.strategy.unwrap(model, keep_torch_compile=False) if unwrap else model
+        if any(has_offloaded_params(module) for module in inner.modules()):
+            return get_state_dict_offloaded_model(inner)
+        return inner.state_dict()
+
+    def collective_full_state_dict(self, model: torch.nn.Module, operation: str, unwrap: bool = True) -> dict[str, Any]:
+        """Return :meth:`full_state_dict` after all ranks that it needs have called the public method ``operation``.
+
+        Raises:
+            CollectiveError: on every rank, when all are needed and one doesn't call ``operation``.
+        """
+        coordinator = self.strategy.world.coordinator
+        if coordinator is not None and not self.is_whole(model):
+            coordinator.require_all(operation)
+        return self.full_state_dict(model, unwrap)
+
+    @property
+    def access(self) -> StateAccess:
+        """The object through which checkpoints read and load the state of prepared models and their optimizers."""
+        return InPlace(self.named_parameters, canonical_name)
+
+    def checkpoint_state(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+    ) -> StrategyState:
+        """Return what a checkpoint holds of ``models`` and ``optimizers``; a collective."""
+        return StrategyState([self.full_state_dict(model) for model in models], optimizers)
+
+    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
+        """Return those of ``optimizers`` whose state a checkpoint restores."""
+        return optimizers
+
+    @property
+    def gradients(self) -> GradientHolder | None:
+        """The object through which the gradients between two updates are saved; None where an engine keeps them."""
+        return None
+
+    @property
+    def layout(self) -> str:
+        """The placement of gradients over the ranks, whatever the models are."""
+        return REPLICAS if self.is_whole() else f"{type(self.strategy).__name__}, {self.strategy.mesh.equation()}"
+
+
+@final
+class ReplicatedState(ModelState["Strategy"]):
+    """The state of models that every process holds in full."""
+
+    def is_whole(self, model: torch.nn.Module | None = None) -> bool:
+        """Return True."""
+        return True
+
+    @property
+    def gradients(self) -> GradientHolder | None:
+        """The gradients in ``.grad``."""
+        return PlainGradients(self.layout, self.named_parameters)
