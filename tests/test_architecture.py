@@ -198,6 +198,8 @@ FILE_LIMIT: Final = 500
 FILE_LIMITS: Final = {"accelerator.py": 700}
 MEDIAN_LIMIT: Final = 150
 FUNCTION_LIMIT: Final = 60
+#: The share of annotations with `Any` that was reached; it only goes down.
+ANY_LIMIT: Final = 0.176
 
 # Foreign objects that are asked what they can do: (file, attribute) -> whose object it is.
 FOREIGN_HASATTR: Final[dict[tuple[str, str], str]] = {}
@@ -1050,6 +1052,25 @@ def test_public_functions_are_annotated() -> None:
     holds(findings, "Public functions say what they take and give.")
 
 
+def test_any_is_rare() -> None:
+    annotated, unknown = 0, []
+    for file in files():
+        for function, _ in _functions(file.tree):
+            arguments = function.args
+            named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+            named += [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
+            for annotation in (*(one.annotation for one in named), function.returns):
+                annotated += annotation is not None
+                if annotation is not None and "Any" in {dotted(node) for node in ast.walk(annotation)}:
+                    unknown.append(file.at(annotation, f"{function.name}: {ast.unparse(annotation)}"))
+    limit = int(annotated * ANY_LIMIT)
+    if len(unknown) > limit:
+        holds(
+            unknown,
+            f"{len(unknown)} of {annotated} annotations say Any, at most {limit}: object, a TypeVar, a Protocol.",
+        )
+
+
 # ----------------------------------------------------------------------------------------------- words
 
 
@@ -1223,6 +1244,7 @@ BROKEN: Final[list[tuple[Callable[[], None], dict[str, str]]]] = [
     (test_hasattr_asks_only_foreign_objects, {"modules": "x = hasattr(1, 'y')\n"}),
     (test_internal_classes_are_abstract_or_final, {"modules": "class Helper:\n    pass\n"}),
     (test_public_functions_are_annotated, {"modules": "def f(x) -> None:\n    pass\n"}),
+    (test_any_is_rare, {"modules": "def f(x: Any) -> list[Any]:\n    return [x]\n"}),
     (test_names_are_words_of_the_field, {"modules": "def knock() -> None:\n    pass\n"}),
     (test_docstrings_are_no_riddles, {"modules": 'def f() -> None:\n    """What it does."""\n'}),
     (test_files_are_small, {"modules": "x = 1\n" * 501}),

@@ -493,7 +493,7 @@ class Accelerator:
 
     # == one process, or all in turn =======================================================================
 
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+    def split_between_processes(self, inputs: object, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """Enter a context whose value is this process's part of ``inputs``."""
         return process_control.split_between_processes(inputs, apply_padding, world=self.world)
 
@@ -617,7 +617,7 @@ class Accelerator:
     ) -> tuple[T1, T2, T3, T4, T5, T6]: ...
     @overload
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any: ...
-    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+    def prepare(self, *args: object, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare the given objects for this world and return as many, in the same order; a single one bare.
 
         Models, optimizers, loaders and schedulers are prepared; everything else comes back untouched. An object
@@ -786,7 +786,7 @@ class Accelerator:
         """Return a loader that begins at batch ``num_batches`` of the epoch."""
         return _module_attribute("skip_first_batches")(dataloader, num_batches=num_batches)
 
-    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+    def deepspeed_ulysses_dl_adapter(self, dl: object, model: object) -> Any:
         """Wrap ``dl`` to yield parts of sequences under DeepSpeed's sequence parallelism; else return ``dl``.
 
         Loaders that are prepared together with their model are so already.
@@ -896,7 +896,7 @@ class Accelerator:
     def backward_in_parts(
         self,
         compute_loss: ComputeLoss,
-        batch: Any,
+        batch: object,
         *,
         reduction: Literal["mean", "sum"] = "mean",
         num_parts: int = 1,
@@ -981,7 +981,7 @@ class Accelerator:
         named = [model for model in self._models if not self._window or self._is_in_window(model)]
         return (parameter for model in named for parameter in model.parameters())
 
-    def _is_in_window(self, model: Any) -> bool:
+    def _is_in_window(self, model: object) -> bool:
         return id(model) in self._window or id(self._prepared_models.get(id(model))) in self._window
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
@@ -1005,14 +1005,14 @@ class Accelerator:
             self.precision.unscale(getattr(one, "optimizer", one))
 
     def clip_grad_norm_(
-        self, parameters: Any, max_norm: float, norm_type: float = 2, *, error_if_nonfinite: bool = False
+        self, parameters: object, max_norm: float, norm_type: float = 2, *, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the global norm of the unscaled gradients to at most ``max_norm``, and return the norm before."""
         parameters = _as_list(parameters)
         self._unscale_owners_of(parameters)
         return self.strategy.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: object, clip_value: float) -> None:
         """Clamp every element of the unscaled gradients to [-``clip_value``, ``clip_value``]."""
         parameters = _as_list(parameters)
         self._unscale_owners_of(parameters)
@@ -1041,7 +1041,7 @@ class Accelerator:
             self.wait_for_everyone()
 
     def join_uneven_inputs(
-        self, joinables: Sequence[Any], even_batches: bool | None = None
+        self, joinables: Sequence[object], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
         """Enter a context in which ranks may run out of batches at different times."""
         from .parallel.uneven_inputs import join_uneven_inputs
@@ -1180,11 +1180,11 @@ class Accelerator:
         safe_serialization: bool = True,
         *,
         asynchronous: bool | None = None,
-        metrics: Mapping[str, Any] | None = None,
-        details: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, object] | None = None,
+        details: Mapping[str, object] | None = None,
         select: checkpointing.Selection | None = None,
         pin: bool = False,
-        **save_model_func_kwargs: Any,
+        **save_model_func_kwargs: object,
     ) -> str:
         """Save everything prepared and registered as one committed checkpoint, and return its folder.
 
@@ -1334,7 +1334,7 @@ class Accelerator:
             background=self._background,
         )
 
-    def register_for_checkpointing(self, *objects: Any, allow_pickle: bool = False) -> None:
+    def register_for_checkpointing(self, *objects: object, allow_pickle: bool = False) -> None:
         """Include ``objects`` in ``save_state`` and ``load_state``, in this order.
 
         With ``allow_pickle`` their states are saved as pickles, which can hold anything, and which run code when they

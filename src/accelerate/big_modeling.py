@@ -239,7 +239,7 @@ def cpu_offload_with_hook(
 
 def dispatch_model(
     model: Module,
-    device_map: Mapping[str, Any],
+    device_map: Mapping[str, object],
     main_device: Device | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     offload_dir: str | PathLike[str] | None = None,
@@ -277,7 +277,7 @@ def dispatch_model(
     return model
 
 
-def _refuses_to_move(model: Any) -> bool:
+def _refuses_to_move(model: object) -> bool:
     """Return whether the model is one of bitsandbytes, which stays on the device where it was quantised."""
     quantized = getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)
     return bool(quantized) and "bitsandbytes" in str(getattr(model, "quantization_method", "bitsandbytes")).lower()
@@ -289,7 +289,7 @@ def _move_to(model: nn.Module, device: Any) -> None:
     retie_parameters(model, ties)
 
 
-def _main_device(device_map: Mapping[str, Any]) -> Any:
+def _main_device(device_map: Mapping[str, object]) -> Any:
     return next((device for device in device_map.values() if device not in (CPU.name, DISK)), CPU.name)
 
 
@@ -301,7 +301,7 @@ def _is_host(device: Any) -> bool:
 
 def _dispatch(
     model: nn.Module,
-    device_map: Mapping[str, Any],
+    device_map: Mapping[str, object],
     main_device: Device | None,
     state_dict: Mapping[str, torch.Tensor] | None,
     offload_dir: str | PathLike[str] | None,
@@ -341,7 +341,7 @@ def _dispatch(
 
 def _offloaded_weights(
     model: nn.Module,
-    device_map: Mapping[str, Any],
+    device_map: Mapping[str, object],
     offload_devices: tuple[str, ...],
     state_dict: Mapping[str, torch.Tensor] | None,
     offload_dir: str | PathLike[str] | None,
@@ -432,7 +432,7 @@ def _guard_moves(model: Any) -> None:
 def load_checkpoint_and_dispatch(
     model: Module,
     checkpoint: str | PathLike[str],
-    device_map: Mapping[str, Any] | AutoMap | None = None,
+    device_map: Mapping[str, object] | AutoMap | None = None,
     max_memory: Mapping[DeviceKey, Bytes | str] | None = None,
     no_split_module_classes: str | list[str] | None = None,
     offload_folder: str | PathLike[str] | None = None,

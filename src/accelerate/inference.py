@@ -45,7 +45,7 @@ def generate_device_map(
     return dict(DevicePlan.of(problem, place_greedily(problem), "greedy"))
 
 
-def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
+def find_pippy_batch_size(args: Sequence[object] | None, kwargs: Mapping[str, object] | None) -> int | None:
     """Return the number of samples in the first argument that has any; None where there is none."""
     values = [*(args or ()), *(kwargs or {}).values()]
     return next((size for size in map(ignorant_find_batch_size, values) if size is not None), None)
@@ -84,7 +84,7 @@ class PipelineStage:
                 work.wait()
         return _concatenated(outputs) if is_last else None
 
-    def _micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _micro_batches(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         unknown = [name for name in kwargs if name not in self._kwargs]
         if unknown or len(kwargs) < len(self._kwargs):
             raise SettingError(
@@ -107,7 +107,7 @@ class PipelineStage:
         return value
 
 
-def _concatenated(outputs: list[Any]) -> Any:
+def _concatenated(outputs: Sequence[object]) -> Any:
     flat = [tree_flatten(output) for output in outputs]
     leaves = [torch.cat(parts) for parts in zip(*(parts for parts, _ in flat), strict=True)]
     return tree_unflatten(leaves, flat[0][1])
@@ -116,8 +116,8 @@ def _concatenated(outputs: list[Any]) -> Any:
 def build_pipeline(
     model: nn.Module,
     split_points: Sequence[str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None,
     num_chunks: int,
 ) -> PipelineStage:
     """Return the stage of ``model`` that belongs to this process, on its device.
@@ -138,7 +138,9 @@ def build_pipeline(
     return PipelineStage(stage.to(world.device), world, num_chunks, list(kwargs or {}))
 
 
-def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
+def pippy_forward(
+    forward: Callable[..., object], num_chunks: int, gather_output: bool, *args: object, **kwargs: object
+) -> Any:
     """Run one batch through all stages; return the output on the last process (all with ``gather_output``), else None.
 
     A batch that ``num_chunks`` doesn't divide is filled up, and the output cut to its size.
@@ -164,7 +166,7 @@ def _padded(tensor: torch.Tensor, size: int, num_chunks: int) -> torch.Tensor:
     return pad_input_tensors(tensor, size, num_chunks) if is_batch else tensor
 
 
-def _broadcast_output(output: Any, world: World) -> Any:
+def _broadcast_output(output: object, world: World) -> Any:
     """Broadcast the output of the last process to all."""
     leaves, structure = tree_flatten(output)
     metadata, spec = broadcast_object(
@@ -193,8 +195,8 @@ def prepare_pippy(
     model: nn.Module,
     split_points: str | Sequence[str] | None = "auto",
     no_split_module_classes: Sequence[str] | None = None,
-    example_args: Sequence[Any] | None = (),
-    example_kwargs: Mapping[str, Any] | None = None,
+    example_args: Sequence[object] | None = (),
+    example_kwargs: Mapping[str, object] | None = None,
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:

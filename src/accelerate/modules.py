@@ -69,7 +69,7 @@ def get_pretty_name(obj: object) -> str:
     return str(obj)
 
 
-def get_model_tp_size(model: Any) -> int | None:
+def get_model_tp_size(model: object) -> int | None:
     """Return over how many tensor-parallel ranks ``model`` was loaded; None where that isn't known.
 
     transformers notes it in the model's ``tp_size``, from version 5 on in its ``config.distributed_config``.

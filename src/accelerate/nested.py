@@ -118,7 +118,7 @@ def flat_tensors(data: Any) -> list[torch.Tensor] | None:
     return items
 
 
-def is_all_tensors(data: Any) -> bool:
+def is_all_tensors(data: object) -> bool:
     """Return whether every leaf of ``data`` is a tensor."""
     if flat_tensors(data) is not None:
         return True
@@ -126,7 +126,7 @@ def is_all_tensors(data: Any) -> bool:
     return isinstance(data, torch.Tensor) if children is None else all(map(is_all_tensors, children))
 
 
-def _children(data: Any) -> list[Any] | None:
+def _children(data: object) -> list[Any] | None:
     """Return the items of a container; None for a leaf."""
     if isinstance(data, Mapping):
         return list(cast("Mapping[Any, Any]", data).values())
@@ -167,7 +167,7 @@ def _move(move: Callable[..., Any], device: Any, non_blocking: bool) -> Any:
         return move(device)
 
 
-def get_data_structure(data: Any) -> Any:
+def get_data_structure(data: object) -> Any:
     """Return ``data`` with a :class:`TensorInformation` in place of every tensor."""
 
     def describe(tensor: torch.Tensor) -> TensorInformation:
@@ -176,7 +176,7 @@ def get_data_structure(data: Any) -> Any:
     return recursively_apply(describe, data)
 
 
-def get_shape(data: Any) -> Any:
+def get_shape(data: object) -> Any:
     """Return ``data`` with its shape, as a list, in place of every tensor."""
 
     def shape(tensor: torch.Tensor) -> list[int]:
@@ -185,7 +185,7 @@ def get_shape(data: Any) -> Any:
     return recursively_apply(shape, data)
 
 
-def initialize_tensors(data_structure: Any) -> Any:
+def initialize_tensors(data_structure: object) -> Any:
     """Return empty tensors in the given structure of :class:`TensorInformation`."""
 
     def allocate(info: TensorInformation) -> torch.Tensor:
@@ -194,7 +194,7 @@ def initialize_tensors(data_structure: Any) -> Any:
     return recursively_apply(allocate, data_structure, test_type=is_tensor_information)
 
 
-def find_batch_size(data: Any) -> int | None:
+def find_batch_size(data: object) -> int | None:
     """Return the first dimension of the first tensor found in ``data``; None for a tensor without dimensions.
 
     Raises:
@@ -210,7 +210,7 @@ def find_batch_size(data: Any) -> int | None:
     return data.shape[0] if data.ndim else None
 
 
-def ignorant_find_batch_size(data: Any) -> int | None:
+def ignorant_find_batch_size(data: object) -> int | None:
     """Return the batch size as :func:`find_batch_size` does, but None where there is no tensor to measure."""
     try:
         return find_batch_size(data)
@@ -218,7 +218,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
         return None
 
 
-def listify(data: Any) -> Any:
+def listify(data: object) -> Any:
     """Return ``data`` with plain numbers and lists in place of tensors (bfloat16 goes through float32)."""
 
     def convert(tensor: torch.Tensor) -> Any:
@@ -230,7 +230,7 @@ def listify(data: Any) -> Any:
 
 @chained_operation
 def slice_tensors(
-    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+    data: object, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
     """Return ``data`` with every tensor cut to ``tensor_slice`` of its first dimension.
 
@@ -243,7 +243,7 @@ def slice_tensors(
     return recursively_apply(cut, data)
 
 
-def split_batch(batch: Any, size: int, num_parts: int) -> Iterator[tuple[Any, int]]:
+def split_batch(batch: object, size: int, num_parts: int) -> Iterator[tuple[Any, int]]:
     """Yield ``num_parts`` parts of nearly the same size, with their sizes.
 
     Tensors and lists of objects with ``size`` entries are cut; everything else is in every part.
@@ -289,7 +289,7 @@ def concatenate(data: list[Any], dim: int = 0) -> Any:
     return torch.cat(data, dim=dim)
 
 
-def find_device(data: Any) -> torch.device | None:
+def find_device(data: object) -> torch.device | None:
     """Return the device of the first tensor found in ``data``; None where there is none."""
     children = _children(data)
     if children is None:
@@ -300,7 +300,7 @@ def find_device(data: Any) -> torch.device | None:
 _HALF_PRECISIONS: Final = (torch.float16, torch.bfloat16)
 
 
-def convert_to_fp32(tensor: Any) -> Any:
+def convert_to_fp32(tensor: object) -> Any:
     """Return ``tensor`` (any nested container) with half-precision tensors as float32."""
     if isinstance(tensor, torch.Tensor):  # the outputs of most steps: no walk
         return torch.Tensor.float(tensor) if tensor.dtype in _HALF_PRECISIONS else tensor
@@ -311,7 +311,7 @@ def _is_half_precision(tensor: object) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.dtype in _HALF_PRECISIONS
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: int = 0) -> Any:
     """Repeat the last row of every tensor until ``batch_size`` divides by ``num_processes``."""
 
     def pad(item: torch.Tensor) -> torch.Tensor:

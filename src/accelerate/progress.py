@@ -8,7 +8,7 @@ from .errors import SettingError
 from .optional import require
 
 
-def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+def tqdm(*args: object, main_process_only: bool = True, **kwargs: object) -> Any:
     """Return a ``tqdm.auto.tqdm`` bar; with ``main_process_only``, shown by the first process of each host only.
 
     Raises:

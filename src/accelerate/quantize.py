@@ -42,7 +42,7 @@ def load_and_quantize_model(
     model: nn.Module,
     bnb_quantization_config: Quantization,
     weights_location: str | PathLike[str] | None = None,
-    device_map: str | Mapping[str, Any] | None = None,
+    device_map: str | Mapping[str, object] | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
     max_memory: Mapping[DeviceKey, Bytes | str] | None = None,
     offload_folder: str | PathLike[str] | None = None,
@@ -136,7 +136,7 @@ def _is_skipped(name: str, skipped: Iterable[str]) -> bool:
     return any(f".{key}." in f".{name}." for key in skipped)
 
 
-def _offloaded_names(device_map: Mapping[str, Any]) -> list[str]:
+def _offloaded_names(device_map: Mapping[str, object]) -> list[str]:
     """Return the names that are placed on a slower device than the one that computes."""
     computes = [device for device in device_map.values() if device not in (CPU.name, DISK)]
     offloaded = (CPU.name, DISK) if computes else (DISK,)
@@ -146,7 +146,7 @@ def _offloaded_names(device_map: Mapping[str, Any]) -> list[str]:
 def get_quantized_model_device_map(
     model: nn.Module,
     bnb_quantization_config: Quantization,
-    device_map: str | Mapping[str, Any] | None = None,
+    device_map: str | Mapping[str, object] | None = None,
     max_memory: Mapping[DeviceKey, Bytes | str] | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
 ) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def _is_integrated(kind: DeviceKind, index: int) -> bool:
     return bool(getattr(properties, "is_integrated", False))
 
 
-def accelerators_in(max_memory: Mapping[DeviceKey, Any]) -> list[DeviceKey]:
+def accelerators_in(max_memory: Mapping[DeviceKey, object]) -> list[DeviceKey]:
     """Return the devices of a budget that are neither host memory nor disk, fastest first."""
     return [device for device in max_memory if device not in (CPU.name, DISK)]
 

@@ -67,7 +67,7 @@ def infer_auto_device_map(
 
 def _problem(
     model: nn.Module,
-    limits: Mapping[DeviceKey, Any],
+    limits: Mapping[DeviceKey, object],
     no_split_module_classes: str | Iterable[str] | None,
     dtype: ByteDtype | None,
     special_dtypes: Mapping[str, ByteDtype] | None,
@@ -154,7 +154,7 @@ def clean_device_map(device_map: Map, module_name: str = "") -> Map:
     return device_map
 
 
-def _merged(entries: Mapping[str, Any], depth: int, name: str) -> dict[str, Any]:
+def _merged(entries: Mapping[str, object], depth: int, name: str) -> dict[str, Any]:
     """Return ``entries`` as one entry for ``name`` where they agree, else merged by their next name part."""
     if len(entries) > 1 and len(set(entries.values())) == 1:
         return {name: next(iter(entries.values()))}
@@ -169,7 +169,7 @@ def _merged(entries: Mapping[str, Any], depth: int, name: str) -> dict[str, Any]
     return result
 
 
-def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> None:
     """Check that the map gives every tensor of the model a device; warn of names that aren't in the model.
 
     Raises:
@@ -199,7 +199,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         )
 
 
-def _is_covered(name: str, device_map: Mapping[str, Any]) -> bool:
+def _is_covered(name: str, device_map: Mapping[str, object]) -> bool:
     while name:
         if name in device_map:
             return True

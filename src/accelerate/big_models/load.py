@@ -96,7 +96,7 @@ def load_offloaded_weights(
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: str | PathLike[str],
-    device_map: Mapping[str, Any] | None = None,
+    device_map: Mapping[str, object] | None = None,
     offload_folder: str | PathLike[str] | None = None,
     dtype: ByteDtype | None = None,
     offload_state_dict: bool = False,
@@ -150,7 +150,7 @@ def load_checkpoint_in_model(
 def load_onto_devices(
     model: nn.Module,
     checkpoint: str | PathLike[str],
-    device_map: Mapping[str, Any] | None = None,
+    device_map: Mapping[str, object] | None = None,
     *,
     offload_folder: str | PathLike[str] | None = None,
     dtype: ByteDtype | None = None,

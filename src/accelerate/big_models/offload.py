@@ -419,7 +419,7 @@ class MappedFile:
                 self._map.madvise(option, begin, end - begin)
 
 
-def tensor_view(buffer: Any, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def tensor_view(buffer: object, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor over the bytes of a buffer from ``offset`` on."""
     num_elements = torch.Size(shape).numel()
     if offset % dtype.itemsize == 0:
@@ -446,7 +446,7 @@ class MappedFiles:
                 self._files[key] = found
         return found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MappedFiles:
+    def __deepcopy__(self, memo: Mapping[int, object]) -> MappedFiles:
         return self  # the files are the same ones
 
     def __reduce__(self) -> tuple[type[MappedFiles], tuple[()]]:

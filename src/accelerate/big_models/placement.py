@@ -108,7 +108,7 @@ def set_module_tensor_to_device(
         clear_device_cache()
 
 
-def _address_in(tied: Mapping[int, Any] | None, tensor: torch.Tensor) -> int | None:
+def _address_in(tied: Mapping[int, object] | None, tensor: torch.Tensor) -> int | None:
     if not tied or tensor.is_meta:
         return None
     address = tensor.data_ptr()

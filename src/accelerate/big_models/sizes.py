@@ -154,7 +154,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 # Tied parameters
 
 
-def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
     """Return the groups of names that are the same parameter, each group sorted."""
     del kwargs  # older callers hand over what their own recursion needed
     names: dict[int, list[str]] = {}
@@ -163,7 +163,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     return [sorted(group) for group in names.values() if len(group) > 1]
 
 
-def check_tied_parameters_in_config(model: Any) -> bool:
+def check_tied_parameters_in_config(model: object) -> bool:
     """Return whether the configuration of a transformers model says that it ties weights."""
     config = getattr(model, "config", None)
     if config is None:
@@ -181,14 +181,14 @@ def check_tied_parameters_in_config(model: Any) -> bool:
     return ties_embeddings or ties_coders or ties_itself
 
 
-def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
+def device_of(name: str, device_map: Mapping[str, object]) -> Any:
     """Return the device that a map gives to a tensor or module: that of its longest prefix; None where it has none."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return device_map.get(name)
 
 
-def check_tied_parameters_on_same_device(tied_params: TiedNames, device_map: Mapping[str, Any]) -> None:
+def check_tied_parameters_on_same_device(tied_params: TiedNames, device_map: Mapping[str, object]) -> None:
     """Log a warning for each group of tied names that the map puts on different devices."""
     for group in tied_params:
         devices = {name: device_of(name, device_map) for name in group}
@@ -234,7 +234,7 @@ def get_module_size_with_ties(
     return size, names, [modules_to_treat[index][1] for index in partners]
 
 
-def partners_in(tied_params: Iterable[str], pending: Sequence[tuple[str, Any]]) -> list[int]:
+def partners_in(tied_params: Iterable[str], pending: Sequence[tuple[str, object]]) -> list[int]:
     """Return the indices of the pending parts that are, or hold, one of the names, in order."""
     wanted = list(tied_params)
     return [

@@ -88,7 +88,7 @@ class DataLoaderStateMixin:
 
 
 @cache
-def _silent(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+def _silent(kind: type[DataLoader[object]]) -> type[DataLoader[Any]]:
     """Return a subclass of the loader class, for loaders made for every pass, that doesn't repeat torch's warnings.
 
     ``warnings.catch_warnings`` in its place would make Python forget, at every pass, which warnings it has shown.
@@ -109,7 +109,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         MissingDependency: ``use_stateful_dataloader`` without torchdata 0.8 or newer.
     """
 
-    def __new__(cls, dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, dataset: object = None, *args: object, **kwargs: object) -> Any:
         """Make an instance, of torchdata's loader too where ``use_stateful_dataloader`` asks for it."""
         if kwargs.get("use_stateful_dataloader"):
             cls = stateful_class(cls)
@@ -125,7 +125,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         self.own_loader: DataLoader[Any] | None = None  # the user's, where its class reads in a way of its own
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Set an attribute; warn, in place of torch's error, for those that are fixed at construction."""
         try:
             super().__setattr__(name, value)
@@ -147,7 +147,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         """The loader that reads: this one until the first pass."""
         return self if self._base is None else self._base
 
-    def show(self, **attributes: Any) -> None:
+    def show(self, **attributes: object) -> None:
         """Set attributes that callers may look at, also those that torch fixes at construction."""
         vars(self).update(attributes)
 
@@ -201,7 +201,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         """Return all but what lives in this process only: the reader and its workers, the gradient state."""
         return {**self.__dict__, "_base": None, "_gradient_state": None}
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
+    def __setstate__(self, state: Mapping[str, object]) -> None:
         vars(self).update(state)
 
 
@@ -234,7 +234,7 @@ def loader_class() -> type[DataLoader[Any]]:
 
 
 @cache
-def stateful_class(kind: type[Any]) -> type[Any]:
+def stateful_class(kind: type[object]) -> type[Any]:
     """Return ``kind``, a class of prepared loaders, as a subclass of torchdata's loader."""
     members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce__": _reduce, "_plain": kind}
     metaclass: Any = type(kind)
@@ -252,7 +252,7 @@ def _blank(kind: type[Any]) -> Any:
 # -- positions ---------------------------------------------------------------------------------------------
 
 
-def is_torchdatas(state: Mapping[str, Any]) -> bool:
+def is_torchdatas(state: Mapping[str, object]) -> bool:
     """Return whether ``state`` was written by torchdata's loader, and not by a prepared one."""
     return "epoch" not in state and ("_snapshot" in state or "_num_yielded" in state)
 
@@ -271,7 +271,7 @@ def num_batches_in(state: Mapping[str, Any]) -> int:
     return int(snapshot["_snapshot_step"]) + int(state.get("_steps_since_snapshot", 0))
 
 
-def generator_in(state: Mapping[str, Any]) -> torch.Tensor | None:
+def generator_in(state: Mapping[str, object]) -> torch.Tensor | None:
     """Return the state from which torchdata's random sampler drew the order of the epoch."""
     found = _main_of(state).get("_sampler_iter_state") or {}
     found = found.get("sampler_iter_state", found)
@@ -279,7 +279,7 @@ def generator_in(state: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def own_form(
-    state: Mapping[str, Any], position: ResumePosition, dp_size: int, epoch: int, own: Mapping[str, Any]
+    state: Mapping[str, object], position: ResumePosition, dp_size: int, epoch: int, own: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return a position of torchdata's in the form that a prepared loader reads."""
     generator = generator_in(state)

@@ -134,7 +134,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 return [self.place_batch(self.collate_fn(dataset[index])) for index in batches]
             return [self.place_batch(self.collate_fn([dataset[index] for index in batch])) for batch in batches]
 
-    def agreeing_world(self, order: Any) -> None:
+    def agreeing_world(self, order: object) -> None:
         """Return None: rank 0 alone draws."""
         return None
 
@@ -150,7 +150,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _own_index(self) -> int:
         return self.dp_rank().index
 
-    def start_position(self, root: Any, skipped: int, saved: SavedPosition | None) -> ResumePosition:
+    def start_position(self, root: object, skipped: int, saved: SavedPosition | None) -> ResumePosition:
         """Return where the pass of the reading rank begins, in its own batches."""
         if skipped:
             num_batches = skipped * self.batches_per_step
@@ -230,7 +230,7 @@ def _as_read_by_one(saved: SavedPosition | None) -> SavedPosition | None:
     return replace(saved, position=ResumePosition(position.batches, position.batches, position.samples), dp_size=1)
 
 
-def _broadcast(batches: list[Any], structures: list[Any], device: Any, world: World) -> list[Any]:
+def _broadcast(batches: list[Any], structures: list[Any], device: object, world: World) -> list[Any]:
     """Broadcast the tensors of rank 0's batches; what isn't a tensor has come with the structures."""
     if not world.is_main:
         batches = [send_to_device(initialize_tensors(structure), device) for structure in structures]
@@ -243,7 +243,7 @@ def _broadcast(batches: list[Any], structures: list[Any], device: Any, world: Wo
 # -- joining, padding and cutting of batches ---------------------------------------------------------------
 
 
-def _form(batch: Any) -> Any:
+def _form(batch: object) -> Any:
     """Return what two batches must have in common to be joined by rows; None if this one can't be."""
     leaves: list[Any] = []
 
@@ -256,7 +256,7 @@ def _form(batch: Any) -> Any:
     return None if None in leaves or len(sizes) != 1 else (repr(structure), leaves)
 
 
-def _tensors(batch: Any) -> list[torch.Tensor]:
+def _tensors(batch: object) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     recursively_apply(found.append, batch)
     return found
@@ -269,11 +269,11 @@ def _cut_joined(batches: list[Any], num_rows: int) -> Any:
     return _cut(whole, slice(0, num_rows), _num_rows(whole) or 0)
 
 
-def _inner_shapes(batch: Any) -> list[torch.Size]:
+def _inner_shapes(batch: object) -> list[torch.Size]:
     return [tensor.shape[1:] for tensor in _tensors(batch)]
 
 
-def _num_rows(batch: Any) -> int | None:
+def _num_rows(batch: object) -> int | None:
     """Return the number of samples of a batch: the rows of its first tensor, or the length of its first plain list."""
     size = ignorant_find_batch_size(batch)
     if size is not None:
@@ -284,7 +284,7 @@ def _num_rows(batch: Any) -> int | None:
     return len(cast("list[Any]", batch)) if isinstance(batch, list) else None
 
 
-def _cut(data: Any, cut: slice, num_rows: int) -> Any:
+def _cut(data: object, cut: slice, num_rows: int) -> Any:
     """Return ``data`` with tensors, and lists with one plain item per sample, cut along the samples."""
     if isinstance(data, torch.Tensor):
         return data[cut] if data.ndim and data.shape[0] == num_rows else data

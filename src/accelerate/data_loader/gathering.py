@@ -74,7 +74,7 @@ class MetricGather:
         covered = [coverages.get(id(tensor), coverage) for tensor in tensors]
         return with_tensors(data, map(keep, joined, rows, covered))
 
-    def pad(self, tensor: Any, dim: int, pad_index: float, *, pad_first: bool) -> Any:
+    def pad(self, tensor: object, dim: int, pad_index: float, *, pad_first: bool) -> Any:
         """Pad ``tensor`` along ``dim`` to the largest size of any rank that has a batch in this step."""
         coverage: BatchCoverage | None = getattr(self._gradient_state.active_dataloader, "coverage", None)
         world, num_present = self._mesh.world, None
@@ -85,7 +85,7 @@ class MetricGather:
 
     def _joined(
         self,
-        data: Any,
+        data: object,
         readers: World,
         coverages: dict[int, BatchCoverage | None],
         coverage: BatchCoverage | None,
@@ -113,7 +113,7 @@ class MetricGather:
             return None
         parts[readers.rank] = data  # with its identity, by which its loader is known
 
-        def coverage_of(own: Any) -> BatchCoverage | None:
+        def coverage_of(own: object) -> BatchCoverage | None:
             found = coverages.get(id(own), coverage)
             return None if found is None else found.of_present()
 
@@ -144,7 +144,7 @@ class _RowHistory:
         self.call = 0
         self._batch_info: Any = None
 
-    def next_call(self, batch_info: Any) -> None:
+    def next_call(self, batch_info: object) -> None:
         """Note that values of the batch ``batch_info`` are gathered."""
         self.call = self.call + 1 if batch_info is self._batch_info else 0
         self._batch_info = batch_info
@@ -193,7 +193,7 @@ class _PaddingRemover:
 
 
 def loader_of(
-    data: Any, gradient_state: GradientState, *, is_main: bool
+    data: object, gradient_state: GradientState, *, is_main: bool
 ) -> tuple[Any, dict[int, BatchCoverage | None]]:
     """Return the running loader that ``data`` was computed from, and the batch coverage of leaves of a batch, by id.
 
@@ -218,14 +218,14 @@ def loader_of(
     return assumed, coverages
 
 
-def _parts(data: Any) -> Iterator[Any]:
+def _parts(data: object) -> Iterator[Any]:
     """Yield ``data``, its containers and its leaves."""
     yield data
     for child in children_of(data) or ():
         yield from _parts(child)
 
 
-def _owner_of(part: Any, running: Sequence[Any]) -> Any:
+def _owner_of(part: object, running: Sequence[object]) -> Any:
     """Return the only loader whose current batch holds ``part``, or a tensor of the same memory; else None."""
     if not isinstance(part, (torch.Tensor, list, Mapping)):  # an equal number or string may be the same object
         return None
@@ -245,7 +245,9 @@ def _memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
 
 
-def _warn_if_ambiguous(assumed: Any, running: Sequence[Any], gradient_state: GradientState, *, is_main: bool) -> None:
+def _warn_if_ambiguous(
+    assumed: object, running: Sequence[object], gradient_state: GradientState, *, is_main: bool
+) -> None:
     coverage = getattr(assumed, "coverage", None)
     others = [loader for loader in running if loader is not assumed]
     is_in_doubt = getattr(assumed, "is_interleaved", False) and any(
@@ -361,7 +363,7 @@ def is_dataclass_instance(data: object) -> bool:
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
-def is_of_tensors(data: Any) -> bool:
+def is_of_tensors(data: object) -> bool:
     """Return whether every leaf of lists, tuples, mappings and dataclasses is a tensor, and there is one."""
     if isinstance(data, torch.Tensor):
         return True
@@ -369,16 +371,16 @@ def is_of_tensors(data: Any) -> bool:
     return bool(leaves) and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
-def tensors_of(data: Any) -> list[torch.Tensor]:
+def tensors_of(data: object) -> list[torch.Tensor]:
     """Return the tensors among the leaves of ``data``, in order."""
     return [leaf for leaf in _leaves(data) if isinstance(leaf, torch.Tensor)]
 
 
-def with_tensors(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
+def with_tensors(data: object, tensors: Iterable[torch.Tensor]) -> Any:
     """Return ``data`` with ``tensors``, in order, in place of those that it holds."""
     rest = iter(tensors)
 
-    def walk(item: Any) -> Any:
+    def walk(item: object) -> Any:
         if isinstance(item, torch.Tensor):
             return next(rest)
         children = children_of(item)
@@ -410,7 +412,7 @@ def _rebuilt(data: Any, children: Sequence[Any]) -> Any:
     return copied
 
 
-def _leaves(data: Any) -> Iterable[Any]:
+def _leaves(data: object) -> Iterable[Any]:
     children = children_of(data)
     return [data] if children is None else chain.from_iterable(map(_leaves, children))
 
@@ -486,7 +488,7 @@ class Joiner:
         joined, spans = np.concatenate(pieces), rows_to_keep(rows, coverage)
         return joined if spans is None else np.concatenate([joined[span] for span in spans])
 
-    def _column(self, parts: Sequence[list[Any]]) -> list[Any]:
+    def _column(self, parts: Sequence[Sequence[object]]) -> list[Any]:
         items = list(chain.from_iterable(parts))
         spans = rows_to_keep([len(part) for part in parts], self._coverage_of(parts[self._own]))
         return items if spans is None else [item for span in spans for item in items[span]]

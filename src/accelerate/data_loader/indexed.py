@@ -123,7 +123,7 @@ class IndexReader:
         return batches if keys is None else keys.undisturbed(batches), recorder
 
     @contextmanager
-    def _beginning(self, reader: DataLoader[Any]) -> Iterator[None]:
+    def _beginning(self, reader: DataLoader[object]) -> Iterator[None]:
         """Enter a context in which torch's loader begins, and draws the seed of its workers."""
         loader, saved = self.loader, self.saved
         progress, generator, rank = loader.progress, loader.generator, list(loader.rank_and_size())

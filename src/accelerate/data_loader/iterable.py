@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _METHODS: Final = ("__iter__", "_get_iterator")
 
 
-def reads_by_itself(dataloader: Any) -> bool:
+def reads_by_itself(dataloader: object) -> bool:
     """Return whether the class of ``dataloader`` has an ``__iter__``, or an iterator, of its own."""
     torchdata: Any = sys.modules.get("torchdata.stateful_dataloader")
     known = [DataLoader] if torchdata is None else [DataLoader, torchdata.StatefulDataLoader]
@@ -49,7 +49,7 @@ def reader_like(own: DataLoader[Any], dataset: Any, settings: Mapping[str, Any])
     return reader
 
 
-def wrong_batches_error(own: Any, problem: str) -> PreparationError:
+def wrong_batches_error(own: object, problem: str) -> PreparationError:
     """Return the error for a loader whose batches aren't those that its batch sampler asked for."""
     name = type(own).__qualname__
     return PreparationError(
@@ -60,7 +60,7 @@ def wrong_batches_error(own: Any, problem: str) -> PreparationError:
     )
 
 
-def check_own_iter(own: Any, *, is_sharded_stream: bool, use_stateful_dataloader: bool) -> None:
+def check_own_iter(own: object, *, is_sharded_stream: bool, use_stateful_dataloader: bool) -> None:
     """Raise unless the loader's own ``__iter__`` can be kept.
 
     Raises:
@@ -135,7 +135,7 @@ class StreamSource:
         base = self.base
         return callable(getattr(base, "state_dict", None)) and callable(getattr(base, "load_state_dict", None))
 
-    def coverage_of(self, batch: Any) -> BatchCoverage | None:
+    def coverage_of(self, batch: object) -> BatchCoverage | None:
         """Return the coverage of a batch without padding; None where other ranks' batches can't be known."""
         if self.shard is not None:
             return full_coverage(self.global_batch_size // self.dp_size, self.dp_size)
@@ -351,7 +351,7 @@ class StreamReader:
             return [collate(sample) for sample in self._first]
         return [collate(self._first[start : start + size]) for start in range(0, len(self._first), size)]
 
-    def _first_batch_read(self, batches: Iterator[Any]) -> tuple[Any, list[str]]:
+    def _first_batch_read(self, batches: Iterator[object]) -> tuple[Any, list[str]]:
         """Return the first batch, and the random streams of this process that reading draws from."""
         before = capture_host_streams() if self._in_process else {}
         batch = next(batches, _END)
@@ -361,7 +361,7 @@ class StreamReader:
             return batch, []
         return batch, ["torch", *(name for name in before if name != "torch" and host_stream(name) != before[name])]
 
-    def _with_coverage(self, batch: Any) -> tuple[Any, BatchCoverage | None]:
+    def _with_coverage(self, batch: object) -> tuple[Any, BatchCoverage | None]:
         if type(batch) is LastBatch:
             return batch.batch, batch.coverage
         return batch, self.source.coverage_of(batch)
@@ -400,7 +400,7 @@ class UndividedStreamWarning(UserWarning):
     """A stream was sharded of which it isn't known whether it is divided between ranks already."""
 
 
-def _names_a_rank_of(thing: Any, count: int) -> bool:
+def _names_a_rank_of(thing: object, count: int) -> bool:
     ranks = [getattr(thing, name, None) for name in _RANKS]
     counts = [getattr(thing, name, None) for name in _COUNTS]
     return any(type(one) is int and 0 <= one < count for one in ranks) and any(
@@ -408,7 +408,7 @@ def _names_a_rank_of(thing: Any, count: int) -> bool:
     )
 
 
-def rank_aware_part(dataloader: DataLoader[Any], count: int) -> Any:
+def rank_aware_part(dataloader: DataLoader[object], count: int) -> Any:
     """Return the sampler or dataset that divides the data of ``dataloader`` between ``count`` ranks; None if nothing
     does.
     """
@@ -422,7 +422,7 @@ def rank_aware_part(dataloader: DataLoader[Any], count: int) -> Any:
     return next((part for part in parts if _names_a_rank_of(part, count) or _is_divided_by_torch(part)), None)
 
 
-def _streams_in(dataset: Any) -> list[Any]:
+def _streams_in(dataset: object) -> list[Any]:
     """Return ``dataset``, the datasets that it wraps, and their records of the ranks that they are divided between."""
     found: list[Any] = []
     while dataset is not None and len(found) < _DEEPEST:
@@ -436,12 +436,12 @@ def _streams_in(dataset: Any) -> list[Any]:
     return found
 
 
-def _is_divided_by_torch(part: Any) -> bool:
+def _is_divided_by_torch(part: object) -> bool:
     """Return whether torch's loader itself gives each rank a part of it: data pipes with a sharding filter."""
     return isinstance(part, IterDataPipe) and callable(getattr(part, "apply_sharding", None))
 
 
-def warn_if_sharded_here(dataloader: DataLoader[Any], count: int) -> None:
+def warn_if_sharded_here(dataloader: DataLoader[object], count: int) -> None:
     """Warn once, on rank 0, that a stream is taken to be the same on all ranks."""
     world = current_world()
     dataset: Any = dataloader.dataset
@@ -463,7 +463,7 @@ def warn_if_sharded_here(dataloader: DataLoader[Any], count: int) -> None:
     )
 
 
-def coverage_function(part: Any, count: int) -> CoverageFunction:
+def coverage_function(part: object, count: int) -> CoverageFunction:
     """Return the coverage function of the batches of ``part``: torch's sampler appends repeated samples at the very
     end.
     """

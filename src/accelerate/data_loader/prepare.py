@@ -36,21 +36,21 @@ _SAME_DATA_AXES = frozenset(AXES) - frozenset(DATA_AXES)
 
 
 def prepare_data_loader(
-    dataloader: DataLoader[Any],
+    dataloader: DataLoader[object],
     device: torch.device | None = None,
     num_processes: int | None = None,
     process_index: int | None = None,
     split_batches: bool = False,
     put_on_device: bool = False,
-    rng_types: Sequence[Any] | None = None,
+    rng_types: Sequence[object] | None = None,
     dispatch_batches: bool | None = None,
     even_batches: bool = True,
-    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    slice_fn_for_dispatch: Callable[..., object] | None = None,
     use_seedable_sampler: bool = False,
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
-    torch_device_mesh: Any = None,
+    torch_device_mesh: object = None,
     *,
     gradient_state: GradientState | None = None,
     share: DataParallelRank | None = None,
@@ -180,7 +180,7 @@ def _check_reader(dispatch_batches: bool, put_on_device: bool, is_divided: bool)
         )
 
 
-def _check_split(dataloader: DataLoader[Any], split_batches: bool, count: int) -> None:
+def _check_split(dataloader: DataLoader[object], split_batches: bool, count: int) -> None:
     if not split_batches:
         return
     size = dataloader.batch_size
@@ -201,16 +201,16 @@ def _check_split(dataloader: DataLoader[Any], split_batches: bool, count: int) -
 # -- construction ------------------------------------------------------------------------------------------
 
 
-def _index_sampler(dataloader: DataLoader[Any]) -> Any:
+def _index_sampler(dataloader: DataLoader[object]) -> Any:
     return dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler
 
 
-def _drops_last(dataloader: DataLoader[Any]) -> bool:
+def _drops_last(dataloader: DataLoader[object]) -> bool:
     batch_sampler = dataloader.batch_sampler
     return bool(dataloader.drop_last or getattr(batch_sampler, "drop_last", False))
 
 
-def _sampling(dataloader: DataLoader[Any], root: Any) -> dict[str, Any]:
+def _sampling(dataloader: DataLoader[object], root: object) -> dict[str, Any]:
     """Return the arguments by which a loader over the same dataset reads the batches of ``root``."""
     if isinstance(dataloader.dataset, IterableDataset):
         return {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
@@ -219,7 +219,7 @@ def _sampling(dataloader: DataLoader[Any], root: Any) -> dict[str, Any]:
     return {"batch_sampler": root}
 
 
-def _seedable(dataloader: DataLoader[Any], data_seed: int | None, is_index_free: bool) -> Any:
+def _seedable(dataloader: DataLoader[object], data_seed: int | None, is_index_free: bool) -> Any:
     """Return the loader's batch sampler over a seeded sampler; None where its sampler isn't torch's random one."""
     batch_sampler: Any = dataloader.batch_sampler
     sampler = getattr(batch_sampler, "sampler", None) if batch_sampler is not None else dataloader.sampler
@@ -257,7 +257,7 @@ def _keep_order(common: dict[str, Any]) -> None:
 
 
 def _shown(
-    prepared: PreparedLoader, dataloader: DataLoader[Any], sampler: Any, batch_size: int | None
+    prepared: PreparedLoader, dataloader: DataLoader[object], sampler: object, batch_size: int | None
 ) -> PreparedLoader:
     """Give ``prepared`` the attributes that its user knows from the loader: sampler, batch size, drop_last."""
     if isinstance(dataloader.dataset, IterableDataset):
@@ -270,9 +270,9 @@ def _shown(
 
 
 def _sharded_map(
-    dataloader: DataLoader[Any],
-    root: Any,
-    sampler: Any,
+    dataloader: DataLoader[object],
+    root: object,
+    sampler: object,
     dp_rank: DataParallelRank,
     split_batches: bool,
     even_batches: bool,
@@ -289,7 +289,7 @@ def _sharded_map(
 
 
 def _sharded_stream(
-    dataloader: DataLoader[Any], dp_rank: DataParallelRank, split_batches: bool, common: dict[str, Any]
+    dataloader: DataLoader[object], dp_rank: DataParallelRank, split_batches: bool, common: dict[str, Any]
 ) -> PreparedLoader:
     dataset: Any = dataloader.dataset
     size = dataloader.batch_size
@@ -317,7 +317,7 @@ def _sharded_stream(
 
 
 def _presharded(
-    dataloader: DataLoader[Any], part: Any, dp_rank: DataParallelRank, common: dict[str, Any], *, warn: bool
+    dataloader: DataLoader[object], part: object, dp_rank: DataParallelRank, common: dict[str, Any], *, warn: bool
 ) -> PreparedLoader:
     world = current_world()
     if warn and (world is None or world.is_main):

@@ -81,7 +81,7 @@ class KeyedSample:
         return seeded, (self.index, self.seed)
 
 
-def seeded(index: Any, seed: int) -> Any:
+def seeded(index: object, seed: int) -> Any:
     """Seed the streams for the sample that is read next, and return its ``index``."""
     seed_host_streams(seed)
     return index
@@ -128,7 +128,7 @@ class SampleKeys:
         seed = derived_seed(self._seed.value, self._epoch, first)
         return seeded(batch_info.indices, seed) if self._in_process else KeyedSample(batch_info.indices, seed)
 
-    def undisturbed(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def undisturbed(self, batches: Iterator[object]) -> Iterator[Any]:
         """Yield ``batches``, read without moving the streams of this process."""
         batch = None
         while batch is not _END:
@@ -192,7 +192,7 @@ class KeyedIndices:
         return _received, (self.indices, self.epoch, self.number)
 
 
-def _received(indices: Any, epoch: int, number: int) -> Any:
+def _received(indices: object, epoch: int, number: int) -> Any:
     worker = get_worker_info()
     if worker is not None:
         seed_host_streams(derived_seed(_seed_of_all_workers(worker.id), epoch, number))
@@ -235,7 +235,7 @@ class SharedDraws:
         """Return the current state of each stream."""
         return {**capture_host_streams(), **{name: one.get_state() for name, one in self._generators.items()}}
 
-    def moves_since(self, before: Mapping[str, Any]) -> Moves:
+    def moves_since(self, before: Mapping[str, object]) -> Moves:
         """Return the streams that have been drawn from since ``before`` was captured."""
         after = self.capture()
         return {

@@ -267,7 +267,7 @@ class SkipBatchSampler(BatchSampler):
         return islice(iter(self.batch_sampler), self.skip_batches, None)
 
 
-def unskipped(sampler: Any) -> tuple[Any, int]:
+def unskipped(sampler: object) -> tuple[Any, int]:
     """Return the sampler behind a :class:`SkipBatchSampler`, and how many batches that leaves out."""
     num_skipped = 0
     while isinstance(sampler, SkipBatchSampler):
@@ -585,11 +585,11 @@ def _consume(sampler: Any) -> None:
         next(iter(sampler), None)
 
 
-def _has_state(sampler: Any) -> bool:
+def _has_state(sampler: object) -> bool:
     return callable(getattr(sampler, "state_dict", None)) and callable(getattr(sampler, "load_state_dict", None))
 
 
-def _streams_of(samplers: Sequence[Any]) -> tuple[str, ...]:
+def _streams_of(samplers: Sequence[object]) -> tuple[str, ...]:
     """Return the host streams that the samplers may draw from when they begin."""
     streams: tuple[str, ...] = ()
     for sampler in samplers:

@@ -413,12 +413,12 @@ _DEEPEST: Final = 4  # a transform in a list of transforms in a dataset in a sub
 _MOST_ITEMS: Final = 64  # larger containers hold data
 
 
-def hidden_generators(dataset: Any, known: object = None) -> list[str]:
+def hidden_generators(dataset: object, known: object = None) -> list[str]:
     """Return the paths of generators in ``dataset``, other than ``known``: ``dataset.transform.rng``."""
     return list(_search(dataset, "dataset", _DEEPEST, {id(known)}))
 
 
-def _search(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[str]:
+def _search(value: object, path: str, depth: int, seen: set[int]) -> Iterator[str]:
     if isinstance(value, _GENERATORS):
         if id(value) not in seen:
             yield path
@@ -430,12 +430,12 @@ def _search(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[str]:
         yield from _search(item, f"{path}{name}", depth - 1, seen)
 
 
-def _keeps_state(value: Any) -> bool:
+def _keeps_state(value: object) -> bool:
     """Return whether the object has a state dict of its own, generators included."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _members(value: Any) -> list[tuple[str, Any]]:
+def _members(value: object) -> list[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
         return [(f"[{number}]", item) for number, item in enumerate(value)] if len(value) <= _MOST_ITEMS else []
     if isinstance(value, Mapping):

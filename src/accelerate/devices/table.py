@@ -89,7 +89,7 @@ class DeviceKind:
             return None
         return getattr(found, name, None)
 
-    def _call(self, call: str, *arguments: Any, otherwise: Any = None) -> Any:
+    def _call(self, call: str, *arguments: object, otherwise: object = None) -> Any:
         function = self._function(call)
         return otherwise if function is None else function(*arguments)
 
@@ -131,7 +131,7 @@ class DeviceKind:
         """Make a new stream of `device`, beside the current one; return None where this kind has no streams."""
         return self._call(self.stream, device)
 
-    def in_stream(self, stream: Any) -> AbstractContextManager[Any]:
+    def in_stream(self, stream: object) -> AbstractContextManager[Any]:
         """Return a context in which work is queued on `stream`."""
         return self._call(self.stream_scope, stream)
 

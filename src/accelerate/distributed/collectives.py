@@ -106,13 +106,13 @@ def coordinator_of(world: World, name: str) -> Coordinator:
     raise CollectiveError(f"`{name}`: this is a pretended world of {world.size}; it can't communicate.")
 
 
-def _describe(data: Any) -> list[Any]:
+def _describe(data: object) -> list[Any]:
     dtypes: list[str] = []
     recursively_apply(lambda tensor: dtypes.append(str(tensor.dtype).removeprefix("torch.")), data)
     return [str(get_shape(_shapes_only(data))), dtypes]
 
 
-def _shapes_only(data: Any) -> Any:
+def _shapes_only(data: object) -> Any:
     return recursively_apply(
         lambda item: type(item).__name__, data, test_type=lambda x: not isinstance(x, torch.Tensor)
     )
@@ -173,7 +173,7 @@ def _exchange_first_message(
     return buffers if message.is_whole and fits else None
 
 
-def _disagreement(operation: str, data: Any, world: World, how: str) -> CollectiveError:
+def _disagreement(operation: str, data: object, world: World, how: str) -> CollectiveError:
     """Return the error for ranks that disagree, after exchanging what each was about to do."""
     calls: list[Any] = [None] * world.size
     mine = json.dumps([operation, None if data is None else _describe(data), how])
@@ -341,13 +341,13 @@ def gather_object(object: Any, *, world: World | None = None) -> Any:
     return [item for part in objects for item in part]
 
 
-def send_object(object: Any, to: int, *, world: World) -> None:
+def send_object(object: object, to: int, *, world: World) -> None:
     """Send `object` to rank `to`, which receives it with :func:`receive_object`; no other rank takes part."""
     device = None if world.backend in _ON_HOST else world.device
     dist.send_object_list([object], dst=_global_rank(to, world), group=world.group, device=device)
 
 
-def exchange_objects(own: Any, num_present: int, *, world: World) -> list[Any]:
+def exchange_objects(own: object, num_present: int, *, world: World) -> list[Any]:
     """Return the objects of the first `num_present` ranks, in order; the other ranks don't make the call."""
     parts: list[Any] = [None] * num_present
     parts[world.rank] = own

@@ -200,7 +200,7 @@ def print_once(*args: Any, world: World | None = None, **kwargs: Any) -> None:
 
 
 @contextmanager
-def split_between_processes(inputs: Any, apply_padding: bool = False, world: World | None = None) -> Generator[Any]:
+def split_between_processes(inputs: object, apply_padding: bool = False, world: World | None = None) -> Generator[Any]:
     """Enter a context whose value is this process's part of `inputs`; the first parts may be one longer.
 
     Lists, tuples, tensors, `datasets.Dataset` and dicts of these are split; anything else is given to everyone. In

@@ -79,7 +79,7 @@ def _device_kind() -> DeviceKind:
 # -- agreement between ranks -------------------------------------------------------------------------------
 
 
-def broadcast_value(value: Any, world: World | None = None) -> Any:
+def broadcast_value(value: object, world: World | None = None) -> Any:
     """Return, on every rank, rank 0's ``value``."""
     if world is None:
         world = current_world()
@@ -203,7 +203,7 @@ def capture_rng_states(step: int | None = None) -> dict[str, Any]:
     return states
 
 
-def restore_rng_states(states: Mapping[str, Any]) -> list[str]:
+def restore_rng_states(states: Mapping[str, object]) -> list[str]:
     """Set the streams to ``states``; return what couldn't be restored, one reason per stream."""
     missed: list[str] = []
     for name, state in states.items():

@@ -89,7 +89,7 @@ class World:
         return flag("ACCELERATE_DEBUG_MODE") if _debug is None else _debug
 
     @classmethod
-    def pretend(cls, rank: int = 0, size: int = 1, **fields: Any) -> World:
+    def pretend(cls, rank: int = 0, size: int = 1, **fields: object) -> World:
         """Make a world that no process belongs to, for computing what a rank would do. It can't communicate."""
         return cls(rank=rank, size=size, **{"local_rank": rank, "local_size": size, **fields})
 
@@ -117,7 +117,7 @@ def join_world(
     debug: bool = False,
     alone: bool = False,
     spmd: bool = False,
-    **init_kwargs: Any,
+    **init_kwargs: object,
 ) -> World:
     """Join this process to its world and return it; a process that has joined already gets the same world again.
 
@@ -447,7 +447,7 @@ def _release_holders() -> None:
     _release_defaults()
 
 
-def _alive(kind: type[Any]) -> list[Any]:
+def _alive(kind: type[object]) -> list[Any]:
     """Return the objects of that type that are still alive, whoever made them."""
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 

@@ -32,7 +32,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def attach_execution_device_hook(
     module: nn.Module,
-    execution_device: Any,
+    execution_device: object,
     skip_keys: SkipKeys = None,
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
@@ -52,9 +52,9 @@ def attach_execution_device_hook(
 
 def attach_align_device_hook(
     module: nn.Module,
-    execution_device: Any = None,
+    execution_device: object = None,
     offload: bool = False,
-    weights_map: Mapping[str, Any] | None = None,
+    weights_map: Mapping[str, object] | None = None,
     offload_buffers: bool = False,
     module_name: str = "",
     skip_keys: SkipKeys = None,
@@ -95,9 +95,9 @@ def attach_align_device_hook(
 
 def attach_align_device_hook_on_blocks(
     module: nn.Module,
-    execution_device: Any = None,
+    execution_device: object = None,
     offload: bool | dict[str, bool] = False,
-    weights_map: Mapping[str, Any] | None = None,
+    weights_map: Mapping[str, object] | None = None,
     offload_buffers: bool = False,
     module_name: str = "",
     skip_keys: SkipKeys = None,
@@ -191,7 +191,7 @@ class _Blocks:
             add_hook_to_module(module, hook)
         attach_execution_device_hook(module, device, self.skip_keys, self.preload_module_classes, self.tied_params_map)
 
-    def attach_offloaded(self, module: nn.Module, name: str, device: Any) -> None:
+    def attach_offloaded(self, module: nn.Module, name: str, device: object) -> None:
         """Attach hooks that load the offloaded weights of the module and all its submodules."""
         attach_align_device_hook(
             module,

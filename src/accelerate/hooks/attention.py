@@ -60,7 +60,7 @@ def attach_context_parallel_hooks(model: torch.nn.Module) -> None:
 
 
 def _without_mask(knows_is_causal: bool) -> Callable[..., Any]:
-    def drop_mask(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def drop_mask(module: torch.nn.Module, args: object, kwargs: dict[str, Any]) -> Any:
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = None
         if knows_is_causal:

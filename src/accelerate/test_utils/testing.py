@@ -101,7 +101,7 @@ memory_allocated_func: Callable[[], int]
 torch_device, device_count, memory_allocated_func = get_backend()
 
 
-def get_launch_command(**kwargs: Any) -> list[str]:
+def get_launch_command(**kwargs: object) -> list[str]:
     """Return an ``accelerate launch`` command with each keyword as a flag; True is a bare flag, False left out."""
     command = ["accelerate", "launch"]
     for name, value in kwargs.items():
@@ -171,7 +171,7 @@ async def _run(
 def execute_subprocess_async(
     cmd: Sequence[str],
     env: Mapping[str, str] | None = None,
-    stdin: Any = None,
+    stdin: object = None,
     timeout: float = 180,
     quiet: bool = False,
     echo: bool = True,
@@ -255,7 +255,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
     raise AssertionError(f"Expected {exception_class.__name__}, but nothing was raised.")
 
 
-def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+def capture_call_output(func: Callable[..., object], *args: object, **kwargs: object) -> str:
     """Return what the call prints."""
     with redirect_stdout(io.StringIO()) as printed:
         func(*args, **kwargs)

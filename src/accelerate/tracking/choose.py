@@ -133,7 +133,7 @@ def init_trackers(
     trackers: Iterable[str | LoggerType | GeneralTracker],
     project_name: str,
     config: dict[str, Any] | None = None,
-    init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    init_kwargs: Mapping[str, Mapping[str, object]] | None = None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[GeneralTracker]:
     """Start the trackers of a run, and store ``config`` in them.
@@ -163,7 +163,7 @@ def init_trackers(
 def init_run_log(
     project_name: str,
     config: dict[str, Any] | None = None,
-    init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    init_kwargs: Mapping[str, Mapping[str, object]] | None = None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[GeneralTracker]:
     """Start the JSONL log of a run, which is there whenever ``logging_dir`` is, whatever was asked for.

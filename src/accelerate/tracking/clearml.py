@@ -85,7 +85,7 @@ class ClearMLTracker(GeneralTracker):
         table_name: str,
         columns: list[str] | None = None,
         data: list[list[Any]] | None = None,
-        dataframe: Any = None,
+        dataframe: object = None,
         step: int | None = None,
         **kwargs: Any,
     ) -> None:

@@ -62,7 +62,7 @@ class JSONLTracker(GeneralTracker):
             file.write(text + "\n")
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Any:
     """Return tensors and arrays as numbers, everything else as text."""
     as_list = getattr(value, "tolist", None)
     return as_list() if callable(as_list) else str(value)

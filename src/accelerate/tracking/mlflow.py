@@ -117,7 +117,7 @@ class MLflowTracker(GeneralTracker):
         self._mlflow.log_metrics(metrics, step=step, **{"run_id": self._id, **kwargs})
 
     @queued
-    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+    def log_figure(self, figure: object, artifact_file: str, **save_kwargs: Any) -> None:
         """Log the figure as an artifact of the run, named ``artifact_file``."""
         self._client.log_figure(self._id, figure, artifact_file, **save_kwargs)
 

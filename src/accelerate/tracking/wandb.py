@@ -52,7 +52,7 @@ class WandBTracker(GeneralTracker):
         table_name: str,
         columns: list[str] | None = None,
         data: list[list[Any]] | None = None,
-        dataframe: Any = None,
+        dataframe: object = None,
         step: int | None = None,
         **kwargs: Any,
     ) -> None:

@@ -232,7 +232,7 @@ class GradientState:
         self._remove_dataloader(dataloader)
         self.dataloader_references.append(weakref.ref(dataloader))
 
-    def _remove_dataloader(self, dataloader: Any) -> None:
+    def _remove_dataloader(self, dataloader: object) -> None:
         self.dataloader_references = [
             reference
             for reference in self.dataloader_references
@@ -279,7 +279,7 @@ class GradientState:
         # A gradient state belongs to the loop that it counts; an unpickled object uses the newest one.
         return (GradientState, ())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradientState:
+    def __deepcopy__(self, memo: Mapping[int, object]) -> GradientState:
         """Return the same object: a copied optimizer belongs to the same loop."""
         return self
 
@@ -371,7 +371,7 @@ class WindowWeights:
         if gradients:
             scale_each(gradients, factor)
 
-    def _factor(self, total: Any, loss: torch.Tensor) -> torch.Tensor:
+    def _factor(self, total: object, loss: torch.Tensor) -> torch.Tensor:
         """Return ranks over total weight, exact to the precision of ``loss``.
 
         The strategy divides by the ranks that have tokens, the true mean divides by the weight. Weights are added up

@@ -130,7 +130,7 @@ class WeightAverage:
             whole = self._access.full_model_state(self._held, True)
         return {name: value for name, value in whole.items() if value.is_floating_point()}
 
-    def collect(self, *_: Any) -> None:
+    def collect(self, *_: object) -> None:
         """Gather the average for :meth:`state_dict` on the ranks that write. Every rank makes this call, before each
         save.
         """

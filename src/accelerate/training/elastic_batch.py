@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger: MultiProcessAdapter = get_logger(__name__)
 
 
-def global_batch_info(world: World, loaders: Sequence[Any], gradient_state: GradientState) -> dict[str, Any]:
+def global_batch_info(world: World, loaders: Sequence[object], gradient_state: GradientState) -> dict[str, Any]:
     """Return what a checkpoint records of the global batch: ranks, micro-batches per update, and samples of all ranks
     at once per loader.
     """
@@ -29,7 +29,7 @@ def global_batch_info(world: World, loaders: Sequence[Any], gradient_state: Grad
 def restore_accumulation(
     loaded: LoadedCheckpoint,
     world: World,
-    loaders: Sequence[Any],
+    loaders: Sequence[object],
     gradient_state: GradientState,
     window: OpenWindow,
     *,
@@ -113,7 +113,7 @@ def _steps_needed(before: Mapping[str, Any], now: Mapping[str, Any]) -> float | 
     return None if wanted is None or not sizes else wanted / sizes[0]
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     changes: list[str] = []
     if before["ranks"] != now["ranks"]:
         changes.append(f"ranks: {before['ranks']} -> {now['ranks']}")
@@ -136,7 +136,7 @@ def _suggestion(needed: float | None) -> str:
     return f"load_state(keep_global_batch=True) would keep it, with gradient_accumulation_steps={steps}"
 
 
-def _cannot_keep_message(before: Mapping[str, Any], now: Mapping[str, Any], folder: str) -> str:
+def _cannot_keep_message(before: Mapping[str, object], now: Mapping[str, object], folder: str) -> str:
     saved, current = _samples_per_update(before), _samples_per_update(now)
     return (
         f"keep_global_batch=True: {folder} was saved with {saved} samples per update by {before['ranks']} ranks. "

@@ -358,7 +358,7 @@ class _KnownShapes:
         self._largest = []
 
 
-def _size_of(batch: Any) -> int:
+def _size_of(batch: object) -> int:
     size = ignorant_find_batch_size(batch)
     if not size:
         raise SettingError(
@@ -368,7 +368,7 @@ def _size_of(batch: Any) -> int:
     return size
 
 
-def _shapes_of(data: Any) -> Shapes:
+def _shapes_of(data: object) -> Shapes:
     if isinstance(data, torch.Tensor):
         return (tuple(data.shape),)
     if isinstance(data, Mapping):

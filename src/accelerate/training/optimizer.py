@@ -15,7 +15,7 @@ from .accumulation import GradientState
 Closure = Callable[[], Any]
 
 
-def move_to_device(state: Any, device: torch.device | str) -> Any:
+def move_to_device(state: object, device: torch.device | str) -> Any:
     """Return ``state`` (any nested container) with every tensor on ``device``."""
     return recursively_apply(lambda tensor: tensor.to(device), state)
 
@@ -26,7 +26,7 @@ def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Cl
     Kept for callers of the documented name; :class:`AcceleratedOptimizer` itself asks the scaler.
     """
 
-    def patched_step(*args: Any, **kwargs: Any) -> Any:
+    def patched_step(*args: object, **kwargs: object) -> Any:
         accelerated_optimizer._accelerate_step_called = True
         return method(*args, **kwargs)
 

@@ -35,7 +35,7 @@ def _gradients(model: Any) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def _close(first: Any, second: Any) -> bool:
+def _close(first: object, second: object) -> bool:
     return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(_gradients(first), _gradients(second), strict=True))
 
 
