@@ -19,6 +19,7 @@ from .big_models.sizes import compute_module_sizes, find_tied_parameters, no_spl
 from .distributed.collectives import world_or_joined
 from .distributed.world import World
 from .errors import SettingError
+from .modules import move_in_place
 from .nested import ignorant_find_batch_size, pad_input_tensors, recursively_apply, split_batch
 from .parallel.pipeline.partition import choose_split_points, split
 from .parallel.pipeline.schedule import TensorMeta, broadcast_object
@@ -133,9 +134,8 @@ def build_pipeline(
         )
     stages = split(model, split_points, args, dict(kwargs or {}))
     stage = stages[world.rank]
-    for tensor in [*stage.parameters(), *stage.buffers()]:  # in place: the model has the same objects
-        tensor.data = tensor.data.to(world.device)
-    return PipelineStage(stage.to(world.device), world, num_chunks, list(kwargs or {}))
+    move_in_place(stage, world.device)
+    return PipelineStage(stage, world, num_chunks, list(kwargs or {}))
 
 
 def pippy_forward(

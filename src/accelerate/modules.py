@@ -1,8 +1,8 @@
-"""Traversal of modules, attributes by dotted name and nested dicts."""
+"""Traversal of modules, replacement of their tensors, attributes by dotted name and nested dicts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from typing import Any, Literal, overload
 
@@ -37,6 +37,47 @@ def _children_first(module: torch.nn.Module, name: str) -> Iterator[tuple[str, t
     for child_name, child in module.named_children():
         yield from _children_first(child, f"{name}.{child_name}" if name else child_name)
     yield name, module
+
+
+#: A module, and the name under which it has a parameter.
+Place = tuple[torch.nn.Module, str]
+
+
+def parameter_places(model: torch.nn.Module) -> dict[int, list[Place]]:
+    """Return by the id of each parameter all places where ``model`` has it; a tied one has several."""
+    places: dict[int, list[Place]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return places
+
+
+def put_parameter(places: Iterable[Place], parameter: torch.Tensor) -> None:
+    """Put ``parameter`` (or a tensor that stands for one) into all ``places``, instead of what is there."""
+    for module, name in places:
+        module._parameters[name] = parameter  # pyright: ignore[reportArgumentType]
+
+
+def replace_tensors(
+    model: torch.nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool = False
+) -> None:
+    """Replace every parameter of ``model`` by ``replacement(parameter)``, and buffers too; tied ones stay tied."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers) if buffers else (module._parameters,):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = replacement(tensor)
+                    tensors[name] = made[id(tensor)]
+
+
+def move_in_place(module: torch.nn.Module, device: torch.device) -> None:
+    """Move the tensors of ``module`` to ``device``; other modules that have the same objects find them there."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        tensor.data = tensor.data.to(device)
+    module.to(device)
 
 
 def model_has_dtensor(model: torch.nn.Module) -> bool:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ..distributed.mesh import TOKEN_AXES, Mesh
 from ..errors import PreparationError, SettingError
+from ..modules import replace_tensors
 from .tensor_parallel import matching
 
 _IS_EXPERT_PARALLEL = "_is_expert_parallel"
@@ -71,11 +72,11 @@ def _shard(module: torch.nn.Module, mesh: Mesh) -> None:
     if module.__dict__.get(_IS_EXPERT_PARALLEL, False):
         return
     axis = mesh.over("ep")
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                shard = distribute_tensor(parameter.detach(), axis, [Shard(0)])
-                part._parameters[name] = torch.nn.Parameter(shard, parameter.requires_grad)
+
+    def shard(parameter: torch.Tensor) -> torch.nn.Parameter:
+        return torch.nn.Parameter(distribute_tensor(parameter.detach(), axis, [Shard(0)]), parameter.requires_grad)
+
+    replace_tensors(module, shard)
     module.forward = _with_token_dispatch(module, module.forward, TokenDispatcher(mesh.group("ep"), mesh.size("ep")))
     module.__dict__[_IS_EXPERT_PARALLEL] = True
 

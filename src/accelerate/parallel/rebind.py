@@ -15,6 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..checkpointing.sharded import shard_like
 from ..errors import PreparationError
+from ..modules import parameter_places
 from ..precision.autocast import restore_forward
 from ..torch_private.modules import compile_like, original_module
 from .compile import is_compiled_module, uncompiled
@@ -151,12 +152,7 @@ def ensure_weights_retied(
     param_init_fn: Callable[[torch.nn.Module], Any], model: torch.nn.Module, device: torch.device
 ) -> Callable[[torch.nn.Module], Any]:
     """Wrap ``param_init_fn`` so that parameters of ``model`` that were tied are tied again after it."""
-    owners_by_parameter: dict[int, list[tuple[torch.nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                owners_by_parameter.setdefault(id(parameter), []).append((module, name))
-    tied = {place: group for group in owners_by_parameter.values() if len(group) > 1 for place in group}
+    tied = {place: group for group in parameter_places(model).values() if len(group) > 1 for place in group}
     if not tied:
         return param_init_fn
     made: dict[tuple[torch.nn.Module, str], torch.nn.Parameter] = {}

@@ -31,7 +31,7 @@ from ..distributed.random import synchronize_rng_state
 from ..distributed.world import World
 from ..errors import PreparationError, SettingError
 from ..logging import MultiProcessAdapter, get_logger
-from ..modules import get_model_tp_size
+from ..modules import Place, get_model_tp_size, parameter_places, put_parameter
 from ..settings.labels import DistributedType
 from ..settings.option import nearest
 from ..torch_private.distributed import overlap_tensor_parallel
@@ -69,8 +69,6 @@ _OTHER_SPELLINGS = {
 }
 
 Plan = Mapping[str, "str | ParallelStyle"]
-#: By tied parameter, the (module, attribute) pairs that share it.
-_TiedParameters = list[list[tuple[torch.nn.Module, str]]]
 
 
 def parallelize(model: torch.nn.Module, mesh: Mesh, config: Any) -> None:
@@ -148,10 +146,10 @@ def matching(model: torch.nn.Module, pattern: str) -> Iterator[tuple[str, torch.
 
 def _apply(model: torch.nn.Module, mesh: Mesh, plan: Plan) -> None:
     chosen = [entry for pattern, word in plan.items() for entry in _chosen(model, pattern, word, mesh)]
-    owners_by_parameter = _tied_parameters(model)
+    tied = [places for places in parameter_places(model).values() if len(places) > 1]
     for module, style in chosen:
         parallelize_module(module, mesh.over("tp"), style)
-    _retie(owners_by_parameter)
+    _retie(tied)
 
 
 def _chosen(
@@ -203,26 +201,16 @@ def _check_divides(name: str, module: torch.nn.Module, style: ParallelStyle, mes
         )
 
 
-def _tied_parameters(model: torch.nn.Module) -> _TiedParameters:
-    owners_by_parameter: dict[int, list[tuple[torch.nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                owners_by_parameter.setdefault(id(parameter), []).append((module, name))
-    return [shared for shared in owners_by_parameter.values() if len(shared) > 1]
-
-
-def _retie(owners_by_parameter: _TiedParameters) -> None:
-    for shared in owners_by_parameter:
-        parameters = [module._parameters[name] for module, name in shared]
+def _retie(tied: list[list[Place]]) -> None:
+    for shared in tied:
+        parameters = [module.get_parameter(name) for module, name in shared]
         if len({placements_of(parameter) for parameter in parameters}) > 1:
             owners = " and ".join(f"{type(module).__name__}.{name}" for module, name in shared)
             raise SettingError(
                 f"Tensor-parallel plan: {owners} share one weight, but are sharded in different ways. Shard both alike "
                 "(an embedding by 'embedding_rowwise' is as a linear by 'colwise'), or neither."
             )
-        for module, name in shared:
-            module._parameters[name] = parameters[0]
+        put_parameter(shared, parameters[0])
 
 
 def placements_of(tensor: Any) -> tuple[Any, ...]:

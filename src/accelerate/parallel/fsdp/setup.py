@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ...distributed.world import World
 from ...logging import MultiProcessAdapter, get_logger
+from ...modules import parameter_places, put_parameter
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -41,7 +42,7 @@ def broadcast_from_main(model: torch.nn.Module, unit: torch.nn.Module, world: Wo
     What other ranks had (nothing, or memory without values) is replaced everywhere in ``model``, so that tied
     parameters stay tied. A collective.
     """
-    places = _owners_by_parameter(model)
+    places = parameter_places(model)
     seen: set[int] = set()
     for parameter in list(unit.parameters()):
         if id(parameter) in seen or isinstance(parameter, DTensor):
@@ -53,8 +54,7 @@ def broadcast_from_main(model: torch.nn.Module, unit: torch.nn.Module, world: Wo
         new = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
         for attribute, value in parameter.__dict__.items():
             setattr(new, attribute, value)
-        for module, name in places[id(parameter)]:
-            module._parameters[name] = new
+        put_parameter(places[id(parameter)], new)
     for module in unit.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != world.device:
@@ -63,15 +63,6 @@ def broadcast_from_main(model: torch.nn.Module, unit: torch.nn.Module, world: Wo
 
 def _empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-def _owners_by_parameter(model: torch.nn.Module) -> dict[int, list[tuple[torch.nn.Module, str]]]:
-    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-    return places
 
 
 def replicate_unsharded(model: torch.nn.Module, mesh: DeviceMesh, world: World) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from ...errors import PreparationError, SettingError
+from ...modules import replace_tensors
 from ...torch_private.tracing import TreeSpec, is_tracing_guard, tree_unflatten
 
 
@@ -228,20 +229,14 @@ class StructuredStage(nn.Module):
 
 def drop_other_stages(model: nn.Module, kept: set[int]) -> None:
     """Replace parameters and buffers of ``model`` whose ``id`` isn't in ``kept`` by meta tensors."""
-    replaced: dict[int, torch.Tensor] = {}
 
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in replaced:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # also of a DTensor
-            is_parameter = isinstance(tensor, nn.Parameter)
-            replaced[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
-        return replaced[id(tensor)]
+    def kept_or_empty(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in kept:
+            return tensor
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # also of a DTensor
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) not in kept:
-                    tensors[name] = empty(tensor)  # pyright: ignore[reportArgumentType]
+    replace_tensors(model, kept_or_empty, buffers=True)
 
 
 # --------------------------------------------------------------------------------------------------

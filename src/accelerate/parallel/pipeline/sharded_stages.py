@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ...distributed.world import World
+from ...modules import parameter_places, put_parameter
 from ...torch_private.fsdp import mixed_precision_policy, reduce_sharded_gradients, suspend_fsdp_hooks
 from ...torch_private.tracing import tree_map
 from ..fsdp.setup import replicate_unsharded
@@ -46,9 +47,8 @@ def shard_stage(
         options["reshard_after_forward"] = plugin.reshard_after_forward
     if plugin.mixed_precision_policy is not None:
         options["mp_policy"] = plugin.mixed_precision_policy
-    in_stage = {id(parameter): (module, name) for module, name, parameter in _parameters_with_owner(stage)}
-    in_model = list(_parameters_with_owner(model))
-    of_model = [(module, name, in_stage[id(p)]) for module, name, p in in_model if id(p) in in_stage]
+    in_stage, in_model = parameter_places(stage), parameter_places(model)
+    in_both = [(places[0], in_model[parameter]) for parameter, places in in_stage.items() if parameter in in_model]
     own = set(stage.modules())
     for unit in units:
         if unit in own:
@@ -56,16 +56,9 @@ def shard_stage(
     if keeps_outputs and "mp_policy" in options:
         options["mp_policy"] = replace(options["mp_policy"], output_dtype=None)
     fully_shard(stage, **options)
-    for module, name, (holder, name_in_stage) in of_model:
-        module._parameters[name] = holder._parameters[name_in_stage]
+    for (holder, name), places in in_both:
+        put_parameter(places, holder.get_parameter(name))
     replicate_unsharded(stage, mesh, world)
-
-
-def _parameters_with_owner(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield module, name, parameter
 
 
 def reduce_gradients(stage: nn.Module) -> None:
@@ -90,16 +83,15 @@ def infer_outputs(stage: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
     if not isinstance(stage, FSDPModule):
         return stage(*inputs)
     dtype = mixed_precision_policy(stage).param_dtype
-    places = list(_parameters_with_owner(stage))
-    made = {id(p): _gathered_shape(p, dtype or p.dtype, inputs[0].device) for _, _, p in places}
+    parameters, places = list(stage.parameters()), parameter_places(stage)
     try:
-        for module, name, parameter in places:
-            module._parameters[name] = made[id(parameter)]  # pyright: ignore[reportArgumentType]
+        for parameter in parameters:
+            put_parameter(places[id(parameter)], _gathered_shape(parameter, dtype or parameter.dtype, inputs[0].device))
         with _only_casting(stage):
             return stage(*inputs)
     finally:
-        for module, name, parameter in places:
-            module._parameters[name] = parameter
+        for parameter in parameters:
+            put_parameter(places[id(parameter)], parameter)
 
 
 def _gathered_shape(parameter: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -20,6 +20,7 @@ from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import StateAccess
 from ...distributed.world import World
 from ...errors import NotBuilt, PreparationError, SettingError
+from ...modules import move_in_place
 from ...plugins.parallelism import PipelineParallelConfig
 from ...precision import Precision
 from ...settings.labels import DistributedType, DynamoBackend
@@ -192,7 +193,7 @@ class Pipeline(Strategy):
         kept = {id(tensor) for stage in mine.values() for tensor in _tensors(stage)}
         drop_other_stages(model, kept)
         for number, stage in mine.items():
-            _move_to(stage, self.world.device)
+            move_in_place(stage, self.world.device)
             _broadcast_to_replicas(stage, self.mesh.within("dp_replicate"))
             _apply_precision(precision, stage, is_last=number == len(stages) - 1)
         dynamo = self.options.plugins.dynamo
@@ -442,12 +443,6 @@ def _owners(model: nn.Module, stages: Sequence[nn.Module], num_ranks: int) -> di
             having.setdefault(id(tensor), set()).add(number % num_ranks)
     state = model.state_dict(keep_vars=True)
     return {name: tuple(sorted(having.get(id(tensor), {0}))) for name, tensor in state.items()}
-
-
-def _move_to(stage: nn.Module, device: torch.device) -> None:
-    for tensor in _tensors(stage):  # in place: the user's own model has the same objects
-        tensor.data = tensor.data.to(device)
-    stage.to(device)
 
 
 def _gradient_placed_like(parameter: Any) -> torch.Tensor:
