@@ -1209,7 +1209,7 @@ class Accelerator:
             CollectiveError: on every rank, when all are needed and one doesn't make the call.
         """
         project = self.project_configuration
-        if self.is_main_process:
+        if self.world.is_main:
             self._open_window.warn_if_lost()
         self._background.wait()
         participants = checkpointing.participants_of_save(

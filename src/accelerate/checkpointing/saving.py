@@ -56,7 +56,8 @@ class Saving:
         """Yield a block after which the staging directory is committed as the checkpoint."""
         with ExitStack() as held, self.store.committing(staging):
             yield
-            held.enter_context(self.participants.exclusive())  # a late rank may be adding items to the checkpoint there
+            if not self.participants.has_all:  # a late rank may be adding items to the checkpoint there
+                held.enter_context(self.participants.exclusive())
 
     def write(self, staging: StagingDirectory, *, shown: bool) -> None:
         """Write every item into the staging directory."""
