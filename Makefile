@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test multi slow oracle engines storage clients trackers xla kills monitor processors versions types check fix bench docs build
+.PHONY: help setup demo test multi device slow oracle engines storage clients trackers xla kills monitor processors versions types check fix bench docs build
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
@@ -26,6 +26,9 @@ test: setup      ## run every test
 
 multi: setup     ## run the tests that need several processes
 	$(BIN)/python -m pytest tests/multi
+
+device: setup    ## build an imitation of an accelerator (g++, a minute, once) and train on it
+	$(BIN)/python -m pytest -q tests/device
 
 slow: setup      ## what `make test` leaves out for its time: examples at full length, every launcher, failure and fault (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/seeds tests/multi/test_launch.py tests/multi/test_compiled.py \

@@ -8,6 +8,8 @@ from typing import Any, Literal, overload
 
 import torch
 
+from .torch_private.modules import takes_data_of
+
 
 def recursive_getattr(obj: object, attr: str) -> Any:
     """Return the attribute with the dotted name ``attr``: ``recursive_getattr(model, "encoder.layer.0")``."""
@@ -73,10 +75,23 @@ def replace_tensors(
                     tensors[name] = made[id(tensor)]
 
 
+def move_tensor(tensor: torch.Tensor, device: torch.device) -> None:
+    """Move ``tensor`` to ``device`` as the object that it is, so that optimizers and tied modules still have it."""
+    if tensor.device == device:
+        return
+    if takes_data_of(tensor, device):
+        tensor.data = tensor.data.to(device)
+        return
+    moved: torch.Tensor = tensor.data.to(device)
+    if isinstance(tensor, torch.nn.Parameter):
+        moved = torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, moved)
+
+
 def move_in_place(module: torch.nn.Module, device: torch.device) -> None:
     """Move the tensors of ``module`` to ``device``; other modules that have the same objects find them there."""
     for tensor in [*module.parameters(), *module.buffers()]:
-        tensor.data = tensor.data.to(device)
+        move_tensor(tensor, device)
     module.to(device)
 
 

@@ -420,3 +420,31 @@ def test_what_cannot_be_is_refused_by_name(case: str, text: str) -> None:
 def test_the_same_loop_runs_without_a_pipeline() -> None:
     plain = run_on_ranks(train, 1)[0]
     assert_same_run(_alone(build=Network), plain)
+
+
+class WithUnused(Network):
+    """A network with layers and a buffer that its forward doesn't use, as pretrained heads often are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.BatchNorm1d(3)
+
+
+def _state_with_unused(folder: str) -> list[bool]:
+    run = Accelerator(parallelism_config=ParallelismConfig(pp_size=2))
+    torch.manual_seed(0)
+    model = WithUnused()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    model, _optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    whole = run.get_state_dict(model)
+    run.save_state(folder)
+    run.load_state(folder)
+    again = run.get_state_dict(model)
+    if not run.is_main_process:
+        return []
+    return [torch.equal(state[name], value) for state in (whole, again) for name, value in expected.items()]
+
+
+def test_what_no_stage_uses_is_kept(tmp_path: Path) -> None:
+    found = run_on_ranks(functools.partial(_state_with_unused, str(tmp_path / "saved")), 2)
+    assert found[0] and all(found[0])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from ..devices import table
 from ..errors import LaunchError
 from ..optional import is_installed, require
 from .supervisor import Starter, die_with_parent
@@ -23,8 +24,8 @@ def accelerator_is_initialized() -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    for name in ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu"):
-        module = getattr(torch, name, None)
+    for kind in table.KINDS:
+        module = getattr(torch, kind.name, None)
         check = getattr(module, "is_initialized", None)
         if check is not None and check():
             return True

@@ -32,6 +32,13 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+@uses("torch:_has_compatible_shallow_copy_type")
+def takes_data_of(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return whether ``tensor.data`` can be replaced by a tensor of ``device``; devices of extensions refuse."""
+    there = torch.empty(0, dtype=tensor.dtype, device=device)
+    return torch._has_compatible_shallow_copy_type(tensor, there)  # pyright: ignore[reportPrivateImportUsage]
+
+
 @uses((f"{_MODULE}:Module._save_to_state_dict", "self, destination, prefix, keep_vars"))
 def save_own(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Save what ``module`` itself, without its children, holds into ``state``."""

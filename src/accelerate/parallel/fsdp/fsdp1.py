@@ -40,7 +40,7 @@ from ..gradient_norm import Axes, scale_to, total_norm
 from ..gradients import HeldGradients, gradients_of, load_gradients
 from ..rebind import ensure_weights_retied
 from ..state import ModelState
-from .setup import average_ignored, broadcast_from_main, replicate_unsharded, upcast_trainable
+from .setup import average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
 from .state import FlatAccess, checkpoint_state_of, flat_parameters, names_of
 from .wrapping import find_ignored, find_wrap_units
 
@@ -111,6 +111,8 @@ class FlatShard(Strategy):
             broadcast_from_main(model, model, self.world)
             replicate_unsharded(model, self._mesh(), self.world)
             sync, init = False, None
+        if init is None:
+            move_unit(model, self.world.device)
         options: dict[str, Any] = {} if on_cpu else {"cpu_offload": plugin.cpu_offload}  # it is there already
         return FullyShardedDataParallel(
             model,

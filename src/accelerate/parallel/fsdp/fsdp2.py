@@ -34,7 +34,7 @@ from ..rebind import inner_optimizer
 from ..sharded_strategy import ShardedState, ShardedStrategy
 from ..state import ModelState
 from ..tensor_parallel import parallelize
-from .setup import average_ignored, broadcast_from_main, replicate_unsharded, upcast_trainable
+from .setup import average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
 from .state import checkpoint_state_of
 from .wrapping import find_ignored, find_wrap_units
 
@@ -157,6 +157,7 @@ class FullyShard(ShardedStrategy):
                 broadcast_from_main(model, unit, self.world)
                 if ignored_parameters:
                     ignored_parameters |= {p for module in ignored for p in module.parameters()}
+            move_unit(unit, self.world.device)
             # By torch's default the root isn't resharded after forward.
             if unit is not model or not plugin.reshard_after_forward:
                 options["reshard_after_forward"] = plugin.reshard_after_forward

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from ...distributed.world import World
 from ...logging import MultiProcessAdapter, get_logger
-from ...modules import parameter_places, put_parameter
+from ...modules import move_tensor, parameter_places, put_parameter
+from ...torch_private.modules import takes_data_of
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -34,6 +35,13 @@ def upcast_trainable(model: torch.nn.Module) -> None:
         len(low),
         low[0],
     )
+
+
+def move_unit(unit: torch.nn.Module, device: torch.device) -> None:
+    """Move ``unit`` where FSDP couldn't: it gives parameters data on ``device``, which devices of extensions refuse."""
+    for tensor in [*unit.parameters(), *unit.buffers()]:
+        if tensor.device.type not in ("meta", device.type) and not takes_data_of(tensor, device):
+            move_tensor(tensor, device)
 
 
 def broadcast_from_main(model: torch.nn.Module, unit: torch.nn.Module, world: World) -> None:
@@ -72,8 +80,7 @@ def replicate_unsharded(model: torch.nn.Module, mesh: DeviceMesh, world: World) 
     """
     first = 0 if world.group is None else dist.get_global_rank(world.group, 0)
     for tensor in _unsharded_tensors(model):
-        if tensor.device != world.device:
-            tensor.data = tensor.data.to(world.device)
+        move_tensor(tensor, world.device)
         if tensor.numel():
             dist.broadcast(tensor.detach(), first, world.group)
     if mesh.ndim == 1:

@@ -24,6 +24,7 @@ from ...checkpointing.sharded import ShardsItem, StateAccess, optimizer_folder, 
 from ...distributed.world import World
 from ...errors import CheckpointError
 from ...torch_private.fsdp import flat_parameter_names, handle_of
+from ...torch_private.modules import takes_data_of
 from ..compile import uncompiled
 from ..rebind import canonical_name, inner_optimizer
 
@@ -72,7 +73,9 @@ class FlatAccess(StateAccess):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._offloads = world.device.type != "cpu"  # torch can't "offload" what is in CPU memory already
+        # Torch can't "offload" what is in CPU memory already, nor from devices of extensions.
+        on_device = torch.empty(0, device=world.device)
+        self._offloads = world.device.type != "cpu" and takes_data_of(on_device, torch.device("cpu"))
 
     def _full(self, model: Any, *, rank0_only: bool = False) -> AbstractContextManager[Any]:
         return _state_dict_type(

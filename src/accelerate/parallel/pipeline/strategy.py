@@ -191,6 +191,9 @@ class Pipeline(Strategy):
         owners = _owners(model, stages, ranks)
         mine = {number: stage for number, stage in enumerate(stages) if number % ranks == place}
         kept = {id(tensor) for stage in mine.values() for tensor in _tensors(stage)}
+        if place == 0:  # it has what no stage uses, too
+            used = {id(tensor) for stage in stages for tensor in _tensors(stage)}
+            kept |= {id(tensor) for tensor in _tensors(model)} - used
         drop_other_stages(model, kept)
         for number, stage in mine.items():
             move_in_place(stage, self.world.device)
