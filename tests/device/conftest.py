@@ -1,10 +1,12 @@
-"""Builds the imitated accelerator once, before the first test; no test runs where it can't be built."""
+"""Builds the imitated accelerator once, before the first test; no test runs where it can't be built.
+
+This process never has the device, so that other tests in it don't find one: each rank makes it known to itself.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.device import sim
 from tests.device.sim import build
 
 REASON = build.why_not()
@@ -18,9 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Make the device known to this process, which never uses it: tests use it in ranks that are forked from here.
-
-    Here, and not in a fixture, because a first build may take longer than a test.
-    """
+    """Build the extension: here, and not in a fixture, because that may take longer than a test."""
     if REASON is None and any("tests/device" in str(item.path) for item in session.items):
-        sim.start()
+        build.library()

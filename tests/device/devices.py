@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from tests.device import sim
 from tests.ranks import run_on_ranks
 
 LIMIT_SECONDS = 120.0
@@ -21,9 +22,8 @@ def on_devices(
 
 
 def _with_devices(function: Callable[[], Any], num_devices: int) -> Any:
-    from tests.device.sim import module
-
-    module._sim.set_device_count(num_devices)
+    sim.start()
+    sim.module.set_device_count(num_devices)
     return function()
 
 

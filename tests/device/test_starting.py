@@ -23,7 +23,7 @@ def counts(visible: str | None) -> tuple[int, int]:
     os.environ.update(environment)
     from tests.device.sim import module
 
-    module._sim.set_device_count(module.count_devices())
+    module.set_device_count(module.count_devices())
     return kind_of("sim").device_count(), torch.sim.device_count()
 
 

@@ -222,6 +222,11 @@ def set_rng_state_all(states: list[torch.Tensor]) -> None:
 # -- for tests
 
 
+def set_device_count(count: int) -> None:
+    """Make this process see that many devices."""
+    _sim.set_device_count(count)
+
+
 def counters() -> dict[str, int]:
     """What was done so far: kernels, copies by direction, waits of the host."""
     return _sim.counters()
