@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test multi device slow oracle engines storage clients trackers xla kills monitor processors versions types check fix bench docs build
+.PHONY: help setup demo test multi device slow oracle engines storage clients trackers xla kills monitor processors versions gpu wheels types check fix bench docs build
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
@@ -112,6 +112,16 @@ processors: setup  ## run the tests that compute under each instruction set this
 
 versions: setup  ## run the unit and contract suites on other Pythons and torches, read the newest torch (3 GB to download, hours)
 	$(BIN)/python tests/versions.py
+
+gpu:             ## on a machine with an H100 or H200: does it run, what does it cost; writes docs/gpu.md (at most 25 minutes)
+	test -z "$(wildcard wheels/*.whl)" || $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps \
+		--upgrade --target .gpu wheels/*.whl
+	# Host threads for what one process prepares; a part that fails leaves the others, and the page says so.
+	OMP_NUM_THREADS=8 $(PYTHON) -m benchmarks.gpu; status=$$?; $(PYTHON) -m benchmarks.gpu --page docs/gpu.md; exit $$status
+
+wheels: setup    ## what `make gpu` can't fetch on a machine without a network, into wheels/ (torchao for torch 2.11)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest wheels \
+		--python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 torchao==0.17.0
 
 monitor: setup   ## look at the live page of a run in headless Chromium (apt install chromium); remakes docs/images
 	DOCS_IMAGES=1 $(BIN)/python -m pytest -q -m browser tests/monitor
