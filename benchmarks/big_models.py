@@ -28,14 +28,19 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import nn
+
+from benchmarks.gpu.workers import check_import, environment_of
 
 WIDTH = 2048
 BLOCK_BYTES = (WIDTH * WIDTH + WIDTH) * 4
 NUM_SHARDS = 5
 MB = 1 << 20
+#: The columns, and whose `accelerate` their workers must have imported.
+WHO = {"ours": "ours", "the peer": "peer", "safetensors": "none"}
 
 
 class Stack(nn.Module):
@@ -232,17 +237,12 @@ MEASUREMENTS: dict[str, Callable[[Path, int], dict[str, float]]] = {
 # ------------------------------------------------------------------------------------------- the run
 
 
-def measure(python: str, name: str, folder: Path, depth: int) -> dict[str, float]:
+def measure(who: str, python: str, name: str, folder: Path, depth: int) -> dict[str, float]:
     """Run one measurement in a new process."""
-    environment = dict(os.environ)
-    if python == sys.executable:
-        environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[1] / "src")
-    else:
-        environment.pop("PYTHONPATH", None)
-    command = [python, __file__, "--measure", name, "--folder", str(folder), "--depth", str(depth)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    command = [python, __file__, "--measure", name, "--folder", str(folder), "--depth", str(depth), "--who", who]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment_of(who))
     if done.returncode:
-        raise SystemExit(f"{name} with {python} failed:\n{done.stderr}")
+        raise SystemExit(f"{name} with {python} ({who}) failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -257,12 +257,14 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--measure", choices=tuple(MEASUREMENTS))
+    parser.add_argument("--who", choices=tuple(WHO.values()))
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--depth", type=int)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.measure:
         warnings.simplefilter("ignore")
+        check_import(arguments.who)
         print(json.dumps(MEASUREMENTS[arguments.measure](arguments.folder, arguments.depth)))
         return
     pythons = {"ours": sys.executable}
@@ -281,7 +283,7 @@ def main() -> None:
             results: dict[str, list[dict[str, float]]] = {each: [] for each in who}
             for _ in range(arguments.rounds):
                 for each, python in who.items():
-                    results[each].append(measure(python, name, folder, depth))
+                    results[each].append(measure(WHO[each], python, name, folder, depth))
             figures |= {(name, each): best(found) for each, found in results.items()}
         show(figures, depth, list(pythons))
     finally:

@@ -20,10 +20,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import nn
+
+from benchmarks.gpu.models import LARGE, LlamaShaped
+from benchmarks.gpu.workers import check_import, environment_of
 
 STEPS, RANKS, WIDTH, BATCH = 20, 2, 128, 32
 Step = Callable[[], None]
@@ -170,72 +176,13 @@ def on_ranks(strategy: str, clips: bool, rounds: int) -> dict[str, float]:
 
 # -------------------------------------------------------------------------------------------------- the GPU
 
-HIDDEN, LAYERS, HEADS, INNER, VOCABULARY, SEQUENCE, SAMPLES = 2048, 16, 16, 5632, 32000, 2048, 4
-
-
-class Attention(nn.Module):
-    """Causal attention with rotary position embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
-        self.out = nn.Linear(HIDDEN, HIDDEN, bias=False)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Return the attention output of every position over the earlier ones."""
-        batch, length, _ = x.shape
-        q, k, v = (part.view(batch, length, HEADS, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        q, k = (
-            torch.cat([-t[..., t.shape[-1] // 2 :], t[..., : t.shape[-1] // 2]], -1) * sin + t * cos for t in (q, k)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, HIDDEN))
-
-
-class LlamaBlock(nn.Module):
-    """Attention and a gated MLP, each after a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
-        self.attention = Attention()
-        self.gate, self.up = nn.Linear(HIDDEN, INNER, bias=False), nn.Linear(HIDDEN, INNER, bias=False)
-        self.down = nn.Linear(INNER, HIDDEN, bias=False)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Return the next hidden states."""
-        x = x + self.attention(self.first(x), cos, sin)
-        hidden = self.second(x)
-        return x + self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
-
-
-class LlamaShaped(nn.Module):
-    """A Llama-like model of about 0.9 billion parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
-        self.blocks = nn.ModuleList(LlamaBlock() for _ in range(LAYERS))
-        self.norm, self.head = nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
-        size = HIDDEN // HEADS
-        angles = torch.outer(torch.arange(SEQUENCE), 10000.0 ** (-torch.arange(0, size, 2) / size)).repeat(1, 2)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the next tokens."""
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return self.head(self.norm(x))
-
 
 def gpu_worker(variant: str, precision: str, steps: int) -> None:
     """Print the tokens per second of one variant."""
     torch.manual_seed(0)
     device = torch.device("cuda")
-    model: nn.Module = LlamaShaped()
-    tokens = torch.randint(VOCABULARY, (SAMPLES, SEQUENCE), device=device)
+    model: nn.Module = LlamaShaped(LARGE)
+    tokens = torch.randint(LARGE.vocabulary, (LARGE.samples, LARGE.sequence), device=device)
 
     def loss_of(scores: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(scores.flatten(0, 1), tokens.flatten())
@@ -278,9 +225,10 @@ def gpu_worker(variant: str, precision: str, steps: int) -> None:
     print(json.dumps({"tokens_per_second": steps * tokens.numel() / seconds}), flush=True)
 
 
-def _ask(python: str, variant: str, precision: str, steps: int) -> dict[str, Any]:
+def _ask(who: str, python: str, variant: str, precision: str, steps: int) -> dict[str, Any]:
     words = [python, os.path.abspath(__file__), "--worker", variant, "--precision", precision, "--steps", str(steps)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=900)
+    words += ["--who", who]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900, env=environment_of(who))
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]}
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -290,25 +238,25 @@ def on_gpu(rounds: int, steps: int) -> dict[str, Any]:
     """Return the tokens per second of every variant; a sentence for those that can't be measured here."""
     if not torch.cuda.is_available():
         return {"skipped": "no GPU here"}
-    variants: dict[str, tuple[str, str, str]] = {
-        "raw bf16": (sys.executable, "raw", "bf16"),
-        "ours bf16": (sys.executable, "accelerate", "bf16"),
+    variants: dict[str, tuple[str, str, str, str]] = {
+        "raw bf16": ("none", sys.executable, "raw", "bf16"),
+        "ours bf16": ("ours", sys.executable, "accelerate", "bf16"),
     }
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "parameters": 0}
     found["parameters"] = sum(p.numel() for p in _on_meta().parameters())
     peer = os.environ.get("PEER_PYTHON")
     if peer:
-        variants["peer bf16"] = (peer, "accelerate", "bf16")
+        variants["peer bf16"] = ("peer", peer, "accelerate", "bf16")
     else:
         found["peer bf16"] = "skipped: PEER_PYTHON is not set"
     if torch.cuda.get_device_capability() >= (8, 9):
-        variants["ours fp8"] = (sys.executable, "accelerate", "fp8")
+        variants["ours fp8"] = ("ours", sys.executable, "accelerate", "fp8")
     else:
         found["ours fp8"] = "skipped: this GPU has no fp8"
     rates: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
-        for name, (python, variant, precision) in variants.items():
-            answer = _ask(python, variant, precision, steps)
+        for name, (who, python, variant, precision) in variants.items():
+            answer = _ask(who, python, variant, precision, steps)
             if "failed" in answer:
                 found[name] = f"failed: {' '.join(answer['failed'])}"
             else:
@@ -319,7 +267,7 @@ def on_gpu(rounds: int, steps: int) -> dict[str, Any]:
 
 def _on_meta() -> nn.Module:
     with torch.device("meta"):
-        return LlamaShaped()
+        return LlamaShaped(LARGE)
 
 
 def main() -> None:
@@ -331,9 +279,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="Steps of a round on the GPU.")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", choices=["raw", "accelerate"], help=argparse.SUPPRESS)
+    parser.add_argument("--who", choices=["ours", "peer", "none"], help=argparse.SUPPRESS)
     parser.add_argument("--precision", default="bf16", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
+        check_import(args.who)
         gpu_worker(args.worker, args.precision, args.steps)
         return
     found: dict[str, Any] = {"load": os.getloadavg()[0], "ranks": {}}
