@@ -29,6 +29,11 @@ multi: setup     ## run the tests that need several processes
 
 device: setup    ## build an imitation of an accelerator (g++, a minute, once) and train on it
 	$(BIN)/python -m pytest -q tests/device
+	# Tests of the CPU, with ranks on the device.
+	TEST_DEVICE=sim $(BIN)/python -m pytest -q -p tests.device.plugin $(ON_DEVICE)
+
+ON_DEVICE := $(addprefix tests/multi/test_,$(addsuffix .py,accelerator averaging gathering local_sgd metrics micro_batches \
+	open_window reduction_order))
 
 slow: setup      ## what `make test` leaves out for its time: examples at full length, every launcher, failure and fault (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/seeds tests/multi/test_launch.py tests/multi/test_compiled.py \

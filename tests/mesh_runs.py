@@ -158,6 +158,7 @@ def accelerator(
     plan: dict[str, Any] | None = None,
     communication: str = "allgather",
     pipeline: dict[str, Any] | None = None,
+    cpu: bool = True,
     **arguments: Any,
 ) -> Accelerator:
     """An Accelerator for a mesh of ``degrees``; none: one process, or replicas."""
@@ -176,7 +177,7 @@ def accelerator(
             **{f"{axis}_size": size for axis, size in degrees.items()}, sp_backend="torch", **handlers
         )
     return Accelerator(
-        cpu=True,
+        cpu=cpu,
         gradient_accumulation_steps=2,
         fsdp_plugin=None if fsdp is None else FullyShardedDataParallelPlugin(**fsdp),
         parallelism_config=config,
@@ -207,7 +208,7 @@ def steps(run: Accelerator, objects: Any, *, weighted: bool = False) -> dict[str
     losses: list[float] = []
     norms: list[float] = []
     for words, following in loader:
-        places = torch.arange(LENGTH).repeat(len(words), 1)
+        places = torch.arange(LENGTH, device=words.device).repeat(len(words), 1)
         buffers = [words, following, places]
         with (
             run.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers)),

@@ -32,6 +32,8 @@ from accelerate.ports import get_free_port as free_port
 
 #: Parts of the package that no rank of a test needs, or that say something when they are imported.
 _NOT_FOR_RANKS = ("commands", "launch", "memory_utils", "test_utils")
+#: "sim" gives ranks imitated accelerators (tests/device/plugin.py).
+_DEVICE = os.environ.get("TEST_DEVICE")
 
 
 def _import_what_ranks_use() -> None:
@@ -62,7 +64,7 @@ def _environment(rank: int, num_processes: int, port: int, extra: Mapping[str, s
         "GLOO_SOCKET_IFNAME": "lo",
         "TP_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",
+        **({"ACCELERATE_USE_CPU": "true"} if _DEVICE is None else {"SIM_DEVICES": str(num_processes)}),
         **(extra or {}),
     }
 
@@ -75,6 +77,9 @@ def _child(
     torch.set_num_threads(1)
     gc.freeze()  # a rank's own collections then leave the session's objects, and the memory shared with it, alone
     _forget_the_parents_world()
+    if _DEVICE is not None:
+        torch.sim.allow_after_fork()  # pyright: ignore[reportAttributeAccessIssue]
+        torch.sim.set_device_count(int(environment.get("SIM_DEVICES", "1")))  # pyright: ignore[reportAttributeAccessIssue]
     try:
         answer: tuple[bool, Any] = (True, function(*args))
         payload = pickle.dumps(answer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.device.devices import start_server
 from tests.device.sim import build
 
 REASON = build.why_not()
@@ -20,6 +21,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build the extension: here, and not in a fixture, because that may take longer than a test."""
+    """Build the extension: here, and not in a fixture, because that may take longer than a test.
+
+    No test has computed yet: a process forked now can still give its forks devices.
+    """
     if REASON is None and any("tests/device" in str(item.path) for item in session.items):
         build.library()
+        start_server()

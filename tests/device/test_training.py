@@ -44,6 +44,8 @@ class Plain(Model):
 
 
 def accelerator_for(kind: str, precision: str = "no", **options: Any) -> Accelerator:
+    if kind == "compiled":
+        options["dynamo_backend"] = "aot_eager"  # inductor makes no code for devices of extensions
     if kind.startswith("fsdp"):
         form = "SHARDED_STATE_DICT" if "shards" in kind else "FULL_STATE_DICT"
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=int(kind[4]), state_dict_type=form)
@@ -101,6 +103,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"kind": "one"}),
     "one bf16": (1, {"kind": "one", "precision": "bf16"}),
     "one fp16": (1, {"kind": "one", "precision": "fp16"}),
+    "compiled": (1, {"kind": "compiled"}),
     "one accumulated": (1, {"kind": "one", "accumulation": 3}),
     "ddp": (2, {"kind": "ddp"}),
     "ddp fp16 accumulated": (2, {"kind": "ddp", "precision": "fp16", "accumulation": 2}),

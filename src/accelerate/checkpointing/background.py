@@ -61,7 +61,7 @@ class HostMemory:
         host_copies = _views(host_tensors, self._plain)
         _copy([(copy, host_tensors[key].detach()) for key, copy in host_copies.items()])
         for device in {tensor.device for tensor in device_tensors.values()}:
-            kind_of(device).synchronize()
+            kind_of(device).synchronize(device)
         for item in items:
             item.use_copies(device_copies | host_copies)
 

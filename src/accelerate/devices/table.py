@@ -65,6 +65,7 @@ class DeviceKind:
     memory_peak_reset: str = "reset_peak_memory_stats"
     memory_left: str = "mem_get_info"
     bf16: str = "is_bf16_supported"  # a call, or always, or never
+    shards_attention: bool = False  # torch's context parallelism shards its kernels of attention
     fp16: str = _ALWAYS
     fp8: str = _ALWAYS  # whether the hardware multiplies 8-bit floats, where that can be asked
     fp8_fallback: str = "bf16"  # the precision in place of fp8 where it does not
@@ -123,9 +124,9 @@ class DeviceKind:
         """Return the vendor's generation number of the current device; empty where there is none."""
         return tuple(self._call("get_device_capability", otherwise=())) if self.is_available() else ()
 
-    def synchronize(self) -> None:
-        """Wait for everything queued on the current device."""
-        self._call(self.wait)
+    def synchronize(self, device: torch.device | None = None) -> None:
+        """Wait for everything queued on ``device``, or on the current one."""
+        self._call(self.wait, *(() if device is None or not self.select else (device,)))
 
     def side_stream(self, device: torch.device) -> Any:
         """Make a new stream of `device`, beside the current one; return None where this kind has no streams."""
@@ -283,7 +284,7 @@ KINDS: Final[tuple[DeviceKind, ...]] = (
         "cuda", "MULTI_GPU", "torch.cuda", backend="nccl", visible_devices="CUDA_VISIBLE_DEVICES",
         builds="cuda hip", binds_group=True, driver_builds="cuda", driver_files="/proc/driver/nvidia/gpus/*",
         driver_command="nvidia-smi -L", fp8="accelerate.devices.hardware:check_cuda_fp8_capability",
-        fp8_fallback="fp16", fp8_backends="AO TE",
+        fp8_fallback="fp16", fp8_backends="AO TE", shards_attention=True,
     ),
     DeviceKind(
         "xpu", "MULTI_XPU", "torch.xpu", backend="xccl", visible_devices="ZE_AFFINITY_MASK", builds="xpu",

@@ -3,8 +3,8 @@
 Inside :func:`split_sequences` the given tensors hold this rank's part of the sequence, and attention still sees full
 sequences. Everything else in a transformer works position by position, and doesn't change.
 
-On accelerators context parallelism is torch's own; on CPU ranks, where torch refuses, it is the one below. Ulysses is
-for both.
+On CUDA devices context parallelism is torch's own. It shards CUDA's kernels only, so elsewhere it is the one below.
+Ulysses is for all.
 """
 
 from __future__ import annotations
@@ -62,18 +62,35 @@ def split_sequences(
                 f"A buffer of shape {list(tensor.shape)} can't be split along dimension {dim}: {axis}_size="
                 f"{mesh.size(axis)} takes sequences whose length is a multiple of {num_parts}. Pad them."
             )
-    if axis == "cp" and mesh.world.device.type != "cpu":
+    if axis == "cp" and _torch_shards_attention(mesh):
         return _torch_context_parallel(mesh, config, tensors, dims, dropped)
+    if axis == "cp" and mesh.world.device.type != "cpu" and config.cp_handler.cp_comm_strategy != "allgather":
+        raise SettingError(
+            f"cp_comm_strategy={config.cp_handler.cp_comm_strategy!r} on {mesh.world.device.type}: a ring of ranks has "
+            "kernels for CUDA and the CPU only. Use TorchContextParallelConfig(cp_comm_strategy='allgather')."
+        )
     return _split(mesh, axis, config, tensors, dims, dropped)
 
 
+def _torch_shards_attention(mesh: Mesh) -> bool:
+    return mesh.world.kind.shards_attention
+
+
+@contextmanager
 def _torch_context_parallel(
     mesh: Mesh, config: Any, tensors: list[torch.Tensor], dims: list[int], dropped: set[torch.Tensor]
-) -> AbstractContextManager[None]:
+) -> Generator[None]:
     from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     set_ring_rotation(config.cp_handler.cp_comm_strategy)
-    return context_parallel(mesh.over("cp"), buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=dropped)
+    # Torch shards these kernels. With the plain one, each rank would silently see its own part of the sequence only.
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    with (
+        sdpa_kernel(kernels),
+        context_parallel(mesh.over("cp"), buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=dropped),
+    ):
+        yield
 
 
 @contextmanager
@@ -156,7 +173,7 @@ def prepare_attention(model: torch.nn.Module, mesh: Mesh) -> None:
     if mesh.active("cp"):
         refuse_windows(model)
     attach_context_parallel_hooks(model)
-    if mesh.world.device.type == "cpu" or mesh.active("sp"):
+    if mesh.active("sp") or not _torch_shards_attention(mesh):
         _check_attention_is_sharded(model)
 
 

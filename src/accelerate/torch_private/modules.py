@@ -148,6 +148,12 @@ def found_inf_by_device(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[t
     return scaler._found_inf_per_device(optimizer)
 
 
+@uses("torch.amp.grad_scaler:._step_supports_amp_scaling")
+def scaler_decides(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a scaler reads the overflow flags itself, and calls ``optimizer.step`` only without overflow."""
+    return not getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
 @uses(
     "torch.optim.optimizer:._optimizer_step_pre_hooks",
     "torch.optim.optimizer:._optimizer_step_post_hooks",

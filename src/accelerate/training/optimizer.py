@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ..nested import recursively_apply
-from ..torch_private.modules import found_inf_by_device
+from ..torch_private.modules import found_inf_by_device, scaler_decides
 from .accumulation import GradientState
 
 Closure = Callable[[], Any]
@@ -101,11 +102,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _scaled_step(self, closure: Closure | None) -> Any:
         scaler = self._scaler
-        result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure=closure)
+        with _calls_of_step(self.optimizer) as calls:
+            result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure=closure)
         found = _overflow_flags(scaler, self.optimizer)
         scaler.update()
-        # Reading the flags waits for the device, so they are read only on demand (by the scheduler).
-        self._is_overflow = lambda: any(bool(flag.item()) for flag in found)
+        if calls and scaler_decides(self.optimizer):
+            self._is_overflow = False
+        else:  # Reading the flags waits for the device, so they are read only on demand (by the scheduler).
+            self._is_overflow = lambda: any(bool(flag.item()) for flag in found)
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -215,6 +219,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
 def _do_nothing(closure: Closure | None) -> None:
     return None
+
+
+@contextmanager
+def _calls_of_step(optimizer: torch.optim.Optimizer) -> Generator[list[None]]:
+    """Yield a list that gets an entry with each call of ``optimizer.step`` that torch tells of."""
+    calls: list[None] = []
+    try:
+        handle = optimizer.register_step_post_hook(lambda *_: calls.append(None))
+    except AttributeError:  # not torch's class, or its __init__ wasn't run
+        yield calls
+        return
+    try:
+        yield calls
+    finally:
+        handle.remove()
 
 
 def _overflow_flags(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

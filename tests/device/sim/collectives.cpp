@@ -9,6 +9,8 @@
 
 namespace sim {
 
+void observe_synchronizations(PyObject* callable); // streams.cpp
+
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -218,6 +220,8 @@ PYBIND11_MODULE(_sim, m) {
   m.def("current_device", &current_device);
   m.def("set_device", [](int index) { set_current_device(c10::DeviceIndex(index)); });
   m.def("was_forked", &was_forked);
+  m.def("allow_after_fork", &allow_after_fork);
+  m.def("observe_synchronizations", [](py::object callable) { observe_synchronizations(callable.ptr()); });
   m.def("was_used", &was_used);
   m.def("initialize", &check_not_forked);
   m.def("set_memory_limit", [](int index, size_t num_bytes) { set_memory_limit(c10::DeviceIndex(index), num_bytes); });

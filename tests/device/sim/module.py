@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -33,6 +34,11 @@ def count_devices() -> int:
 
 
 # -- devices
+
+
+def allow_after_fork() -> None:
+    """Let this fork of a process that has used a device use it too, which no real device does."""
+    _sim.allow_after_fork()
 
 
 def is_available() -> bool:
@@ -243,3 +249,14 @@ def counting() -> Iterator[dict[str, int]]:
     before, found = counters(), {}
     yield found
     found.update({name: count - before[name] for name, count in counters().items()})
+
+
+@contextmanager
+def stacks_of_synchronizations() -> Iterator[list[str]]:
+    """Yield a list to which each wait of the host for a device adds where Python stood."""
+    found: list[str] = []
+    _sim.observe_synchronizations(lambda: found.append("".join(traceback.format_stack()[:-1])))
+    try:
+        yield found
+    finally:
+        _sim.observe_synchronizations(None)

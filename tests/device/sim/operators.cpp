@@ -81,7 +81,7 @@ void copy_bytes(const at::Tensor& sim_tensor, const at::Tensor& to, const at::Te
       std::memcpy(target, source, num_bytes);
     });
   } else {
-    ++counters().synchronizations;
+    note_synchronization();
     finish(stream);
     if (num_bytes) std::memcpy(target, source, num_bytes);
   }
@@ -109,7 +109,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
         copy_bytes(self, self, from, non_blocking && pinned);
       }
     } else {
-      ++counters().synchronizations;
+      note_synchronization();
       finish(current_stream(self.device().index()));
       on_host(self).copy_(from);
     }
@@ -119,7 +119,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   if (is_plain(self, from)) {
     copy_bytes(from, self, from, non_blocking && is_pinned(self.data_ptr()));
   } else {
-    ++counters().synchronizations;
+    note_synchronization();
     finish(current_stream(from.device().index()));
     self.copy_(on_host(from));
   }
@@ -139,7 +139,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
 
 at::Scalar local_scalar(const at::Tensor& self) {
   ++counters().scalars_read;
-  ++counters().synchronizations;
+  note_synchronization();
   finish(current_stream(self.device().index()));
   return on_host(self).item();
 }

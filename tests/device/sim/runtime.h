@@ -20,6 +20,7 @@ struct Counters {
       synchronizations{0}, scalars_read{0};
 };
 Counters& counters();
+void note_synchronization();
 
 // -- devices
 
@@ -30,6 +31,8 @@ void set_current_device(c10::DeviceIndex index);
 // Raises in a process that was forked after its parent had used a device.
 void check_not_forked();
 bool was_forked();
+// Let a fork of a process that has used a device use it too, which no real device does.
+void allow_after_fork();
 bool was_used();
 
 // -- memory

@@ -22,6 +22,23 @@ Counters& counters() {
   return counted;
 }
 
+namespace {
+PyObject* observer = nullptr; // a callable of a test
+}
+
+void note_synchronization() {
+  ++counters().synchronizations;
+  if (!observer) return;
+  const auto state = PyGILState_Ensure();
+  Py_XDECREF(PyObject_CallNoArgs(observer));
+  PyGILState_Release(state);
+}
+void observe_synchronizations(PyObject* callable) {
+  Py_XINCREF(callable);
+  Py_XDECREF(observer);
+  observer = callable == Py_None ? nullptr : callable;
+}
+
 // -- devices
 
 namespace {
@@ -130,6 +147,12 @@ void without_python(Function wait) {
 }
 
 } // namespace
+
+// Threads don't survive a fork: queues start again, and memory is a copy of the parent's.
+void allow_after_fork() {
+  queues().clear();
+  forked = false;
+}
 
 c10::Stream current_stream(c10::DeviceIndex index) {
   return streams_now()[index < 0 ? current_device() : index];
@@ -295,15 +318,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return is_idle(stream);
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    ++counters().synchronizations;
+    note_synchronization();
     finish(stream);
   }
   void synchronizeEvent(void* event) const override {
-    ++counters().synchronizations;
+    note_synchronization();
     if (event) wait(*static_cast<std::shared_ptr<Event>*>(event));
   }
   void synchronizeDevice(c10::DeviceIndex index) const override {
-    ++counters().synchronizations;
+    note_synchronization();
     finish_device(index < 0 ? current_device() : index);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override;

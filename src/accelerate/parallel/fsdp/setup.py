@@ -38,8 +38,13 @@ def upcast_trainable(model: torch.nn.Module) -> None:
 
 
 def move_unit(unit: torch.nn.Module, device: torch.device) -> None:
-    """Move ``unit`` where FSDP couldn't: it gives parameters data on ``device``, which devices of extensions refuse."""
+    """Move ``unit`` where FSDP couldn't: it gives parameters data on ``device``, which devices of extensions refuse.
+
+    What is sharded already stays where it is: offloaded shards belong in host memory.
+    """
     for tensor in [*unit.parameters(), *unit.buffers()]:
+        if isinstance(tensor, DTensor):
+            continue
         if tensor.device.type not in ("meta", device.type) and not takes_data_of(tensor, device):
             move_tensor(tensor, device)
 
