@@ -59,6 +59,7 @@ def in_a_process(part: str, arguments: argparse.Namespace) -> None:
     environment = workers.environment_of("ours")
     if peer := workers.peer_python():
         environment["PEER_PYTHON"] = peer
+    (arguments.out / f"{part}.json").unlink(missing_ok=True)  # that of a run before
     process = subprocess.Popen(command, env=environment, cwd=workers.ROOT, start_new_session=True)
     reason = ""
     try:
@@ -101,7 +102,7 @@ def main() -> None:
             in_a_process(part, arguments)
         print(f"  {part}  {time.monotonic() - start:.0f} s", flush=True)
     sys.stdout.flush()
-    if not page.all_done(arguments.out, arguments.part):
+    if not arguments.here and not page.all_done(arguments.out, arguments.part):
         sys.exit(1)
 
 

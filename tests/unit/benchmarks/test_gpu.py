@@ -48,6 +48,15 @@ def test_a_dry_run_fills_each_json_and_a_part_that_fails_leaves_the_others(tmp_p
     assert text.count("A dry run") == len(PARTS) and "Not run yet" not in text
 
 
+def test_a_part_in_a_process_of_its_own_says_why_it_failed(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", "d", "--out", str(tmp_path)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = json.loads((tmp_path / "d.json").read_text())
+    assert found["state"] == "failed" and "no CUDA device" in found["error"]
+
+
 def test_all_parts_fit_into_25_minutes() -> None:
     assert sum(LIMITS.values()) <= 25 * 60 and max(LIMITS.values()) <= 8 * 60
 
