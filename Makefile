@@ -28,7 +28,7 @@ multi: setup     ## run the tests that need several processes
 	$(BIN)/python -m pytest tests/multi
 
 device: setup    ## build an imitation of an accelerator (g++, a minute, once) and train on it
-	$(BIN)/python -m pytest -q tests/device
+	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/device
 	# Tests of the CPU, with ranks on the device.
 	TEST_DEVICE=sim $(BIN)/python -m pytest -q -p tests.device.plugin $(ON_DEVICE)
 

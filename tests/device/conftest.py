@@ -5,19 +5,27 @@ This process never has the device, so that other tests in it don't find one: eac
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.device.devices import start_server
 from tests.device.sim import build
 
 REASON = build.why_not()
+#: What `make device` runs, and `make test` leaves out for its time.
+SLOW = ("test_footprint.py", "test_parallel.py", "test_saves.py", "test_starting.py", "test_watching.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if REASON is not None:
-        for item in items:
-            if "tests/device" in str(item.path):
-                item.add_marker(pytest.mark.skip(reason=REASON))
+    """Skip what can't be built here, and the slow half in a run of all tests."""
+    for item in items:
+        if "tests/device" not in str(item.path):
+            continue
+        if REASON is not None:
+            item.add_marker(pytest.mark.skip(reason=REASON))
+        elif item.path.name in SLOW and "RUN_SLOW" not in os.environ:
+            item.add_marker(pytest.mark.skip(reason="RUN_SLOW isn't set: `make device` runs it"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
