@@ -25,7 +25,7 @@ def accelerator_is_initialized() -> bool:
     if torch is None:
         return False
     for kind in table.KINDS:
-        module = getattr(torch, kind.name, None)
+        module = None if kind is table.CPU else getattr(torch, kind.name, None)
         check = getattr(module, "is_initialized", None)
         if check is not None and check():
             return True
