@@ -58,8 +58,11 @@ def freed() -> list[int]:
         optimizer.step()
     held = torch.sim.memory_allocated()
     model, optimizer = accelerator.free_memory(model, optimizer)
-    gc.collect()
-    return [held, torch.sim.memory_allocated()]
+    deadline = time.monotonic() + 10  # a thread of the process group lets its last tensor go when it gets to it
+    while (left := torch.sim.memory_allocated()) > 1024 and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    return [held, left]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
