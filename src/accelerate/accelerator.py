@@ -18,12 +18,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from . import checkpointing, construction, monitoring, parallel, tracking
-from .checkpointing.background import Background
-from .checkpointing.objects import Hooks
 from .data_loader.gathering import MetricGather, StreamingMean
 from .devices.memory import release_memory
 from .distributed import collectives, process_control
-from .distributed.watchdog import watch_for_hangs
 from .distributed.world import World, join_world, leave_world
 from .errors import PreparationError
 from .flag import Flag
@@ -184,6 +181,8 @@ class Accelerator:
         self.log_with = [] if log_with is None else tracking.filter_trackers(log_with, self.logging_dir)
         self.flag_tensor: torch.Tensor | None = None
         self._is_distributed = self.world.size > 1
+        from .distributed.watchdog import watch_for_hangs
+
         watch_for_hangs(self.world, self.gradient_state)
         self._models: list[Any] = []
         self._optimizers: list[Any] = []
@@ -204,8 +203,8 @@ class Accelerator:
         self._metric_gather = MetricGather(self.mesh, self.gradient_state)
         self._micro_batches: MicroBatches | None = None
         self._prepared_models: dict[int, Any] = {}
-        self._save_hooks, self._load_hooks = Hooks(), Hooks()
-        self._background = Background()
+        self._save_hooks, self._load_hooks = checkpointing.Hooks(), checkpointing.Hooks()
+        self._background = checkpointing.Background()
 
     # == who am I ==========================================================================================
 
@@ -934,7 +933,7 @@ class Accelerator:
                 )
             self._micro_batches = MicroBatches(self.strategy.retry)
         in_window = [model for model in self._models if not self._window or self._is_in_window(model)]
-        named = [self._prepared_models.get(id(model), model) for model in in_window]
+        named = [self._wrapped(model) for model in in_window]
         steps = self.gradient_state.note_backward()
         if self._weights.pending:
             self._weights.refuse_unweighted(self._window)
@@ -1310,7 +1309,11 @@ class Accelerator:
     @property
     def _wrapped_models(self) -> list[Any]:
         """The models as ``prepare`` returned them."""
-        return [self._prepared_models.get(id(model), model) for model in self._models]
+        return [self._wrapped(model) for model in self._models]
+
+    def _wrapped(self, model: Any) -> Any:
+        """Return ``model`` as ``prepare`` returned it."""
+        return self._prepared_models.get(id(model), model)
 
     @property
     def _run_state(self) -> checkpointing.RunState:
@@ -1365,7 +1368,7 @@ class Accelerator:
         """Drop all references to prepared objects, empty device caches, and return a None per object."""
         for model in self._models:
             # A wrapper that the caller still uses goes on working; a model that was not wrapped is restored.
-            if self._prepared_models.get(id(model), model) is model:
+            if self._wrapped(model) is model:
                 self.precision.restore_forward(model)
                 model.__dict__.pop("_is_accelerate_prepared", None)
         for registry in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._custom_objects):

@@ -14,9 +14,10 @@ from accelerate import Accelerator, cpu_offload
 from accelerate.big_models import offload, prefetch
 from accelerate.tools.estimate.plan import Layout, footprint
 from accelerate.tools.estimate.trace import trace_training
-from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
+from accelerate.utils import FullyShardedDataParallelPlugin
 from benchmarks.estimates import LanguageModel, Subject, loss_of
 from tests.device.devices import on_devices
+from tests.device.test_memory import gradients_in_parts
 
 SHARDED = {
     "fsdp_version": 2, "auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": "Block",
@@ -72,36 +73,15 @@ def test_free_memory_leaves_nothing_on_the_device(num_ranks: int) -> None:
         assert left <= 1024
 
 
-def parts_of_two_ranks(sharded: bool, limit: int) -> tuple[int, float]:
-    """The smallest part that a rank computed, and the loss; rank 1 has less memory."""
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
-    accelerator = Accelerator(fsdp_plugin=plugin)
-    set_seed(1)
-    plain = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 1))
-    model, _ = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    rows = torch.randn(256, 64).to(accelerator.device)
-    torch.sim.synchronize()
-    if accelerator.process_index == 1 and limit:
-        torch.sim.set_memory_limit(torch.sim.memory_allocated() + limit)
-    sizes: list[int] = []
-
-    def compute(part: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(part))
-        return model(part).square().mean()
-
-    loss = accelerator.backward_in_parts(compute, rows)
-    return min(sizes), float(loss)
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_ranks_retry_together_where_they_must(sharded: bool) -> None:
-    whole = on_devices(parts_of_two_ranks, 2, sharded, 0)
+    whole = on_devices(gradients_in_parts, 2, None, 256, sharded)
     # Two activations of the whole batch alone are 4 MiB; gradients and gathered weights are 2 MiB at most.
-    parts = on_devices(parts_of_two_ranks, 2, sharded, 7 << 19)
-    assert [size for size, _ in whole] == [256, 256]
+    parts = on_devices(gradients_in_parts, 2, 7 << 19, 256, sharded)
+    assert [size for size, *_ in whole] == [256, 256]
     assert parts[1][0] < 256
     assert parts[0][0] == (parts[1][0] if sharded else 256)
-    for (_, loss), (_, right) in zip(parts, whole, strict=True):
+    for (_, loss, _gradient), (_, right, _right_gradient) in zip(parts, whole, strict=True):
         assert loss == pytest.approx(right, rel=1e-5)
 
 

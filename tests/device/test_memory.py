@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model, find_executable_batch_size
-from accelerate.utils import ProjectConfiguration, get_max_memory, set_seed
+from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration, get_max_memory, set_seed
 from tests.device.devices import on_devices
 
 
@@ -42,13 +42,18 @@ def test_the_batch_size_shrinks_at_a_real_out_of_memory_error() -> None:
     assert fits == tried[-1] > 0
 
 
-def gradients_in_parts(limit: int | None) -> tuple[int, float, torch.Tensor]:
-    accelerator = Accelerator()
+def gradients_in_parts(
+    limit: int | None, num_rows: int = 64, sharded: bool = False
+) -> tuple[int, float, torch.Tensor | None]:
+    """The smallest part that a rank computed, the loss, and a gradient; the last rank has ``limit`` bytes left."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None
+    accelerator = Accelerator(fsdp_plugin=plugin)
     set_seed(1)
-    model = accelerator.prepare(nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 1)))
-    rows = torch.randn(64, 64).to(accelerator.device)
+    plain = nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 1))
+    model, _ = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    rows = torch.randn(num_rows, 64).to(accelerator.device)
     torch.sim.synchronize()
-    if limit is not None:
+    if limit is not None and accelerator.is_last_process:
         torch.sim.set_memory_limit(torch.sim.memory_allocated() + limit)
     sizes: list[int] = []
 
@@ -57,7 +62,7 @@ def gradients_in_parts(limit: int | None) -> tuple[int, float, torch.Tensor]:
         return model(part).square().mean()
 
     loss = accelerator.backward_in_parts(compute, rows)
-    return min(sizes), float(loss), model[0].weight.grad.cpu()
+    return min(sizes), float(loss), None if sharded else plain[0].weight.grad.cpu()
 
 
 def test_a_batch_that_doesnt_fit_is_computed_in_parts() -> None:

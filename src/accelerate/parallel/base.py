@@ -31,7 +31,7 @@ from ..plugins.megatron import MegatronLMDummyDataLoader, MegatronLMDummySchedul
 from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..training.accumulation import GradientState
-from ..training.oom_retry import PlainRetry, Retryable
+from ..training.oom_retry import Retryable
 from ..training.optimizer import AcceleratedOptimizer
 from ..training.scheduler import AcceleratedScheduler
 from .compile import compile_model
@@ -65,7 +65,7 @@ class Strategy(ABC):
         self.options = options
         self.mesh: Mesh = options.mesh or Mesh.of(world)
         #: By which a batch is computed again when memory runs out; None: an engine updates parameters in ``backward``.
-        self.retry: Retryable | None = PlainRetry(world)
+        self.retry: Retryable | None = Retryable(world)
 
     # -- choosing ------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ..settings.env import flag
 from ..settings.labels import DistributedType
 from ..torch_private.distributed import find_tensors, gradient_order, has_stateful_comm_hook, synchronize_buffers
 from ..torch_private.modules import has_hooks
-from ..training.oom_retry import Retryable, RetryMode, snapshot_gradients
+from ..training.oom_retry import Retryable, RetryMode
 from .base import PreparedArguments, Role, Strategy, StrategyOptions, is_sharded, refuse_device_map
 from .compile import uncompiled
 from .context_parallel import prepare_attention
@@ -142,8 +142,7 @@ class DataParallel(Strategy):
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         """Enter a context in which backward passes don't reduce gradients."""
-        replica = replica_in(model)
-        return nullcontext() if replica is None else replica.no_sync()
+        return _without_reduction(model)
 
 
 def _check_replicable(model: torch.nn.Module) -> None:
@@ -161,14 +160,9 @@ def _check_replicable(model: torch.nn.Module) -> None:
 class _ReplicaRetry(Retryable):
     """Replicas, whose gradients are averaged once the whole batch fits."""
 
-    def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
-        """Copy the gradients of ``model``, and return a function that restores them."""
-        return snapshot_gradients(model.parameters())
-
     def local_gradients(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Enter a context in which gradients of whole passes stay on this rank until :meth:`all_reduce_gradients`."""
-        replica = replica_in(model)
-        return nullcontext() if replica is None else replica.no_sync()
+        return _without_reduction(model)
 
     def check_parts(self, model: torch.nn.Module) -> None:
         """Raise if DDP was told that the graph is static, which a batch split into micro-batches contradicts."""
@@ -206,6 +200,11 @@ def replica_in(model: Any) -> DistributedDataParallel | None:
         return model
     inner = uncompiled(model) if isinstance(model, torch.nn.Module) else model
     return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def _without_reduction(model: torch.nn.Module) -> AbstractContextManager[None]:
+    replica = replica_in(model)
+    return nullcontext() if replica is None else replica.no_sync()
 
 
 def _reduced_parameters(replica: DistributedDataParallel) -> list[torch.nn.Parameter]:

@@ -35,7 +35,7 @@ from ..modules import Place, get_model_tp_size, parameter_places, put_parameter
 from ..settings.labels import DistributedType
 from ..settings.option import nearest
 from ..torch_private.distributed import overlap_tensor_parallel
-from ..training.oom_retry import PlainRetry, RetryMode
+from ..training.oom_retry import Retryable, RetryMode
 from ..training.open_window import GradientHolder
 from .base import StrategyOptions, is_sharded
 from .fsdp.state import gathered_state
@@ -266,7 +266,7 @@ class TensorParallel(ShardedStrategy):
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
-        self.retry = PlainRetry(world, RetryMode.TOGETHER)
+        self.retry = Retryable(world, RetryMode.TOGETHER)
 
     @property
     def label(self) -> DistributedType:

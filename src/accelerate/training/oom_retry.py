@@ -10,7 +10,6 @@ state, that is after an update), both compute as always and exchange nothing mor
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -45,8 +44,11 @@ class RetryMode(Enum):
     NEVER = "nobody: forwards communicate, and a rank can't abort one"
 
 
-class Retryable(ABC):
-    """The part of a strategy by which a batch can be computed again in smaller parts."""
+class Retryable:
+    """The part of a strategy by which a batch can be computed again in smaller parts.
+
+    As it is, for models that keep nothing of a forward, and whose gradients are tensors in ``.grad``.
+    """
 
     def __init__(self, world: World, mode: RetryMode = RetryMode.ALONE) -> None:
         self.world, self.mode = world, mode
@@ -66,15 +68,6 @@ class Retryable(ABC):
 
     def reset_forwards(self, model: torch.nn.Module) -> None:
         """Reset the state left by forwards whose backward will never run."""
-
-    @abstractmethod
-    def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
-        """Copy the gradients of ``model``, and return a function that restores them."""
-
-
-@final
-class PlainRetry(Retryable):
-    """Models that keep nothing of a forward, and whose gradients are tensors in ``.grad``."""
 
     def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
         """Copy the gradients of ``model``, and return a function that restores them."""

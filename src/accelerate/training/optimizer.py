@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ..nested import recursively_apply
 from ..torch_private.modules import found_inf_by_device, scaler_decides
@@ -34,6 +35,15 @@ def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Cl
     return patched_step
 
 
+class _Updates:
+    """The number of updates that an optimizer has made, as a hook of its step."""
+
+    count = 0
+
+    def __call__(self, *_: object) -> None:
+        self.count += 1
+
+
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer that acts only when gradients are synchronised.
 
@@ -47,6 +57,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """
 
     _is_accelerate_prepared = True  # libraries ask prepared objects for it
+    _step_hook: RemovableHandle | None = None
 
     def __init__(
         self,
@@ -83,6 +94,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._act = _do_nothing
         elif scaler is not None:
             self._act = self._scaled_step
+        if self._step_hook is not None:
+            self._step_hook.remove()
+        self._updates, self._step_hook = _Updates(), None
+        if self._act == self._scaled_step:
+            with suppress(AttributeError):  # not torch's class, or its __init__ wasn't run
+                self._step_hook = self.optimizer.register_step_post_hook(self._updates)
 
     @property
     def is_fused_into_backward(self) -> bool:
@@ -102,11 +119,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _scaled_step(self, closure: Closure | None) -> Any:
         scaler = self._scaler
-        with _calls_of_step(self.optimizer) as calls:
-            result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure=closure)
+        self._updates.count = 0
+        result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure=closure)
         found = _overflow_flags(scaler, self.optimizer)
         scaler.update()
-        if calls and scaler_decides(self.optimizer):
+        if self._updates.count and scaler_decides(self.optimizer):
             self._is_overflow = False
         else:  # Reading the flags waits for the device, so they are read only on demand (by the scheduler).
             self._is_overflow = lambda: any(bool(flag.item()) for flag in found)
@@ -219,21 +236,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
 def _do_nothing(closure: Closure | None) -> None:
     return None
-
-
-@contextmanager
-def _calls_of_step(optimizer: torch.optim.Optimizer) -> Generator[list[None]]:
-    """Yield a list that gets an entry with each call of ``optimizer.step`` that torch tells of."""
-    calls: list[None] = []
-    try:
-        handle = optimizer.register_step_post_hook(lambda *_: calls.append(None))
-    except AttributeError:  # not torch's class, or its __init__ wasn't run
-        yield calls
-        return
-    try:
-        yield calls
-    finally:
-        handle.remove()
 
 
 def _overflow_flags(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

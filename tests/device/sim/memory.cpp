@@ -345,14 +345,6 @@ at::Generator& inner_generator(const at::Generator& generator) {
   return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->inner;
 }
 
-bool is_device_pointer(const void* pointer) {
-  for (int index = 0; index < 16; ++index) {
-    const char* start = memory_of(c10::DeviceIndex(index)).hidden;
-    if (start && pointer >= start && pointer < start + kReserved) return true;
-  }
-  return false;
-}
-
 c10::DeviceIndex device_of(const void* pointer) {
   for (int index = 0; index < 16; ++index) {
     const char* start = memory_of(c10::DeviceIndex(index)).hidden;

@@ -39,7 +39,6 @@ bool was_used();
 
 // The address at which the device itself reads and writes what lies at `pointer`, an address that the host can't touch.
 void* device_view(const void* pointer);
-bool is_device_pointer(const void* pointer);
 c10::DeviceIndex device_of(const void* pointer);
 void set_memory_limit(c10::DeviceIndex index, size_t num_bytes);
 bool is_pinned(const void* pointer);

@@ -206,12 +206,9 @@ class _FlatRetry(Retryable):
     def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
         """Copy the gradients, with those accumulated under ``no_sync``; return a function that restores them."""
         wrapped = uncompiled(model)
-        is_wrapped = isinstance(wrapped, FullyShardedDataParallel)
-        return (
-            snapshot_flat_gradients(wrapped, snapshot_gradients)
-            if is_wrapped
-            else snapshot_gradients(model.parameters())
-        )
+        if not isinstance(wrapped, FullyShardedDataParallel):
+            return super().snapshot_gradients(model)
+        return snapshot_flat_gradients(wrapped, snapshot_gradients)
 
 
 # --------------------------------------------------------------------------------------------------

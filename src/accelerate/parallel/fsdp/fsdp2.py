@@ -255,12 +255,9 @@ class _ShardedRetry(Retryable):
     def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
         """Copy the gradients, with those accumulated under ``no_sync``; return a function that restores them."""
         sharded = uncompiled(model)
-        is_ours = isinstance(sharded, FSDPModule)
-        return (
-            snapshot_sharded_gradients(sharded, snapshot_gradients)
-            if is_ours
-            else snapshot_gradients(model.parameters())
-        )
+        if not isinstance(sharded, FSDPModule):
+            return super().snapshot_gradients(model)
+        return snapshot_sharded_gradients(sharded, snapshot_gradients)
 
 
 def _is_placed(model: torch.nn.Module) -> bool:

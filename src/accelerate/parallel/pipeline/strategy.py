@@ -24,7 +24,7 @@ from ...modules import move_in_place
 from ...plugins.parallelism import PipelineParallelConfig
 from ...precision import Precision
 from ...settings.labels import DistributedType, DynamoBackend
-from ...training.oom_retry import PlainRetry, RetryMode
+from ...training.oom_retry import Retryable, RetryMode
 from ...training.open_window import GradientHolder
 from ..base import PreparedArguments, Role, Strategy, StrategyOptions, recompute_activations
 from ..compile import compile_model, compile_regions_fsdp2
@@ -135,7 +135,7 @@ class Pipeline(Strategy):
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
-        self.retry = PlainRetry(world, RetryMode.NEVER)
+        self.retry = Retryable(world, RetryMode.NEVER)
         combined = self.mesh.active(*_NOT_COMBINED)
         if combined:
             raise NotBuilt(
