@@ -97,7 +97,14 @@ def _hang(sheet: Sheet, session: Session) -> None:
         for rank in (0, 1)
     ]  # fmt: skip
     try:
-        found = answer_of(ranks[0], min(60.0, session.left), "a hang on two ranks")
+        # Whichever rank has been without progress for longer asks the others, and logs the verdict.
+        seconds = min(60.0, session.left)
+        until = time.monotonic() + seconds
+        while not (ended := [rank for rank in ranks if rank.poll() is not None]):
+            if time.monotonic() > until:
+                raise TimeoutError(f"a hang on two ranks took more than {seconds:.0f} s")
+            time.sleep(0.1)
+        found = answer_of(min(ended, key=lambda rank: rank.returncode != 0), 10, "a hang on two ranks")
     finally:
         for rank in ranks:
             end(rank)
@@ -280,17 +287,16 @@ class Heard(logging.Handler):
 
 
 def hang(*, dry: bool, device: str) -> dict[str, Any]:
-    """Run one of two ranks; rank 1 sleeps, and rank 0 returns the verdict that it reads."""
+    """Run one of two ranks, of which rank 1 sleeps; the rank that logs the verdict returns it."""
     from accelerate.utils import InitProcessGroupKwargs
 
     accelerator = accelerator_on(device, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
     model = accelerator.prepare(nn.Linear(2, 2))
     rows = torch.ones(1, 2, device=accelerator.device)
     accelerator.backward(model(rows).sum())
-    start = time.monotonic()
     loss = model(rows).sum()
+    logging.getLogger("accelerate.distributed.watchdog").addHandler(Heard(time.monotonic()))
     if accelerator.process_index == 1:
         time.sleep(120)  # the culprit
-    logging.getLogger("accelerate.distributed.watchdog").addHandler(Heard(start))
     accelerator.backward(loss)  # DDP's all-reduce waits
     return {"verdict": "rank 0 didn't wait", "seconds": 0.0}
