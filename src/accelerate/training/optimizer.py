@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -35,6 +35,7 @@ def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Cl
     return patched_step
 
 
+@final
 class _Updates:
     """The number of updates that an optimizer has made, as a hook of its step."""
 
