@@ -218,6 +218,7 @@ OPEN_CLASSES: Final[dict[str, str]] = {
     "DataLoaderAdapter": "documented; a subclass of the wrapped loader's class is made for each loader",
     "MultiProcessAdapter": "documented logger class",
     "RunCallback": "what users subclass",
+    "Retryable": "complete for plain models; strategies override what they do otherwise",
 }
 
 
