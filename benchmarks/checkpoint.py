@@ -4,7 +4,9 @@
     PEER_PYTHON=/path/to/python python benchmarks/checkpoint.py       and another installation of `accelerate`
 
 The yardstick writes one safetensors file, flushes it to disk and sums it with CRC-32; and reads it back, summed.
-Variants take turns, and the best round of each counts: the machine's other work only ever slows a round down.
+Variants take turns, and the best round of each counts: the machine's other work only ever slows a round down. Each
+measurement is printed when it is made, and the best ones at the end. Where other programs use the cores, set
+OMP_NUM_THREADS=1: threads that wait for one that isn't scheduled make small loads ten times slower.
 
 An asynchronous save is measured by how long the loop stands still; the next one begins when it is committed. The very
 first one also has to make the memory that it copies into, and is printed by itself.
@@ -19,7 +21,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -29,6 +30,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 NUM_LAYERS = 16
+HERE = str(Path(__file__).resolve().parent)
 
 
 def build(num_bytes: int, *, has_stepped: bool = True) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -93,29 +95,37 @@ def anonymous_bytes() -> int:
     raise RuntimeError("no RssAnon in /proc/self/status")
 
 
+LOAD = """
+import sys, threading
+sys.path.insert(0, sys.argv[1])
+from checkpoint import anonymous_bytes, build
+from accelerate.checkpointing import read_checkpoint
+model, optimizer = build(int(sys.argv[2]), has_stepped=False)
+peak, done = [0], threading.Event()
+def watch():
+    while not done.wait(0.001):
+        peak[0] = max(peak[0], anonymous_bytes())
+watcher = threading.Thread(target=watch)
+watcher.start()
+read_checkpoint(sys.argv[3], models=[model], optimizers=[optimizer])
+done.set()
+watcher.join()
+print(max(0, peak[0] - anonymous_bytes()))
+"""
+
+
 def memory_of_a_load(folder: Path, num_bytes: int) -> int:
-    """Return the peak memory of a fresh process that resumes, beyond what the resumed run then holds."""
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        from accelerate.checkpointing import read_checkpoint
+    """Return the peak memory of a fresh process that resumes, beyond what the resumed run then holds.
 
-        model, optimizer = build(num_bytes, has_stepped=False)
-        peak, done = [0], threading.Event()
+    A fork of this process would do the same and hang: torch's OpenMP threads aren't in it, and it waits for them.
+    """
+    return int(last_line([sys.executable, "-c", LOAD, HERE, str(num_bytes), str(folder)]))
 
-        def watch() -> None:
-            while not done.wait(0.001):
-                peak[0] = max(peak[0], anonymous_bytes())
 
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        read_checkpoint(folder, models=[model], optimizers=[optimizer])
-        done.set()
-        watcher.join()
-        os.write(writer, str(max(0, peak[0] - anonymous_bytes())).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        return int(pipe.read())
+def last_line(command: list[str], environment: dict[str, str] | None = None) -> str:
+    """Return the last line that a program prints; its errors go to this one's stderr."""
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+    return output.splitlines()[-1]
 
 
 def measure(num_bytes: int, rounds: int, root: Path) -> dict[str, float]:
@@ -129,6 +139,7 @@ def measure(num_bytes: int, rounds: int, root: Path) -> dict[str, float]:
 
     def note(name: str, value: float) -> None:
         best[name] = min(value, best.get(name, value))
+        print(f"  {name} {value:.3f} s", end="", flush=True)
 
     def save() -> None:
         write_checkpoint(root / "ours", weights=[model.state_dict()], optimizers=[optimizer])
@@ -142,21 +153,18 @@ def measure(num_bytes: int, rounds: int, root: Path) -> dict[str, float]:
     def load() -> None:
         read_checkpoint(root / "ours", models=[model], optimizers=[optimizer])
 
-    for _ in range(rounds):
+    for number in range(rounds):
+        print(f"round {number + 1}:", end="", flush=True)
         for folder in ("plain", "ours", "later"):
             shutil.rmtree(root / folder, ignore_errors=True)
-        os.sync()
+        # Each variant flushes what it wrote, so nothing of one is left for the next one's disk.
         note("plain save", seconds(lambda: plain_save(root / "plain", tensors)))
-        os.sync()
         note("our save", seconds(save))
-        os.sync()
-        blocked = seconds(save_in_background)
+        note("blocked" if number else "first blocked", seconds(save_in_background))
         background.wait()
-        best.setdefault("first blocked", blocked)
-        if blocked != best["first blocked"]:
-            note("blocked", blocked)
         note("plain load", seconds(lambda: plain_load(root / "plain")))
         note("our load", seconds(load))
+        print()
     files = [{path.name: path.read_bytes() for path in (root / name).iterdir()} for name in ("ours", "later")]
     assert all(files[0][name] == files[1][name] for name in files[0] if name != "manifest.json")
     background.release_memory()
@@ -185,10 +193,9 @@ print(json.dumps(best))
 def measure_peer(python: str, num_bytes: int, rounds: int, root: Path) -> dict[str, float]:
     """Measure the same save and load by another installation (it neither flushes nor checksums)."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    here = str(Path(__file__).resolve().parent)
-    command = [python, "-c", PEER, here, str(num_bytes), str(rounds), str(root / "peer")]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-    return json.loads(output.splitlines()[-1])
+    return json.loads(
+        last_line([python, "-c", PEER, HERE, str(num_bytes), str(rounds), str(root / "peer")], environment)
+    )
 
 
 def main() -> None:
@@ -206,10 +213,10 @@ def main() -> None:
             print(f"{name:12} {best[name]:7.2f} s  {best['bytes'] / best[name] / 1e9:6.2f} GB/s")
         print(f"save: {best['plain save'] / best['our save']:.2f} of the plain rate")
         print(f"load: {best['plain load'] / best['our load']:.2f} of the plain rate")
-        share = best["blocked"] / best["our save"]
+        blocked = best.get("blocked", best["first blocked"])
         print(
-            f"in the background: the loop stands still for {best['blocked']:.3f} s, {100 * share:.0f}% of a save "
-            f"(the first time {best['first blocked']:.3f} s); same files"
+            f"in the background: the loop stands still for {blocked:.3f} s, {100 * blocked / best['our save']:.0f}% of "
+            f"a save (the first time {best['first blocked']:.3f} s); same files"
         )
         print(
             f"memory of a load: {best['load memory'] / 1e6:.0f} MB beyond the state "
