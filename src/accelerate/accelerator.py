@@ -1065,6 +1065,7 @@ class Accelerator:
             from .parallel.context_parallel import split_sequences
 
             config = self.strategy.options.plugins.parallelism
+            assert config is not None, "the mesh has these axes by it"
             return split_sequences(self.mesh, config, buffers, buffer_seq_dims, no_restore_buffers)
         logger.warning_once(
             "maybe_context_parallel() has no effect: no ParallelismConfig asks for context parallelism."

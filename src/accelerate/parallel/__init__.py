@@ -14,6 +14,7 @@ from ..distributed.world import World
 from ..lazy import names_from
 
 if TYPE_CHECKING:
+    from ..settings.tree import Settings
     from .base import Strategy, StrategyOptions, is_placed_by_map
     from .ddp import reduction_orders, restore_reduction_orders
 
@@ -30,26 +31,26 @@ class Candidate:
 
     module: str  # absolute, or relative to this package (".ddp")
     name: str
-    suits: Callable[[Any, World], bool]
+    suits: Callable[[Settings, World], bool]
 
     def load(self) -> type[Strategy]:
         """Import and return the class."""
         return getattr(importlib.import_module(self.module, __name__), self.name)
 
 
-def _shards(version: int) -> Callable[[Any, World], bool]:
+def _shards(version: int) -> Callable[[Settings, World], bool]:
     """Return a predicate that is true if FSDP ``version`` was asked for and there is a process group."""
     return lambda settings, world: (
         world.backend is not None and settings.fsdp is not None and settings.fsdp.fsdp_version == version
     )
 
 
-def _cuts_layers(settings: Any, world: World) -> bool:
+def _cuts_layers(settings: Settings, world: World) -> bool:
     """Return True if tensor parallelism takes all processes, so that no other engine shards the parameters."""
     return world.size > 1 and settings.parallelism is not None and settings.parallelism.tp_size == world.size
 
 
-def _splits_layers(settings: Any, world: World) -> bool:
+def _splits_layers(settings: Settings, world: World) -> bool:
     """Return True if the layers are split over several ranks in pipeline stages."""
     return world.size > 1 and settings.parallelism is not None and settings.parallelism.pp_size > 1
 
@@ -69,7 +70,7 @@ ORDER: tuple[Candidate, ...] = (
 )
 
 
-def choose(settings: Any, world: World, options: StrategyOptions) -> Strategy:
+def choose(settings: Settings, world: World, options: StrategyOptions) -> Strategy:
     """Return the strategy that ``settings`` ask for in ``world``."""
     for candidate in ORDER:
         if candidate.suits(settings, world):

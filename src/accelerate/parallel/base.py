@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, final
 
 import torch
 from torch.autograd.graph import save_on_cpu
@@ -32,14 +32,19 @@ from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..training.accumulation import GradientState
 from ..training.oom_retry import Retryable
-from ..training.optimizer import AcceleratedOptimizer
+from ..training.optimizer import AcceleratedOptimizer, Closure
 from ..training.scheduler import AcceleratedScheduler
 from .compile import compile_model
 from .rebind import unwrap
 from .state import ModelState, ReplicatedState
 
 if TYPE_CHECKING:
+    from ..data_loader.prefetch import PreparedLoader
     from ..plugins.ddp import DistributedDataParallelKwargs
+
+
+#: (output of the model, targets) -> the loss.
+LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
 
 @final
@@ -110,10 +115,10 @@ class Strategy(ABC):
     def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the hooks that have to run around every step of ``optimizer``."""
 
-    def configure_loader(self, loader: Any) -> None:
+    def configure_loader(self, loader: PreparedLoader) -> None:
         """Configure a prepared ``loader`` so that its batches are what this strategy needs."""
 
-    def shard_sequences(self, loader: Any) -> Any:
+    def shard_sequences(self, loader: object) -> object:
         """Wrap a prepared ``loader`` to yield each rank's part of a sequence, where an engine shards them."""
         return loader
 
@@ -127,7 +132,7 @@ class Strategy(ABC):
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Enter a context in which backward passes don't reduce gradients."""
         return nullcontext()
 
@@ -144,11 +149,11 @@ class Strategy(ABC):
     def pipeline_step(
         self,
         model: torch.nn.Module,
-        inputs: tuple[Any, ...],
-        targets: Any,
-        loss_function: Callable[[Any, Any], torch.Tensor],
+        inputs: tuple[object, ...],
+        targets: object,
+        loss_function: LossFunction,
         *,
-        scaler: Any,
+        scaler: torch.amp.GradScaler | None,
         num_steps: int,
         synchronises: bool,
     ) -> torch.Tensor:
@@ -174,7 +179,7 @@ class Strategy(ABC):
     # -- state ---------------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> ModelState[Any]:
+    def state(self) -> ModelState[Strategy]:
         """The state of prepared models and their optimizers; a strategy that shards them has another."""
         return ReplicatedState(self)
 
@@ -295,7 +300,7 @@ class PreparedArguments:
 
     @classmethod
     def classify(
-        cls, objects: Sequence[Any], device_placement: Sequence[bool] | None, default_placement: bool
+        cls, objects: Sequence[object], device_placement: Sequence[bool] | None, default_placement: bool
     ) -> PreparedArguments:
         """Return the objects given to ``prepare``, each with its role.
 
@@ -341,13 +346,13 @@ class SteppedOptimizer(AcceleratedOptimizer, ABC):
     #: The attribute of the engine's optimizer that is true if its last step was skipped.
     _skipped: ClassVar[str]
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: the engine clears gradients when it steps."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Closure | None = None) -> None:
         """Do nothing: the engine has updated the parameters."""
 
     @property
@@ -359,10 +364,10 @@ class SteppedOptimizer(AcceleratedOptimizer, ABC):
 class SteppedScheduler(AcceleratedScheduler, ABC):
     """The scheduler of an engine, whose own step has already stepped it."""
 
-    def __init__(self, scheduler: Any, optimizers: Any) -> None:
+    def __init__(self, scheduler: LRScheduler, optimizers: AcceleratedOptimizer) -> None:
         super().__init__(scheduler, optimizers)
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """Do nothing: the engine steps its scheduler when it steps."""
 
 
@@ -386,12 +391,12 @@ def recompute_activations(modules: Iterable[torch.nn.Module], *, offload: bool =
         module.__dict__[_RECOMPUTES] = True
 
 
-def _recomputing(module: torch.nn.Module, original: Callable[..., Any], offload: bool) -> Callable[..., Any]:
+def _recomputing(module: torch.nn.Module, original: Callable[..., object], offload: bool) -> Callable[..., object]:
     is_method = isinstance(original, MethodType)
     function = original.__func__ if is_method else original
 
     @wraps(function)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         if not offload:

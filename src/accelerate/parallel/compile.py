@@ -34,7 +34,7 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin | None) -> nn.Modu
     return compile_regions(model, **plugin.to_kwargs())
 
 
-def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+def compile_regions(module: nn.Module, **compile_kwargs: object) -> nn.Module:
     """Return a module of the same class whose repeated blocks are compiled; it shares every tensor with ``module``.
 
     In a tree without repeated blocks the whole module is compiled. Beside repeated blocks, each other child is
@@ -51,12 +51,12 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     return regions
 
 
-def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: object) -> None:
     """Compile the repeated blocks of ``module`` in place; names in its state dict don't change."""
     _compile_in_place(module, compile_kwargs)
 
 
-def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: object) -> nn.Module:
     """Compile the repeated blocks of ``module`` in place and return it: sharding finds layers under the same names."""
     _compile_in_place(module, compile_kwargs)
     return module
@@ -129,13 +129,14 @@ def _same_module_again(module: nn.Module) -> nn.Module:
     return copy
 
 
-def _bound_to(copy: nn.Module, module: nn.Module, value: Any) -> Any:
+def _bound_to(copy: nn.Module, module: nn.Module, value: object) -> object:
     """Return ``value``; where it is a method or partial call of ``module``, the same of ``copy``."""
     if isinstance(value, types.MethodType) and value.__self__ is module:
         return types.MethodType(value.__func__, copy)
     if isinstance(value, functools.partial) and any(each is module for each in value.args):
         arguments = [copy if each is module else each for each in value.args]
-        again = functools.partial(_bound_to(copy, module, value.func), *arguments, **value.keywords)
+        function: Any = _bound_to(copy, module, value.func)
+        again = functools.partial(function, *arguments, **value.keywords)
         again.__dict__.update({name: _bound_to(copy, module, held) for name, held in vars(value).items()})
         return again
     return value

@@ -23,6 +23,7 @@ from torch.nn import functional
 from ..distributed.mesh import Mesh
 from ..errors import PreparationError, SettingError
 from ..hooks.attention import attach_context_parallel_hooks, refuse_recurrent_layers, refuse_windows
+from ..plugins.parallelism import ParallelismConfig
 from ..torch_private.distributed import set_ring_rotation
 from ..torch_private.tracing import attention_on_cpu, attention_on_cpu_backward
 from .compile import has_compiled_regions
@@ -32,7 +33,7 @@ _NAME: Final = "scaled_dot_product_attention"
 
 def split_sequences(
     mesh: Mesh,
-    config: Any,
+    config: ParallelismConfig,
     buffers: Sequence[torch.Tensor] | None,
     buffer_seq_dims: Sequence[int] | None,
     no_restore_buffers: set[torch.Tensor] | None,
@@ -78,7 +79,7 @@ def _torch_shards_attention(mesh: Mesh) -> bool:
 
 @contextmanager
 def _torch_context_parallel(
-    mesh: Mesh, config: Any, tensors: list[torch.Tensor], dims: list[int], dropped: set[torch.Tensor]
+    mesh: Mesh, config: ParallelismConfig, tensors: list[torch.Tensor], dims: list[int], dropped: set[torch.Tensor]
 ) -> Generator[None]:
     from torch.distributed.tensor.experimental import context_parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -95,7 +96,12 @@ def _torch_context_parallel(
 
 @contextmanager
 def _split(
-    mesh: Mesh, axis: str, config: Any, tensors: list[torch.Tensor], dims: list[int], dropped: set[torch.Tensor]
+    mesh: Mesh,
+    axis: str,
+    config: ParallelismConfig,
+    tensors: list[torch.Tensor],
+    dims: list[int],
+    dropped: set[torch.Tensor],
 ) -> Generator[None]:
     attention = _attention_over(mesh, axis if axis == "sp" else config.cp_handler.cp_comm_strategy)
     full_data = [tensor.data for tensor in tensors]
@@ -122,7 +128,7 @@ class ShardedAttention:
         self._function = function
         self.num_calls: int = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
         self.num_calls += 1
         return self._function(*args, **kwargs)
 
@@ -140,7 +146,7 @@ def _attention_over(mesh: Mesh, kind: str) -> ShardedAttention:
 
 
 @lru_cache(maxsize=1)
-def _attention_namespaces(num_modules: int) -> list[dict[str, Any]]:
+def _attention_namespaces(num_modules: int) -> list[dict[str, object]]:
     """Return the namespaces that hold torch's attention: torch's own, and those of modules that imported it by name."""
     spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     return [space for space in spaces if space.get(_NAME) is TORCH_ATTENTION]
@@ -181,11 +187,11 @@ def _check_attention_is_sharded(model: torch.nn.Module) -> None:
     """Register hooks that raise when a forward over sharded sequences called no attention that sees all of them."""
     before: list[int] = []
 
-    def note(_: torch.nn.Module, __: Any) -> None:
+    def note(_: torch.nn.Module, __: object) -> None:
         current: Any = functional.scaled_dot_product_attention
         before[:] = [current.num_calls] if isinstance(current, ShardedAttention) else []
 
-    def compare(_: torch.nn.Module, __: Any, ___: Any) -> None:
+    def compare(_: torch.nn.Module, __: object, ___: object) -> None:
         current: Any = functional.scaled_dot_product_attention
         is_blind = isinstance(current, ShardedAttention) and before == [current.num_calls]
         if is_blind and not has_compiled_regions(model):
@@ -216,8 +222,8 @@ TORCH_ATTENTION: Final[Attention] = functional.scaled_dot_product_attention
 class Ring:
     """The ranks over which a sequence is sharded, in its order."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self.group: Any = group
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, size: int) -> None:
+        self.group = group
         self.rank: int = rank
         self.size: int = size
 
@@ -227,7 +233,7 @@ class Ring:
         dist.all_to_all_single(received, parts.contiguous(), group=self.group)
         return received
 
-    def send_recv(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def send_recv(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
         """Start sending ``tensor`` to the next rank; return what the previous one sends, and the work to wait for."""
         sent, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
         sizes_out, sizes_in = [0] * self.size, [0] * self.size
@@ -235,6 +241,7 @@ class Ring:
         work = dist.all_to_all_single(
             received.view(-1), sent.view(-1), sizes_in, sizes_out, group=self.group, async_op=True
         )
+        assert work is not None, "asynchronous, by a rank of the group"
         return received, work
 
 
@@ -280,7 +287,7 @@ def allgather_attention(ring: Ring) -> Attention:
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **options: Any,
+        **options: object,
     ) -> torch.Tensor:
         refuse_mask(attn_mask)
         gathered: Any = _Gathered.apply(torch.cat([key, value], -1), ring)
@@ -334,7 +341,13 @@ def _rows_of(ring: Ring, step: int, is_causal: bool, length: int) -> tuple[slice
 class _RingAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: Ring, is_causal: bool, scale: Any
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        ring: Ring,
+        is_causal: bool,
+        scale: float | None,
     ) -> torch.Tensor:
         length, width = query.shape[-2], key.shape[-1]
         block = torch.cat([key, value], -1)
@@ -365,7 +378,7 @@ class _RingAttention(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, weight = ctx.saved_tensors
         ring, is_causal, scale = ctx.rest
         length, width = query.shape[-2], key.shape[-1]
@@ -457,7 +470,7 @@ class _AllToAll(Function):
         return _all_to_all(tensor, ring, split_dim, concat_dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ring, split_dim, concat_dim = ctx.rest
         return _all_to_all(gradients[0], ring, concat_dim, split_dim), None, None, None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, final
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -25,6 +25,9 @@ from ..training.oom_retry import Retryable, RetryMode
 from .base import PreparedArguments, Role, Strategy, StrategyOptions, is_sharded, refuse_device_map
 from .compile import uncompiled
 from .context_parallel import prepare_attention
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @final
@@ -63,16 +66,16 @@ class Replica(DistributedDataParallel):
         return _guarded(value, name, type(self.module).__name__) if callable(value) else value
 
 
-def _guarded(method: Callable[..., Any], name: str, owner: str) -> Callable[..., Any]:
+def _guarded(method: Callable[Arguments, Result], name: str, owner: str) -> Callable[Arguments, Result]:
     if isinstance(method, torch.nn.Module) or getattr(method, "__self__", None) is None:
         return method  # a submodule or a function: not a way around forward()
 
     @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not torch.is_grad_enabled():
             return method(*args, **kwargs)
 
-        def refuse(module: torch.nn.Module, _: Any) -> None:
+        def refuse(module: torch.nn.Module, _: object) -> None:
             if torch.is_grad_enabled() and module.training and any(p.requires_grad for p in module.parameters(False)):
                 raise PreparationError(
                     f"{owner}.{name}() computes gradients through {type(module).__name__} without passing through "
@@ -140,7 +143,7 @@ class DataParallel(Strategy):
             replica.register_forward_hook(_remember_outputs)
         return replica
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Enter a context in which backward passes don't reduce gradients."""
         return _without_reduction(model)
 
@@ -194,7 +197,7 @@ class _ReplicaRetry(Retryable):
         getattr(replica_in(model), "awaiting_backward", {}).clear()
 
 
-def replica_in(model: Any) -> DistributedDataParallel | None:
+def replica_in(model: object) -> DistributedDataParallel | None:
     """Return the DDP module that ``model`` is, or that was compiled into it; None where there is none."""
     if isinstance(model, DistributedDataParallel):  # first: a Replica answers for the attributes of its module
         return model
@@ -271,7 +274,7 @@ def _rebuilds_buckets(replica: DistributedDataParallel) -> bool:
     )
 
 
-def _remember_outputs(replica: Replica, _: Any, output: Any) -> None:
+def _remember_outputs(replica: Replica, _: object, output: object) -> None:
     """Record the outputs, so that ``trigger_sync_in_backward`` knows which parameters their backward reaches."""
     if not torch.is_grad_enabled():
         return

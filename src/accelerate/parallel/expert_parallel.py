@@ -22,12 +22,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ..distributed.mesh import TOKEN_AXES, Mesh
 from ..errors import PreparationError, SettingError
 from ..modules import replace_tensors
+from ..plugins.parallelism import ExpertParallelConfig
 from .tensor_parallel import matching
 
 _IS_EXPERT_PARALLEL = "_is_expert_parallel"
 
 
-def shard_experts(model: torch.nn.Module, mesh: Mesh, config: Any) -> list[torch.nn.Module]:
+def shard_experts(model: torch.nn.Module, mesh: Mesh, config: ExpertParallelConfig | None) -> list[torch.nn.Module]:
     """Shard the experts of ``model`` over the ``ep`` axis, if there is one; return the modules that hold them.
 
     Raises:
@@ -82,8 +83,8 @@ def _shard(module: torch.nn.Module, mesh: Mesh) -> None:
 
 
 def _with_token_dispatch(
-    module: torch.nn.Module, original: Callable[..., Any], dispatcher: TokenDispatcher
-) -> Callable[..., Any]:
+    module: torch.nn.Module, original: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], dispatcher: TokenDispatcher
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     @wraps(original)
     def forward(tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         own, own_counts, combine = dispatcher.dispatch(tokens, counts)
@@ -133,8 +134,8 @@ class _Averaged(Function):
 class TokenDispatcher:
     """The all-to-all exchange of tokens between ranks, each of which has some of the experts."""
 
-    def __init__(self, group: Any, size: int) -> None:
-        self.group: Any = group
+    def __init__(self, group: dist.ProcessGroup | None, size: int) -> None:
+        self.group = group
         self.size: int = size
 
     def dispatch(
@@ -176,7 +177,7 @@ class _SendTokens(Function):
         return dispatcher.exchange(rows, arriving, leaving)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dispatcher, arriving, leaving = ctx.rest
         return dispatcher.exchange(gradients[0], leaving, arriving), None, None, None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypedDict, TypeVar, final
 
 import torch
 
@@ -12,12 +12,37 @@ from ..errors import CheckpointError
 from ..torch_private.fsdp import set_unsharded_gradients, unshard_once, unsharded_gradients
 from ..torch_private.modules import sparse_components
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
 NamedParameters = Iterable[tuple[str, torch.nn.Parameter]]
 NamedParametersOf = Callable[[torch.nn.Module], NamedParameters]
 
 
-class HeldGradients(ABC):
-    """A strategy's gradients between two updates, which a checkpoint can read.
+@final
+class GradientShard(TypedDict):
+    """This rank's shard of a gradient, and the placements that it has by their names."""
+
+    piece: torch.Tensor
+    cut: list[str]
+
+
+@final
+class SparseGradient(TypedDict):
+    """The components of a sparse gradient."""
+
+    indices: torch.Tensor
+    values: torch.Tensor
+    is_coalesced: bool
+
+
+#: A gradient as a checkpoint holds it.
+EncodedGradient: TypeAlias = torch.Tensor | GradientShard | SparseGradient
+Value = TypeVar("Value")
+
+
+class HeldGradients(ABC, Generic[Value]):
+    """A strategy's gradients between two updates, which a checkpoint can read: values by name.
 
     Args:
         layout: the placement of gradients over the ranks: those of another layout can't be loaded.
@@ -28,11 +53,11 @@ class HeldGradients(ABC):
         self.layout, self.named_parameters = layout, named_parameters
 
     @abstractmethod
-    def read(self, model: torch.nn.Module) -> dict[str, Any]:
+    def read(self, model: torch.nn.Module) -> dict[str, Value]:
         """Return this rank's gradients of ``model``."""
 
     @abstractmethod
-    def load(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+    def load(self, model: torch.nn.Module, gradients: Mapping[str, Value] | None) -> None:
         """Set the gradients of ``model`` to those that :meth:`read` returned on this rank; None: to none.
 
         Raises:
@@ -41,20 +66,20 @@ class HeldGradients(ABC):
 
 
 @final
-class PlainGradients(HeldGradients):
+class PlainGradients(HeldGradients[EncodedGradient]):
     """The gradients in ``.grad`` of a model's parameters, by name."""
 
-    def read(self, model: torch.nn.Module) -> dict[str, Any]:
+    def read(self, model: torch.nn.Module) -> dict[str, EncodedGradient]:
         """Return this rank's gradients of ``model``."""
         return gradients_of(self.named_parameters(model))
 
-    def load(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+    def load(self, model: torch.nn.Module, gradients: Mapping[str, EncodedGradient] | None) -> None:
         """Set the gradients of ``model``; None: to none."""
         load_gradients(self.named_parameters(model), gradients or {})
 
 
 @final
-class ShardedGradients(HeldGradients):
+class ShardedGradients(HeldGradients[dict[str, EncodedGradient]]):
     """The gradients of models under ``fully_shard``: shards, and what passes without reduction left unsharded.
 
     Args:
@@ -70,7 +95,7 @@ class ShardedGradients(HeldGradients):
         super().__init__(layout, named_parameters)
         self._modules_of = modules_of
 
-    def read(self, model: torch.nn.Module) -> dict[str, Any]:
+    def read(self, model: torch.nn.Module) -> dict[str, dict[str, EncodedGradient]]:
         """Return both kinds of gradients of ``model``."""
         whole = unsharded_gradients(self._modules_of(model))  # every unit is sharded now
         found = list(self.named_parameters(model))
@@ -78,7 +103,7 @@ class ShardedGradients(HeldGradients):
         unsharded = {names[id(parameter)]: encode_gradient(gradient) for parameter, gradient in whole}
         return {"held": gradients_of(found), "whole": unsharded}
 
-    def load(self, model: torch.nn.Module, gradients: Mapping[str, Any] | None) -> None:
+    def load(self, model: torch.nn.Module, gradients: Mapping[str, dict[str, EncodedGradient]] | None) -> None:
         """Set both kinds of gradients of ``model``, a collective; None: to none.
 
         Raises:
@@ -95,24 +120,24 @@ class ShardedGradients(HeldGradients):
             raise CheckpointError(f"the model has no parameter {unknown[0]!r}, of which a gradient was saved")
 
         def gradient_of(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor | None:
-            name = names.get(id(parameter))
+            name = names.get(id(parameter), "")
             value = given["whole"].get(name)
-            return None if name is None or value is None else decode_gradient(value, whole, name)
+            return None if value is None else decode_gradient(value, whole, name)
 
         set_unsharded_gradients(modules, gradient_of)
 
 
-def gradients_of(named: NamedParameters) -> dict[str, Any]:
+def gradients_of(named: NamedParameters) -> dict[str, EncodedGradient]:
     """Return by name each parameter's gradient, if it has one; of a sharded one, the local shard and its placements."""
     first: dict[int, str] = {}
-    found: dict[str, Any] = {}
+    found: dict[str, EncodedGradient] = {}
     for name, parameter in named:
         if parameter.grad is not None and first.setdefault(id(parameter), name) == name:
             found[name] = encode_gradient(parameter.grad)
     return found
 
 
-def load_gradients(named: NamedParameters, gradients: Mapping[str, Any]) -> None:
+def load_gradients(named: NamedParameters, gradients: Mapping[str, EncodedGradient]) -> None:
     """Set the gradients of the parameters in ``gradients``, and clear all others.
 
     Raises:
@@ -128,7 +153,7 @@ def load_gradients(named: NamedParameters, gradients: Mapping[str, Any]) -> None
         parameter.grad = decode_gradient(value, parameter, name)
 
 
-def encode_gradient(gradient: torch.Tensor) -> Any:
+def encode_gradient(gradient: torch.Tensor) -> EncodedGradient:
     """Return ``gradient`` as values that a checkpoint can hold: the local tensor and its placements."""
     shard: Any = gradient.detach()
     if getattr(shard, "to_local", None) is not None:
@@ -139,7 +164,7 @@ def encode_gradient(gradient: torch.Tensor) -> Any:
     return shard
 
 
-def decode_gradient(value: Any, parameter: Any, name: str) -> torch.Tensor:
+def decode_gradient(value: EncodedGradient, parameter: torch.Tensor, name: str) -> torch.Tensor:
     """Return the gradient that :func:`encode_gradient` encoded, placed like ``parameter``.
 
     Raises:
@@ -151,7 +176,8 @@ def decode_gradient(value: Any, parameter: Any, name: str) -> torch.Tensor:
     return gradient
 
 
-def _laid_out(value: Any, parameter: Any) -> torch.Tensor | None:
+def _laid_out(value: EncodedGradient, parameter: torch.Tensor) -> torch.Tensor | None:
+    target: Any = parameter  # a DTensor, if it is a piece
     is_piece = getattr(parameter, "to_local", None) is not None
     if isinstance(value, torch.Tensor):
         if is_piece or value.shape != parameter.shape:
@@ -160,18 +186,20 @@ def _laid_out(value: Any, parameter: Any) -> torch.Tensor | None:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     if "indices" in value:
         indices, values = (value[key].to(parameter.device) for key in ("indices", "values"))
-        options = {"check_invariants": True, "is_coalesced": value["is_coalesced"]}
-        return torch.sparse_coo_tensor(indices, values, parameter.shape, **options)
+        is_coalesced = value["is_coalesced"]
+        return torch.sparse_coo_tensor(
+            indices, values, parameter.shape, check_invariants=True, is_coalesced=is_coalesced
+        )
     if not is_piece:
         return None
     from torch.distributed.tensor import DTensor
 
-    local = value["piece"].to(parameter.to_local().device)
-    placements: Any = parameter.placements  # preferred: names don't describe strided shards
+    local = value["piece"].to(target.to_local().device)
+    placements: Sequence[Placement] = target.placements  # preferred: names don't describe strided shards
     if value["cut"] != list(map(_placement_name, placements)):
         placements = list(map(_placement, value["cut"]))
     shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, target.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _placement_name(placement: Any) -> str:
@@ -180,7 +208,7 @@ def _placement_name(placement: Any) -> str:
     return f"partial {placement.reduce_op}" if placement.is_partial() else "replicate"
 
 
-def _placement(word: str) -> Any:
+def _placement(word: str) -> Placement:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     kind, _, value = word.partition(" ")

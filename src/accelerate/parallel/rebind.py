@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ..checkpointing.run_state import Stateful
 from ..checkpointing.sharded import shard_like
 from ..errors import PreparationError
 from ..modules import parameter_places
 from ..precision.autocast import restore_forward
 from ..torch_private.modules import compile_like, original_module
 from .compile import is_compiled_module, uncompiled
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Result = TypeVar("Result")
 
 #: The parts that wrappers add to the names of a module's parameters.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -35,9 +41,10 @@ def parameters_by_name(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.P
         yield canonical_name(name), parameter
 
 
-def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+def inner_optimizer(optimizer: Stateful) -> torch.optim.Optimizer:
     """Return the torch optimizer inside what ``prepare`` returned; any other comes back as it is."""
-    return getattr(optimizer, "optimizer", optimizer)
+    inner: Any = getattr(optimizer, "optimizer", optimizer)
+    return inner
 
 
 def rebind(
@@ -87,7 +94,9 @@ class OptimizerRebinding:
             _disable_foreach_across_meshes(optimizer)
 
 
-def _parameters_of_names(entries: Sequence[Any], after: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+def _parameters_of_names(
+    entries: Sequence[str | torch.Tensor], after: Mapping[str, torch.Tensor]
+) -> Iterator[torch.Tensor]:
     for entry in entries:
         if not isinstance(entry, str):
             yield entry
@@ -132,11 +141,11 @@ def _disable_foreach_across_meshes(optimizer: torch.optim.Optimizer) -> None:
         group["foreach"] = False
 
 
-def _mesh_of(parameter: torch.Tensor) -> Any:
+def _mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
     return getattr(parameter, "device_mesh", None)
 
 
-def _placed_like(value: Any, parameter: torch.Tensor) -> Any:
+def _placed_like(value: object, parameter: torch.Tensor) -> object:
     """Return ``value``, optimizer state of an old parameter, with the placement of ``parameter``."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
@@ -149,8 +158,8 @@ def _placed_like(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def ensure_weights_retied(
-    param_init_fn: Callable[[torch.nn.Module], Any], model: torch.nn.Module, device: torch.device
-) -> Callable[[torch.nn.Module], Any]:
+    param_init_fn: Callable[[torch.nn.Module], Result], model: torch.nn.Module, device: torch.device
+) -> Callable[[torch.nn.Module], Result]:
     """Wrap ``param_init_fn`` so that parameters of ``model`` that were tied are tied again after it."""
     tied = {place: group for group in parameter_places(model).values() if len(group) > 1 for place in group}
     if not tied:
@@ -158,7 +167,7 @@ def ensure_weights_retied(
     made: dict[tuple[torch.nn.Module, str], torch.nn.Parameter] = {}
 
     @wraps(param_init_fn)
-    def initialise(module: torch.nn.Module) -> Any:
+    def initialise(module: torch.nn.Module) -> Result:
         result = param_init_fn(module)
         for name in list(module._parameters):
             group = tied.get((module, name))
@@ -187,7 +196,7 @@ def _wrapper_classes() -> tuple[type, ...]:
     return (*classes, engine) if engine is not None else tuple(classes)
 
 
-def unwrap(model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+def unwrap(model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> torch.nn.Module:
     """Return the model inside data-parallel, sharding and engine wrappers.
 
     A compiled model stays compiled unless ``keep_torch_compile`` is False; the mixed-precision forward stays
@@ -198,7 +207,7 @@ def unwrap(model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool 
         model = original_module(compiled)
     classes = _wrapper_classes()
     while isinstance(model, classes):
-        model = model.module
+        model = model.get_submodule("module")
     if is_compiled_module(model):  # compiled first, wrapped after
         compiled, model = model, original_module(model)
     if not keep_fp32_wrapper and isinstance(model, torch.nn.Module):
@@ -212,7 +221,7 @@ def unwrap(model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool 
 
 
 def extract_model_from_parallel(
-    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+    model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
     """Return :func:`unwrap` of ``model`` under its documented name; ``recursive`` unwraps submodules too."""
     model = unwrap(model, keep_fp32_wrapper, keep_torch_compile)
@@ -222,7 +231,7 @@ def extract_model_from_parallel(
     return model
 
 
-def is_peft_model(model: Any) -> bool:
+def is_peft_model(model: object) -> bool:
     """Return True if ``model``, unwrapped, is a PeftModel; False when peft isn't imported."""
     import sys
 

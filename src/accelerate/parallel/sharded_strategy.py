@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ class ShardedState(ModelState[Owner], ABC):
         """Return True if no parameter of ``model`` is sharded."""
         return model is not None and not any(map(is_sharded, model.parameters()))
 
-    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, object]:
         """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
         strategy = self.strategy
         return self.access.full_model_state(strategy.unwrap(model, keep_torch_compile=False), strategy.world.is_main)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Generic, TypeVar, final
 
 import torch
 
@@ -18,7 +18,7 @@ from .rebind import canonical_name, parameters_by_name
 if TYPE_CHECKING:
     from .base import Strategy
 
-Owner = TypeVar("Owner", bound="Strategy")
+Owner = TypeVar("Owner", bound="Strategy", covariant=True)
 
 
 class ModelState(ABC, Generic[Owner]):
@@ -42,14 +42,16 @@ class ModelState(ABC, Generic[Owner]):
         The main process can then save them without the others.
         """
 
-    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, object]:
         """Return the full state dict of ``model``, under the names of the user's own module."""
         inner = self.strategy.unwrap(model, keep_torch_compile=False) if unwrap else model
         if any(has_offloaded_params(module) for module in inner.modules()):
             return get_state_dict_offloaded_model(inner)
         return inner.state_dict()
 
-    def collective_full_state_dict(self, model: torch.nn.Module, operation: str, unwrap: bool = True) -> dict[str, Any]:
+    def collective_full_state_dict(
+        self, model: torch.nn.Module, operation: str, unwrap: bool = True
+    ) -> dict[str, object]:
         """Return :meth:`full_state_dict` after all ranks that it needs have called the public method ``operation``.
 
         Raises:

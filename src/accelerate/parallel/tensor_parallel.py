@@ -16,7 +16,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -32,6 +32,7 @@ from ..distributed.world import World
 from ..errors import PreparationError, SettingError
 from ..logging import MultiProcessAdapter, get_logger
 from ..modules import Place, get_model_tp_size, parameter_places, put_parameter
+from ..plugins.parallelism import TorchTensorParallelConfig
 from ..settings.labels import DistributedType
 from ..settings.option import nearest
 from ..torch_private.distributed import overlap_tensor_parallel
@@ -71,7 +72,7 @@ _OTHER_SPELLINGS = {
 Plan = Mapping[str, "str | ParallelStyle"]
 
 
-def parallelize(model: torch.nn.Module, mesh: Mesh, config: Any) -> None:
+def parallelize(model: torch.nn.Module, mesh: Mesh, config: TorchTensorParallelConfig | None) -> None:
     """Shard the layers of ``model`` over the ``tp`` axis of ``mesh``, by the plan of ``config`` or its own.
 
     What the plan doesn't name is replicated on every rank. A model that was loaded in shards stays as it is.
@@ -109,7 +110,7 @@ def check_size(model: torch.nn.Module, size: int) -> None:
 # -- the plan ----------------------------------------------------------------------------------------------
 
 
-def _plan_of(model: torch.nn.Module, config: Any) -> Plan:
+def _plan_of(model: torch.nn.Module, config: TorchTensorParallelConfig | None) -> Plan:
     plan = getattr(config, "plan", None) or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not plan:
         raise PreparationError(
@@ -177,7 +178,7 @@ def _chosen(
 def _refuse_odd_lengths(size: int) -> Callable[..., None]:
     """Return a hook that raises unless the ranks divide the sequence, which torch takes for granted."""
 
-    def check(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+    def check(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if inputs and inputs[0].ndim > 1 and inputs[0].shape[1] % size:
             raise PreparationError(
                 f"This plan shards sequences over tp_size={size} ranks, and got one of length {inputs[0].shape[1]}. "
@@ -213,7 +214,7 @@ def _retie(tied: list[list[Place]]) -> None:
         put_parameter(shared, parameters[0])
 
 
-def placements_of(tensor: Any) -> tuple[Any, ...]:
+def placements_of(tensor: torch.Tensor) -> tuple[Placement, ...]:
     """Return the placements of a DTensor; none for any other tensor."""
     return tuple(tensor.placements) if isinstance(tensor, DTensor) else ()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch.distributed.algorithms.join import Join, Joinable
 
@@ -20,8 +19,8 @@ logger: MultiProcessAdapter = get_logger(__name__)
 @contextmanager
 def join_uneven_inputs(
     world: World,
-    joinables: Sequence[Any],
-    loaders: Sequence[Any],
+    joinables: Sequence[object],
+    loaders: Sequence[object],
     *,
     configured: bool,
     override: bool | None,
@@ -57,8 +56,8 @@ def join_uneven_inputs(
             sampler.even_batches = value
 
 
-def _override_even_batches(loaders: Sequence[Any], value: bool) -> list[tuple[Any, bool]]:
-    changed: list[tuple[Any, bool]] = []
+def _override_even_batches(loaders: Sequence[object], value: bool) -> list[tuple[BatchSamplerShard, bool]]:
+    changed: list[tuple[BatchSamplerShard, bool]] = []
     for loader in loaders:
         sampler = unskipped(loader.batch_sampler)[0] if isinstance(loader, DataLoaderShard) else None
         if not isinstance(sampler, BatchSamplerShard):

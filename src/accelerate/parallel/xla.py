@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, final
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -28,11 +29,15 @@ from .compile import compile_model
 from .fsdp.wrapping import find_ignored, find_wrap_units
 from .state import ModelState
 
+if TYPE_CHECKING:
+    from ..data_loader.prefetch import PreparedLoader
+    from ..plugins.fsdp import FullyShardedDataParallelPlugin
+
 #: The mesh axis over which the batch and the parameters are sharded, by torch_xla's name.
 AXIS = "fsdp"
 
 
-def _runtime() -> Any:
+def _runtime() -> ModuleType:
     return importlib.import_module("torch_xla.runtime")
 
 
@@ -75,7 +80,7 @@ class XlaDevices(Strategy):
         return DistributedType.XLA
 
     @property
-    def plugin(self) -> Any:
+    def plugin(self) -> FullyShardedDataParallelPlugin | None:
         """The FullyShardedDataParallelPlugin, as it is now; None without one."""
         return self.options.plugins.fsdp
 
@@ -113,7 +118,7 @@ class XlaDevices(Strategy):
             unit.register_forward_hook(self._keep_split)
         model.register_forward_hook(self._keep_split)
 
-    def _keep_split(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def _keep_split(self, module: torch.nn.Module, inputs: object, output: object) -> None:
         del module, inputs
         recursively_apply(self._split_batch, output)
 
@@ -138,13 +143,13 @@ class XlaDevices(Strategy):
             optimizer.register_step_pre_hook(lambda *_: self._reduce(_gradients(optimizer)))
         optimizer.register_step_post_hook(self._after_step)
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, *_: object) -> None:
         gradient_state = self.options.gradient_state
         if gradient_state is not None:
             gradient_state.is_xla_gradients_synced = False
         _sync()
 
-    def configure_loader(self, loader: Any) -> None:
+    def configure_loader(self, loader: PreparedLoader) -> None:
         """End the previous batch's program when a batch is asked for, and split batches over this process's devices."""
         loader.device_prefetch = XlaPrefetch(self)
 
@@ -201,7 +206,7 @@ class _XlaState(ModelState[XlaDevices]):
         """Return True."""
         return True
 
-    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, object]:
         """Return the full state dict of ``model`` in CPU memory; tied names share one tensor there too."""
         inner = self.strategy.unwrap(model, keep_torch_compile=False) if unwrap else model
         state = self.access.model_shards(inner)
@@ -222,12 +227,12 @@ class XlaPrefetch:
     def __init__(self, strategy: XlaDevices) -> None:
         self._strategy = strategy
 
-    def send(self, batch: Any) -> Any:
+    def send(self, batch: object) -> Any:
         """Copy a batch to the device, its rows split over all devices of an SPMD program."""
         sent = send_to_device(batch, self._strategy.world.device)
         return recursively_apply(self._strategy._split_batch, sent)
 
-    def receive(self, sent: Any) -> Any:
+    def receive(self, sent: object) -> Any:
         """Return the batch that was sent, for a new program."""
         _sync()
         return sent
@@ -258,5 +263,5 @@ def _is_annotated(tensor: torch.Tensor) -> bool:
     return bool(importlib.import_module("torch_xla")._XLAC._get_xla_sharding_spec(tensor))
 
 
-def _mark(tensor: torch.Tensor, mesh: Any, dims: Sequence[str | None]) -> None:
+def _mark(tensor: torch.Tensor, mesh: object, dims: Sequence[str | None]) -> None:
     importlib.import_module("torch_xla.distributed.spmd").mark_sharding(tensor, mesh, tuple(dims))

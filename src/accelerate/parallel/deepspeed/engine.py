@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, TypeGuard, final
 
 import torch
 
@@ -21,11 +21,40 @@ _ON_CPU: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
 }
 
 
+class Engine(Protocol):
+    """The members of DeepSpeed's engine, which is a module, that its strategy uses."""
+
+    module: torch.nn.Module
+    optimizer: Any  # ZeRO's, whose attributes depend on the stage
+    _config: Any
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> object: ...
+    def step(self) -> None: ...
+    def destroy(self) -> None: ...
+    def compile(self, *, backend: object, compile_kwargs: dict[str, Any]) -> None: ...
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None: ...
+    def gradient_clipping(self) -> float: ...
+    def get_global_grad_norm(self) -> float | torch.Tensor | None: ...
+    def bfloat16_enabled(self) -> bool: ...
+    def fp16_enabled(self) -> bool: ...
+    def zero_optimization(self) -> bool: ...
+    def zero_optimization_stage(self) -> int: ...
+    def zero_optimization_partition_weights(self) -> bool: ...
+    def zero_reduce_scatter(self) -> bool: ...
+    def save_checkpoint(self, save_dir: str, tag: str) -> object: ...
+    def load_checkpoint(self, load_dir: str, tag: str, **options: bool) -> tuple[str | None, object]: ...
+
+
+def is_engine(model: object) -> TypeGuard[Engine]:
+    """Return True if ``model`` is an engine of DeepSpeed."""
+    return callable(getattr(type(model), "set_gradient_accumulation_boundary", None))
+
+
 @final
 class DeepSpeedEngineWrapper:
     """The engine behind ``accelerator.backward``, which reduces, clips, steps and clears gradients by itself."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._num_no_sync = 0  # how many no_sync blocks are open
         # Without ZeRO and in full precision the engine steps torch's own optimizer, and keeps no norm.
@@ -47,7 +76,7 @@ class DeepSpeedEngineWrapper:
                 self._plain_norm = torch.nn.utils.get_total_norm(gradients)
             self.engine.step()
 
-    def get_global_grad_norm(self) -> Any:
+    def get_global_grad_norm(self) -> float | None:
         """Return the norm of all gradients at the last step, before clipping; None before the first."""
         norm = self._plain_norm if self._is_plain else self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
@@ -81,7 +110,7 @@ class DeepSpeedSchedulerWrapper(SteppedScheduler):
     """The engine's scheduler, which ``accelerator.backward`` has already stepped."""
 
 
-def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
+def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return DeepSpeed's CPU optimizer for the parameter groups of ``optimizer``, or ``optimizer`` if there is none.
 
     Raises:
@@ -109,8 +138,11 @@ def _known_options(name: str) -> tuple[str, ...]:
 
 
 def GatheredParameters(
-    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
-) -> AbstractContextManager[Any]:
+    params: Iterable[torch.Tensor] | torch.Tensor,
+    modifier_rank: int | None = None,
+    fwd_module: torch.nn.Module | None = None,
+    enabled: bool = True,
+) -> AbstractContextManager[object]:
     """Enter a context in which ZeRO stage 3 parameters ``params`` are gathered; do nothing for others.
 
     Changes that rank ``modifier_rank`` makes in the block are those of all ranks afterwards.
@@ -118,10 +150,17 @@ def GatheredParameters(
     given = [params] if isinstance(params, torch.Tensor) else list(params)
     if not enabled or not any(is_partitioned(parameter) for parameter in given):
         return nullcontext()
-    gather: Callable[..., AbstractContextManager[Any]] = require("deepspeed").zero.GatheredParameters
+    gather: Callable[..., AbstractContextManager[object]] = require("deepspeed").zero.GatheredParameters
     return gather(given, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled)
 
 
-def is_partitioned(parameter: Any) -> bool:
+class PartitionedParameter(Protocol):
+    """A parameter of ZeRO stage 3."""
+
+    ds_shape: torch.Size
+    ds_process_group: torch.distributed.ProcessGroup
+
+
+def is_partitioned(parameter: object) -> TypeGuard[PartitionedParameter]:
     """Return True if ``parameter`` is one of ZeRO stage 3, of which each rank has a shard."""
     return getattr(parameter, "ds_id", None) is not None

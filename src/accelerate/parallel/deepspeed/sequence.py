@@ -123,13 +123,13 @@ class Ulysses:
         )
         together = self._functions[self._kind]
 
-        def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def attention(module: torch.nn.Module, *args: object, **kwargs: Any) -> Any:
             has_parts = module.training or isinstance(gradient_state.active_dataloader, SequenceShardLoader)
             return (together if has_parts else original)(module, *args, **kwargs)
 
         self._functions[self._kind] = attention
 
-    def shard_loader(self, loader: Any, device: torch.device) -> SequenceShardLoader:
+    def shard_loader(self, loader: object, device: torch.device) -> SequenceShardLoader:
         """Wrap ``loader`` so that each rank gets its part of every sequence, with labels as ``shift_labels``."""
         if isinstance(loader, SequenceShardLoader):
             return loader

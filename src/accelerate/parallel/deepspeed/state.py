@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, final
 
 import torch
 
+from ...checkpointing.run_state import StateDict
 from ...checkpointing.sharded import InPlace, StateAccess
 from ...errors import CheckpointError
 from ...logging import MultiProcessAdapter, get_logger
 from ...names import engine_tag
 from ...optional import require
 from ...torch_private.modules import loaded
-from .engine import GatheredParameters, is_partitioned
+from .engine import Engine, GatheredParameters, is_engine, is_partitioned
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -31,9 +33,11 @@ class EngineState(StateAccess):
     def __init__(self, in_place: InPlace) -> None:
         self._in_place = in_place
 
-    def restore(self, model: Any, folder: Path, index: int, *, model_only: bool = False, **options: Any) -> bool:
+    def restore(
+        self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
+    ) -> bool:
         """Load the engine's own folder and return True, if the same engine on as many ranks has saved it."""
-        if not _is_engine(model):
+        if not is_engine(model):
             return False
         tag = engine_tag(index)
         saved, own = _saved_layout(folder / tag), _own_layout(model)
@@ -48,7 +52,7 @@ class EngineState(StateAccess):
         path, _ = model.load_checkpoint(
             str(folder),
             tag=tag,
-            load_module_strict=options.get("strict", True),
+            load_module_strict=bool(options.get("strict", True)),
             load_optimizer_states=not model_only,
             load_lr_scheduler_states=not model_only,
             load_module_only=model_only,
@@ -59,15 +63,15 @@ class EngineState(StateAccess):
 
     def load_target(self, model: Any) -> Any:
         """Return a load target that takes full tensors for the engine's partitioned parameters."""
-        return _Receiver(model) if _is_engine(model) else self._in_place.load_target(model)
+        return _Receiver(model) if is_engine(model) else self._in_place.load_target(model)
 
-    def full_model_state(self, model: Any, keeps: bool) -> dict[str, Any]:
+    def full_model_state(self, model: torch.nn.Module, keeps: bool) -> dict[str, object]:
         """Return full-precision values where the engine has them, on the CPU; a collective."""
-        return full_weights(model, keeps) if _is_engine(model) else self._in_place.full_model_state(model, keeps)
+        return full_weights(model, keeps) if is_engine(model) else self._in_place.full_model_state(model, keeps)
 
-    def model_shards(self, model: Any) -> dict[str, Any]:
+    def model_shards(self, model: torch.nn.Module) -> dict[str, object]:
         """Return, for an engine, empty tensors of the full shapes to read into."""
-        if not _is_engine(model):
+        if not is_engine(model):
             return self._in_place.model_shards(model)
         made: dict[int, torch.Tensor] = {}
         return {
@@ -77,30 +81,38 @@ class EngineState(StateAccess):
             for name, value in _named_state(model.module)
         }
 
-    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
+    def load_model_shards(self, model: torch.nn.Module, shards: dict[str, Any]) -> None:
         """Load ``shards`` into the model or its engine."""
-        if _is_engine(model):
+        if is_engine(model):
             load_full_weights(model, shards)
         else:
             self._in_place.load_model_shards(model, shards)
 
-    def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         """Return no layouts: optimizer state stays with the engine."""
         return {}
 
-    def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
+    def optimizer_shards(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]
+    ) -> dict[str, object]:
         """Raise: the engine saves its optimizer itself."""
         raise _refusal()
 
-    def load_optimizer_shards(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
+    def load_optimizer_shards(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], shards: dict[str, Any]
+    ) -> None:
         """Raise: the engine loads its optimizer itself."""
         raise _refusal()
 
-    def full_optimizer_state(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
+    def full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
+    ) -> dict[str, object]:
         """Raise: the engine saves its optimizer itself."""
         raise _refusal()
 
-    def load_full_optimizer_state(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
+    def load_full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: dict[str, Any]
+    ) -> None:
         """Raise: the engine loads its optimizer itself."""
         raise _refusal()
 
@@ -116,7 +128,7 @@ def _saved_layout(folder: Path) -> str:
     return f"{num_pieces} ranks with ZeRO stage {'3' if is_in_pieces else '1 or 2'}"
 
 
-def _own_layout(engine: Any) -> str:
+def _own_layout(engine: Engine) -> str:
     stage = int(engine.zero_optimization_stage())
     if stage == 0:
         return "DeepSpeed without ZeRO"
@@ -131,10 +143,10 @@ def _refusal() -> CheckpointError:
 class _Receiver:
     """An engine as a load target for full tensors."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def state_dict(self, keep_vars: bool = True) -> dict[str, Any]:
+    def state_dict(self, keep_vars: bool = True) -> StateDict:
         """Return names and shapes; tied names share one tensor."""
         made: dict[int, torch.Tensor] = {}
         return {
@@ -142,7 +154,7 @@ class _Receiver:
             for name, value in _named_state(self._engine.module)
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+    def load_state_dict(self, state: StateDict, strict: bool = True, **_: object) -> object:
         """Load ``state`` into the engine; ties may come under one of their names."""
         live = dict(_named_state(self._engine.module))
         filled = {id(live[name]) for name in state if name in live}
@@ -155,15 +167,15 @@ class _Receiver:
         return loaded(missing, unexpected)
 
 
-def full_weights(engine: Any, keeps: bool, *, half: bool = False) -> dict[str, Any]:
+def full_weights(engine: Engine, keeps: bool, *, half: bool = False) -> dict[str, object]:
     """Return the engine's full state dict in CPU memory, where ``keeps``; a collective.
 
     One tensor after the other, in full precision where the engine has it, unless ``half``: then in the dtype that the
     model computes in. Tied names share one tensor.
     """
     masters = None if half else require("deepspeed.utils", "deepspeed").safe_get_full_fp32_param
-    gathered: dict[int, Any] = {}
-    state: dict[str, Any] = {}
+    gathered: dict[int, torch.Tensor | None] = {}
+    state: dict[str, object] = {}
     for name, value in _named_state(engine.module):
         if id(value) not in gathered:
             gathered[id(value)] = _full_tensor(value, masters, keeps)
@@ -172,7 +184,9 @@ def full_weights(engine: Any, keeps: bool, *, half: bool = False) -> dict[str, A
     return state
 
 
-def _full_tensor(value: torch.Tensor, masters: Any, keeps: bool) -> torch.Tensor | None:
+def _full_tensor(
+    value: torch.Tensor, masters: Callable[[torch.Tensor], torch.Tensor | None] | None, keeps: bool
+) -> torch.Tensor | None:
     if masters is not None and isinstance(value, torch.nn.Parameter) and value.requires_grad:
         master = masters(value)
         if master is not None:
@@ -181,7 +195,7 @@ def _full_tensor(value: torch.Tensor, masters: Any, keeps: bool) -> torch.Tensor
         return value.detach().to("cpu", copy=True) if keeps else None
 
 
-def load_full_weights(engine: Any, state: Mapping[str, Any]) -> None:
+def load_full_weights(engine: Engine, state: StateDict) -> None:
     """Load ``state`` into the engine's model and into its full-precision master weights; a collective.
 
     Every rank has to have ``state``.
@@ -202,16 +216,16 @@ def load_full_weights(engine: Any, state: Mapping[str, Any]) -> None:
                 _set_master(tools, value, state[name].to(device=value.device, dtype=torch.float32))
 
 
-def _set_master(tools: Any, parameter: Any, value: torch.Tensor) -> None:
+def _set_master(tools: ModuleType, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Set the full-precision master weight of ``parameter`` to ``value``."""
-    if not is_partitioned(parameter):
+    if is_partitioned(parameter):
+        # By shards: DeepSpeed's own division forgets that the last rank's shard may be padded.
+        size = tools.safe_get_local_fp32_param(parameter).numel()
+        start = size * torch.distributed.get_rank(parameter.ds_process_group)
+        piece = value.flatten()[start : start + size]
+        tools.safe_set_local_fp32_param(parameter, torch.nn.functional.pad(piece, (0, size - piece.numel())))
+    else:
         tools.safe_set_full_fp32_param(parameter, value)
-        return
-    # By shards: DeepSpeed's own division forgets that the last rank's shard may be padded.
-    size = tools.safe_get_local_fp32_param(parameter).numel()
-    start = size * torch.distributed.get_rank(parameter.ds_process_group)
-    piece = value.flatten()[start : start + size]
-    tools.safe_set_local_fp32_param(parameter, torch.nn.functional.pad(piece, (0, size - piece.numel())))
 
 
 def _named_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -221,9 +235,5 @@ def _named_state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
 
 
-def _shape(value: Any) -> torch.Size:
+def _shape(value: torch.Tensor) -> torch.Size:
     return torch.Size(value.ds_shape) if is_partitioned(value) else value.shape
-
-
-def _is_engine(model: Any) -> bool:
-    return callable(getattr(type(model), "set_gradient_accumulation_boundary", None))

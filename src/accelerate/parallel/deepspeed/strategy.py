@@ -163,7 +163,7 @@ class DeepSpeed(Strategy):
         """The number of different micro-batches that the ranks compute at the same time; each rank reads its own."""
         return super().data_parallel_size // self._ranks_per_sequence
 
-    def shard_sequences(self, loader: Any) -> Any:
+    def shard_sequences(self, loader: object) -> object:
         """Wrap ``loader`` so that every rank gets its part of each sequence, under sequence parallelism.
 
         Raises:
@@ -246,13 +246,13 @@ class DeepSpeed(Strategy):
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Enter a context in which backward accumulates gradients and doesn't step."""
         engine = self.engine
         return engine.no_boundary() if engine is not None and engine.engine is model else nullcontext()
 
     def backward(
-        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: object
     ) -> None:
         """Add the gradients of ``loss / num_steps``; the engine also steps where the window is complete."""
         if self.engine is None:
@@ -350,7 +350,7 @@ class _DeepSpeedState(ModelState[DeepSpeed]):
             not engine.zero_optimization_partition_weights() and self.strategy.plugin.tensor_parallel_size <= 1
         )
 
-    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, object]:
         """Return the full state dict in the model's dtype, on the CPU; in stage 3 on the main process only.
 
         Raises:

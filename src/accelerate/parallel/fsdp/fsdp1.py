@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, final
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,6 +20,7 @@ from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import StateAccess
 from ...distributed.world import World
 from ...errors import CheckpointError
+from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...precision import Precision
 from ...settings.labels import DistributedType
 from ...torch_private.fsdp import (
@@ -47,6 +48,10 @@ from .wrapping import find_ignored, find_wrap_units
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, hybrid_without_resharding())
 
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
 @final
 class FlatShard(Strategy):
     """Flat parameters, one per wrap unit, sharded over the ranks and gathered while their unit computes."""
@@ -63,7 +68,7 @@ class FlatShard(Strategy):
         return DistributedType.FSDP
 
     @property
-    def plugin(self) -> Any:
+    def plugin(self) -> FullyShardedDataParallelPlugin:
         """The FullyShardedDataParallelPlugin, as it is now."""
         plugin = self.options.plugins.fsdp
         assert plugin is not None  # this strategy is chosen for it
@@ -120,10 +125,10 @@ class FlatShard(Strategy):
             sharding_strategy=plugin.sharding_strategy,
             auto_wrap_policy=plugin.auto_wrap_policy,
             mixed_precision=plugin.mixed_precision_policy,
-            sync_module_states=sync,
+            sync_module_states=bool(sync),
             backward_prefetch=plugin.backward_prefetch,
-            forward_prefetch=plugin.forward_prefetch,
-            use_orig_params=plugin.use_orig_params,
+            forward_prefetch=bool(plugin.forward_prefetch),
+            use_orig_params=bool(plugin.use_orig_params),
             param_init_fn=init and ensure_weights_retied(init, model, self.world.device),
             ignored_modules=ignored or None,
             limit_all_gathers=plugin.limit_all_gathers,
@@ -142,7 +147,7 @@ class FlatShard(Strategy):
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Enter a context in which backward passes accumulate unsharded gradients on each rank."""
         wrapped = uncompiled(model)
         return self._without_reduction(wrapped) if isinstance(wrapped, FullyShardedDataParallel) else nullcontext()
@@ -233,7 +238,7 @@ class _FlatState(ModelState[FlatShard]):
         """Return True if ``model`` isn't sharded."""
         return model is not None and not isinstance(uncompiled(model), FullyShardedDataParallel)
 
-    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, object]:
         """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
         if self.is_whole(model):
             return super().full_state_dict(model, unwrap)
@@ -259,10 +264,10 @@ class _FlatState(ModelState[FlatShard]):
 
 
 @final
-class _FlatGradients(HeldGradients):
+class _FlatGradients(HeldGradients[Any]):
     """The gradients of flat parameters, sharded or unsharded, and those of ignored parameters."""
 
-    def read(self, model: torch.nn.Module) -> dict[str, Any]:
+    def read(self, model: torch.nn.Module) -> dict[str, object]:
         """Return both kinds of gradients of ``model``."""
         wrapped = uncompiled(model)
         if not isinstance(wrapped, FullyShardedDataParallel):
@@ -286,11 +291,13 @@ def _ignored_parameters(wrapped: FullyShardedDataParallel) -> Iterator[tuple[str
     return ((name, parameter) for name, parameter in wrapped.named_parameters() if parameter not in flat)
 
 
-def _with_full_root(wrapped: FullyShardedDataParallel, method: Callable[..., Any]) -> Callable[..., Any]:
+def _with_full_root(
+    wrapped: FullyShardedDataParallel, method: Callable[Arguments, Result]
+) -> Callable[Arguments, Result]:
     """Wrap ``method``, which bypasses the wrapper's forward, so that the wrapper's parameters are gathered for it."""
 
     @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with FullyShardedDataParallel.summon_full_params(wrapped, recurse=False, writeback=False):
             return method(*args, **kwargs)
 

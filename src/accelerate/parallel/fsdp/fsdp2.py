@@ -18,6 +18,7 @@ from ...checkpointing.run_state import Stateful, StrategyState
 from ...distributed.mesh import SHARD_AXES
 from ...distributed.world import World
 from ...errors import MissingDependency, PreparationError
+from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...precision import Precision
 from ...settings.labels import DistributedType
 from ...torch_private.distributed import concatenated
@@ -65,7 +66,7 @@ class FullyShard(ShardedStrategy):
         return DistributedType.FSDP
 
     @property
-    def plugin(self) -> Any:
+    def plugin(self) -> FullyShardedDataParallelPlugin:
         """The FullyShardedDataParallelPlugin, as it is now."""
         plugin = self.options.plugins.fsdp
         assert plugin is not None  # this strategy is chosen for it
@@ -201,7 +202,7 @@ class FullyShard(ShardedStrategy):
 
     # -- training ------------------------------------------------------------------------------------------
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Enter a context in which backward passes accumulate unsharded gradients on each rank."""
         sharded = uncompiled(model)
         return self._without_reduction(sharded) if isinstance(sharded, FSDPModule) else nullcontext()

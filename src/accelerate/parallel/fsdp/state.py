@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
@@ -19,10 +19,11 @@ from torch.distributed.fsdp import (
 
 from ...checkpointing import StagingDirectory
 from ...checkpointing.items import CheckpointItem
-from ...checkpointing.run_state import Stateful, StrategyState
+from ...checkpointing.run_state import StateDict, Stateful, StrategyState
 from ...checkpointing.sharded import ShardsItem, StateAccess, optimizer_folder, own_shards, weights_folder
 from ...distributed.world import World
 from ...errors import CheckpointError
+from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...torch_private.fsdp import flat_parameter_names, handle_of
 from ...torch_private.modules import takes_data_of
 from ..compile import uncompiled
@@ -34,7 +35,7 @@ _ORDER = "_names_in_order"
 _TIES = "_tied_names"
 
 
-def names_of(model: torch.nn.Module) -> dict[str, Any]:
+def names_of(model: torch.nn.Module) -> dict[str, object]:
     """Return the parameters' order and ties in ``model``, as attributes for its wrapper to keep."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
@@ -77,7 +78,7 @@ class FlatAccess(StateAccess):
         on_device = torch.empty(0, device=world.device)
         self._offloads = world.device.type != "cpu" and takes_data_of(on_device, torch.device("cpu"))
 
-    def _full(self, model: Any, *, rank0_only: bool = False) -> AbstractContextManager[Any]:
+    def _full(self, model: torch.nn.Module, *, rank0_only: bool = False) -> AbstractContextManager[object]:
         return _state_dict_type(
             model,
             StateDictType.FULL_STATE_DICT,
@@ -85,7 +86,7 @@ class FlatAccess(StateAccess):
             FullOptimStateDictConfig(offload_to_cpu=self._offloads, rank0_only=rank0_only),
         )
 
-    def _sharded(self, model: Any) -> AbstractContextManager[Any]:
+    def _sharded(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         return _state_dict_type(
             model,
             StateDictType.SHARDED_STATE_DICT,
@@ -93,27 +94,27 @@ class FlatAccess(StateAccess):
             ShardedOptimStateDictConfig(offload_to_cpu=self._offloads),
         )
 
-    def load_target(self, model: Any) -> Any:
+    def load_target(self, model: Any) -> _FullStateReceiver:
         """Return a load target that takes full tensors and shards them."""
         return _FullStateReceiver(self._full, uncompiled(model))
 
-    def full_model_state(self, model: Any, keeps: bool) -> dict[str, Any]:
+    def full_model_state(self, model: torch.nn.Module, keeps: bool) -> dict[str, object]:
         """Return the gathered state dict where ``keeps``; a collective."""
         with self._full(uncompiled(model), rank0_only=self._offloads):
             state = uncompiled(model).state_dict()
         return {canonical_name(name): _on_cpu(value) for name, value in state.items()} if keeps else {}
 
-    def model_shards(self, model: Any) -> dict[str, Any]:
+    def model_shards(self, model: torch.nn.Module) -> dict[str, object]:
         """Return shards of the user's own parameters."""
         with self._sharded(uncompiled(model)):
             return uncompiled(model).state_dict()
 
-    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
+    def load_model_shards(self, model: torch.nn.Module, shards: dict[str, Any]) -> None:
         """Load ``shards`` into the flat parameters."""
         with self._sharded(uncompiled(model)):
             uncompiled(model).load_state_dict(shards)
 
-    def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         """Return the parameters' shards, by name."""
         return {
             name: value
@@ -122,23 +123,29 @@ class FlatAccess(StateAccess):
             if isinstance(value, torch.Tensor)
         }
 
-    def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
+    def optimizer_shards(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]
+    ) -> dict[str, object]:
         """Return the optimizer's state by parameter name, in shards."""
         model = _trained_by(optimizer, models)
         with self._sharded(model):
             return FullyShardedDataParallel.optim_state_dict(model, inner_optimizer(optimizer))
 
-    def load_optimizer_shards(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
+    def load_optimizer_shards(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], shards: dict[str, Any]
+    ) -> None:
         """Load ``shards`` into the state of the flat parameters."""
         model = _trained_by(optimizer, models)
         with self._sharded(model):
             self._load(model, optimizer, shards)
 
-    def _load(self, model: Any, optimizer: Any, named: dict[str, Any]) -> None:
+    def _load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, named: dict[str, Any]) -> None:
         inner = inner_optimizer(optimizer)
         inner.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, inner, named))
 
-    def full_optimizer_state(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
+    def full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
+    ) -> dict[str, object]:
         """Gather the state by name, and number it as an optimizer of the user's own model does."""
         model = _trained_by(optimizer, models)
         with self._full(model, rank0_only=self._offloads):
@@ -156,7 +163,9 @@ class FlatAccess(StateAccess):
                 number += 1
         return {"state": state, "param_groups": groups}
 
-    def load_full_optimizer_state(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
+    def load_full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: dict[str, Any]
+    ) -> None:
         """Load a state dict by numbers: they become names, whose tensors FSDP shards."""
         model = _trained_by(optimizer, models)
         groups = _names_by_group(optimizer, model)
@@ -175,15 +184,18 @@ class FlatAccess(StateAccess):
 class _FullStateReceiver:
     """A model under FSDP 1 as a load target for full tensors."""
 
-    def __init__(self, gathering: Callable[[Any], AbstractContextManager[Any]], model: torch.nn.Module) -> None:
+    def __init__(
+        self, gathering: Callable[[torch.nn.Module], AbstractContextManager[object]], model: torch.nn.Module
+    ) -> None:
         self._gathering = gathering
         self._model = model
 
-    def state_dict(self, keep_vars: bool = True) -> dict[str, Any]:
+    def state_dict(self, keep_vars: bool = True) -> StateDict:
         """Return the names of the parameters, without values: only names and ties matter here."""
-        return dict.fromkeys(self._model.__dict__.get(_ORDER, ()))
+        names: Iterable[str] = self._model.__dict__.get(_ORDER, ())
+        return dict.fromkeys(names)
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+    def load_state_dict(self, state: StateDict, strict: bool = True, **_: object) -> object:
         """Load ``state`` into the model."""
         whole = dict(state)
         for name, first in self._model.__dict__.get(_TIES, {}).items():  # a file holds one of the two
@@ -195,12 +207,12 @@ class _FullStateReceiver:
             return self._model.load_state_dict(whole, strict=strict)
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(value: object) -> object:
     # A copy: torch hands out views of one gathered buffer.
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def _trained_by(optimizer: Any, models: Sequence[Any]) -> Any:
+def _trained_by(optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> torch.nn.Module:
     """Return the one of ``models`` that ``optimizer`` trains."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     wrapped = [uncompiled(model) for model in models]
@@ -213,7 +225,7 @@ def _trained_by(optimizer: Any, models: Sequence[Any]) -> Any:
     return owners[0]
 
 
-def _names_by_group(optimizer: Any, model: torch.nn.Module) -> list[list[str]]:
+def _names_by_group(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> list[list[str]]:
     """Return the names of the parameters in each group, in the order of the user's own model."""
     names: dict[int, list[str]] = {}
     order = {name: position for position, name in enumerate(model.__dict__.get(_ORDER, ()))}
@@ -234,16 +246,16 @@ def _names_by_group(optimizer: Any, model: torch.nn.Module) -> list[list[str]]:
 class GatheredOptimizer:
     """An optimizer's full state dict, gathered while all ranks took part."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
+    def __init__(self, state: dict[str, object]) -> None:
         self._state = state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state dict of an optimizer of full tensors."""
         return self._state
 
 
 def gathered_state(
-    access: StateAccess, models: Sequence[torch.nn.Module], optimizers: Sequence[Any], keeps: bool
+    access: StateAccess, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], keeps: bool
 ) -> StrategyState:
     """Return the state of a checkpoint with the same files as one process's; a collective.
 
@@ -258,7 +270,7 @@ def gathered_state(
 
 
 def checkpoint_state_of(
-    plugin: Any,
+    plugin: FullyShardedDataParallelPlugin,
     access: StateAccess,
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[Stateful],
@@ -277,7 +289,7 @@ def checkpoint_state_of(
 
 
 def _shards_of(
-    access: StateAccess, models: Sequence[Any], optimizers: Sequence[Any]
+    access: StateAccess, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Callable[[StagingDirectory], list[CheckpointItem]]:
     def parts(staging: StagingDirectory) -> list[CheckpointItem]:
         weights = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -12,15 +12,20 @@ from ...errors import SettingError
 from ...torch_private.fsdp import modules_of_policy
 from ..rebind import canonical_name
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+#: A function as torch's FSDP takes it (``module, recurse, nonwrapped_numel``), or one of torch's policy objects.
+WrapPolicy: TypeAlias = "Callable[..., bool] | CustomPolicy"
+
 
 def find_wrap_units(
-    model: torch.nn.Module, policy: Any, ignored: Iterable[torch.nn.Module] = ()
+    model: torch.nn.Module, policy: WrapPolicy | None, ignored: Iterable[torch.nn.Module] = ()
 ) -> list[torch.nn.Module]:
     """Return the modules inside ``model`` that ``policy`` wraps, children before their parents; never ``model`` itself.
 
     Args:
-        policy: None, a function as torch's FSDP takes it (``module, recurse, nonwrapped_numel``), or one of torch's
-            policy objects.
+        policy: None wraps nothing.
         ignored: modules that are not looked into.
     """
     if policy is None:
@@ -29,6 +34,7 @@ def find_wrap_units(
     chosen = modules_of_policy(policy, model, left_out)
     if chosen is not None:
         return [module for module in _children_first(model) if module in chosen and module is not model]
+    assert callable(policy), "a policy object has chosen above"
     units: list[torch.nn.Module] = []
     _descend(model, policy, left_out, units, is_root=True)
     units = list(dict.fromkeys(units))  # a module that has two places is one unit
@@ -62,7 +68,7 @@ def _descend(
     return num_parameters
 
 
-def _is_by_class(policy: Any) -> bool:
+def _is_by_class(policy: WrapPolicy) -> bool:
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     return getattr(policy, "func", None) is transformer_auto_wrap_policy
@@ -91,7 +97,7 @@ def _has_outside_ties(model: torch.nn.Module, ends: list[torch.nn.Module]) -> bo
     return any(id(parameter) in ours for part in others for parameter in part.parameters(recurse=False))
 
 
-def find_ignored(modules: Any, model: torch.nn.Module) -> list[torch.nn.Module]:
+def find_ignored(modules: Iterable[torch.nn.Module] | str | None, model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules that ``modules`` selects: modules, or a regular expression for full module names.
 
     Raises:

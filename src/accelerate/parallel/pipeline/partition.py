@@ -222,7 +222,7 @@ class StructuredStage(nn.Module):
         self.stage = stage
         self._structure = structure
 
-    def forward(self, *values: Any) -> Any:
+    def forward(self, *values: object) -> Any:
         """Return the model's output."""
         return tree_unflatten(self.stage(*values), self._structure)
 
@@ -266,7 +266,7 @@ class Stage(nn.Module):
         self.evaluated: nn.Module = evaluated
         self.__dict__["_model"] = model  # not a child: it includes the other stages
 
-    def forward(self, *values: Any) -> Any:
+    def forward(self, *values: object) -> Any:
         """Return the values for the next stage, or the model's output from the last one."""
         return (self.trained if self.__dict__["_model"].training else self.evaluated)(*values)
 

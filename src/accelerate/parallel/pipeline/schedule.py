@@ -257,7 +257,7 @@ def _stage_class() -> type:
     class UnreducedStage(PipelineStage):
         """A stage that returns a flat tuple of tensors and leaves gradients to :meth:`PipelineSchedule.reduce`."""
 
-        def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        def forward_maybe_with_nosync(self, *args: object, **kwargs: Any) -> tuple[Any, ...]:
             return tuple(tree_flatten(super().forward_maybe_with_nosync(*args, **kwargs))[0])
 
         def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:

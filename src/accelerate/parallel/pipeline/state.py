@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 from torch import distributed as dist
 
+from ...checkpointing.run_state import StateDict
 from ...checkpointing.sharded import InPlace, NamedParameters, StateAccess, gather_tensor, shard_like
 from ...distributed.mesh import Mesh
 from ...torch_private.modules import loaded
@@ -24,20 +25,21 @@ class StageAccess(StateAccess):
 
     # -- models --------------------------------------------------------------------------------------------
 
-    def load_target(self, model: Any) -> Any:
+    def load_target(self, model: Any) -> _PipelineReceiver:
         """Return a load target that takes full state dicts and keeps this rank's tensors."""
         return _PipelineReceiver(model)
 
-    def full_model_state(self, model: Any, keeps: bool) -> dict[str, Any]:
+    def full_model_state(self, model: torch.nn.Module, keeps: bool) -> dict[str, object]:
         """Broadcast each tensor from its stage, and return the state dict; tied names share one tensor."""
-        state: dict[str, Any] = {}
+        owners: dict[str, tuple[int, ...]] = model.__dict__["owners"]  # of a PipelinedModel
+        state: dict[str, object] = {}
         sent: dict[int, torch.Tensor | None] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, torch.Tensor):
                 state[name] = tensor
                 continue
             if id(tensor) not in sent:
-                sent[id(tensor)] = self._send(tensor, model.owners[name][0], keeps)
+                sent[id(tensor)] = self._send(tensor, owners[name][0], keeps)
             if keeps:
                 state[canonical_name(name)] = sent[id(tensor)]
         return state if keeps else {}
@@ -51,29 +53,35 @@ class StageAccess(StateAccess):
         dist.broadcast(value, self._mesh.ranks("pp")[owner], self._mesh.group("pp"))
         return value.cpu() if keeps else None
 
-    def model_shards(self, model: Any) -> dict[str, Any]:
+    def model_shards(self, model: torch.nn.Module) -> dict[str, object]:
         """Return this rank's tensors, or shards of them; those of other stages have no values."""
         return self._in_place.model_shards(model)
 
-    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
+    def load_model_shards(self, model: torch.nn.Module, shards: dict[str, Any]) -> None:
         """Do nothing: this rank's tensors have been read in place."""
 
     # -- optimizers ----------------------------------------------------------------------------------------
 
-    def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         """Return the parameters; those of other stages have no values."""
         return self._in_place.layouts(models)
 
-    def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
+    def optimizer_shards(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]
+    ) -> dict[str, object]:
         """Return this rank's part of the optimizer state."""
         return self._in_place.optimizer_shards(optimizer, models)
 
-    def load_optimizer_shards(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
+    def load_optimizer_shards(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], shards: dict[str, Any]
+    ) -> None:
         """Load the optimizer state of this rank's stages, and drop that of others."""
         self._in_place.load_optimizer_shards(optimizer, models, shards)
         _drop_state_of_other_stages(optimizer)
 
-    def full_optimizer_state(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
+    def full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
+    ) -> dict[str, object]:
         """Return the optimizer state of all stages' parameters, by their numbers; a collective."""
         own = optimizer.state_dict()
         parts: list[Any] = [None] * self._mesh.size("pp")
@@ -95,17 +103,19 @@ class StageAccess(StateAccess):
                     state[number][key] = value
         return {**own, "state": dict(sorted(state.items()))} if keeps else {}
 
-    def load_full_optimizer_state(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
+    def load_full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: dict[str, Any]
+    ) -> None:
         """Load the optimizer state of this rank's stages, and drop that of others."""
         self._in_place.load_full_optimizer_state(optimizer, models, state)
         _drop_state_of_other_stages(optimizer)
 
 
-def _without_values(value: Any) -> Any:
+def _without_values(value: object) -> object:
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
 
 
-def _drop_state_of_other_stages(optimizer: Any) -> None:
+def _drop_state_of_other_stages(optimizer: torch.optim.Optimizer) -> None:
     for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
         del optimizer.state[parameter]
 
@@ -114,14 +124,14 @@ def _drop_state_of_other_stages(optimizer: Any) -> None:
 class _PipelineReceiver:
     """A model of which this rank has some stages, as a load target for full tensors."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
-    def state_dict(self, **_: Any) -> dict[str, Any]:
+    def state_dict(self, **_: object) -> StateDict:
         """Return the live tensors; those of other stages have no values."""
         return self._model.state_dict(keep_vars=True)
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+    def load_state_dict(self, state: StateDict, strict: bool = True, **_: object) -> object:
         """Copy the values of this rank's tensors from ``state``."""
         own = {canonical_name(name): tensor for name, tensor in self.state_dict().items()}
         given = {id(own[name]) for name in state if name in own}  # a tied tensor comes under one of its names

@@ -71,7 +71,7 @@ class PipelinedModel(nn.Module):
         self.__dict__["shared"] = shared  # by trained parameter of several ranks, its local shape
         self.training: bool = module.training
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: object) -> Any:
         """Return the output of the full model, on every rank.
 
         Raises:
@@ -105,7 +105,7 @@ class PipelinedModel(nn.Module):
         found = self.module.named_buffers(prefix, recurse, remove_duplicate)
         return ((name, buffer) for name, buffer in found if not buffer.is_meta)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: Any) -> Any:
         """Return the state dict of the user's own model, with tensors of other ranks on the meta device."""
         return self.module.state_dict(*args, **kwargs)
 
@@ -295,7 +295,7 @@ class Pipeline(Strategy):
     # -- training ------------------------------------------------------------------------------------------
 
     def backward(
-        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: object
     ) -> None:
         """Raise: the backward of a pipeline is a part of its step."""
         raise PreparationError(
@@ -402,7 +402,7 @@ class _PipelineState(ModelState[Pipeline]):
         """Iterate over the parameters of all stages; those of other ranks have no values, gradients or state."""
         return parameters_by_name(model.module if isinstance(model, PipelinedModel) else model)
 
-    def full_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    def full_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, object]:
         """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
         if not isinstance(model, PipelinedModel):
             return super().full_state_dict(model, unwrap)
@@ -417,8 +417,8 @@ class _PipelineState(ModelState[Pipeline]):
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
         """Return weights and optimizers, sharded where the plugin asks for it, else gathered."""
-        if self.strategy.shards:
-            plugin = self.strategy.options.plugins.fsdp
+        plugin = self.strategy.options.plugins.fsdp
+        if plugin is not None:  # stages are sharded
             return checkpoint_state_of(plugin, self.access, models, optimizers, self.strategy.world, model_only)
         inner = [] if model_only else list(map(inner_optimizer, optimizers))
         return gathered_state(self.access, models, inner, self.strategy.world.is_local_main)
@@ -474,7 +474,7 @@ def _apply_precision(precision: Precision, stage: nn.Module, is_last: bool) -> N
         return
     forward = stage.forward
 
-    def under_autocast(*args: Any) -> Any:
+    def under_autocast(*args: object) -> Any:
         with precision.autocast():
             return forward(*args)
 
