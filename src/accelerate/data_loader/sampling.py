@@ -12,8 +12,8 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain, islice
 from typing import Any, Final, NamedTuple, cast, final
 
@@ -132,13 +132,12 @@ class Permutation:
         keys = hashlib.blake2b(f"{size}/{seed}".encode(), digest_size=8 * NUM_ROUNDS).digest()
         self._keys = [int.from_bytes(keys[8 * n : 8 * n + 8], "little", signed=True) for n in range(NUM_ROUNDS)]
 
-    def at(self, start: int, stop: int) -> torch.Tensor:
-        """Return the numbers at positions ``start`` to ``stop`` of the order."""
-        stop = min(stop, self.size)
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the numbers at ``positions`` ``[...]`` of the order."""
         if self._shuffled is not None:
-            return self._shuffled[start:stop]
-        image = self._through(torch.arange(start, max(stop, start)))
-        while len(outside := (image >= self.size).nonzero().flatten()):
+            return self._shuffled[positions]
+        image = self._through(positions)
+        while (outside := image >= self.size).any():
             image[outside] = self._through(image[outside])
         return image
 
@@ -184,7 +183,7 @@ class IndexFreeSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         order, epoch = self.order(), self.epoch
         for start in range(0, len(self), _CHUNK):
-            yield from cast("list[int]", order.at(start, start + _CHUNK).tolist())
+            yield from cast("list[int]", order.at(torch.arange(start, min(start + _CHUNK, len(self)))).tolist())
         self.set_epoch(epoch + 1)
 
     def order(self) -> Permutation:
@@ -341,9 +340,15 @@ class RemainingBatches:
     """The batches of a batch sampler from some position on."""
 
     batches: Iterator[Any]
-    first_batches: list[Any]  # those of the epoch, whatever the position is
+    read_first: Callable[[], list[Any]]
     position: ResumePosition
     fingerprint: list[int] = field(default_factory=list)  # of the batch right before the position
+    order: KnownOrder | None = None  # that the batches are cut from, where any part of it can be had at once
+
+    @cached_property
+    def first_batches(self) -> list[Any]:
+        """The first batches of the epoch, whatever the position is."""
+        return self.read_first()
 
 
 def batches_from(batch_sampler: Any, position: ResumePosition, num_first: int = 0) -> RemainingBatches:
@@ -361,7 +366,8 @@ def batches_from(batch_sampler: Any, position: ResumePosition, num_first: int = 
     first_batches = list(islice(batches, num_first))
     rest = chain(first_batches, batches) if first_batches else batches
     skipped = deque(islice(rest, position.batches), maxlen=1)
-    return RemainingBatches(rest, first_batches, position, order_fingerprint(skipped[-1]) if skipped else [])
+    fingerprint = order_fingerprint(skipped[-1]) if skipped else []
+    return RemainingBatches(rest, lambda: first_batches, position, fingerprint)
 
 
 def _batches_from_sample(batch_sampler: BatchSampler, position: ResumePosition, num_first: int) -> RemainingBatches:
@@ -377,7 +383,7 @@ def _batches_from_sample(batch_sampler: BatchSampler, position: ResumePosition, 
                 yield batch
 
     first_batches = [first[start : start + size] for start in range(0, len(first), size)]
-    return RemainingBatches(batches(), first_batches, position, order_fingerprint(last))
+    return RemainingBatches(batches(), lambda: first_batches, position, order_fingerprint(last))
 
 
 # -- orders with random access -----------------------------------------------------------------------------
@@ -389,8 +395,17 @@ class KnownOrder:
     """An order of which any part can be had at once."""
 
     length: int
-    part: Callable[[int, int], list[Any]]
+    at: Callable[[torch.Tensor], torch.Tensor]  # the indices at positions [...] of the order
     finish: Callable[[], object]  # what the sampler does when it has given its last sample
+
+    def part(self, start: int, stop: int) -> list[Any]:
+        """Return the indices at positions ``start`` to ``stop``, fewer at the end of the order."""
+        return self.at(torch.arange(start, max(min(stop, self.length), start))).tolist()
+
+    def in_batches(self, start: int, stop: int, size: int) -> list[list[Any]]:
+        """Return the same, cut into batches of ``size``."""
+        indices = self.part(start, stop)
+        return [indices[begin : begin + size] for begin in range(0, len(indices), size)]
 
 
 def known_order(sampler: Any) -> KnownOrder | None:
@@ -401,14 +416,9 @@ def known_order(sampler: Any) -> KnownOrder | None:
     """
     kind = type(sampler)
     if kind is SequentialSampler:
-        return KnownOrder(len(sampler), lambda start, stop: list(range(start, stop)), lambda: None)
+        return KnownOrder(len(sampler), lambda positions: positions, lambda: None)
     if kind is IndexFreeSampler:
-        order = sampler.order()
-        return KnownOrder(
-            len(sampler),
-            lambda start, stop: order.at(start, stop).tolist(),
-            partial(sampler.set_epoch, sampler.epoch + 1),
-        )
+        return KnownOrder(len(sampler), sampler.order().at, partial(sampler.set_epoch, sampler.epoch + 1))
     if kind not in (RandomSampler, SeedableRandomSampler) or not _is_permutation(sampler):
         return None
     generator = sampler.generator
@@ -429,7 +439,7 @@ def known_order(sampler: Any) -> KnownOrder | None:
             sampler.set_epoch(next_epoch)
 
     # Only the part that is needed becomes Python numbers: of a long order, all of them would cost more than it.
-    return KnownOrder(size, lambda start, stop: indices[start:stop].tolist(), finish)
+    return KnownOrder(size, lambda positions: indices[positions], finish)
 
 
 def _is_permutation(sampler: RandomSampler) -> bool:
@@ -440,25 +450,23 @@ def _is_permutation(sampler: RandomSampler) -> bool:
 def _batches_of_known_order(
     batch_sampler: BatchSampler, order: KnownOrder, position: ResumePosition, num_first: int
 ) -> RemainingBatches:
-    size, length, part = batch_sampler.batch_size, order.length, order.part
-    end = length - length % size if batch_sampler.drop_last else length
+    size = batch_sampler.batch_size
+    if batch_sampler.drop_last:
+        order = replace(order, length=order.length - order.length % size)
     per_chunk = size * max(NUM_AHEAD // size, 1)
 
     def batches() -> Iterator[list[Any]]:
-        for start in range(position.samples, end, per_chunk):
-            chunk = part(start, min(start + per_chunk, end))
-            for offset in range(0, len(chunk), size):
-                yield chunk[offset : offset + size]
+        for start in range(position.samples, order.length, per_chunk):
+            yield from order.in_batches(start, start + per_chunk, size)
         order.finish()
 
-    first = part(0, min(num_first * size, end)) if num_first else []
-    first_batches = [first[start : start + size] for start in range(0, len(first), size)]
-    num_before = min(position.samples, length)
+    before = order.part(max(position.samples - min(size, FINGERPRINT_LENGTH), 0), position.samples)
     return RemainingBatches(
         batches(),
-        first_batches,
+        lambda: order.in_batches(0, num_first * size, size),
         position,
-        order_fingerprint(part(max(num_before - min(size, FINGERPRINT_LENGTH), 0), num_before)),
+        order_fingerprint(before),
+        order,
     )
 
 

@@ -20,8 +20,11 @@ from ..errors import PreparationError
 from ..nested import recursively_apply
 from .sampling import (
     BEGINNING,
+    FINGERPRINT_LENGTH,
+    NUM_AHEAD,
     BatchCoverage,
     BatchInfo,
+    KnownOrder,
     RemainingBatches,
     ResumePosition,
     batches_from,
@@ -164,6 +167,11 @@ class BatchSamplerShard(BatchSampler):
     # -- one step --------------------------------------------------------------------------------------
 
     def _assign(self, remaining: RemainingBatches) -> Iterator[BatchInfo]:
+        if remaining.order is not None:
+            return self._assign_positions(remaining.order, remaining.position)
+        return self._assign_batches(remaining)
+
+    def _assign_batches(self, remaining: RemainingBatches) -> Iterator[BatchInfo]:
         take = self._part_of if self.split_batches else self._whole_batch
         steps, batches, samples = remaining.position.steps, remaining.position.batches, remaining.position.samples
         size = self.batches_per_step
@@ -178,6 +186,50 @@ class BatchSamplerShard(BatchSampler):
                 samples += coverage.num_samples
                 yield BatchInfo(indices, coverage, False, steps, batches, samples, step_batches[-1])
             step_batches = following
+
+    def _assign_positions(self, order: KnownOrder, position: ResumePosition) -> Iterator[BatchInfo]:
+        """Yield the same from an order of which any part can be had at once: only this process's indices are looked
+        up, so that a step costs the same for any number of processes.
+        """
+        steps, batches, samples = position.steps, position.batches, position.samples
+        per_step = self.batch_size * self.batches_per_step
+        per_rank = per_step // self.num_processes
+        coverage = full_coverage(per_rank, self.num_processes)
+        places = torch.arange(self.process_index * per_rank, (self.process_index + 1) * per_rank)
+        # The last indices of the global batch make its fingerprint.
+        num_last = min(self.batch_size, FINGERPRINT_LENGTH)
+        offsets = torch.cat([places, torch.arange(per_step - num_last, per_step)])
+        num_steps = max(order.length - samples, 0) // per_step
+        num_ahead = max(NUM_AHEAD // len(offsets), 1)
+        for step in range(0, num_steps, num_ahead):
+            starts = position.samples + per_step * torch.arange(step, min(step + num_ahead, num_steps))
+            for indices in order.at(starts[:, None] + offsets).tolist():
+                steps += 1
+                batches += self.batches_per_step
+                samples += per_step
+                if samples == order.length:
+                    order.finish()
+                yield BatchInfo(indices[:per_rank], coverage, False, steps, batches, samples, indices[per_rank:])
+        rest = max(order.length - samples, 0)
+        if rest or not num_steps:
+            order.finish()
+        if not rest or self.drop_last:
+            return
+        num_full, part = divmod(rest, per_rank)
+        valid = ((per_rank,) * num_full + (part,) + (0,) * self.num_processes)[: self.num_processes]
+        if self.even_batches:
+            taken = torch.where(places < rest, samples + places, (places - rest) % min(per_step, order.length))
+            coverage = BatchCoverage(valid, (per_rank,) * self.num_processes)
+        else:
+            taken = samples + places[places < rest]
+            coverage = BatchCoverage(valid, valid, valid.count(0))
+        if len(taken):
+            num_batches = -(-rest // self.batch_size)
+            last_start = samples + (num_batches - 1) * self.batch_size
+            last = order.part(max(last_start, order.length - FINGERPRINT_LENGTH), order.length)
+            yield BatchInfo(
+                order.at(taken).tolist(), coverage, False, steps + 1, batches + num_batches, order.length, last
+            )
 
     def _whole_batch(
         self, step_batches: list[Any], first_batches: list[Any], is_final: bool

@@ -33,7 +33,7 @@ class Endless:
 
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 1000, SMALLEST_NETWORK - 1, SMALLEST_NETWORK, 65537, 100_003, 1 << 17])
 def test_each_number_comes_once(size: int) -> None:
-    found = Permutation(size, 5).at(0, size)
+    found = Permutation(size, 5).at(torch.arange(size))
     assert torch.equal(found.sort().values, torch.arange(size))
 
 
@@ -41,14 +41,14 @@ def test_each_number_comes_once(size: int) -> None:
 @given(st.integers(SMALLEST_NETWORK, 300_000), st.integers(), st.data())
 def test_any_part_is_the_part_of_the_whole(size: int, seed: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, size))
-    stop = data.draw(st.integers(start, min(start + 500, size + 10)))
+    stop = data.draw(st.integers(start, min(start + 500, size)))
     order = Permutation(size, seed)
-    assert torch.equal(order.at(start, stop), order.at(0, size)[start:stop])
+    assert torch.equal(order.at(torch.arange(start, stop)), order.at(torch.arange(size))[start:stop])
 
 
 def test_orders_look_random() -> None:
     places = torch.arange(1 << 17, dtype=torch.float64)
-    orders = [Permutation(1 << 17, seed).at(0, 1 << 17).double() for seed in range(4)]
+    orders = [Permutation(1 << 17, seed).at(torch.arange(1 << 17)).double() for seed in range(4)]
     for number, order in enumerate(orders):
         assert abs(torch.corrcoef(torch.stack([places, order]))[0, 1]) < 0.02
         steps = order.diff()  # neighbours aren't neighbours
