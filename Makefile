@@ -32,8 +32,9 @@ device: setup    ## build an imitation of an accelerator (g++, a minute, once) a
 	# Tests of the CPU, with ranks on the device.
 	TEST_DEVICE=sim $(BIN)/python -m pytest -q -p tests.device.plugin $(ON_DEVICE)
 
-ON_DEVICE := $(addprefix tests/multi/test_,$(addsuffix .py,accelerator averaging gathering local_sgd metrics micro_batches \
-	open_window reduction_order))
+ON_DEVICE := $(addprefix tests/multi/test_,$(addsuffix .py,accelerator averaging background_saves checkpointing \
+	collectives data_loader fsdp1 fsdp2 gathering inference local_sgd metrics micro_batches open_window reduction_order \
+	shard_saves))
 
 slow: setup      ## what `make test` leaves out for its time: examples at full length, every launcher, failure and fault (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/seeds tests/multi/test_launch.py tests/multi/test_compiled.py \

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -676,8 +676,11 @@ class Accelerator:
         rebinding = OptimizerRebinding(optimizers, self._named_parameters(models))
         try:
             yield
-        finally:
-            rebinding.resolve(dict(self._named_parameters(models)))
+        except BaseException:  # which is what the caller is told, whatever is left of the models
+            with suppress(PreparationError):
+                rebinding.resolve(dict(self._named_parameters(models)))
+            raise
+        rebinding.resolve(dict(self._named_parameters(models)))
 
     def _named_parameters(self, models: Sequence[PreparedArgument]) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for number, argument in enumerate(models):

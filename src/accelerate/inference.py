@@ -19,7 +19,7 @@ from .big_models.sizes import compute_module_sizes, find_tied_parameters, no_spl
 from .distributed.collectives import world_or_joined
 from .distributed.world import World
 from .errors import SettingError
-from .modules import move_in_place
+from .modules import moved
 from .nested import ignorant_find_batch_size, pad_input_tensors, recursively_apply, split_batch
 from .parallel.pipeline.partition import choose_split_points, split
 from .parallel.pipeline.schedule import TensorMeta, broadcast_object
@@ -133,8 +133,7 @@ def build_pipeline(
             f"{world.size - 1} modules, or start {len(split_points) + 1} processes."
         )
     stages = split(model, split_points, args, dict(kwargs or {}))
-    stage = stages[world.rank]
-    move_in_place(stage, world.device)
+    stage = moved(stages[world.rank], world.device)
     return PipelineStage(stage, world, num_chunks, list(kwargs or {}))
 
 

@@ -95,6 +95,18 @@ def move_in_place(module: torch.nn.Module, device: torch.device) -> None:
     module.to(device)
 
 
+def moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """Return ``model.to(device)`` with its tied weights still tied: a move to a device of an extension unties them."""
+    tied = [places for places in parameter_places(model).values() if len(places) > 1]
+    model = model.to(device)
+    for places in tied:
+        module, name = places[0]
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            put_parameter(places, parameter)
+    return model
+
+
 def model_has_dtensor(model: torch.nn.Module) -> bool:
     """Return whether some parameter of the model is a distributed tensor."""
     if not torch.distributed.is_available():

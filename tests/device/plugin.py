@@ -31,6 +31,8 @@ _PLACES = {"copy_", "to", "__set__", "__setitem__"}  # they take tensors of two 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["TEST_DEVICE"] = "sim"  # read by tests/ranks.py
     os.environ["SIM_DEVICES"] = "8"  # whatever rank's tensors a test reads
+    # Torch's own FSDP 1 brings it about, under plain torch too.
+    config.addinivalue_line("filterwarnings", "ignore:The AccumulateGrad node's stream does not match")
     sim.start()
     _take_the_device()
     for owner, name in (

@@ -187,3 +187,39 @@ def test_a_steady_step_waits_for_nothing_and_copies_each_tensor_once(num_workers
     counted, steps = on_devices(counts_of_steps, 1, num_workers, True)[0]
     assert counted["host_to_device"] == counted["asynchronous_copies"] == 2 * steps  # rows and targets
     assert counted["synchronizations"] == counted["scalars_read"] == counted["device_to_host"] == 0
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(rows).tanh())
+
+
+def tied() -> tuple[bool, int, list[float]]:
+    accelerator = Accelerator()
+    set_seed(3)
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    inner = accelerator.unwrap_model(model)
+    losses = []
+    for step in range(4):
+        rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).to(accelerator.device)
+        loss = (model(rows) - rows).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return inner.first.weight is inner.last.weight, len(optimizer.param_groups[0]["params"]), losses
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_tied_weights_stay_tied_on_the_device(num_ranks: int) -> None:
+    """A move to a device of an extension makes new parameters, one for each place of a tied weight."""
+    found = on_devices(tied, num_ranks)
+    assert found == on_cpu(tied, num_ranks)
+    assert [one[:2] for one in found] == [(True, 3)] * num_ranks

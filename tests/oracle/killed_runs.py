@@ -89,7 +89,7 @@ def noter(path: str) -> Callable[[str, Any], None]:
 
 def digest(model: nn.Module) -> str:
     """A hash of every bit of the weights."""
-    weights = b"".join(value.detach().numpy().tobytes() for value in model.state_dict().values())
+    weights = b"".join(value.detach().cpu().numpy().tobytes() for value in model.state_dict().values())
     return hashlib.sha256(weights).hexdigest()
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
-from accelerate.distributed.random import capture_host_streams, restore_rng_states, set_seed
+from accelerate.distributed.random import capture_host_streams, capture_rng_states, restore_rng_states, set_seed
 from accelerate.utils import DataLoaderConfiguration
 from tests.ranks import run_on_ranks
 
@@ -126,7 +126,7 @@ def test_a_run_goes_on_with_the_same_rows_on_any_number_of_ranks(kind: str, save
         set_seed(3)
         loader = prepared(kind, index, saved_on, 0)
         rows += rows_of(loader, kind, stop_after=2)
-        states.append((loader.state_dict(), capture_host_streams()))
+        states.append((loader.state_dict(), capture_rng_states()))
     for index in range(continued_on):
         set_seed(8)  # another process: only the checkpoint knows the seed
         loader = prepared(kind, index, continued_on, index % 2)

@@ -621,3 +621,18 @@ def test_loader_settings_reach_the_loader() -> None:
 def test_contradicting_old_and_new_precision_is_refused() -> None:
     with pytest.raises(SettingError, match="contradict"):
         Accelerator(cpu=True, fp16=True, mixed_precision="bf16")
+
+
+def test_an_error_while_a_model_is_prepared_is_what_the_caller_hears(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the model has lost parameters by then that the optimizer trains."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(model: nn.Module, *_: object) -> nn.Module:
+        del model.bias
+        raise RuntimeError("no room on the device")
+
+    monkeypatch.setattr(accelerator.strategy, "place_model", fail)
+    with pytest.raises(RuntimeError, match="no room on the device"):
+        accelerator.prepare(model, optimizer)

@@ -235,7 +235,9 @@ def _broadcast(batches: list[Any], structures: list[Any], device: object, world:
     if not world.is_main:
         batches = [send_to_device(initialize_tensors(structure), device) for structure in structures]
     return [
-        recursively_apply(lambda tensor: collectives.broadcast(tensor, from_process=0, world=world), batch)
+        recursively_apply(
+            lambda tensor: collectives.broadcast(tensor, from_process=0, world=world, same_shapes=True), batch
+        )
         for batch in batches
     ]
 

@@ -4,9 +4,9 @@ In a world of one every function returns what it would return there, without tor
 gradient.
 
 On the host every operation begins with one message of a length that all ranks know, with a checksum of what this rank
-is about to do; short tensors are in the same message. Where ranks disagree, all of them raise, with what each gave.
-Where a device's own backend carries the tensors, reading a checksum would wait for the device: there the ranks' shapes
-are compared in debug mode, through the store.
+is about to do; short tensors are in the same message. Where a device's own backend carries the tensors, reading such a
+message would wait for the device: there the ranks compare the checksums through the store. Where they disagree, all of
+them raise, with what each gave.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..callers import call_site
 from ..devices.table import KINDS
 from ..errors import CollectiveError, NotBuilt, SettingError, UnequalTensors
 from ..nested import chained_operation, flat_tensors, get_shape, recursively_apply
-from .messages import Buffers, MessageLengths, describe, joined_message_for, message_for
+from .messages import Buffers, MessageLengths, checksum, describe, joined_message_for, message_for
 from .store_client import Coordinator
 from .world import World, current_world, join_world
 
@@ -62,10 +62,9 @@ class CannotPadNestedTensorWarning(UserWarning):
 
 
 def verify_operation(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate `function`, whose first argument is what it communicates, to run as one numbered operation of the world.
+    """Decorate `function` to run as one numbered operation of the world.
 
-    In debug mode ranks publish the call, and compare shapes first where `function` itself can't. In a world of one,
-    `function` is simply called.
+    In debug mode ranks publish the call with its line. In a world of one, `function` is simply called.
     """
 
     @functools.wraps(function)
@@ -78,10 +77,6 @@ def verify_operation(function: Callable[Parameters, Result]) -> Callable[Paramet
         # On the host the wait checks the other ranks, so the operation is published only once the wait gets long.
         is_published = world.debug or name in _OF_OBJECTS or world.backend not in _ON_HOST
         coordinator.begin(name, with_site=world.debug, publish=is_published)
-        if world.debug and world.backend not in _ON_HOST:
-            data = args[0] if args else kwargs.get("tensor")
-            compared = None if name in _OF_OBJECTS or data is None else _describe(data)
-            coordinator.compare(json.dumps([name, compared]), _mismatch)
         try:
             return function(*args, **kwargs)
         except RuntimeError as error:
@@ -146,20 +141,28 @@ def _exchange_first_message(
     *,
     how: str = "",
     limit_bytes: int | None = None,
+    same_shapes: bool = False,
 ) -> Buffers | None:
     """Check that all ranks are in `operation` with such tensors; return those of all ranks, if the message held them.
 
-    It does where it has room for them, and they are no longer than `limit_bytes`.
+    It does where it has room for them, and they are no longer than `limit_bytes`; never on a device.
 
     Args:
         how: arguments of the operation that have to be the same on all ranks.
+        same_shapes: the ranks are known to agree, so on a device they needn't wait for each other to find that out.
 
     Raises:
         CollectiveError: on every rank, when the ranks disagree.
     """
-    if world.backend not in _ON_HOST:
-        return None
     coordinator = coordinator_of(world, operation)
+    if world.backend not in _ON_HOST:
+        if not same_shapes or world.debug:
+            ranks = range(world.size) if world.group is None else dist.get_process_group_ranks(world.group)
+            described = describe(leaves, plain=all(map(_is_plain, leaves)))
+            shapes = [(tuple(shape), dtype) for shape, dtype, _ in described]
+            if not coordinator.agree(checksum(operation, how, shapes), ranks):
+                raise _disagreement(operation, data, world, how)
+        return None
     lengths = coordinator.lengths.setdefault(world.group, MessageLengths())
     is_plain = all(_is_plain(leaf) and leaf.is_cpu for leaf in leaves)
     message = message_for(describe(leaves, plain=is_plain), world.size, f"{operation} {how}", lengths.next)
@@ -311,11 +314,14 @@ def _all_gather(joined: torch.Tensor, part: torch.Tensor, world: World) -> Any:
 
 def _for_backend(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """Return the tensor's content as the backend can carry it: contiguous, on its device, of a dtype it knows."""
-    tensor = tensor.detach()
-    if world.backend not in _ON_HOST and f"{tensor.device.type}:" not in str(world.backend):
-        tensor = tensor.to(world.device)
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    tensor = _where_carried(tensor.detach(), world).resolve_conj().resolve_neg().contiguous()
     return tensor if tensor.dtype in _CARRIED_DTYPES else tensor.view(torch.uint8)
+
+
+def _where_carried(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """Return `tensor` on a device that the backend knows."""
+    is_known = world.backend in _ON_HOST or f"{tensor.device.type}:" in str(world.backend)
+    return tensor if is_known else tensor.to(world.device)
 
 
 def _from_backend(carried: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -371,15 +377,25 @@ def receive_object(sender: int, *, world: World) -> Any:
 
 
 @verify_operation
-def broadcast(tensor: Data, from_process: int = 0, *, world: World | None = None) -> Data:
-    """Overwrite every tensor in `tensor`, in place, with that of rank `from_process`, as torch's broadcast does."""
+def broadcast(tensor: Data, from_process: int = 0, *, world: World | None = None, same_shapes: bool = False) -> Data:
+    """Overwrite every tensor in `tensor`, in place, with that of rank `from_process`, as torch's broadcast does.
+
+    Args:
+        same_shapes: the ranks' tensors are known to agree: on a device, that isn't compared first.
+    """
     here = world_or_joined(world)
     _check_source(from_process, here)
     if here.size == 1:
         return tensor
     leaves = _leaves_of(tensor, "broadcast")
     buffers = _exchange_first_message(
-        "broadcast", tensor, leaves, here, how=f"from_process={from_process}", limit_bytes=_SHORT_BYTES
+        "broadcast",
+        tensor,
+        leaves,
+        here,
+        how=f"from_process={from_process}",
+        limit_bytes=_SHORT_BYTES,
+        same_shapes=same_shapes,
     )
     if buffers is None:
         return recursively_apply(_broadcast_one, tensor, from_process, here)
@@ -449,11 +465,21 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None, *, world: World |
 
 
 @verify_operation
-def reduce(tensor: Data, reduction: Reduction = "mean", scale: float = 1.0, *, world: World | None = None) -> Data:
+def reduce(
+    tensor: Data,
+    reduction: Reduction = "mean",
+    scale: float = 1.0,
+    *,
+    world: World | None = None,
+    same_shapes: bool = False,
+) -> Data:
     """Return the elementwise sum, mean or max over ranks of every tensor in `tensor`, times `scale`, as new tensors.
 
     The results are tensors of their own, also in a world of one. Truth values add up to int64. With `"none"` nothing
     is reduced.
+
+    Args:
+        same_shapes: the ranks' tensors are known to agree: on a device, that isn't compared first.
 
     Raises:
         TypeError: there is something other than tensors in the containers.
@@ -472,7 +498,9 @@ def reduce(tensor: Data, reduction: Reduction = "mean", scale: float = 1.0, *, w
         return recursively_apply(lambda item: item * scale, tensor)
     for leaf in leaves:
         _check_reducible(leaf, reduction)
-    buffers = _exchange_first_message("reduce", tensor, leaves, here, how=reduction, limit_bytes=_SHORT_BYTES)
+    buffers = _exchange_first_message(
+        "reduce", tensor, leaves, here, how=reduction, limit_bytes=_SHORT_BYTES, same_shapes=same_shapes
+    )
     if buffers is None:
         return recursively_apply(_reduce_one, tensor, reduction, scale, here)
     rank_rows = iter(buffers.rank_rows)
@@ -513,7 +541,8 @@ def _over_ranks(rank_rows: torch.Tensor, reduction: str) -> torch.Tensor:
 
 def _reduce_one(tensor: torch.Tensor, reduction: str, scale: float, world: World) -> torch.Tensor:
     widened = _widened(tensor.detach(), tensor)
-    result = _for_backend(widened, world) if not tensor.is_complex() else widened.contiguous().clone()
+    is_complex = tensor.is_complex()
+    result = _where_carried(widened, world).contiguous().clone() if is_complex else _for_backend(widened, world)
     if result.data_ptr() == tensor.data_ptr():
         result = result.clone()
     operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM

@@ -49,9 +49,9 @@ class Message:
         self._device = description[0][2] if self.is_whole and description else torch.device("cpu")
         #: How long it would have to be to hold its tensors, where one message is faster.
         self.needed_bytes: int = position if _is_packable(description) else _SHORTEST_BYTES
-        self._checksum = _checksum(operation, [(tuple(shape), dtype) for shape, dtype, _ in description])
+        self._checksum = checksum(operation, [(tuple(shape), dtype) for shape, dtype, _ in description])
         #: The same for the messages of the same call in each iteration of a loop.
-        self.kind: int = _checksum(operation, [(len(shape), dtype) for shape, dtype, _ in description])
+        self.kind: int = checksum(operation, [(len(shape), dtype) for shape, dtype, _ in description])
         self._buffers = self._make_buffers() if (size + 1) * self._num_bytes <= _REUSED_BYTES else None
 
     def buffers(self) -> Buffers:
@@ -109,7 +109,8 @@ class Buffers:
         return [take() for take in self._gatherers]
 
 
-def _checksum(*values: object) -> int:
+def checksum(*values: object) -> int:
+    """Return a number that other values very likely don't have."""
     return zlib.crc32(repr(values).encode())
 
 

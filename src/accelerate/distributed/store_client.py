@@ -107,6 +107,8 @@ _NUM_PUBLISHING: Final = 128
 _SHORTEST_SLEEP_SECONDS: Final = 5e-5
 _LONGEST_SLEEP_SECONDS: Final = 0.02
 _SEPARATOR: Final = "|"
+_COUNT_BITS: Final = 20
+_COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
 #: Operations that no rank leaves before all have entered.
 _NEEDS_ALL: Final = (
     *("wait_for_everyone", "gather", "gather_object", "reduce"),
@@ -137,6 +139,7 @@ class Coordinator:
         #: `messages.MessageLengths` by process group; here, because they end with the world.
         self.lengths: dict[Any, Any] = {}
         self.calls: CallRendezvous = CallRendezvous(self)
+        self._num_agreements: dict[str, int] = {}  # by the ranks among which they were
         self._published_number = 0  # of the operation that this rank has published last
         self._requests = RequestThread("accelerate store requests")
 
@@ -229,23 +232,32 @@ class Coordinator:
                 if num_waits * interval >= self.timeout:
                     raise CollectiveError(self._too_late()) from error
 
-    def compare(self, description: str, mismatch: Callable[[list[str], list[str]], str | None]) -> None:
-        """Compare all ranks' descriptions of this operation.
-
-        `mismatch` is given the descriptions and the call sites of all ranks and returns what is wrong, if anything.
+    def agree(self, checksum: int, ranks: Sequence[int]) -> bool:
+        """Return whether all of `ranks`, each of which makes this call, gave the same `checksum`.
 
         Raises:
-            CollectiveError: it returned something.
+            CollectiveError: one of them never will make it, or doesn't within the timeout.
         """
-        number = self.number
-        self.request(lambda: self.store.set(f"{number}/call/{self.rank}", f"{self.site}{_SEPARATOR}{description}"))
-        keys = [f"{number}/call/{rank}" for rank in range(self.size)]
-        self._wait_until(lambda: self.store.check(keys))
-        calls = self.request(lambda: [self.store.get(key).decode() for key in keys])
-        sites, descriptions = zip(*(call.split(_SEPARATOR, 1) for call in calls), strict=True)
-        wrong = mismatch(list(descriptions), list(sites))
-        if wrong is not None:
-            raise CollectiveError(wrong)
+        scope = "" if len(ranks) == self.size else "-".join(map(str, ranks))
+        number = self._num_agreements[scope] = self._num_agreements.get(scope, 0) + 1
+        total = 0  # how many ranks have arrived, and above _COUNT_BITS how many of them differ from the first
+
+        def have_arrived(amount: int = 0) -> bool:
+            nonlocal total
+            total = self.store.add(f"{scope}/{number}/agreeing", amount)
+            return total & _COUNT_MASK == len(ranks)
+
+        def arrive() -> bool:
+            first = self.store.compare_set(f"{scope}/{number}/first", "", str(checksum))
+            differs = int(first) != checksum
+            is_last = have_arrived(1 + (differs << _COUNT_BITS))
+            if is_last and number > 1:  # all have left the one before
+                self._delete(f"{scope}/{number - 1}/agreeing", f"{scope}/{number - 1}/first")
+            return is_last
+
+        if not self.request(arrive):
+            self._wait_until(have_arrived, longest_sleep=_LONGEST_SLEEP_SECONDS / 20)
+        return total == len(ranks)
 
     def leave(self, *groups: object) -> None:
         """Publish that this rank makes no more calls.
@@ -300,10 +312,17 @@ class Coordinator:
 
     # -- waiting -------------------------------------------------------------------------------------------
 
-    def _wait_until(self, ready: Callable[[], bool], setter: int | None = None, *, checks_torch: bool = False) -> None:
+    def _wait_until(
+        self,
+        ready: Callable[[], bool],
+        setter: int | None = None,
+        *,
+        checks_torch: bool = False,
+        longest_sleep: float = _LONGEST_SLEEP_SECONDS,
+    ) -> None:
         start = time.monotonic()
         next_check = start + CHECK_SECONDS
-        while not self.request(lambda: self._poll(ready)):
+        while not self.request(lambda: self._poll(ready, longest_sleep)):
             now = time.monotonic()
             if now - start > self.timeout.total_seconds():
                 raise CollectiveError(self._too_late())
@@ -315,11 +334,11 @@ class Coordinator:
                     raise CollectiveError(verdict)
                 next_check = now + min(30.0, max(CHECK_SECONDS, (now - start) / 4))
 
-    def _poll(self, ready: Callable[[], bool]) -> bool:
+    def _poll(self, ready: Callable[[], bool], longest_sleep: float) -> bool:
         # Polled: a blocking wait would hold the store's connection, and torch logs every wait that times out.
         until = time.monotonic() + min(CHECK_SECONDS, self.timeout.total_seconds()) / 2
         sleep_seconds = _SHORTEST_SLEEP_SECONDS
-        longest = min(1.0, _LONGEST_SLEEP_SECONDS * max(1.0, self.size / 8))
+        longest = min(1.0, longest_sleep * max(1.0, self.size / 8))
         while not ready():
             if time.monotonic() > until:
                 return False
@@ -338,7 +357,10 @@ class Coordinator:
 
     def _delete_keys(self, number: int, operation: str) -> None:
         """Delete the keys of an operation that every rank has left."""
-        for key in (f"{number}/{operation}/arrived", f"{number}/{operation}/open"):
+        self._delete(f"{number}/{operation}/arrived", f"{number}/{operation}/open")
+
+    def _delete(self, *keys: str) -> None:
+        for key in keys:
             try:
                 self.store.delete_key(key)
             except (RuntimeError, NotImplementedError):

@@ -24,6 +24,7 @@ from ..distributed.mesh import Mesh
 from ..distributed.world import World
 from ..errors import PreparationError
 from ..hooks.align import has_offloaded_params
+from ..modules import moved
 from ..plugins import Plugins
 from ..plugins.data import DataLoaderConfiguration
 from ..plugins.deepspeed import DummyOptim, DummyScheduler
@@ -95,7 +96,7 @@ class Strategy(ABC):
         model = precision.convert(model)
         precision.patch_forward(model)
         if device_placement and not _must_not_move(model, self.world.device):
-            model = model.to(self.world.device)
+            model = moved(model, self.world.device)
         if not evaluation_mode:
             model = self._wrap(model)
         precision.patch_wrapped(model)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from ..big_models.sizes import find_tied_parameters, retie_parameters
 from ..checkpointing.sharded import StateAccess
 from ..distributed.world import World
 from ..errors import SettingError
+from ..modules import moved
 from ..nested import recursively_apply, send_to_device
 from ..precision import Precision
 from ..settings import env
@@ -100,7 +100,7 @@ class XlaDevices(Strategy):
                 recompute_activations(units)
         precision.patch_forward(model)
         if device_placement or plugin is not None:
-            model = _moved(model, self.world.device)
+            model = moved(model, self.world.device)
         if plugin is not None:
             self._shard(model, units)
         elif self.world.size > 1 and not evaluation_mode:
@@ -236,14 +236,6 @@ class XlaPrefetch:
         """Return the batch that was sent, for a new program."""
         _sync()
         return sent
-
-
-def _moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Move ``model`` to ``device``, and tie again the weights that moving to XLA untied."""
-    tied = find_tied_parameters(model)
-    model = model.to(device)
-    retie_parameters(model, tied)
-    return model
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -386,7 +386,7 @@ class WindowWeights:
                 loss.device,
             )
         weight = torch.as_tensor(total, dtype=dtype, device=loss.device).detach()
-        weight = reduce(weight, "sum", world=self._mesh.within(*TOKEN_AXES))
+        weight = reduce(weight, "sum", world=self._mesh.within(*TOKEN_AXES), same_shapes=True)
         factor = torch.where(weight > 0, self._mesh.size(*TOKEN_AXES) / weight, torch.zeros_like(weight))
         # A factor that is wider than the loss would widen it, and all that is computed from it.
         return factor.to(torch.promote_types(loss.dtype, torch.float32))

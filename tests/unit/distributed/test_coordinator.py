@@ -100,13 +100,31 @@ def test_a_store_that_doesnt_respond_is_an_error_after_its_timeout() -> None:
     unplugged.set()
 
 
-def test_descriptions_are_compared_on_every_rank() -> None:
-    def describe(coordinator: Coordinator) -> None:
-        coordinator.begin("gather", with_site=True)
-        coordinator.compare(f"shape {coordinator.rank}", lambda texts, sites: f"{texts} {len(sites)}")
+@pytest.mark.parametrize("given", [(7, 7, 7), (7, 7, 8), (6, 7, 8)])
+def test_every_rank_hears_whether_all_agree(given: tuple[int, ...]) -> None:
+    def agree(coordinator: Coordinator) -> list[bool]:
+        checksum = given[coordinator.rank] << 15
+        found = [coordinator.agree(number, range(3)) for number in (1, checksum, 2, checksum)]
+        pairs = [rank for rank in range(3) if rank != 1]
+        if coordinator.rank in pairs:  # ranks of a group count their agreements apart
+            found.append(coordinator.agree(checksum, pairs))
+        return [*found, coordinator.agree(3, range(3))]
 
-    for message in run_ranks(describe, describe):
-        assert message == "['shape 0', 'shape 1'] 2"
+    def same(coordinator: Coordinator) -> list[bool]:
+        found = agree(coordinator)
+        assert coordinator.store.num_keys() < 10
+        return found
+
+    all_agree, ends_agree = len(set(given)) == 1, given[0] == given[2]
+    pair = [ends_agree]
+    expected = [True, all_agree, True, all_agree]
+    found = run_ranks(same, same, same)
+    assert found == [[*expected, *pair, True], [*expected, True], [*expected, *pair, True]]
+
+
+def test_ranks_that_never_arrive_cant_agree() -> None:
+    waiting, _ = run_ranks(lambda one: one.agree(one.begin("gather"), range(2)), lambda other: None, seconds=0.3)
+    assert "Not there: rank 1." in waiting
 
 
 def test_old_keys_are_deleted() -> None:

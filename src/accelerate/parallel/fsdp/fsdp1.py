@@ -33,6 +33,7 @@ from ...torch_private.fsdp import (
     snapshot_flat_gradients,
     trained_parameters,
 )
+from ...torch_private.modules import takes_data_of
 from ...training.oom_retry import Retryable, RetryMode, snapshot_gradients
 from ...training.open_window import GradientHolder
 from ..base import Strategy, StrategyOptions, recompute_activations
@@ -112,7 +113,8 @@ class FlatShard(Strategy):
     def _wrapped(self, model: torch.nn.Module, ignored: list[torch.nn.Module]) -> FullyShardedDataParallel:
         plugin, on_cpu = self.plugin, self.world.device.type == "cpu"
         sync, init = plugin.sync_module_states, plugin.param_init_fn
-        if sync and on_cpu:  # torch's own broadcast needs an accelerator
+        # Torch's own broadcast needs an accelerator, and one whose memory a parameter takes.
+        if sync and (on_cpu or not takes_data_of(torch.empty(0), self.world.device)):
             broadcast_from_main(model, model, self.world)
             replicate_unsharded(model, self._mesh(), self.world)
             sync, init = False, None

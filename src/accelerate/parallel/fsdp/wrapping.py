@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from ...errors import SettingError
+from ...modules import move_in_place
 from ...torch_private.fsdp import modules_of_policy
 from ..rebind import canonical_name
 
@@ -126,5 +127,5 @@ def get_parameters_from_modules(
     """Move ``modules`` (or those whose names match) to ``device``, and return their parameters."""
     found = find_ignored(modules, model)
     for module in found:
-        module.to(device)
+        move_in_place(module, device)
     return {parameter for module in found for parameter in module.parameters()}
