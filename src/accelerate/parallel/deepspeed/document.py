@@ -166,7 +166,7 @@ def _batch_sizes(plugin: DeepSpeedPlugin, prepared: PreparedObjects, steps: int,
     }
 
 
-def _batch_size(loader: Any) -> int:
+def _batch_size(loader: object) -> int:
     size = getattr(loader, "batch_size", None)
     if size is None:
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
@@ -201,14 +201,14 @@ def _width_of(config: Any) -> int | None:
     return None
 
 
-def _of_optimizer(optimizer: Any) -> dict[str, Any]:
+def _of_optimizer(optimizer: object) -> dict[str, object]:
     if not isinstance(optimizer, DummyOptim):
         return {}
     named = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
     return {f"optimizer.params.{name}": value for name, value in named.items()}
 
 
-def _of_scheduler(prepared: PreparedObjects) -> dict[str, Any]:
+def _of_scheduler(prepared: PreparedObjects) -> dict[str, object]:
     scheduler = prepared.scheduler
     if not isinstance(scheduler, DummyScheduler):
         return {}

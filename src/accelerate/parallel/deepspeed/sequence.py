@@ -6,7 +6,7 @@ Bekman et al., "Arctic Long Sequence Training: Scalable And Efficient Training F
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import torch
 
@@ -16,11 +16,19 @@ from ...hooks.attention import refuse_recurrent_layers
 from ...optional import require
 from ...plugins.parallelism import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from ...training.accumulation import GradientState
+from .engine import Engine
 
 #: The oldest DeepSpeed that has it.
 ULYSSES_FLOOR: Final = "0.18.2"
 _PURPOSE: Final = "sequence parallelism (sp_backend='deepspeed')"
 _WITHOUT_WHOLE_MASKS: Final = ("eager", "flex_attention")
+
+
+class Architecture(Protocol):
+    """The part of a configuration of transformers that says how many heads the attention has."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
 
 
 def deepspeed_config_of(config: ParallelismConfig | None) -> ParallelismConfig | None:
@@ -60,10 +68,10 @@ def check(config: ParallelismConfig, model: torch.nn.Module, *, even_batches: bo
     _attention(handler, model)
 
 
-def _architecture(model: torch.nn.Module) -> Any:
+def _architecture(model: torch.nn.Module) -> Architecture:
     config: Any = getattr(model, "config", None)
     text_config = getattr(config, "get_text_config", None)
-    described = None if text_config is None else text_config()
+    described: Any = None if text_config is None else text_config()
     if getattr(described, "num_key_value_heads", None) is None:
         raise PreparationError(
             f"{type(model).__name__}: DeepSpeed's sequence parallelism exchanges the attention of models from "
@@ -73,7 +81,7 @@ def _architecture(model: torch.nn.Module) -> Any:
     return described
 
 
-def _attention(handler: DeepSpeedSequenceParallelConfig, model: Any) -> str:
+def _attention(handler: DeepSpeedSequenceParallelConfig, model: torch.nn.Module) -> str:
     """Return the attention implementation that the model calls.
 
     Raises:
@@ -103,7 +111,7 @@ class Ulysses:
     """
 
     def __init__(
-        self, config: ParallelismConfig, model: Any, micro_batch_size: int, gradient_state: GradientState
+        self, config: ParallelismConfig, model: torch.nn.Module, micro_batch_size: int, gradient_state: GradientState
     ) -> None:
         self.size: int = config.sp_size
         self._num_added = self.size
@@ -123,7 +131,7 @@ class Ulysses:
         )
         together = self._functions[self._kind]
 
-        def attention(module: torch.nn.Module, *args: object, **kwargs: Any) -> Any:
+        def attention(module: torch.nn.Module, *args: object, **kwargs: object) -> object:
             has_parts = module.training or isinstance(gradient_state.active_dataloader, SequenceShardLoader)
             return (together if has_parts else original)(module, *args, **kwargs)
 
@@ -134,7 +142,7 @@ class Ulysses:
         if isinstance(loader, SequenceShardLoader):
             return loader
 
-        def parts(loader: Any) -> Iterable[Any]:
+        def parts(loader: object) -> Iterable[object]:
             return self._module.UlyssesSPDataLoaderAdapter(
                 loader,
                 sp_rank=self.groups.get_sequence_parallel_rank(),
@@ -145,7 +153,7 @@ class Ulysses:
 
         return SequenceShardLoader(loader, parts, self.size)
 
-    def set_loss_scaling(self, engine: Any) -> None:
+    def set_loss_scaling(self, engine: Engine) -> None:
         """Set how losses are scaled for ``engine``.
 
         ZeRO adds the gradients of the ranks that share a sequence, except where stage 3 scatters them: it averages.

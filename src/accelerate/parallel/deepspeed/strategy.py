@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ...checkpointing import StagingDirectory
 from ...checkpointing.run_state import Stateful, StrategyState
@@ -35,6 +36,7 @@ from .engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
+    Engine,
     map_pytorch_optim_to_deepspeed,
 )
 from .sequence import Ulysses
@@ -53,7 +55,7 @@ class DeepSpeed(Strategy):
         super().__init__(world, options)
         self.retry = None
         self.engine: DeepSpeedEngineWrapper | None = None
-        self._engines: list[Any] = []
+        self._engines: list[Engine] = []
         self._ulysses: Ulysses | None = None
         self._clips_as_called = False  # whether the clipping norm is that of clip_grad_norm_()
         self._has_warned = False
@@ -179,7 +181,7 @@ class DeepSpeed(Strategy):
 
     def _initialize_kwargs(
         self, plugin: DeepSpeedPlugin, prepared: PreparedObjects, arguments: PreparedArguments
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the arguments of ``deepspeed.initialize`` besides the model."""
         # DeepSpeed takes entries out of what it is given.
         kwargs: dict[str, Any] = {"config_params": copy.deepcopy(plugin.deepspeed_config)}
@@ -200,7 +202,9 @@ class DeepSpeed(Strategy):
             kwargs["lr_scheduler"] = own.current
         return kwargs
 
-    def _replace(self, arguments: PreparedArguments, optimizer: Any, scheduler: Any) -> None:
+    def _replace(
+        self, arguments: PreparedArguments, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None
+    ) -> None:
         """Replace optimizer and scheduler among the arguments by wrappers of the engine's."""
         wrapped: Any = None
         for argument in _fresh(arguments, Role.OPTIMIZER):
@@ -211,7 +215,7 @@ class DeepSpeed(Strategy):
         for argument in [*_fresh(arguments, Role.SCHEDULER), *([own] if own is not None else [])]:
             argument.current, argument.role = DeepSpeedSchedulerWrapper(scheduler, wrapped), Role.SCHEDULER
 
-    def _compile(self, engine: Any) -> None:
+    def _compile(self, engine: Engine) -> None:
         plugin = self.options.plugins.dynamo
         if plugin is None or str(plugin.backend) == "NO":
             return
@@ -222,7 +226,7 @@ class DeepSpeed(Strategy):
         else:
             engine.compile(backend=options.pop("backend"), compile_kwargs=options)
 
-    def _register_engine(self, engine: Any, *, trains: bool) -> None:
+    def _register_engine(self, engine: Engine, *, trains: bool) -> None:
         self._engines.append(engine)
         if not trains:  # for evaluation: no backward goes through it
             return
@@ -324,11 +328,11 @@ class DeepSpeed(Strategy):
         """The state of engines, and of models without one."""
         return _DeepSpeedState(self)
 
-    def engine_of(self, model: torch.nn.Module) -> Any:
+    def engine_of(self, model: torch.nn.Module) -> Engine | None:
         """Return ``model`` if it is an engine of this strategy; None for a model without one."""
-        return model if any(engine is model for engine in self._engines) else None
+        return next((engine for engine in self._engines if engine is model), None)
 
-    def may_gather(self, engine: Any) -> bool:
+    def may_gather(self, engine: Engine) -> bool:
         """Return True unless the configuration forbids to gather the weights of ``engine``, which are sharded."""
         return not engine.zero_optimization_partition_weights() or bool(self.plugin.get_value(_GATHER, False))
 
@@ -383,7 +387,7 @@ class _DeepSpeedState(ModelState[DeepSpeed]):
 
         In stage 3 the latter are gathered where the configuration allows it, or where nothing else is saved.
         """
-        engines = [model for model in models if self.strategy.engine_of(model) is not None]
+        engines = [engine for engine in map(self.strategy.engine_of, models) if engine is not None]
         writes_whole = model_only or all(map(self.strategy.may_gather, engines))
         writes_whole = writes_whole and self.strategy.plugin.tensor_parallel_size == 1
         access = self.access
@@ -394,16 +398,17 @@ class _DeepSpeedState(ModelState[DeepSpeed]):
         )
         return StrategyState(weights, write=None if model_only else _folders_of(engines, models))
 
-    def restorable(self, optimizers: Sequence[Any]) -> Sequence[Any]:
+    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
         """Return the optimizers that no engine restores."""
         return [one for one in optimizers if not isinstance(one, DeepSpeedOptimizerWrapper)]
 
 
-def _folders_of(engines: Sequence[Any], models: Sequence[Any]) -> Callable[[StagingDirectory], None]:
+def _folders_of(engines: Sequence[Engine], models: Sequence[torch.nn.Module]) -> Callable[[StagingDirectory], None]:
     def write(staging: StagingDirectory) -> None:
         for index, model in enumerate(models):
-            if any(engine is model for engine in engines):
-                model.save_checkpoint(str(staging.folder), tag=engine_tag(index))
+            engine = next((one for one in engines if one is model), None)
+            if engine is not None:
+                engine.save_checkpoint(str(staging.folder), tag=engine_tag(index))
 
     return write
 
@@ -423,7 +428,7 @@ def _scheduler_of_deepspeed(arguments: PreparedArguments) -> PreparedArgument | 
     return next((argument for argument in arguments.of(Role.FOREIGN) if type(argument.current).__name__ in names), None)
 
 
-def _trainable(params: Any) -> Any:
+def _trainable(params: Any) -> list[Any]:
     """Return the parameters that have gradients; parameter groups as they are."""
     given = list(params)
     if given and isinstance(given[0], dict):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 import torch
 
@@ -31,9 +32,33 @@ from ..rebind import canonical_name, inner_optimizer
 from .wrapping import find_ignored, find_wrap_units
 
 if TYPE_CHECKING:
+    from ...distributed.world import World
+    from ...plugins.fsdp import FullyShardedDataParallelPlugin
+    from ...precision import Precision
     from ...precision.sharded_scaler import ShardedScaler
+    from ..base import Strategy
+    from .fsdp2 import FullyShard
+
+Value = TypeVar("Value")
 
 _RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+class ShardingAccelerator(Protocol):
+    """The members of an Accelerator that these functions use."""
+
+    world: World
+    strategy: Strategy
+    precision: Precision
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the version is 2."""
+        ...
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all ranks are here."""
+        ...
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -50,10 +75,10 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def save_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    model: Any,
-    output_dir: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: ShardingAccelerator,
+    model: torch.nn.Module,
+    output_dir: str | PathLike[str],
     model_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
@@ -78,10 +103,10 @@ def save_fsdp_model(
 
 
 def load_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    model: Any,
-    input_dir: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: ShardingAccelerator,
+    model: torch.nn.Module,
+    input_dir: str | PathLike[str],
     model_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
@@ -107,11 +132,11 @@ def load_fsdp_model(
 
 
 def save_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: Any,
-    output_dir: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: ShardingAccelerator,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    output_dir: str | PathLike[str],
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
@@ -131,11 +156,11 @@ def save_fsdp_optimizer(
 
 
 def load_fsdp_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: Any,
-    input_dir: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: ShardingAccelerator,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    input_dir: str | PathLike[str],
     optimizer_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
@@ -154,16 +179,16 @@ def load_fsdp_optimizer(
         access.load_full_optimizer_state(inner, [model], OPTIMIZER.read(Path(input_dir), optimizer_index))
 
 
-def _access(accelerator: Any, model: Any) -> StateAccess:
+def _access(accelerator: ShardingAccelerator, model: torch.nn.Module) -> StateAccess:
     return accelerator.strategy.state.access
 
 
-def _is_adapted(model: Any) -> bool:
+def _is_adapted(model: torch.nn.Module) -> bool:
     peft: Any = sys.modules.get("peft")
     return peft is not None and isinstance(getattr(model, "module", model), peft.PeftModel)
 
 
-def _of_adapter(state: dict[str, Any], model: Any, adapter_only: bool) -> dict[str, Any]:
+def _of_adapter(state: dict[str, object], model: torch.nn.Module, adapter_only: bool) -> dict[str, object]:
     if not adapter_only or not _is_adapted(model):
         return state
     inner = getattr(model, "module", model)
@@ -177,18 +202,18 @@ class _Adapter:
     PEFT leaves the adapter's own name out of what it saves; ``names`` leads from those names to the model's.
     """
 
-    def __init__(self, access: StateAccess, model: Any) -> None:
+    def __init__(self, access: StateAccess, model: torch.nn.Module) -> None:
         self._access = access
         shards = access.model_shards(model)
         full = {id(value): name for name, value in shards.items()}
         self.names = {name: full[id(value)] for name, value in _of_adapter(shards, model, True).items()}
 
-    def model_shards(self, model: Any) -> dict[str, Any]:
+    def model_shards(self, model: torch.nn.Module) -> dict[str, object]:
         """Return the adapter's weights by the names that files use."""
         shards = self._access.model_shards(model)
         return {name: shards[full] for name, full in self.names.items()}
 
-    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
+    def load_model_shards(self, model: torch.nn.Module, shards: dict[str, Any]) -> None:
         """Load ``shards`` into the adapter."""
         own = {self.names[name]: value for name, value in shards.items()}
         self._access.load_model_shards(model, {**self._access.model_shards(model), **own})
@@ -197,7 +222,7 @@ class _Adapter:
 # -- version 2, step by step ---------------------------------------------------------------------------------
 
 
-def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+def fsdp2_prepare_model(accelerator: ShardingAccelerator, model: torch.nn.Module) -> torch.nn.Module:
     """Shard ``model`` as the Accelerator's plugin says; one that is sharded already comes back as it is.
 
     Raises:
@@ -207,7 +232,7 @@ def fsdp2_prepare_model(accelerator: Any, model: torch.nn.Module) -> torch.nn.Mo
     return strategy.place_model(model, accelerator.precision, True)
 
 
-def fsdp2_apply_ac(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
+def fsdp2_apply_ac(accelerator: ShardingAccelerator, model: torch.nn.Module) -> torch.nn.Module:
     """Make the wrap units of ``model`` recompute their activations in backward, and return it."""
     plugin = _strategy_of(accelerator).plugin
     plugin.set_auto_wrap_policy(model)
@@ -216,17 +241,18 @@ def fsdp2_apply_ac(accelerator: Any, model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _strategy_of(accelerator: Any) -> Any:
+def _strategy_of(accelerator: ShardingAccelerator) -> FullyShard:
     if not accelerator.is_fsdp2 or accelerator.world.backend is None:
         raise PreparationError(
             "This needs an Accelerator for FSDP2 in a world of processes: launch with `accelerate launch` and give "
             "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)."
         )
-    return accelerator.strategy
+    strategy: Any = accelerator.strategy  # that of FSDP2, as checked above
+    return strategy
 
 
 def fsdp2_prepare_auto_wrap_policy(
-    fsdp2_plugin: Any, model: torch.nn.Module
+    fsdp2_plugin: FullyShardedDataParallelPlugin, model: torch.nn.Module
 ) -> Callable[[torch.nn.Module], bool] | None:
     """Return a function that is true for wrap units of ``model``; None where the plugin has no policy."""
     fsdp2_plugin.set_auto_wrap_policy(model)
@@ -238,12 +264,12 @@ def fsdp2_prepare_auto_wrap_policy(
     return units.__contains__
 
 
-def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+def fsdp2_canonicalize_names(named_params: Mapping[str, Value]) -> dict[str, Value]:
     """Return ``named_params`` under the names of the user's own model."""
     return {canonical_name(name): value for name, value in named_params.items()}
 
 
-def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, torch.Tensor]) -> None:
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[object, torch.Tensor]) -> None:
     """Replace each parameter ``p`` of ``optimizer`` by ``mapping[p.data_ptr]`` (or ``mapping[p]``).
 
     Raises:
@@ -254,7 +280,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
         group["params"][:] = switched
 
 
-def _switched(parameter: Any, mapping: Mapping[Any, torch.Tensor]) -> torch.Tensor:
+def _switched(parameter: torch.Tensor, mapping: Mapping[object, torch.Tensor]) -> torch.Tensor:
     for key in (parameter, getattr(parameter, "data_ptr", None)):
         try:
             if key in mapping:
@@ -268,7 +294,10 @@ def _switched(parameter: Any, mapping: Mapping[Any, torch.Tensor]) -> torch.Tens
 
 
 def fsdp2_load_full_state_dict(
-    accelerator: Any, model: torch.nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
+    accelerator: ShardingAccelerator,
+    model: torch.nn.Module,
+    full_sd: Mapping[str, torch.Tensor],
+    cpu_offload: bool = False,
 ) -> torch.nn.Module:
     """Load ``full_sd``, which only rank 0 needs to hold, into the sharded ``model``; a collective."""
     world = accelerator.world

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ...distributed.world import World
 from ...modules import parameter_places, put_parameter
+from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...torch_private.fsdp import mixed_precision_policy, reduce_sharded_gradients, suspend_fsdp_hooks
 from ...torch_private.tracing import tree_map
 from ..fsdp.setup import replicate_unsharded
@@ -28,7 +29,7 @@ def shard_stage(
     stage: nn.Module,
     model: nn.Module,
     units: Sequence[nn.Module],
-    plugin: Any,
+    plugin: FullyShardedDataParallelPlugin,
     mesh: DeviceMesh,
     world: World,
     *,
@@ -78,7 +79,7 @@ def free_gathered(stage: nn.Module) -> None:
             module.reshard()
 
 
-def infer_outputs(stage: nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
+def infer_outputs(stage: nn.Module, inputs: Sequence[torch.Tensor]) -> object:
     """Return the outputs of ``stage`` inside a FakeTensorMode, without gathering parameters."""
     if not isinstance(stage, FSDPModule):
         return stage(*inputs)
@@ -127,17 +128,17 @@ def _only_casting(stage: nn.Module) -> Iterator[None]:
             function()
 
 
-def _casting_inputs(policy: Any) -> Any:
+def _casting_inputs(policy: MixedPrecisionPolicy) -> Callable[..., tuple[object, object]]:
     dtype = policy.param_dtype if policy.cast_forward_inputs else None
     return lambda module, args, kwargs: (_cast(args, dtype), _cast(kwargs, dtype))
 
 
-def _casting_output(policy: Any) -> Any:
+def _casting_output(policy: MixedPrecisionPolicy) -> Callable[..., object]:
     return lambda module, args, output: _cast(output, policy.output_dtype)
 
 
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    def cast(value: Any) -> Any:
+def _cast(values: object, dtype: torch.dtype | None) -> object:
+    def cast(value: object) -> object:
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     return values if dtype is None else tree_map(cast, values)

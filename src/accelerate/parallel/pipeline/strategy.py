@@ -21,6 +21,7 @@ from ...checkpointing.sharded import StateAccess
 from ...distributed.world import World
 from ...errors import NotBuilt, PreparationError, SettingError
 from ...modules import move_in_place
+from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...plugins.parallelism import PipelineParallelConfig
 from ...precision import Precision
 from ...settings.labels import DistributedType, DynamoBackend
@@ -113,7 +114,7 @@ class PipelinedModel(nn.Module):
         found = getattr(self.__dict__["module"], name)
         return self._generating(found) if name == "generate" and inspect.ismethod(found) else found
 
-    def _generating(self, method: Any) -> Any:
+    def _generating(self, method: MethodType) -> MethodType:
         """Bind ``method`` of the user's own model to this one, so that it calls the model through all stages.
 
         Raises:
@@ -252,7 +253,9 @@ class Pipeline(Strategy):
         config = self.options.plugins.parallelism
         parallelize(model, self.mesh, None if config is None else config.tp_handler)
 
-    def _prepare_for_sharding(self, plugin: Any, model: nn.Module, precision: Precision) -> None:
+    def _prepare_for_sharding(
+        self, plugin: FullyShardedDataParallelPlugin, model: nn.Module, precision: Precision
+    ) -> None:
         """Configure ``plugin`` and ``model`` for sharding the stages."""
         if plugin.ignored_modules is not None:
             raise SettingError(
@@ -307,10 +310,10 @@ class Pipeline(Strategy):
         self,
         model: nn.Module,
         inputs: tuple[Any, ...],
-        targets: Any,
+        targets: object,
         loss_function: LossFunction,
         *,
-        scaler: Any,
+        scaler: torch.amp.GradScaler | None,
         num_steps: int,
         synchronises: bool,
     ) -> torch.Tensor:
@@ -474,7 +477,7 @@ def _apply_precision(precision: Precision, stage: nn.Module, is_last: bool) -> N
         return
     forward = stage.forward
 
-    def under_autocast(*args: object) -> Any:
+    def under_autocast(*args: object) -> object:
         with precision.autocast():
             return forward(*args)
 
