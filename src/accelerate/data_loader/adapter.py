@@ -8,10 +8,10 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import islice
-from typing import Any, Final, cast, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from ..distributed.random import host_streams
 from ..nested import send_to_device
@@ -19,7 +19,15 @@ from ..optional import require
 from ..torch_private.modules import has_running_iterator
 from ..training.accumulation import GradientState
 from .iterable import reader_like
-from .sampling import BatchCoverage, BatchInfo, ResumePosition
+from .sampling import BatchCoverage, BatchInfo, OrderState, ResumePosition
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from .prefetch import PreparedLoader
+    from .resume import PositionState
+
+Kind = TypeVar("Kind")
 
 # What torch lets a user change on a loader after its construction.
 _SETTABLE = (
@@ -88,16 +96,16 @@ class DataLoaderStateMixin:
 
 
 @cache
-def _silent(kind: type[DataLoader[object]]) -> type[DataLoader[Any]]:
+def _silent(kind: type[DataLoader[object]]) -> type[DataLoader[object]]:
     """Return a subclass of the loader class, for loaders made for every pass, that doesn't repeat torch's warnings.
 
     ``warnings.catch_warnings`` in its place would make Python forget, at every pass, which warnings it has shown.
     """
     no_check: Any = lambda self: None  # noqa: E731
-    return cast("type[DataLoader[Any]]", type(kind.__name__, (kind,), {"check_worker_number_rationality": no_check}))
+    return cast("type[DataLoader[object]]", type(kind.__name__, (kind,), {"check_worker_number_rationality": no_check}))
 
 
-_Reader: type[DataLoader[Any]] = _silent(DataLoader)
+_Reader: type[DataLoader[object]] = _silent(DataLoader)
 
 
 class DataLoaderAdapter(DataLoader[Any], ABC):
@@ -109,20 +117,24 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         MissingDependency: ``use_stateful_dataloader`` without torchdata 0.8 or newer.
     """
 
-    def __new__(cls, dataset: object = None, *args: object, **kwargs: object) -> Any:
+    def __new__(cls, dataset: object = None, *args: object, **kwargs: object) -> Self:
         """Make an instance, of torchdata's loader too where ``use_stateful_dataloader`` asks for it."""
         if kwargs.get("use_stateful_dataloader"):
-            cls = stateful_class(cls)
+            return object.__new__(stateful_class(cls))
         return object.__new__(cls)
 
     def __init__(
-        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+        self,
+        dataset: Dataset[object],
+        use_stateful_dataloader: bool = False,
+        batch_sampler: Iterable[list[object]] | None = None,
+        **kwargs: Any,
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
         # Arguments of torchdata's loader that torch's doesn't have.
         self._stateful_arguments = {name: kwargs.pop(name) for name in ("snapshot_every_n_steps",) if name in kwargs}
-        self._base: DataLoader[Any] | None = None
-        self.own_loader: DataLoader[Any] | None = None  # the user's, where its class reads in a way of its own
+        self._base: DataLoader[object] | None = None
+        self.own_loader: DataLoader[object] | None = None  # the user's, where its class reads in a way of its own
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -143,7 +155,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         """Do nothing: torch warned when the user made the loader."""
 
     @property
-    def base_dataloader(self) -> DataLoader[Any]:
+    def base_dataloader(self) -> DataLoader[object]:
         """The loader that reads: this one until the first pass."""
         return self if self._base is None else self._base
 
@@ -151,7 +163,9 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         """Set attributes that callers may look at, also those that torch fixes at construction."""
         vars(self).update(attributes)
 
-    def reader(self, dataset: Any, collate: Any, **sampling: Any) -> DataLoader[Any]:
+    def reader(
+        self, dataset: Dataset[object], collate: Callable[..., object], **sampling: object
+    ) -> DataLoader[object]:
         """Return a torch loader that reads ``dataset`` with this one's settings; the one of the last pass where workers
         persist.
         """
@@ -179,7 +193,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         get_state = getattr(self._base, "state_dict", None)
         return {} if get_state is None else get_state()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Load ``state_dict`` into torchdata's loader."""
         take = getattr(self._base, "load_state_dict", None)
         if take is not None:
@@ -192,12 +206,12 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
     def _keeps_reader(self) -> bool:
         return self.persistent_workers or self.use_stateful_dataloader
 
-    def _reader_class(self) -> type[DataLoader[Any]]:
+    def _reader_class(self) -> type[DataLoader[object]]:
         if not self.use_stateful_dataloader:
             return _Reader
         return _silent(loader_class())
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Return all but what lives in this process only: the reader and its workers, the gradient state."""
         return {**self.__dict__, "_base": None, "_gradient_state": None}
 
@@ -221,7 +235,7 @@ _FRESH: Final = {
 
 
 @cache
-def loader_class() -> type[DataLoader[Any]]:
+def loader_class() -> type[DataLoader[object]]:
     """Return torchdata's StatefulDataLoader.
 
     Raises:
@@ -230,22 +244,26 @@ def loader_class() -> type[DataLoader[Any]]:
     purpose = "use_stateful_dataloader=True"
     require("torchdata", purpose=purpose, at_least="0.8.0")
     module = require("torchdata.stateful_dataloader", purpose=purpose)
-    return cast("type[DataLoader[Any]]", module.StatefulDataLoader)
+    return cast("type[DataLoader[object]]", module.StatefulDataLoader)
+
+
+def stateful_class(kind: type[Kind]) -> type[Kind]:
+    """Return ``kind``, a class of prepared loaders, as a subclass of torchdata's loader."""
+    return cast("type[Kind]", _stateful_class(kind))
 
 
 @cache
-def stateful_class(kind: type[object]) -> type[Any]:
-    """Return ``kind``, a class of prepared loaders, as a subclass of torchdata's loader."""
+def _stateful_class(kind: type[object]) -> type[object]:
     members = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce__": _reduce, "_plain": kind}
     metaclass: Any = type(kind)
     return metaclass(kind.__name__, (kind, loader_class()), members)
 
 
-def _reduce(loader: Any) -> tuple[Any, ...]:
+def _reduce(loader: Any) -> tuple[object, ...]:
     return _blank, (loader._plain,), loader.__getstate__()
 
 
-def _blank(kind: type[Any]) -> Any:
+def _blank(kind: type[object]) -> object:
     return object.__new__(stateful_class(kind))
 
 
@@ -280,7 +298,7 @@ def generator_in(state: Mapping[str, object]) -> torch.Tensor | None:
 
 def own_form(
     state: Mapping[str, object], position: ResumePosition, dp_size: int, epoch: int, own: Mapping[str, object]
-) -> dict[str, Any]:
+) -> PositionState:
     """Return a position of torchdata's in the form that a prepared loader reads."""
     generator = generator_in(state)
     return {
@@ -298,13 +316,13 @@ def own_form(
 
 
 def torchdatas_form(
-    reader: Any,
+    reader: DataLoader[object] | None,
     num_workers: int,
     batch_info: BatchInfo | None = None,
     num_batches: int = 0,
-    root: Any = None,
-    order_state: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    root: Iterable[object] | None = None,
+    order_state: OrderState | None = None,
+) -> dict[str, object]:
     """Return the position of a loader that is read by index, in torchdata's form.
 
     Args:
@@ -314,9 +332,9 @@ def torchdatas_form(
         root: the sampler that the user's own loader reads by; None where its batches are sharded over several ranks.
         order_state: the states that the order of the epoch was drawn from.
     """
-    if not has_running_iterator(reader):
+    if reader is None or not has_running_iterator(reader):
         return {} if num_workers else dict(_FRESH)
-    state = copy.copy(cast("dict[str, Any]", reader.state_dict()))
+    state = copy.copy(cast("dict[str, Any]", cast("Any", reader).state_dict()))
     if batch_info is None:
         return state
     num_behind = 0
@@ -338,10 +356,12 @@ def torchdatas_form(
     return state
 
 
-def _sampler_state(root: Any, num_samples: int, order_state: Mapping[str, Any], reader: Any) -> dict[str, Any] | None:
+def _sampler_state(
+    root: object, num_samples: int, order_state: OrderState, reader: DataLoader[object]
+) -> dict[str, object] | None:
     is_batched = getattr(root, "batch_size", None) is not None
     sampler = getattr(root, "sampler", None) if is_batched else root
-    state: dict[str, Any] = {}
+    state: dict[str, object] = {}
     generator = _generator_at_start(sampler, order_state)
     if generator is not None and _is_torchdatas_to_be(sampler, reader):
         state = {"yielded": num_samples, "generator": generator}
@@ -350,17 +370,18 @@ def _sampler_state(root: Any, num_samples: int, order_state: Mapping[str, Any], 
     return {"samples_yielded": num_samples, **({"sampler_iter_state": state} if state else {})}
 
 
-def _is_torchdatas_to_be(sampler: Any, reader: Any) -> bool:
+def _is_torchdatas_to_be(sampler: object, reader: DataLoader[object]) -> bool:
     """Return whether torchdata's loader has a random sampler of its own here: where ``shuffle=True`` asks for one."""
     if type(sampler) is RandomSampler:
         return sampler.generator is None or sampler.generator is reader.generator
     return type(sampler).__module__ == "torchdata.stateful_dataloader.sampler"
 
 
-def _generator_at_start(sampler: Any, order_state: Mapping[str, Any]) -> torch.Tensor | None:
+def _generator_at_start(sampler: object, order_state: OrderState) -> torch.Tensor | None:
     """Return the state that a random sampler's generator had when the epoch began."""
-    if order_state.get("generator") is not None:
-        return order_state["generator"]
+    generator = order_state.get("generator")
+    if generator is not None:
+        return generator
     torch_stream = (order_state.get("streams") or {}).get("torch")
     if type(sampler) is not RandomSampler or torch_stream is None:
         return None
@@ -387,7 +408,9 @@ class SequenceShardLoader(DataLoaderStateMixin):
         skip_parts: how many parts of each pass are left out.
     """
 
-    def __init__(self, loader: Any, cut: Callable[[Any], Iterable[Any]], num_parts: int, skip_parts: int = 0) -> None:
+    def __init__(
+        self, loader: Any, cut: Callable[[Any], Iterable[object]], num_parts: int, skip_parts: int = 0
+    ) -> None:
         self.loader = loader
         self.num_parts = num_parts
         self.skip_parts = skip_parts
@@ -413,7 +436,7 @@ class SequenceShardLoader(DataLoaderStateMixin):
         finally:
             self.end()
 
-    def over(self, loader: Any, skip_parts: int = 0) -> SequenceShardLoader:
+    def over(self, loader: PreparedLoader, skip_parts: int = 0) -> SequenceShardLoader:
         """Return a loader over the parts of ``loader``'s batches, from part ``skip_parts`` on."""
         return SequenceShardLoader(loader, self._cut, self.num_parts, skip_parts)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sized
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from ..distributed import collectives
 from ..distributed.mesh import DataParallelRank
@@ -29,7 +29,10 @@ from .random_streams import Moves, SharedDraws
 from .resume import SavedPosition
 from .sampling import BatchCoverage, BatchInfo, ResumePosition, unskipped
 
-SliceFunction = Callable[..., Any]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+SliceFunction = Callable[..., object]
 
 
 @final
@@ -53,14 +56,14 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[object],
         split_batches: bool = False,
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
         _drop_last: bool = False,
         _non_blocking: bool = False,
         slice_fn: SliceFunction | None = None,
-        torch_device_mesh: Any = None,
+        torch_device_mesh: DeviceMesh | None = None,
         iteration: int = 0,
         *,
         share: DataParallelRank | None = None,
@@ -107,7 +110,7 @@ class DataLoaderDispatcher(PreparedLoader):
             length, skipped = super().__len__() + self.skip_batches, self.skip_batches
         else:
             root, skipped = unskipped(self.index_sampler)
-            length = len(root)
+            length = len(cast("Sized", root))
         steps = length // self.batches_per_step
         if not self._drop_last and length % self.batches_per_step:
             steps += 1
@@ -122,7 +125,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _num_first_batches(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.batches_per_step
 
-    def first_batches(self) -> list[Any]:
+    def first_batches(self) -> list[object]:
         """Return the first batches of the epoch, read again for a pass that began later."""
         if self._stream is not None:
             return [self.place_batch(batch) for batch in self._stream.first_batches()]
@@ -205,7 +208,7 @@ class DataLoaderDispatcher(PreparedLoader):
             if global_batches is not None:
                 global_batches.source.close()
 
-    def _part(self, batches: list[Any], announcement: Announcement, dp_rank: DataParallelRank) -> Any:
+    def _part(self, batches: list[object], announcement: Announcement, dp_rank: DataParallelRank) -> object:
         coverage = announcement.batch_info.coverage
         if not announcement.is_whole or coverage is None:
             return batches[dp_rank.index if len(batches) > 1 else 0]
@@ -230,7 +233,7 @@ def _as_read_by_one(saved: SavedPosition | None) -> SavedPosition | None:
     return replace(saved, position=ResumePosition(position.batches, position.batches, position.samples), dp_size=1)
 
 
-def _broadcast(batches: list[Any], structures: list[Any], device: object, world: World) -> list[Any]:
+def _broadcast(batches: list[object], structures: list[object], device: object, world: World) -> list[object]:
     """Broadcast the tensors of rank 0's batches; what isn't a tensor has come with the structures."""
     if not world.is_main:
         batches = [send_to_device(initialize_tensors(structure), device) for structure in structures]
@@ -245,11 +248,11 @@ def _broadcast(batches: list[Any], structures: list[Any], device: object, world:
 # -- joining, padding and cutting of batches ---------------------------------------------------------------
 
 
-def _form(batch: object) -> Any:
+def _form(batch: object) -> tuple[str, list[object]] | None:
     """Return what two batches must have in common to be joined by rows; None if this one can't be."""
-    leaves: list[Any] = []
+    leaves: list[object] = []
 
-    def note(leaf: Any) -> Any:
+    def note(leaf: object) -> object:
         leaves.append((leaf.dtype, leaf.shape[1:]) if isinstance(leaf, torch.Tensor) and leaf.ndim else None)
         return None
 
@@ -264,7 +267,7 @@ def _tensors(batch: object) -> list[torch.Tensor]:
     return found
 
 
-def _cut_joined(batches: list[Any], num_rows: int) -> Any:
+def _cut_joined(batches: list[object], num_rows: int) -> object:
     """Return the first ``num_rows`` rows of ``batches``, joined as far as their inner shapes agree."""
     fitting = [batch for batch in batches if _inner_shapes(batch) == _inner_shapes(batches[0])]
     whole = _joined(fitting)
@@ -286,7 +289,7 @@ def _num_rows(batch: object) -> int | None:
     return len(cast("list[Any]", batch)) if isinstance(batch, list) else None
 
 
-def _cut(data: object, cut: slice, num_rows: int) -> Any:
+def _cut(data: object, cut: slice, num_rows: int) -> object:
     """Return ``data`` with tensors, and lists with one plain item per sample, cut along the samples."""
     if isinstance(data, torch.Tensor):
         return data[cut] if data.ndim and data.shape[0] == num_rows else data
@@ -303,7 +306,7 @@ def _cut(data: object, cut: slice, num_rows: int) -> Any:
     return data
 
 
-def _joined(pieces: list[Any]) -> Any:
+def _joined(pieces: list[Any]) -> object:
     """Join pieces cut from batches of one form: tensors and plain lists."""
     first = pieces[0]
     if isinstance(first, torch.Tensor):
@@ -335,7 +338,7 @@ class GlobalBatches:
         self._began_later = num_steps > 0
         self._held: list[Delivery] | None = None
 
-    def next_batch(self) -> tuple[Announcement | None, list[Any]]:
+    def next_batch(self) -> tuple[Announcement | None, list[object]]:
         """Return the next global batch and its announcement, which may be of a failure; None after the last."""
         try:
             read = self._read_next()
@@ -360,7 +363,7 @@ class GlobalBatches:
                 read[-1] = (batch, batch_info._replace(is_last=True))
         return read
 
-    def _assemble(self, read: list[Delivery]) -> tuple[Announcement, list[Any]]:
+    def _assemble(self, read: list[Delivery]) -> tuple[Announcement, list[object]]:
         batches, batch_info = [batch for batch, _ in read], read[-1][1]
         self.last_batch, self.own = batch_info.last_batch, batch_info.own
         self.num_steps += 1
@@ -381,12 +384,12 @@ class GlobalBatches:
         return self._announce(batches + added, False, batch_info, BatchCoverage(valid, size))
 
     def _announce(
-        self, batches: list[Any], is_whole: bool, batch_info: BatchInfo, coverage: BatchCoverage | None
-    ) -> tuple[Announcement, list[Any]]:
+        self, batches: list[object], is_whole: bool, batch_info: BatchInfo, coverage: BatchCoverage | None
+    ) -> tuple[Announcement, list[object]]:
         message = batch_info._replace(indices=None, coverage=coverage, steps=self.num_steps, last_batch=None, own=None)
         return Announcement([get_data_structure(batch) for batch in batches], is_whole, message), batches
 
-    def _whole(self, batches: list[Any]) -> Any:
+    def _whole(self, batches: list[object]) -> object:
         """Join the batches of a global batch, to be cut; return None where they don't fit together."""
         if self.loader.split_batches:
             return batches[0]
@@ -401,7 +404,7 @@ class GlobalBatches:
             )
         return None
 
-    def _padded(self, whole: Any, num_rows: int) -> tuple[Any, BatchCoverage]:
+    def _padded(self, whole: object, num_rows: int) -> tuple[object, BatchCoverage]:
         """Pad ``whole`` with rows of the first global batch, so that every rank gets as many."""
         count = self.count
         if not self._first:

@@ -7,7 +7,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final, cast, final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, TypeVar, cast, final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,8 +21,13 @@ from ..distributed.world import World
 from ..errors import CollectiveError, PreparationError, UnequalTensors
 from ..logging import MultiProcessAdapter, get_logger
 from ..nested import honor_type, rebuild_mapping
-from ..training.accumulation import GradientState
+from ..training.accumulation import GradientState, RunningLoader
 from .sampling import BatchCoverage, rows_to_keep
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -39,7 +44,7 @@ class MetricGather:
         self._mesh, self._gradient_state = mesh, gradient_state
         self._histories: WeakKeyDictionary[Any, _RowHistory] = WeakKeyDictionary()
 
-    def gather(self, data: Any, *, as_objects: bool, to_main: bool) -> Any:
+    def gather(self, data: object, *, as_objects: bool, to_main: bool) -> object:
         """Gather ``data`` of all ranks and join it leaf by leaf, without padding rows.
 
         Tensors of equal shapes are gathered as they are; everything else (objects, batches of different sizes) is
@@ -74,7 +79,7 @@ class MetricGather:
         covered = [coverages.get(id(tensor), coverage) for tensor in tensors]
         return with_tensors(data, map(keep, joined, rows, covered))
 
-    def pad(self, tensor: object, dim: int, pad_index: float, *, pad_first: bool) -> Any:
+    def pad(self, tensor: T, dim: int, pad_index: float, *, pad_first: bool) -> T:
         """Pad ``tensor`` along ``dim`` to the largest size of any rank that has a batch in this step."""
         coverage: BatchCoverage | None = getattr(self._gradient_state.active_dataloader, "coverage", None)
         world, num_present = self._mesh.world, None
@@ -93,7 +98,7 @@ class MetricGather:
         *,
         as_objects: bool,
         is_receiver: bool,
-    ) -> Any:
+    ) -> object:
         tensors = tensors_of(data)
         on_host = with_tensors(data, [tensor.detach().cpu() for tensor in tensors])
         num_absent = 0 if coverage is None else coverage.num_absent
@@ -122,9 +127,9 @@ class MetricGather:
             return joined
         return with_tensors(joined, [tensor.to(tensors[0].device) for tensor in tensors_of(joined)])
 
-    def _padding_remover(self, loader: Any, coverage: BatchCoverage | None) -> _PaddingRemover:
+    def _padding_remover(self, loader: RunningLoader | None, coverage: BatchCoverage | None) -> _PaddingRemover:
         nominal = getattr(loader, "total_batch_size", None) if coverage is not None else None
-        if nominal is None or coverage is None:
+        if loader is None or nominal is None or coverage is None:
             return _PaddingRemover(None, 0, is_short=False)
         history = self._histories.setdefault(loader, _RowHistory())
         history.next_call(getattr(getattr(loader, "progress", None), "batch_info", None))
@@ -194,7 +199,7 @@ class _PaddingRemover:
 
 def loader_of(
     data: object, gradient_state: GradientState, *, is_main: bool
-) -> tuple[Any, dict[int, BatchCoverage | None]]:
+) -> tuple[RunningLoader | None, dict[int, BatchCoverage | None]]:
     """Return the running loader that ``data`` was computed from, and the batch coverage of leaves of a batch, by id.
 
     Where several loaders are running, the leaves of a batch belong to its loader; other values are taken for those of
@@ -218,14 +223,14 @@ def loader_of(
     return assumed, coverages
 
 
-def _parts(data: object) -> Iterator[Any]:
+def _parts(data: object) -> Iterator[object]:
     """Yield ``data``, its containers and its leaves."""
     yield data
     for child in children_of(data) or ():
         yield from _parts(child)
 
 
-def _owner_of(part: object, running: Sequence[object]) -> Any:
+def _owner_of(part: object, running: Sequence[RunningLoader]) -> RunningLoader | None:
     """Return the only loader whose current batch holds ``part``, or a tensor of the same memory; else None."""
     if not isinstance(part, (torch.Tensor, list, Mapping)):  # an equal number or string may be the same object
         return None
@@ -246,7 +251,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 
 def _warn_if_ambiguous(
-    assumed: object, running: Sequence[object], gradient_state: GradientState, *, is_main: bool
+    assumed: object, running: Sequence[RunningLoader], gradient_state: GradientState, *, is_main: bool
 ) -> None:
     coverage = getattr(assumed, "coverage", None)
     others = [loader for loader in running if loader is not assumed]
@@ -302,7 +307,9 @@ class StreamingMean:
         device = self._mesh.world.device
         self._sums = torch.zeros(2, dtype=widest_float(device), device=device)
 
-    def update(self, values: Any, weight: Any = None) -> None:
+    def update(
+        self, values: torch.Tensor | np.ndarray | Sequence[float] | float, weight: torch.Tensor | float | None = None
+    ) -> None:
         """Add the samples of the current batch.
 
         Args:
@@ -358,7 +365,7 @@ class StreamingMean:
 _ARRAYS: Final = (torch.Tensor, np.ndarray)
 
 
-def is_dataclass_instance(data: object) -> bool:
+def is_dataclass_instance(data: object) -> TypeGuard[DataclassInstance]:
     """Return whether ``data`` is an instance of a dataclass, not the class."""
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
@@ -376,11 +383,11 @@ def tensors_of(data: object) -> list[torch.Tensor]:
     return [leaf for leaf in _leaves(data) if isinstance(leaf, torch.Tensor)]
 
 
-def with_tensors(data: object, tensors: Iterable[torch.Tensor]) -> Any:
+def with_tensors(data: object, tensors: Iterable[torch.Tensor]) -> object:
     """Return ``data`` with ``tensors``, in order, in place of those that it holds."""
     rest = iter(tensors)
 
-    def walk(item: object) -> Any:
+    def walk(item: object) -> object:
         if isinstance(item, torch.Tensor):
             return next(rest)
         children = children_of(item)
@@ -389,7 +396,7 @@ def with_tensors(data: object, tensors: Iterable[torch.Tensor]) -> Any:
     return walk(data)
 
 
-def children_of(data: Any) -> list[Any] | None:
+def children_of(data: object) -> list[object] | None:
     """Return the items of a container; None for a leaf."""
     if isinstance(data, Mapping):  # before dataclasses: the outputs of transformers are both
         return list(cast("Mapping[Any, Any]", data).values())
@@ -400,19 +407,19 @@ def children_of(data: Any) -> list[Any] | None:
     return None
 
 
-def _rebuilt(data: Any, children: Sequence[Any]) -> Any:
+def _rebuilt(data: object, children: Sequence[object]) -> object:
     if isinstance(data, Mapping):
         mapping = cast("Mapping[Any, Any]", data)
         return rebuild_mapping(mapping, dict(zip(mapping, children, strict=True)))
     if isinstance(data, (tuple, list)):
         return honor_type(data, children)
     copied = copy.copy(data)  # __init__ may ask for more, or for less, than the fields
-    for field, child in zip(dataclasses.fields(data), children, strict=True):
+    for field, child in zip(dataclasses.fields(cast("DataclassInstance", data)), children, strict=True):
         object.__setattr__(copied, field.name, child)  # frozen ones too
     return copied
 
 
-def _leaves(data: object) -> Iterable[Any]:
+def _leaves(data: object) -> Iterable[object]:
     children = children_of(data)
     return [data] if children is None else chain.from_iterable(map(_leaves, children))
 
@@ -430,7 +437,7 @@ class Joiner:
 
     def __init__(
         self,
-        coverage_of: Callable[[Any], BatchCoverage | None],
+        coverage_of: Callable[[object], BatchCoverage | None],
         own: int,
         *,
         as_objects: bool = False,
@@ -443,7 +450,7 @@ class Joiner:
             keep or without_padding,
         )
 
-    def join(self, parts: Sequence[Any]) -> Any:
+    def join(self, parts: Sequence[Any]) -> object:
         """Join the structures of all ranks into one, in the order of the ranks.
 
         A list without tensors in it, or whose items are records of one type, holds one object per sample; other
@@ -488,21 +495,23 @@ class Joiner:
         joined, spans = np.concatenate(pieces), rows_to_keep(rows, coverage)
         return joined if spans is None else np.concatenate([joined[span] for span in spans])
 
-    def _column(self, parts: Sequence[Sequence[object]]) -> list[Any]:
+    def _column(self, parts: Sequence[Sequence[T]]) -> list[T]:
         items = list(chain.from_iterable(parts))
         spans = rows_to_keep([len(part) for part in parts], self._coverage_of(parts[self._own]))
         return items if spans is None else [item for span in spans for item in items[span]]
 
-    def _objects(self, parts: Sequence[Any]) -> Any:
+    def _objects(self, parts: Sequence[object]) -> object:
         if all(part is None for part in parts):
             return None
         if all(isinstance(part, Iterable) and not isinstance(part, (str, bytes, Mapping)) for part in parts):
-            return self._column([list(part) for part in parts])  # sets, ranges, ...: as `gather_object` has it
+            return self._column(
+                [list(part) for part in cast("Sequence[Iterable[object]]", parts)]
+            )  # sets, ranges, ...: as `gather_object` has it
         coverage = self._coverage_of(parts[self._own])
         valid = (1,) * len(parts) if coverage is None else coverage.valid
         return [part for part, num_valid in zip(parts, valid, strict=True) if num_valid]
 
-    def _mappings(self, parts: Sequence[Mapping[Any, Any]]) -> Any:
+    def _mappings(self, parts: Sequence[Mapping[Any, Any]]) -> object:
         first = parts[0]
         if all(part.keys() == first.keys() for part in parts):
             return rebuild_mapping(first, {key: self.join([part[key] for part in parts]) for key in first})
@@ -513,7 +522,7 @@ class Joiner:
 
     # -- lists -----------------------------------------------------------------------------------------
 
-    def _is_column(self, parts: Sequence[list[Any]]) -> bool:
+    def _is_column(self, parts: Sequence[list[object]]) -> bool:
         """Return whether a list holds one object per sample, and not a few columns of them; on all ranks alike."""
         coverage = self._coverage_of(parts[self._own])
         sizes = (None,) * len(parts) if coverage is None else coverage.size

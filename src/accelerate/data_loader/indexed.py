@@ -37,7 +37,7 @@ class RecordingSampler:
         self.batch_infos: deque[BatchInfo] = deque()
         self._running: Iterator[BatchInfo] = iter(())
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         # A new queue for every pass: workers may still hold batches of a pass that was left.
         batch_infos, key = deque[BatchInfo](), self.key
         self.batch_infos = batch_infos
@@ -89,7 +89,7 @@ class IndexReader:
 
     # -- reading ---------------------------------------------------------------------------------------
 
-    def read(self, device: torch.device | None) -> Generator[tuple[Any, BatchInfo], None, None]:
+    def read(self, device: torch.device | None) -> Generator[tuple[object, BatchInfo], None, None]:
         """Yield every batch, on ``device`` where one is given, with its batch info."""
         loader = self.loader
         non_blocking, on_host, own = loader._non_blocking, loader._stays_on_host, loader.own_loader
@@ -106,7 +106,7 @@ class IndexReader:
         finally:
             recorder.leave(self.draw)
 
-    def _open(self) -> tuple[Iterator[Any], RecordingSampler]:
+    def _open(self) -> tuple[Iterator[object], RecordingSampler]:
         loader, dataset = self.loader, self.loader.dataset
         # Loops over one loader may be nested, so each has its recorder; a reader that is kept keeps its recorder.
         recorder = loader._recorder if loader._keeps_reader else RecordingSampler()

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, cast, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast, final
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ def reads_by_itself(dataloader: object) -> bool:
     return not any(all(getattr(kind, name, None) is getattr(one, name, None) for name in _METHODS) for one in known)
 
 
-def reader_like(own: DataLoader[Any], dataset: Any, settings: Mapping[str, Any]) -> DataLoader[Any]:
+def reader_like(own: DataLoader[object], dataset: object, settings: Mapping[str, object]) -> DataLoader[object]:
     """Copy the user's loader, to read ``dataset`` with the samplers and settings that are given."""
     reader = copy.copy(own)
     changed = {name: value for name, value in settings.items() if name != "multiprocessing_context"}
@@ -144,6 +144,16 @@ class StreamSource:
         return full_coverage(ignorant_find_batch_size(batch) or self.batch_size or 1, 1)
 
 
+class StatefulStream(Protocol):
+    """A stream that can save and load its position."""
+
+    def __iter__(self) -> Iterator[object]: ...
+
+    def state_dict(self) -> object: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> object: ...
+
+
 @final
 @dataclass
 class StreamEnd:
@@ -157,17 +167,17 @@ class StreamEnd:
     before: Any = None  # the state before the last batch was read
     after: Any = None
 
-    def note(self, before: Any, base: Any) -> dict[str, Any]:
+    def note(self, before: object, base: StatefulStream) -> dict[str, object]:
         """Note that the stream ``base`` has ended; return its state, for :meth:`restore`."""
         self.before, self.after = before, base.state_dict()
         return {_BEFORE_END: before}
 
-    def state_of(self, base: Any) -> Any:
+    def state_of(self, base: StatefulStream) -> object:
         """Return the state of a stream between two passes."""
         now = base.state_dict()
         return {_BEFORE_END: self.before} if self.after is not None and _is_equal(now, self.after) else now
 
-    def restore(self, base: Any, state: Any) -> None:
+    def restore(self, base: StatefulStream, state: object) -> None:
         """Bring ``base`` to where ``state`` was taken, so that its next pass is the one that followed there."""
         if not (isinstance(state, Mapping) and _BEFORE_END in state):
             base.load_state_dict(state)
@@ -180,7 +190,7 @@ class StreamEnd:
         self.note(before, base)
 
 
-def _is_equal(state: Any, other: Any) -> bool:
+def _is_equal(state: object, other: Any) -> bool:
     """Return whether two states of a stream are the same value, tensors and arrays in them included."""
     if type(state) is not type(other):
         return False
@@ -266,7 +276,7 @@ class StreamReader:
 
     # -- the pass --------------------------------------------------------------------------------------
 
-    def read(self) -> Generator[tuple[Any, BatchInfo], None, None]:
+    def read(self) -> Generator[tuple[object, BatchInfo], None, None]:
         """Yield every batch, on the device, with its batch info; each is given out when the next one has been read."""
         if self._is_over:
             if self._dataset_state is not None:
@@ -314,7 +324,7 @@ class StreamReader:
             return host_streams(self._order.get("streams") or {})
         return host_streams(capture_host_streams())
 
-    def _open(self) -> Iterator[Any]:
+    def _open(self) -> Iterator[object]:
         loader, shard, dataset = self.loader, self.source.shard, self.source.dataset
         collate: Any = loader.collate_fn
         if self._dataset_state is not None and self._completes and self._order.get("dataset") is not None:
@@ -333,7 +343,7 @@ class StreamReader:
             reader.load_state_dict(self._loader_state)
         return iter(reader)
 
-    def _first_samples(self) -> list[Any]:
+    def _first_samples(self) -> list[object]:
         """Return the samples that the epoch began with, read as they were then. This moves the stream's position."""
         base, size = self.source.base, self.source.global_batch_size * max(self._num_first_batches, 1)
         self.loader.stream_end.restore(base, self._order["dataset"])
@@ -342,7 +352,7 @@ class StreamReader:
                 torch.empty((), dtype=torch.int64).random_()  # torch's loader draws the seed of its workers first
             return list(islice(iter(base), size))
 
-    def first_batches(self) -> list[Any]:
+    def first_batches(self) -> list[object]:
         """Return the first batches of the epoch, for a pass that began later; empty where they can't be had again."""
         if self._first_batches or not self._first:
             return self._first_batches
@@ -351,7 +361,7 @@ class StreamReader:
             return [collate(sample) for sample in self._first]
         return [collate(self._first[start : start + size]) for start in range(0, len(self._first), size)]
 
-    def _first_batch_read(self, batches: Iterator[object]) -> tuple[Any, list[str]]:
+    def _first_batch_read(self, batches: Iterator[object]) -> tuple[object, list[str]]:
         """Return the first batch, and the random streams of this process that reading draws from."""
         before = capture_host_streams() if self._in_process else {}
         batch = next(batches, _END)
@@ -361,12 +371,12 @@ class StreamReader:
             return batch, []
         return batch, ["torch", *(name for name in before if name != "torch" and host_stream(name) != before[name])]
 
-    def _with_coverage(self, batch: object) -> tuple[Any, BatchCoverage | None]:
+    def _with_coverage(self, batch: object) -> tuple[object, BatchCoverage | None]:
         if type(batch) is LastBatch:
             return batch.batch, batch.coverage
         return batch, self.source.coverage_of(batch)
 
-    def _own(self, moving: list[str]) -> dict[str, Any]:
+    def _own(self, moving: list[str]) -> dict[str, object]:
         """Return this rank's state between this batch and the next, from which the next one can be read again."""
         own: dict[str, Any] = {"rank": list(self.loader.rank_and_size()), "ahead": capture_host_streams(moving)}
         if self.loader.use_stateful_dataloader:
@@ -376,7 +386,7 @@ class StreamReader:
             own.update(self._stream_state())
         return own
 
-    def _stream_state(self) -> dict[str, Any]:
+    def _stream_state(self) -> dict[str, object]:
         # A stream that all ranks read alike can be continued by any rank, a rank's own stream only by that rank.
         return {self._state_name: self.source.base.state_dict()}
 
@@ -408,7 +418,7 @@ def _names_a_rank_of(thing: object, count: int) -> bool:
     )
 
 
-def rank_aware_part(dataloader: DataLoader[object], count: int) -> Any:
+def rank_aware_part(dataloader: DataLoader[object], count: int) -> object:
     """Return the sampler or dataset that divides the data of ``dataloader`` between ``count`` ranks; None if nothing
     does.
     """
@@ -422,7 +432,7 @@ def rank_aware_part(dataloader: DataLoader[object], count: int) -> Any:
     return next((part for part in parts if _names_a_rank_of(part, count) or _is_divided_by_torch(part)), None)
 
 
-def _streams_in(dataset: object) -> list[Any]:
+def _streams_in(dataset: object) -> list[object]:
     """Return ``dataset``, the datasets that it wraps, and their records of the ranks that they are divided between."""
     found: list[Any] = []
     while dataset is not None and len(found) < _DEEPEST:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from abc import ABC
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import Any, Final, Protocol, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast, final
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..devices.table import DeviceKind, kind_of
 from ..distributed.random import broadcast_value, capture_host_streams, synchronize_rng_states
@@ -21,6 +21,7 @@ from ..training.accumulation import GradientState
 from .adapter import (
     DataLoaderAdapter,
     DataLoaderStateMixin,
+    SequenceShardLoader,
     generator_in,
     is_torchdatas,
     num_batches_in,
@@ -30,21 +31,25 @@ from .adapter import (
 from .indexed import IndexReader, RecordingSampler, is_on_host
 from .iterable import StreamEnd, StreamReader, StreamSource
 from .random_streams import SampleSeed
-from .resume import Progress, SavedPosition
-from .sampling import BEGINNING, BatchInfo, Order, ResumePosition, SkipBatchSampler, samplers_of, unskipped
+from .resume import PositionState, Progress, SavedPosition
+from .sampling import BEGINNING, BatchInfo, Order, OrderState, ResumePosition, SkipBatchSampler, samplers_of, unskipped
 from .sharding import BatchSamplerShard, CoverageFunction, IterableDatasetShard, hidden_generators
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
 Value = TypeVar("Value")
 
 
 class DevicePrefetch(Protocol):
     """A way of copying batches to a device ahead of their use."""
 
-    def send(self, batch: Any) -> Any:
+    def send(self, batch: object) -> object:
         """Start to copy ``batch`` to the device."""
         ...
 
-    def receive(self, sent: Any) -> Any:
+    def receive(self, sent: Any) -> object:
         """Return a batch that was sent, ready to be used."""
         ...
 
@@ -53,17 +58,17 @@ class DevicePrefetch(Protocol):
 class StreamPrefetch:
     """A device prefetch that copies batches on a side stream."""
 
-    def __init__(self, kind: DeviceKind, device: torch.device, stream: Any) -> None:
+    def __init__(self, kind: DeviceKind, device: torch.device, stream: torch.Stream) -> None:
         self._kind, self._device, self._stream = kind, device, stream
 
-    def send(self, batch: Any) -> tuple[Any, Any]:
+    def send(self, batch: object) -> tuple[object, torch.Event]:
         """Start to copy ``batch``; return the copy and the event of its completion."""
         pinned = recursively_apply(_pinned, batch)
         with self._kind.in_stream(self._stream):
             sent = send_to_device(pinned, self._device, non_blocking=True)
             return sent, self._stream.record_event()
 
-    def receive(self, sent: tuple[Any, Any]) -> Any:
+    def receive(self, sent: tuple[object, torch.Event]) -> object:
         """Return a copied batch; work queued from now on waits for the copy, this process doesn't."""
         batch, arrival = sent
         current = self._kind.current_stream(self._device)
@@ -83,10 +88,10 @@ def prefetch_for(device: torch.device | None) -> StreamPrefetch | None:
 
 
 def prefetched(
-    source: Generator[tuple[Any, Value], None, None], device_prefetch: DevicePrefetch, depth: int
-) -> Generator[tuple[Any, Value], None, None]:
+    source: Generator[tuple[object, Value], None, None], device_prefetch: DevicePrefetch, depth: int
+) -> Generator[tuple[object, Value], None, None]:
     """Yield what ``source`` gives, on the device, with up to ``depth`` further batches being copied."""
-    waiting: deque[tuple[tuple[Any, Any], Value]] = deque()
+    waiting: deque[tuple[object, Value]] = deque()
     try:
         for batch, batch_info in source:
             waiting.append((device_prefetch.send(batch), batch_info))
@@ -108,7 +113,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------
 # Prepared loaders
 
-Delivery = tuple[Any, BatchInfo]
+Delivery = tuple[object, BatchInfo]
 _HOST: Final = torch.device("cpu")
 _OURS = (BatchSamplerShard, SkipBatchSampler)
 
@@ -122,15 +127,15 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset[object],
         device: torch.device | None = None,
-        rng_types: Sequence[Any] | None = None,
+        rng_types: Sequence[object] | None = None,
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
         _drop_last: bool = False,
         _non_blocking: bool = False,
-        torch_device_mesh: Any = None,
+        torch_device_mesh: DeviceMesh | None = None,
         iteration: int = 0,
         *,
         gradient_state: GradientState | None = None,
@@ -255,7 +260,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         if world is not None and others:
             synchronize_rng_states(others, world=world)
 
-    def place_batch(self, batch: Any) -> Any:
+    def place_batch(self, batch: T) -> T:
         """Return ``batch`` on the device of this loader."""
         if self.device is None or self._active_prefetch is not None or (self._stays_on_host and is_on_host(batch)):
             return batch
@@ -282,7 +287,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return IndexReader(self, saved).read(self.device if self._active_prefetch is None else None)
 
     @property
-    def index_sampler(self) -> Any:
+    def index_sampler(self) -> Iterable[object]:
         """The sampler that gives the batches of indices: the batch sampler, or the sampler of a loader that doesn't
         batch.
         """
@@ -303,7 +308,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             return None
         return self._world()
 
-    def start_position(self, root: Any, skipped: int, saved: SavedPosition | None) -> ResumePosition:
+    def start_position(self, root: Iterable[object], skipped: int, saved: SavedPosition | None) -> ResumePosition:
         """Return where the pass begins; batches that were skipped by hand are counted from the epoch's beginning."""
         if skipped:
             num_batches = skipped * (root.batches_per_step if isinstance(root, BatchSamplerShard) else 1)
@@ -312,7 +317,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             return BEGINNING
         return saved.position_for(self._dp_size(), self._global_batch_size(root))
 
-    def _global_batch_size(self, root: Any) -> int:
+    def _global_batch_size(self, root: Iterable[object]) -> int:
         size = getattr(root, "batch_size", None) or 1
         return size * (root.batches_per_step if isinstance(root, BatchSamplerShard) else self.presharded_size)
 
@@ -327,7 +332,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         source = self._stream_source()
         world = self._world()
         source.seed_generator()
-        order_state: dict[str, Any] = {"streams": capture_host_streams()}
+        order_state: OrderState = {"streams": capture_host_streams()}
         if source.generator is not None:
             order_state["generator"] = source.generator.get_state()
             if world is not None and self._draws_on_every_rank:
@@ -388,12 +393,14 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the position after the current batch, and how the order of this epoch began."""
         is_stream = isinstance(self.dataset, IterableDataset)
-        ready = {} if self.progress.is_inside else self._ready_stream() if is_stream else self.order().capture()
+        ready: OrderState = (
+            {} if self.progress.is_inside else self._ready_stream() if is_stream else self.order().capture()
+        )
         ready.pop("streams", None)  # between epochs the next order is drawn from the streams of the process
         own = self.progress.state(self._dp_size(), ready)
-        return {**self._torchdata_state(), **own} if self.use_stateful_dataloader else own
+        return {**self._torchdata_state(), **own} if self.use_stateful_dataloader else {**own}
 
-    def _torchdata_state(self) -> dict[str, Any]:
+    def _torchdata_state(self) -> dict[str, object]:
         """Return the position in the form that torchdata's loader reads; empty before workers have started."""
         progress = self.progress
         if isinstance(self.dataset, IterableDataset):
@@ -416,7 +423,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         batches_per_step = root.batches_per_step if isinstance(root, BatchSamplerShard) else 1
         return ResumePosition(num_batches, num_batches * batches_per_step, num_batches * self.total_batch_size)
 
-    def _from_torchdata(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _from_torchdata(self, state: Mapping[str, Any]) -> PositionState:
         """Convert a position of torchdata's loader (the original library saves them too) to one of this loader's."""
         own: dict[str, Any] = {}
         if isinstance(self.dataset, IterableDataset):
@@ -431,16 +438,16 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         position = self._position_after(num_batches_in(state))
         return own_form(state, position, self._dp_size(), self.progress.epoch, own)
 
-    def _ready_stream(self) -> dict[str, Any]:
+    def _ready_stream(self) -> OrderState:
         """Return the state that the stream's next pass depends on, between two passes."""
         source = self._stream_source()
-        ready: dict[str, Any] = {} if source.generator is None else {"generator": source.generator.get_state()}
+        ready: OrderState = {} if source.generator is None else {"generator": source.generator.get_state()}
         state = self.stream_end.state_of(source.base) if source.is_stateful and self.num_workers == 0 else None
         if state:
             ready.update(dataset=state, rank=list(self.rank_and_size()) if source.num_readers > 1 else None)
         return ready
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Continue in the next pass where ``state_dict`` was taken, in the same order, without reading data for that.
 
         Streams that keep no state of their own are read, and thrown away, up to that position.
@@ -457,12 +464,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         if not isinstance(self.dataset, IterableDataset):
             self.order().adopt(ready)
             return
-        source = self._stream_source()
-        if source.generator is not None and ready.get("generator") is not None:
-            source.generator.set_state(ready["generator"])
-        is_mine = ready.get("rank") is None or tuple(ready["rank"]) == self.rank_and_size()
+        source, generator, rank = self._stream_source(), ready.get("generator"), ready.get("rank")
+        if source.generator is not None and generator is not None:
+            source.generator.set_state(generator)
+        is_mine = rank is None or tuple(rank) == self.rank_and_size()
         if source.is_stateful and is_mine and ready.get("dataset") is not None:
-            self.stream_end.restore(source.base, ready["dataset"])
+            self.stream_end.restore(source.base, ready.get("dataset"))
 
     def _warn_of_hidden_generators(self) -> None:
         if isinstance(self.dataset, IterableDataset):
@@ -536,21 +543,21 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         """Return the sampler that draws single samples."""
         return get_sampler(self)
 
-    def set_sampler(self, sampler: Any) -> None:
+    def set_sampler(self, sampler: Iterable[object]) -> None:
         """Draw the samples from ``sampler`` from now on."""
         root, _ = unskipped(self.index_sampler)
         if self.batch_sampler is not None:
-            inner = root.batch_sampler if isinstance(root, BatchSamplerShard) else root
+            inner: Any = root.batch_sampler if isinstance(root, BatchSamplerShard) else root
             inner.sampler = sampler
         self.show(sampler=sampler)
 
-    def copy_with(self, **attributes: Any) -> PreparedLoader:
+    def copy_with(self, **attributes: object) -> PreparedLoader:
         """Return a copy of the loader, in the same epoch and at the same position, with other attributes."""
         copied = object.__new__(type(self))
         vars(copied).update(self.__dict__, _base=None, _recorder=RecordingSampler(), _newest_pass=None, **attributes)
         return copied
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         of_this_process = dict.fromkeys(
             ("_newest_pass", "_stream", "_active_prefetch", "device_prefetch", "current_batch")
         )
@@ -561,7 +568,7 @@ class DataLoaderShard(PreparedLoader):
     """A prepared loader that reads for its own process."""
 
 
-def get_sampler(dataloader: Any) -> Any:
+def get_sampler(dataloader: DataLoader[object] | SequenceShardLoader) -> Any:
     """Return the sampler of ``dataloader`` that draws single samples, wherever it is wrapped; None for a stream."""
     if isinstance(dataloader.dataset, IterableDataset):
         return None

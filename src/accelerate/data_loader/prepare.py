@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from ..distributed.mesh import AXES, DATA_AXES, DataParallelRank
 from ..distributed.world import current_world
@@ -31,6 +31,49 @@ from .random_streams import SampleSeed
 from .sampling import IndexFreeSampler, SeedableRandomSampler, SkipBatchSampler
 from .sharding import BatchSamplerShard, IterableDatasetShard
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class TorchArguments(TypedDict, total=False):
+    """The arguments of torch's loader, except those that say which samples it reads."""
+
+    num_workers: int
+    collate_fn: Callable[..., object]
+    pin_memory: bool
+    timeout: float
+    worker_init_fn: Callable[[int], None]
+    multiprocessing_context: object
+    generator: torch.Generator
+    prefetch_factor: int
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
+
+
+class PreparedArguments(TorchArguments, total=False):
+    """The arguments of a prepared loader, except those that say which samples it reads."""
+
+    rng_types: Sequence[object] | None
+    use_stateful_dataloader: bool
+    _drop_last: bool
+    _non_blocking: bool
+    torch_device_mesh: DeviceMesh | None
+    gradient_state: GradientState
+    device: torch.device | None
+    prefetch_to_device: int
+    sample_seed: SampleSeed
+
+
+class Sampling(TypedDict, total=False):
+    """The arguments of a loader that say which samples it reads."""
+
+    batch_size: int | None
+    drop_last: bool
+    sampler: Iterable[object]
+    batch_sampler: Iterable[object]
+
+
 # Mesh axes along which ranks work on the same samples.
 _SAME_DATA_AXES = frozenset(AXES) - frozenset(DATA_AXES)
 
@@ -50,7 +93,7 @@ def prepare_data_loader(
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
-    torch_device_mesh: object = None,
+    torch_device_mesh: DeviceMesh | None = None,
     *,
     gradient_state: GradientState | None = None,
     share: DataParallelRank | None = None,
@@ -97,7 +140,7 @@ def prepare_data_loader(
         dispatch_batches = put_on_device and is_stream and not already_sharded
     _check_reader(dispatch_batches, put_on_device, bool(already_sharded) and dp_rank.count > 1)
     _check_split(dataloader, split_batches, dp_rank.count)
-    common: dict[str, Any] = {
+    common: PreparedArguments = {
         "rng_types": rng_types,
         "use_stateful_dataloader": use_stateful_dataloader,
         "_drop_last": _drops_last(dataloader),
@@ -151,7 +194,9 @@ def prepare_data_loader(
 # -- the data-parallel rank --------------------------------------------------------------------------------
 
 
-def _data_parallel_rank(num_processes: int | None, process_index: int | None, mesh: Any) -> DataParallelRank:
+def _data_parallel_rank(
+    num_processes: int | None, process_index: int | None, mesh: DeviceMesh | None
+) -> DataParallelRank:
     world = current_world()
     count = num_processes if num_processes is not None else world.size if world is not None else 1
     index = process_index if process_index is not None else world.rank if world is not None else 0
@@ -201,7 +246,7 @@ def _check_split(dataloader: DataLoader[object], split_batches: bool, count: int
 # -- construction ------------------------------------------------------------------------------------------
 
 
-def _index_sampler(dataloader: DataLoader[object]) -> Any:
+def _index_sampler(dataloader: DataLoader[object]) -> Iterable[object]:
     return dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler
 
 
@@ -210,7 +255,7 @@ def _drops_last(dataloader: DataLoader[object]) -> bool:
     return bool(dataloader.drop_last or getattr(batch_sampler, "drop_last", False))
 
 
-def _sampling(dataloader: DataLoader[object], root: object) -> dict[str, Any]:
+def _sampling(dataloader: DataLoader[object], root: Iterable[object]) -> Sampling:
     """Return the arguments by which a loader over the same dataset reads the batches of ``root``."""
     if isinstance(dataloader.dataset, IterableDataset):
         return {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
@@ -219,7 +264,7 @@ def _sampling(dataloader: DataLoader[object], root: object) -> dict[str, Any]:
     return {"batch_sampler": root}
 
 
-def _seedable(dataloader: DataLoader[object], data_seed: int | None, is_index_free: bool) -> Any:
+def _seedable(dataloader: DataLoader[object], data_seed: int | None, is_index_free: bool) -> Iterable[object] | None:
     """Return the loader's batch sampler over a seeded sampler; None where its sampler isn't torch's random one."""
     batch_sampler: Any = dataloader.batch_sampler
     sampler = getattr(batch_sampler, "sampler", None) if batch_sampler is not None else dataloader.sampler
@@ -245,7 +290,7 @@ def _seedable(dataloader: DataLoader[object], data_seed: int | None, is_index_fr
     return changed
 
 
-def _keep_order(common: dict[str, Any]) -> None:
+def _keep_order(common: PreparedArguments) -> None:
     if common.get("in_order", True):
         return
     common["in_order"] = True
@@ -271,12 +316,12 @@ def _shown(
 
 def _sharded_map(
     dataloader: DataLoader[object],
-    root: object,
+    root: Iterable[object],
     sampler: object,
     dp_rank: DataParallelRank,
     split_batches: bool,
     even_batches: bool,
-    common: dict[str, Any],
+    common: PreparedArguments,
 ) -> PreparedLoader:
     if dp_rank.count > 1:
         root = BatchSamplerShard(root, dp_rank.count, dp_rank.index, split_batches, even_batches)
@@ -289,7 +334,7 @@ def _sharded_map(
 
 
 def _sharded_stream(
-    dataloader: DataLoader[object], dp_rank: DataParallelRank, split_batches: bool, common: dict[str, Any]
+    dataloader: DataLoader[object], dp_rank: DataParallelRank, split_batches: bool, common: PreparedArguments
 ) -> PreparedLoader:
     dataset: Any = dataloader.dataset
     size = dataloader.batch_size
@@ -317,7 +362,7 @@ def _sharded_stream(
 
 
 def _presharded(
-    dataloader: DataLoader[object], part: object, dp_rank: DataParallelRank, common: dict[str, Any], *, warn: bool
+    dataloader: DataLoader[object], part: object, dp_rank: DataParallelRank, common: PreparedArguments, *, warn: bool
 ) -> PreparedLoader:
     world = current_world()
     if warn and (world is None or world.is_main):
@@ -328,8 +373,7 @@ def _presharded(
             AlreadyShardedWarning,
             stacklevel=3,
         )
-    root = _index_sampler(dataloader) if not isinstance(dataloader.dataset, IterableDataset) else None
-    prepared = DataLoaderShard(dataloader.dataset, **_sampling(dataloader, root), **common)
+    prepared = DataLoaderShard(dataloader.dataset, **_sampling(dataloader, _index_sampler(dataloader)), **common)
     prepared.presharded_size, prepared.presharded_rank = dp_rank.count, dp_rank.index
     # Ranks may have batches of different sizes: only some are known.
     prepared.coverage_of = coverage_function(part, dp_rank.count)
@@ -344,13 +388,13 @@ class SkipDataLoader(PreparedLoader):
     """A torch DataLoader without the first ``skip_batches`` batches of every pass."""
 
     def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+        self, dataset: Dataset[object], skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         self._is_accelerate_prepared = False
 
 
-def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+def skip_first_batches(dataloader: DataLoader[object] | SequenceShardLoader, num_batches: int = 0) -> Any:
     """Return a loader of the same class that begins at batch ``num_batches`` of the epoch.
 
     It shares the epoch and the position with ``dataloader``. Skipping data that is read by index touches no data.
@@ -385,24 +429,11 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     )
 
 
-_KEPT = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
-)
-
-
-def arguments_of(dataloader: DataLoader[Any]) -> dict[str, Any]:
+def arguments_of(dataloader: DataLoader[object]) -> TorchArguments:
     """Return the arguments that ``dataloader`` was made with, except those that say which samples it reads."""
-    arguments = {name: getattr(dataloader, name) for name in _KEPT if getattr(dataloader, name, None) is not None}
+    names = TorchArguments.__annotations__
+    found = {name: getattr(dataloader, name) for name in names if getattr(dataloader, name, None) is not None}
+    arguments = cast("TorchArguments", found)
     if not arguments.get("pin_memory_device"):
         arguments.pop("pin_memory_device", None)  # deprecated: naming it at all makes torch warn
     return arguments

@@ -12,7 +12,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
@@ -22,6 +22,8 @@ from ..distributed.random import capture_host_streams, same_stream_state, seed_h
 if TYPE_CHECKING:
     from .resume import Progress
     from .sampling import BatchInfo
+
+T = TypeVar("T")
 
 _END: Final = object()
 
@@ -63,7 +65,7 @@ class KeyedSamples:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         for number, index in enumerate(self.indices):
             seed_host_streams(derived_seed(self.seed, self.epoch, self.first + number * self.stride))
             yield index
@@ -77,11 +79,11 @@ class KeyedSample:
     index: Any
     seed: int
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return seeded, (self.index, self.seed)
 
 
-def seeded(index: object, seed: int) -> Any:
+def seeded(index: T, seed: int) -> T:
     """Seed the streams for the sample that is read next, and return its ``index``."""
     seed_host_streams(seed)
     return index
@@ -114,7 +116,7 @@ class SampleKeys:
         self._samples = -1  # drawn by all ranks before
         self._saved_streams: dict[str, Any] = {}
 
-    def __call__(self, batch_info: BatchInfo) -> Any:
+    def __call__(self, batch_info: BatchInfo) -> object:
         samples = self._progress.position.samples if self._samples < 0 else self._samples
         self._samples = batch_info.samples
         first, stride = samples + self._index, self._count
@@ -128,7 +130,7 @@ class SampleKeys:
         seed = derived_seed(self._seed.value, self._epoch, first)
         return seeded(batch_info.indices, seed) if self._in_process else KeyedSample(batch_info.indices, seed)
 
-    def undisturbed(self, batches: Iterator[object]) -> Iterator[Any]:
+    def undisturbed(self, batches: Iterator[object]) -> Iterator[object]:
         """Yield ``batches``, read without moving the streams of this process."""
         batch = None
         while batch is not _END:
@@ -146,16 +148,16 @@ class SampleKeys:
 class OneByOne(Dataset[Any]):
     """A wrapper of a dataset that reads whole batches at once, to read one sample at a time."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: object) -> None:
+        self.dataset: Any = dataset
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> object:
         return self.dataset.__getitems__([index])[0]
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in ("dataset", "__getitems__"):  # not there yet while it is unpickled; not there at all
             raise AttributeError(name)
         return getattr(self.dataset, name)
@@ -185,14 +187,14 @@ class KeyedIndices:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter(self.indices)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _received, (self.indices, self.epoch, self.number)
 
 
-def _received(indices: object, epoch: int, number: int) -> Any:
+def _received(indices: T, epoch: int, number: int) -> T:
     worker = get_worker_info()
     if worker is not None:
         seed_host_streams(derived_seed(_seed_of_all_workers(worker.id), epoch, number))
@@ -231,7 +233,7 @@ class SharedDraws:
     def __init__(self, generators: Sequence[torch.Generator | None]) -> None:
         self._generators = {f"generator {number}": one for number, one in enumerate(generators) if one is not None}
 
-    def capture(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, object]:
         """Return the current state of each stream."""
         return {**capture_host_streams(), **{name: one.get_state() for name, one in self._generators.items()}}
 

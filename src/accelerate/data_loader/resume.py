@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypedDict, final
 
 from ..errors import CheckpointError
-from .sampling import BEGINNING, BatchInfo, ResumePosition, order_fingerprint
+from .sampling import BEGINNING, BatchInfo, OrderState, ResumePosition, order_fingerprint
+
+
+class PositionState(TypedDict):
+    """A saved position as a checkpoint keeps it: JSON values and tensors."""
+
+    epoch: int
+    rounds: int
+    groups: int
+    samples: int
+    shares: int
+    order: OrderState
+    witnesses: list[int]
+    dataset: object
+    own: Mapping[str, object]
+    _iterator_finished: bool
 
 
 @final
@@ -18,7 +33,7 @@ class SavedPosition:
     epoch: int
     position: ResumePosition
     dp_size: int
-    order: Mapping[str, Any]
+    order: OrderState
     fingerprint: list[int] = field(default_factory=list)
     dataset: Any = None  # the stream's own state, where it keeps one and all ranks read the same stream
     own: Mapping[str, Any] = field(default_factory=dict)  # what only the rank that saved it can use
@@ -37,7 +52,7 @@ class PassStart(NamedTuple):
     """The epoch, order state and position with which one pass over a loader began."""
 
     epoch: int
-    order_state: Mapping[str, Any] | None
+    order_state: OrderState | None
     position: ResumePosition
 
 
@@ -47,7 +62,7 @@ class Progress:
     """The epoch of a loader and the position in it; a loader and its skipped copies share one."""
 
     epoch: int = 0
-    order_state: Mapping[str, Any] | None = None  # how the order of the running epoch began
+    order_state: OrderState | None = None  # how the order of the running epoch began
     position: ResumePosition = BEGINNING  # where the running pass began
     batch_info: BatchInfo | None = None  # of the batch that was yielded last in the running epoch
     saved: SavedPosition | None = None  # read from a checkpoint, not continued yet
@@ -100,7 +115,7 @@ class Progress:
         """Whether some, but maybe not all, batches of the epoch have been yielded."""
         return self.batch_info is not None or self.saved is not None or self.position != BEGINNING
 
-    def state(self, dp_size: int, ready: Mapping[str, Any]) -> dict[str, Any]:
+    def state(self, dp_size: int, ready: OrderState) -> PositionState:
         """Return the position as JSON values and tensors; ``ready`` is the state of the sampler between epochs."""
         batch_info, saved = self.batch_info, self.saved
         if saved is not None:
@@ -123,7 +138,7 @@ class Progress:
         order = (self.order_state or {}) if inside else ready
         return _state_of(SavedPosition(self.epoch, self.position, dp_size, order, own=self.own, is_finished=not inside))
 
-    def load(self, state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def load(self, state: Mapping[str, Any]) -> OrderState | None:
         """Continue from ``state`` in the next pass; return the sampler's state where that lies between two epochs."""
         try:
             saved = SavedPosition(
@@ -149,7 +164,7 @@ class Progress:
         return None
 
 
-def _state_of(saved: SavedPosition) -> dict[str, Any]:
+def _state_of(saved: SavedPosition) -> PositionState:
     position = saved.position
     return {
         "epoch": saved.epoch,
@@ -157,7 +172,7 @@ def _state_of(saved: SavedPosition) -> dict[str, Any]:
         "groups": position.batches,
         "samples": position.samples,
         "shares": saved.dp_size,
-        "order": dict(saved.order),
+        "order": saved.order.copy(),
         "witnesses": saved.fingerprint,
         "dataset": saved.dataset,
         "own": dict(saved.own),

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain, islice
-from typing import Any, Final, NamedTuple, cast, final
+from typing import Any, Final, NamedTuple, TypedDict, cast, final
 
 import torch
 from torch.utils.data import (
@@ -239,19 +239,19 @@ _SEEDED = (SeedableRandomSampler, IndexFreeSampler)
 class SkipBatchSampler(BatchSampler):
     """The batches of ``batch_sampler`` (or the samples of a plain sampler) without the first ``skip_batches``."""
 
-    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:  # pyright: ignore[reportMissingSuperCall]
+    def __init__(self, batch_sampler: Iterable[object], skip_batches: int = 0) -> None:  # pyright: ignore[reportMissingSuperCall]
         self.batch_sampler: Any = batch_sampler
         self.skip_batches = skip_batches
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
         self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
 
     @property
-    def sampler(self) -> Any:
+    def sampler(self) -> object:
         """The sampler inside the batch sampler, where it has one."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @sampler.setter
-    def sampler(self, value: Any) -> None:
+    def sampler(self, value: object) -> None:
         self.batch_sampler.sampler = value
 
     @property
@@ -266,7 +266,7 @@ class SkipBatchSampler(BatchSampler):
         return islice(iter(self.batch_sampler), self.skip_batches, None)
 
 
-def unskipped(sampler: object) -> tuple[Any, int]:
+def unskipped(sampler: Iterable[object]) -> tuple[Iterable[object], int]:
     """Return the sampler behind a :class:`SkipBatchSampler`, and how many batches that leaves out."""
     num_skipped = 0
     while isinstance(sampler, SkipBatchSampler):
@@ -309,10 +309,10 @@ class BatchInfo(NamedTuple):
     own: Mapping[str, Any] | None = None  # this rank's own state, from which it resumes here
 
 
-def num_samples_of(batch: Any) -> int:
+def num_samples_of(batch: object) -> int:
     """Return how many samples a batch of indices asks for; an index that isn't a batch is one sample."""
     try:
-        return len(batch)
+        return len(batch)  # pyright: ignore[reportArgumentType]
     except TypeError:
         return 1
 
@@ -351,7 +351,7 @@ class RemainingBatches:
         return self.read_first()
 
 
-def batches_from(batch_sampler: Any, position: ResumePosition, num_first: int = 0) -> RemainingBatches:
+def batches_from(batch_sampler: Iterable[object], position: ResumePosition, num_first: int = 0) -> RemainingBatches:
     """Return the batches of ``batch_sampler`` from ``position`` on, without touching the data of what is skipped.
 
     Torch's own batch sampler is resumed at the sample, others at the batch.
@@ -377,7 +377,7 @@ def _batches_from_sample(batch_sampler: BatchSampler, position: ResumePosition, 
     rest = chain(first, indices)
     last = deque(islice(rest, position.samples), maxlen=min(size, FINGERPRINT_LENGTH))
 
-    def batches() -> Iterator[list[Any]]:
+    def batches() -> Iterator[Sequence[object]]:
         while batch := list(islice(rest, size)):
             if len(batch) == size or not batch_sampler.drop_last:
                 yield batch
@@ -408,35 +408,36 @@ class KnownOrder:
         return [indices[begin : begin + size] for begin in range(0, len(indices), size)]
 
 
-def known_order(sampler: Any) -> KnownOrder | None:
+def known_order(sampler: object) -> KnownOrder | None:
     """Return the order that ``sampler`` begins now, where its code is known and no sample depends on drawing the
     others.
 
     This draws what the sampler would draw.
     """
-    kind = type(sampler)
-    if kind is SequentialSampler:
+    if type(sampler) is SequentialSampler:
         return KnownOrder(len(sampler), lambda positions: positions, lambda: None)
-    if kind is IndexFreeSampler:
+    if type(sampler) is IndexFreeSampler:
         return KnownOrder(len(sampler), sampler.order().at, partial(sampler.set_epoch, sampler.epoch + 1))
-    if kind not in (RandomSampler, SeedableRandomSampler) or not _is_permutation(sampler):
+    if not isinstance(sampler, RandomSampler) or type(sampler) not in (RandomSampler, SeedableRandomSampler):
         return None
-    generator = sampler.generator
-    if kind is SeedableRandomSampler:
+    if not _is_permutation(sampler):
+        return None
+    generator, seedable = sampler.generator, sampler if isinstance(sampler, SeedableRandomSampler) else None
+    if seedable is not None:
         if generator is None:
-            generator = sampler.generator = torch.Generator()
-        generator.manual_seed(sampler.epoch + sampler.initial_seed)
+            generator = seedable.generator = torch.Generator()
+        generator.manual_seed(seedable.epoch + seedable.initial_seed)
     elif generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     size = sampler.num_samples
     indices = torch.randperm(size, generator=generator)
-    next_epoch = sampler.epoch + 1 if kind is SeedableRandomSampler else None
+    next_epoch = 0 if seedable is None else seedable.epoch + 1
 
     def finish() -> None:
         torch.randperm(size, generator=generator)  # torch's sampler draws one more order at its end
-        if next_epoch is not None:
-            sampler.set_epoch(next_epoch)
+        if seedable is not None:
+            seedable.set_epoch(next_epoch)
 
     # Only the part that is needed becomes Python numbers: of a long order, all of them would cost more than it.
     return KnownOrder(size, lambda positions: indices[positions], finish)
@@ -455,7 +456,7 @@ def _batches_of_known_order(
         order = replace(order, length=order.length - order.length % size)
     per_chunk = size * max(NUM_AHEAD // size, 1)
 
-    def batches() -> Iterator[list[Any]]:
+    def batches() -> Iterator[Sequence[object]]:
         for start in range(position.samples, order.length, per_chunk):
             yield from order.in_batches(start, start + per_chunk, size)
         order.finish()
@@ -473,7 +474,7 @@ def _batches_of_known_order(
 # -- the state from which an epoch's order is drawn --------------------------------------------------------
 
 
-def samplers_of(root: Any) -> list[Any]:
+def samplers_of(root: object) -> list[object]:
     """Return ``root`` and the samplers inside it, from the outermost on."""
     found: list[Any] = []
     waiting = [root]
@@ -486,6 +487,19 @@ def samplers_of(root: Any) -> list[Any]:
     return found
 
 
+class OrderState(TypedDict, total=False):
+    """What the order of an epoch is drawn from, as a checkpoint keeps it."""
+
+    streams: Mapping[str, Any]  # of the host, by name
+    seed: int
+    epoch: int
+    generator: torch.Tensor
+    sampler: Any  # the user's own, where that keeps a state
+    sample_seed: int
+    dataset: Any  # a stream's own, where that keeps a state
+    rank: list[int] | None  # of the only rank, and the number of ranks, that can use the stream's state
+
+
 @final
 class Order:
     """The state that the order of an epoch depends on, for one loader.
@@ -496,7 +510,7 @@ class Order:
 
     def __init__(
         self,
-        root: Any,
+        root: object,
         generator: torch.Generator | None,
         ours: tuple[type, ...] = (),
         sample_seed: SampleSeed | None = None,
@@ -511,8 +525,10 @@ class Order:
         foreign = [sampler for sampler in samplers if not isinstance(sampler, ours)]
         self.stateful: Any = next((sampler for sampler in foreign if _has_state(sampler)), None)
         self.streams: tuple[str, ...] = _streams_of(foreign)
-        self._torch_samplers = [
-            sampler for sampler in foreign if type(sampler) in _DRAW_FROM_TORCH and sampler.generator is None
+        self._torch_samplers: list[Any] = [
+            sampler
+            for sampler in foreign
+            if type(sampler) in _DRAW_FROM_TORCH and getattr(sampler, "generator", None) is None
         ]
         self.sample_seed = sample_seed
 
@@ -533,9 +549,9 @@ class Order:
         if self.seedable is not None:
             self.seedable.seed_is_agreed = True
 
-    def capture(self) -> dict[str, Any]:
+    def capture(self) -> OrderState:
         """Return the current states that the order is drawn from."""
-        state: dict[str, Any] = {}
+        state: OrderState = {}
         if self.streams:
             state["streams"] = capture_host_streams(self.streams)
         if self.seedable is not None:
@@ -548,24 +564,25 @@ class Order:
             state["sample_seed"] = self.sample_seed.value
         return state
 
-    def adopt(self, state: Mapping[str, Any]) -> None:
+    def adopt(self, state: OrderState) -> None:
         """Set the sampler's own generator, seed and state to those of ``state``."""
-        if self.seedable is not None and "seed" in state:
-            self.seedable.initial_seed = state["seed"]
-            self.seedable.set_epoch(state["epoch"])
-        if self.generator is not None and state.get("generator") is not None:
-            self.generator.set_state(state["generator"])
+        seed, epoch, generator = state.get("seed"), state.get("epoch"), state.get("generator")
+        if self.seedable is not None and seed is not None and epoch is not None:
+            self.seedable.initial_seed = seed
+            self.seedable.set_epoch(epoch)
+        if self.generator is not None and generator is not None:
+            self.generator.set_state(generator)
         if self.stateful is not None and state.get("sampler") is not None:
-            self.stateful.load_state_dict(state["sampler"])
+            self.stateful.load_state_dict(state.get("sampler"))
         if self.sample_seed is not None and "sample_seed" in state:
             self.sample_seed.value = state["sample_seed"]
 
-    def starting_from(self, state: Mapping[str, Any]) -> AbstractContextManager[None]:
+    def starting_from(self, state: OrderState) -> AbstractContextManager[None]:
         """Enter a context in which an iteration over the sampler begins as in the epoch of ``state``."""
         self.adopt(state)
         return host_streams(state.get("streams", {}))
 
-    def starting_as_on_main(self, main: Mapping[str, Any], mine: Mapping[str, Any]) -> AbstractContextManager[None]:
+    def starting_as_on_main(self, main: OrderState, mine: OrderState) -> AbstractContextManager[None]:
         """Enter a context in which an iteration begins as on rank 0, whose state is ``main``; this rank's is ``mine``.
 
         The order is drawn from the same streams on every rank: a stream whose state equals rank 0's is used as it is.
@@ -585,7 +602,7 @@ class Order:
         return host_streams(lent)
 
 
-def _consume(sampler: Any) -> None:
+def _consume(sampler: Iterable[object]) -> None:
     """Draw from torch's stream what an iteration over a sampler of torch's draws when it begins."""
     if type(sampler) is RandomSampler:
         torch.empty((), dtype=torch.int64).random_()  # the seed of a generator of its own

@@ -7,7 +7,7 @@ each, or, with ``split_batches``, one such batch cut into equal parts.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Final, cast, final
@@ -89,7 +89,7 @@ class BatchSamplerShard(BatchSampler):
 
     def __init__(  # pyright: ignore[reportMissingSuperCall]
         self,
-        batch_sampler: Any,
+        batch_sampler: Iterable[object],
         num_processes: int = 1,
         process_index: int = 0,
         split_batches: bool = False,
@@ -116,12 +116,12 @@ class BatchSamplerShard(BatchSampler):
         return len(self.batch_sampler)
 
     @property
-    def sampler(self) -> Any:
+    def sampler(self) -> object:
         """The sampler inside the batch sampler, where it has one."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @sampler.setter
-    def sampler(self, value: Any) -> None:
+    def sampler(self, value: object) -> None:
         self.batch_sampler.sampler = value
 
     @property
@@ -232,8 +232,8 @@ class BatchSamplerShard(BatchSampler):
             )
 
     def _whole_batch(
-        self, step_batches: list[Any], first_batches: list[Any], is_final: bool
-    ) -> tuple[Any, BatchCoverage] | None:
+        self, step_batches: list[Sequence[object]], first_batches: list[Sequence[object]], is_final: bool
+    ) -> tuple[Sequence[object], BatchCoverage] | None:
         count, index, size = self.num_processes, self.process_index, self.batch_size
         sizes = [num_samples_of(batch) for batch in step_batches]
         if not is_final or (len(step_batches) == count and (size is None or sizes[-1] == size)):
@@ -251,8 +251,8 @@ class BatchSamplerShard(BatchSampler):
         return padded[index], BatchCoverage(valid, tuple(num_samples_of(batch) for batch in padded))
 
     def _part_of(
-        self, step_batches: list[Any], first_batches: list[Any], is_final: bool
-    ) -> tuple[Any, BatchCoverage] | None:
+        self, step_batches: list[Sequence[object]], first_batches: list[Sequence[object]], is_final: bool
+    ) -> tuple[Sequence[object], BatchCoverage] | None:
         count, index, batch = self.num_processes, self.process_index, step_batches[0]
         size = self.batch_size // count
         num_valid = num_samples_of(batch)
@@ -274,7 +274,9 @@ def _full_step_coverage(sizes: list[int]) -> BatchCoverage:
     return BatchCoverage(tuple(sizes), tuple(sizes))
 
 
-def _padded(step_batches: list[Any], first_batches: list[Any], count: int, size: int | None) -> list[Any]:
+def _padded(
+    step_batches: list[Sequence[object]], first_batches: list[Sequence[object]], count: int, size: int | None
+) -> list[Sequence[object]]:
     """Return ``count`` batches: the given ones, filled up to ``size`` and followed by further ones, from the epoch's
     beginning.
 
@@ -329,7 +331,7 @@ class CollateWithCoverage:
 
     collate: Callable[[Any], Any]
 
-    def __call__(self, items: Any) -> Any:
+    def __call__(self, items: Any) -> object:
         if type(items) is LastItem:  # a loader that doesn't batch
             return LastBatch(self.collate(items.item), items.coverage)
         last = items[-1] if type(items) is list and items else None
@@ -352,7 +354,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Iterable[object],
         batch_size: int = 1,
         drop_last: bool = False,
         num_processes: int = 1,
@@ -398,7 +400,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         steps, rest = divmod(len(self.dataset), self.global_batch_size)
         return steps + (1 if rest and not self.drop_last else 0)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         self.seed_generator()
         for item in self.draw():
             yield item.item if type(item) is LastItem else item
@@ -410,7 +412,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(self.epoch)
 
-    def draw(self) -> Iterator[Any]:
+    def draw(self) -> Iterator[object]:
         """Yield the samples of this process; the last one of a padded global batch comes as a :class:`LastItem`."""
         total = self.global_batch_size
         size = total // self.num_processes
@@ -441,7 +443,7 @@ class ShardedStream(IterableDataset[Any]):
     def __init__(self, shard: IterableDatasetShard) -> None:
         self.shard = shard
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self.shard.draw()
 
 
@@ -449,11 +451,11 @@ class ShardedStream(IterableDataset[Any]):
 class StreamFrom(IterableDataset[Any]):
     """A view of ``dataset`` without its first ``num_samples`` samples, which are read and thrown away."""
 
-    def __init__(self, dataset: Any, num_samples: int) -> None:
+    def __init__(self, dataset: Iterable[object], num_samples: int) -> None:
         self.dataset = dataset
         self.num_samples = num_samples
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return islice(iter(self.dataset), self.num_samples, None)
 
 
@@ -487,7 +489,7 @@ def _keeps_state(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def _members(value: object) -> list[tuple[str, Any]]:
+def _members(value: object) -> list[tuple[str, object]]:
     if isinstance(value, (list, tuple)):
         return [(f"[{number}]", item) for number, item in enumerate(value)] if len(value) <= _MOST_ITEMS else []
     if isinstance(value, Mapping):

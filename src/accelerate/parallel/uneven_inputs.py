@@ -59,7 +59,8 @@ def join_uneven_inputs(
 def _override_even_batches(loaders: Sequence[object], value: bool) -> list[tuple[BatchSamplerShard, bool]]:
     changed: list[tuple[BatchSamplerShard, bool]] = []
     for loader in loaders:
-        sampler = unskipped(loader.batch_sampler)[0] if isinstance(loader, DataLoaderShard) else None
+        batches = loader.batch_sampler if isinstance(loader, DataLoaderShard) else None
+        sampler = None if batches is None else unskipped(batches)[0]
         if not isinstance(sampler, BatchSamplerShard):
             logger.warning_once(
                 "join_uneven_inputs(even_batches=...) leaves iterable and dispatched loaders as they are."
