@@ -488,7 +488,7 @@ def samplers_of(root: object) -> list[object]:
 
 
 class OrderState(TypedDict, total=False):
-    """What the order of an epoch is drawn from, as a checkpoint keeps it."""
+    """The states from which the order of an epoch is drawn, as a checkpoint keeps them."""
 
     streams: Mapping[str, Any]  # of the host, by name
     seed: int

@@ -107,7 +107,7 @@ class RunWatch:
         if loader is not self._loader:
             self._enter(loader)
         ends_pass = loader is not None and loader.end_of_dataloader
-        waited = None if loader is None else loader.data_wait_seconds
+        waited = getattr(loader, "data_wait_seconds", None)
         if samples is None:
             samples = self._samples_of(loader, ends_pass)
         is_counted = self._timer.lap(samples, is_update, waited, ends_pass)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import MethodType
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Final, TypeVar, final
 
 import torch
 
@@ -15,6 +15,11 @@ from ..devices.table import kind_of
 from ..errors import SettingError
 from ..nested import convert_to_fp32, recursively_apply
 from .base import Precision
+
+if TYPE_CHECKING:
+    from ..plugins.handlers import AutocastKwargs
+
+T = TypeVar("T")
 
 _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -29,14 +34,20 @@ class Autocasting(Precision, ABC):
         handler: AutocastKwargs; its ``output_dtype=None`` leaves outputs in the compute dtype.
     """
 
-    def __init__(self, dtype: torch.dtype, device_type: str, scaler: Any = None, handler: Any = None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device_type: str,
+        scaler: torch.amp.GradScaler | None = None,
+        handler: AutocastKwargs | None = None,
+    ) -> None:
         self.scaler = scaler
         self._device_type = device_type
         self._dtype = dtype
         self.handler = handler
         self.is_autocast = True
 
-    def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Enter a context in which operations run in half precision, as ``handler`` (or the constructor's) says."""
         if not self.is_autocast:
             return nullcontext()
@@ -66,7 +77,13 @@ class Autocasting(Precision, ABC):
 class AutocastPrecision(Autocasting):
     """The precision ``"fp16"`` or ``"bf16"`` (``label``), by autocast."""
 
-    def __init__(self, label: str, device_type: str, scaler: Any = None, handler: Any = None) -> None:
+    def __init__(
+        self,
+        label: str,
+        device_type: str,
+        scaler: torch.amp.GradScaler | None = None,
+        handler: AutocastKwargs | None = None,
+    ) -> None:
         super().__init__(_HALF[label], device_type, scaler, handler)
         self._label = label
 
@@ -84,15 +101,15 @@ def _is_patched(model: torch.nn.Module) -> bool:
 
 def _autocast_forward(
     model: torch.nn.Module,
-    original: Callable[..., Any],
-    autocast: Callable[[], AbstractContextManager[Any]],
-    convert: Callable[[Any], Any] | None,
-) -> Callable[..., Any]:
+    original: Callable[..., object],
+    autocast: Callable[[], AbstractContextManager[object]],
+    convert: Callable[[object], object] | None,
+) -> Callable[..., object]:
     is_method = isinstance(original, MethodType)
     function = original.__func__ if is_method else original
 
     @wraps(function)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         with autocast():
             outputs = function(*args, **kwargs)
         return outputs if convert is None else convert(outputs)
@@ -132,7 +149,7 @@ class TruePrecision(Precision):
         SettingError: no floating-point dtype, or one that the device doesn't compute in.
     """
 
-    def __init__(self, dtype: torch.dtype, device_type: str, handler: Any = None) -> None:
+    def __init__(self, dtype: torch.dtype, device_type: str, handler: AutocastKwargs | None = None) -> None:
         if dtype not in _DTYPES:
             raise SettingError(f"parameter_dtype={dtype!r}: choose one of {', '.join(map(str, _DTYPES))}.")
         kind = kind_of(device_type)
@@ -167,24 +184,24 @@ class TruePrecision(Precision):
         restore_forward(model)
 
 
-def _is_floating(value: Any) -> bool:
+def _is_floating(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _forward_in(
     dtype: torch.dtype,
     model: torch.nn.Module,
-    original: Callable[..., Any],
-    convert: Callable[[Any], Any] | None,
-) -> Callable[..., Any]:
+    original: Callable[..., object],
+    convert: Callable[[object], object] | None,
+) -> Callable[..., object]:
     is_method = isinstance(original, MethodType)
     function = original.__func__ if is_method else original
 
-    def cast(value: Any) -> Any:
+    def cast(value: T) -> T:
         return recursively_apply(lambda tensor: tensor.to(dtype), value, test_type=_is_floating)
 
     @wraps(function)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         if is_method:
             args = (args[0], *cast(args[1:]))
         else:

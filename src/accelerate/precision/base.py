@@ -8,23 +8,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import update_wrapper, wraps
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, final
 
 import torch
 
 from ..nested import convert_to_fp32
 from ..torch_private.modules import has_scaled_gradients
 
+if TYPE_CHECKING:
+    from ..plugins.handlers import AutocastKwargs
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class Precision(ABC):
     """The number format in which a model computes. Every hook is a no-op unless the precision overrides it."""
 
     #: The gradient scaler, where the precision needs one; callers may assign another.
-    scaler: Any = None
+    scaler: torch.amp.GradScaler | None = None
     #: Whether forward passes run under autocast; callers may switch it off.
     is_autocast: bool = False
     #: The AutocastKwargs, where there are any.
-    handler: Any = None
+    handler: AutocastKwargs | None = None
 
     #: Which modules were converted, one report for each model that was; a precision that converts has its own list.
     reports: Sequence[ConversionReport] = ()
@@ -55,7 +61,7 @@ class Precision(ABC):
     def follow(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Register what has to happen at each update of prepared ``models``; called last in ``prepare``."""
 
-    def autocast(self, handler: Any = None) -> AbstractContextManager[Any]:
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Enter a context in which operations run in this precision."""
         return nullcontext()
 
@@ -86,26 +92,26 @@ class FullPrecision(Precision):
 class ConvertOutputsToFp32:
     """A forward whose half-precision outputs are converted to float32."""
 
-    def __init__(self, model_forward: Callable[..., Any]) -> None:
+    def __init__(self, model_forward: Callable[..., object]) -> None:
         self.model_forward = model_forward
         update_wrapper(self, model_forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> NoReturn:
         raise TypeError(
             "A forward prepared for mixed precision can't be pickled. Pickle the model itself, after "
             "`accelerator.unwrap_model(model, keep_fp32_wrapper=False)`."
         )
 
 
-def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+def convert_outputs_to_fp32(model_forward: Callable[P, T]) -> Callable[P, T]:
     """Wrap ``model_forward`` in a function that converts half-precision outputs to float32."""
     converter = ConvertOutputsToFp32(model_forward)
 
     @wraps(model_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: P.args, **kwargs: P.kwargs) -> T:
         return converter(*args, **kwargs)
 
     return forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,13 +13,16 @@ from .autocast import AutocastPrecision, TruePrecision
 from .base import FullPrecision, Precision
 from .fp8 import Fp8Request, choose_backend, package_of
 
+if TYPE_CHECKING:
+    from ..plugins.handlers import AutocastKwargs, GradScalerKwargs
+
 
 def choose(
     label: str,
     device_type: str,
     *,
-    autocast_handler: Any = None,
-    scaler_handler: Any = None,
+    autocast_handler: AutocastKwargs | None = None,
+    scaler_handler: GradScalerKwargs | None = None,
     shards_over: World | None = None,
     fp8: Fp8Request | None = None,
     parameter_dtype: torch.dtype | None = None,
@@ -53,7 +56,7 @@ def choose(
     raise SettingError(f"mixed_precision={label!r}: choose one of 'no', 'fp16', 'bf16', 'fp8'.")
 
 
-def _fp8(request: Fp8Request, device_type: str, handler: Any) -> Precision:
+def _fp8(request: Fp8Request, device_type: str, handler: AutocastKwargs | None) -> Precision:
     """Return the fp8 precision that ``request`` asks for, on ``device_type``.
 
     Raises:
@@ -87,18 +90,18 @@ def _refuse_bf16_without_hardware(device_type: str) -> None:
         )
 
 
-def _sharded(world: World, kwargs: dict[str, Any]) -> Any:
+def _sharded(world: World, kwargs: dict[str, object]) -> torch.amp.GradScaler:
     from .sharded_scaler import ShardedScaler  # imports torch's distributed tensors
 
     return ShardedScaler(world, **kwargs)
 
 
-def make_scaler(device_type: str, **kwargs: Any) -> Any:
+def make_scaler(device_type: str, **kwargs: Any) -> torch.amp.GradScaler:
     """Make a gradient scaler for ``device_type``; the CPU has a real one."""
     return torch.amp.GradScaler(device_type, **kwargs)
 
 
-def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
+def get_grad_scaler(distributed_type: object = None, **kwargs: Any) -> torch.amp.GradScaler:
     """Make a gradient scaler for the device of this process (FSDP1's sharded one for ``distributed_type`` FSDP)."""
     if getattr(distributed_type, "value", distributed_type) == "FSDP":
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
@@ -15,6 +15,9 @@ from ..optional import is_torchao_available, is_transformer_engine_available
 from ..settings.fp8 import MSAMP_IS_GONE
 from .autocast import Autocasting
 from .base import ConversionReport
+
+if TYPE_CHECKING:
+    from ..plugins.handlers import AutocastKwargs
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -91,7 +94,9 @@ class Fp8Precision(Autocasting, ABC):
     conversion.
     """
 
-    def __init__(self, device_type: str, scaler: Any = None, handler: Any = None) -> None:
+    def __init__(
+        self, device_type: str, scaler: torch.amp.GradScaler | None = None, handler: AutocastKwargs | None = None
+    ) -> None:
         super().__init__(torch.bfloat16, device_type, scaler, handler)
         self.reports: Sequence[ConversionReport] = ()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import distributed as dist
@@ -13,6 +13,10 @@ from torch import distributed as dist
 from ..optional import require, torchao_required
 from .base import HOLDS_OTHERS, OTHER_KIND, report_conversion
 from .fp8 import Fp8Functions, Fp8Precision
+
+if TYPE_CHECKING:
+    from ..plugins.fp8 import AORecipeKwargs
+    from ..plugins.handlers import AutocastKwargs
 
 #: The products of 8-bit matrices come in blocks of this size.
 MULTIPLE = 16
@@ -50,7 +54,7 @@ def why_kept(name: str, module: torch.nn.Module, layers_to_filter: Sequence[str 
 
 @torchao_required
 def convert_model_to_fp8_ao(
-    model: torch.nn.Module, config: Any = None, module_filter_func: ModuleFilter | None = None
+    model: torch.nn.Module, config: object = None, module_filter_func: ModuleFilter | None = None
 ) -> torch.nn.Module:
     """Replace linear layers of ``model`` by ones that compute in fp8.
 
@@ -90,14 +94,20 @@ class AoPrecision(Fp8Precision):
     backend: str | None = "AO"
 
     def __init__(
-        self, device_type: str, recipe: Any, functions: Fp8Functions, *, gathers: bool, handler: Any = None
+        self,
+        device_type: str,
+        recipe: AORecipeKwargs,
+        functions: Fp8Functions,
+        *,
+        gathers: bool,
+        handler: AutocastKwargs | None = None,
     ) -> None:
         super().__init__(device_type, handler=handler)
-        config = recipe.config
+        config: Any = recipe.config
         if config.enable_fsdp_float8_all_gather and not gathers:
             # Without shards it would only make weights a class of tensor that replicas can't broadcast.
             config = replace(config, enable_fsdp_float8_all_gather=False)
-        self.config = config
+        self.config: Any = config
         self._filter: ModuleFilter | None = recipe.module_filter_func
         self._functions = functions
 
@@ -149,8 +159,8 @@ class _ByteGather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
-    ) -> Any:
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
         """All-gather ``input_tensor`` of all ranks into ``output_tensor`` (with ``async_op``, return the work to wait
         for).
         """
@@ -158,5 +168,5 @@ class _ByteGather:
         return gather(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group=group, async_op=async_op)
 
 
-def _precompute_scales(model: torch.nn.Module, *_: Any) -> None:
+def _precompute_scales(model: torch.nn.Module, *_: object) -> None:
     require("torchao.float8", "fp8").precompute_float8_dynamic_scale_for_fsdp(model)

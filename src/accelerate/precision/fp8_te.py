@@ -6,8 +6,8 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from types import MethodType
-from typing import Any, final
+from types import MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -19,6 +19,9 @@ from ..settings.option import options_of
 from .base import HOLDS_OTHERS, OTHER_KIND, report_conversion
 from .fp8 import Fp8Functions, Fp8Precision
 
+if TYPE_CHECKING:
+    from ..plugins.handlers import AutocastKwargs
+
 #: The layers, and the recipes: NVIDIA's package, and Intel's with the same interface.
 _PACKAGES = (
     ("transformer_engine.pytorch", "transformer_engine.common.recipe"),
@@ -28,7 +31,7 @@ _PACKAGES = (
 MULTIPLE = 16
 
 
-def _engine() -> tuple[Any, Any]:
+def _engine() -> tuple[ModuleType, ModuleType]:
     """Return the module of the layers, and that of the recipes.
 
     Raises:
@@ -72,7 +75,7 @@ def _shared(model: torch.nn.Module) -> set[int]:
 
 
 def _replacement(
-    module: torch.nn.Module, layers: Any, forth: bool, convert_linear: bool, convert_norm: bool
+    module: torch.nn.Module, layers: ModuleType, forth: bool, convert_linear: bool, convert_norm: bool
 ) -> torch.nn.Module | None:
     """Return a new layer of the other package on the same device, in the same dtype; None for one that stays."""
     linear, other_linear = (torch.nn.Linear, layers.Linear) if forth else (layers.Linear, torch.nn.Linear)
@@ -131,15 +134,15 @@ def _is_converted(module: torch.nn.Module) -> bool:
 
 
 def contextual_fp8_autocast(
-    model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
-) -> Callable[..., Any]:
+    model_forward: Callable[..., object], fp8_recipe: object, use_during_eval: bool = False
+) -> Callable[..., object]:
     """Wrap ``model_forward`` to run in fp8 while its model trains; with ``use_during_eval``, in evaluation too."""
     layers, _ = _engine()
     is_method = isinstance(model_forward, MethodType)
     function = model_forward.__func__ if is_method else model_forward
 
     @wraps(function)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         is_training = bool(getattr(args[0], "training", True)) if args else True
         with layers.fp8_autocast(enabled=use_during_eval or is_training, fp8_recipe=fp8_recipe):
             return function(*args, **kwargs)
@@ -149,7 +152,9 @@ def contextual_fp8_autocast(
     return MethodType(forward, model_forward.__self__) if is_method else forward
 
 
-def apply_fp8_autowrap(model: torch.nn.Module, fp8_recipe_handler: Any) -> torch.nn.Module:
+def apply_fp8_autowrap(
+    model: torch.nn.Module, fp8_recipe_handler: TERecipeKwargs | FP8RecipeKwargs | None
+) -> torch.nn.Module:
     """Make the forward of ``model`` run in fp8 as TERecipeKwargs say.
 
     Raises:
@@ -160,7 +165,7 @@ def apply_fp8_autowrap(model: torch.nn.Module, fp8_recipe_handler: Any) -> torch
     return model
 
 
-def _recipe(handler: Any) -> tuple[Any, bool]:
+def _recipe(handler: TERecipeKwargs | FP8RecipeKwargs | None) -> tuple[object, bool]:
     """Return the package's recipe, and whether it holds in evaluation too."""
     if isinstance(handler, FP8RecipeKwargs):  # the deprecated recipe, which was MS-AMP's too
         handler = TERecipeKwargs(**{option.name: getattr(handler, option.name) for option in options_of(TeOptions)})
@@ -185,7 +190,7 @@ def _recipe(handler: Any) -> tuple[Any, bool]:
     return recipes.MXFP8BlockScaling(**options), during_eval
 
 
-def _built(kind: Any, options: dict[str, Any]) -> Any:
+def _built(kind: Callable[..., object], options: dict[str, object]) -> object:
     """Make the recipe, after a check that this version of the package knows all options."""
     known = inspect.signature(kind).parameters
     unknown = sorted(set(options) - set(known))
@@ -208,7 +213,14 @@ class TePrecision(Fp8Precision):
 
     backend: str | None = "TE"
 
-    def __init__(self, device_type: str, recipe: Any, functions: Fp8Functions, *, handler: Any = None) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        recipe: TERecipeKwargs | FP8RecipeKwargs,
+        functions: Fp8Functions,
+        *,
+        handler: AutocastKwargs | None = None,
+    ) -> None:
         super().__init__(device_type, handler=handler)
         _recipe(recipe)  # raises at once if something is wrong with it
         self._recipe = recipe
@@ -242,7 +254,7 @@ class TePrecision(Fp8Precision):
             self._functions("apply_fp8_autowrap")(model, self._recipe)
 
 
-def _converted_in_place(convert: Callable[[torch.nn.Module], Any], model: torch.nn.Module) -> torch.nn.Module:
+def _converted_in_place(convert: Callable[[torch.nn.Module], object], model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
         convert(model)
     return model

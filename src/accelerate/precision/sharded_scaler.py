@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import distributed as dist
@@ -46,7 +46,7 @@ class ShardedScaler(torch.amp.GradScaler):
                 dist.all_reduce(found, dist.ReduceOp.MAX)
         return {found.device: found}
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise TypeError("The gradient scaler belongs to this run's processes. Save scaler.state_dict() instead.")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +61,7 @@ def shard_locally(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
 
 
 @uses(("torch.nn.parallel.distributed:_find_tensors", "obj"))
-def find_tensors(value: Any) -> Any:
+def find_tensors(value: object) -> Iterable[torch.Tensor]:
     """Return the tensors in any structure, as DistributedDataParallel finds them to look for unused parameters."""
     from torch.nn.parallel.distributed import _find_tensors
 
@@ -112,10 +112,11 @@ def set_ring_rotation(method: str) -> None:
     "torch._inductor.config:_micro_pipeline_tp",
     ("torch.distributed._symmetric_memory:enable_symm_mem_for_group", "group_name"),
 )
-def overlap_tensor_parallel(group: Any) -> None:
+def overlap_tensor_parallel(group: dist.ProcessGroup | None) -> None:
     """Let compiled layers overlap their communication over ``group`` with their products."""
     import torch._inductor.config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     inductor._micro_pipeline_tp = True  # pyright: ignore[reportPrivateUsage]
+    assert group is not None, "tensor parallelism has a group"
     enable_symm_mem_for_group(group.group_name)

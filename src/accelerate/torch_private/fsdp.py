@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
 from .names import uses
 
 if TYPE_CHECKING:  # half a second to import, and it brings sympy
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy
+    from torch.distributed.fsdp._flat_param import FlatParamHandle
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 #: Restores gradients as they were.
 Restore = Callable[[], None]
@@ -31,6 +34,15 @@ _QUEUED = "_post_backward_callback_queued"
 _UNSHARDED_GRADIENT = (f"{_PARAMETER}:.{_ACCUMULATED}", None, f"{_PARAMETER}:._unsharded_param")
 
 
+class FlatGradients(TypedDict, total=False):
+    """The gradients of one unit between two updates."""
+
+    names: list[str]
+    gradient: torch.Tensor | None
+    before: torch.Tensor | None  # the shard that was reduced before passes without reduction began
+    is_none: list[bool] | None
+
+
 @uses("torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2")
 def hybrid_without_resharding() -> ShardingStrategy:
     """Return the strategy that shards within a node, replicates between nodes, and doesn't reshard after forward."""
@@ -40,9 +52,11 @@ def hybrid_without_resharding() -> ShardingStrategy:
 
 
 @uses("torch.distributed.fsdp.wrap:_Policy._run_policy")
-def modules_of_policy(policy: Any, model: torch.nn.Module, ignored: set[torch.nn.Module]) -> Any:
+def modules_of_policy(
+    policy: object, model: torch.nn.Module, ignored: set[torch.nn.Module]
+) -> Iterable[torch.nn.Module] | None:
     """Return the modules that a policy object of torch's wraps; None where ``policy`` is no such object."""
-    run = getattr(policy, "_run_policy", None)
+    run: Callable[..., Any] | None = getattr(policy, "_run_policy", None)
     return run(model, ignored, {}) if callable(run) else None
 
 
@@ -50,19 +64,19 @@ def modules_of_policy(policy: Any, model: torch.nn.Module, ignored: set[torch.nn
 
 
 @uses(f"{_WRAPPER}:._handle")
-def handle_of(module: FullyShardedDataParallel) -> Any:
+def handle_of(module: FullyShardedDataParallel) -> FlatParamHandle | None:
     """Return the handle of the unit's flat parameter; None for a unit without parameters of its own."""
     return module._handle
 
 
 @uses(f"{_FLAT}:FlatParamHandle", f"{_FLAT}:._use_orig_params", f"{_FLAT}:._params")
-def trained_parameters(handle: Any) -> list[torch.Tensor]:
+def trained_parameters(handle: FlatParamHandle) -> list[torch.Tensor]:
     """Return the parameters of the unit that an optimizer trains: the user's own, or the flat one."""
     return list(handle.flat_param._params or ()) if handle._use_orig_params else [handle.flat_param]
 
 
 @uses(f"{_FLAT}:._use_orig_params", f"{_FLAT}:._shared_param_infos", f"{_FLAT}:._fqns")
-def flat_parameter_names(handle: Any) -> list[str]:
+def flat_parameter_names(handle: FlatParamHandle) -> list[str]:
     """Return the dotted names, tied ones too, in a flat parameter that is trained; none with original parameters."""
     if handle._use_orig_params:
         return []
@@ -125,7 +139,7 @@ def snapshot_flat_gradients(root: FullyShardedDataParallel, snapshot: Snapshot) 
     f"{_FLAT}:._is_grad_none_mask",
     f"{_FLAT}:.{_SAVED}",
 )
-def flat_gradients(root: FullyShardedDataParallel) -> list[dict[str, Any]]:
+def flat_gradients(root: FullyShardedDataParallel) -> list[FlatGradients]:
     """Return each unit's gradients between two updates: its shard, or the unsharded one where passes didn't reduce.
 
     ``before`` is the shard that was reduced before passes without reduction began.
@@ -150,12 +164,12 @@ def flat_gradients(root: FullyShardedDataParallel) -> list[dict[str, Any]]:
     f"{_FLAT}:._is_grad_none_mask",
     f"{_FLAT}:.{_SAVED}",
 )
-def set_flat_gradients(root: FullyShardedDataParallel, units: Sequence[Mapping[str, Any]] | None) -> bool:
+def set_flat_gradients(root: FullyShardedDataParallel, units: Sequence[FlatGradients] | None) -> bool:
     """Set each unit's gradients to those of :func:`flat_gradients`, or to none; return whether they fit the units."""
     handles = [handle for _, handle in _handles(root)]
     if units is None:
         units = [{"names": list(handle.flat_param._fqns)} for handle in handles]
-    if [unit["names"] for unit in units] != [list(handle.flat_param._fqns) for handle in handles]:
+    if [unit.get("names") for unit in units] != [list(handle.flat_param._fqns) for handle in handles]:
         return False
     pairs = list(zip(handles, units, strict=True))
     if not all(_fits(handle, unit.get("gradient")) for handle, unit in pairs):
@@ -169,9 +183,10 @@ def set_flat_gradients(root: FullyShardedDataParallel, units: Sequence[Mapping[s
             setattr(flat, _SAVED, before.to(handle.device))
         if not handle._use_orig_params:
             continue
-        if unit.get("is_none") is not None:
-            flat._is_grad_none_mask = list(unit["is_none"])
-        for parameter in (*flat._params, *flat._shared_params):
+        is_none = unit.get("is_none")
+        if is_none is not None:
+            flat._is_grad_none_mask = list(is_none)
+        for parameter in (*(flat._params or ()), *(flat._shared_params or ())):
             parameter.grad = None
         if is_unsharded or not handle.uses_sharded_strategy:
             handle._use_unsharded_grad_views()
@@ -180,7 +195,7 @@ def set_flat_gradients(root: FullyShardedDataParallel, units: Sequence[Mapping[s
     return True
 
 
-def _fits(handle: Any, gradient: torch.Tensor | None) -> bool:
+def _fits(handle: FlatParamHandle, gradient: torch.Tensor | None) -> bool:
     flat = handle.flat_param
     return gradient is None or gradient.shape in (flat._unpadded_unsharded_size, flat.shape)
 
@@ -235,7 +250,8 @@ def reset_flat_runtime(root: FullyShardedDataParallel) -> None:
         handle.reshard(handle.uses_sharded_strategy)  # freed on every rank, so that all of them gather it again
         handle.post_reshard()
         handle.flat_param._post_backward_called = False
-        handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._prefetched = False
+        setattr(handle, "_ran_pre_backward_hook", False)  # noqa: B010  (torch doesn't declare it)
+        handle._needs_pre_backward_unshard = handle._prefetched = False
         handle._post_forward_index = None
         state._unshard_event = None
     for state in root._all_fsdp_states:
@@ -244,7 +260,7 @@ def reset_flat_runtime(root: FullyShardedDataParallel) -> None:
     root._exec_order_data.handles_post_forward_order.clear()
 
 
-def _handles(root: FullyShardedDataParallel) -> Iterator[tuple[Any, Any]]:
+def _handles(root: FullyShardedDataParallel) -> Iterator[tuple[FullyShardedDataParallel, FlatParamHandle]]:
     """Yield the states of the units that hold parameters, each with the handle of its flat parameter."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -257,14 +273,14 @@ def _handles(root: FullyShardedDataParallel) -> Iterator[tuple[Any, Any]]:
 # -- FSDP 2: fully_shard -------------------------------------------------------------------------------------------
 
 
-@uses(("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "self"))
-def _state_of(module: Any) -> Any:
+@uses(("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "self"), f"{_STATE}:FSDPState")
+def _state_of(module: FSDPModule) -> FSDPState:
     return module._get_fsdp_state()
 
 
 # One group a unit before torch 2.12.
-@uses((f"{_STATE}:._fsdp_param_groups", None, f"{_STATE}:._fsdp_param_group"))
-def managed_parameters(model: torch.nn.Module) -> list[Any]:
+@uses((f"{_STATE}:._fsdp_param_groups", None, f"{_STATE}:._fsdp_param_group"), f"{_PARAMETER}:FSDPParam")
+def managed_parameters(model: torch.nn.Module) -> list[FSDPParam]:
     """Return torch's records of the parameters that are sharded."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -363,13 +379,13 @@ def set_unsharded_gradients(
             unsharded.grad = gradient
 
 
-def _units(modules: Iterable[torch.nn.Module]) -> list[Any]:
+def _units(modules: Iterable[torch.nn.Module]) -> list[FSDPModule]:
     from torch.distributed.fsdp import FSDPModule
 
     return [unit for module in modules for unit in module.modules() if isinstance(unit, FSDPModule)]
 
 
-def _records(modules: Iterable[torch.nn.Module]) -> list[Any]:
+def _records(modules: Iterable[torch.nn.Module]) -> list[FSDPParam]:
     return list({id(record): record for module in modules for record in managed_parameters(module)}.values())
 
 
@@ -387,7 +403,7 @@ def reduce_sharded_gradients(model: FSDPModule) -> None:
 
 
 @uses(f"{_STATE}:._mp_policy")
-def mixed_precision_policy(module: FSDPModule) -> Any:
+def mixed_precision_policy(module: FSDPModule) -> MixedPrecisionPolicy:
     """Return the mixed-precision policy of the unit."""
     return _state_of(module)._mp_policy
 

@@ -7,14 +7,18 @@ has to exchange an entry: torch's pickles and state dicts rest on them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import RandomSampler
 
 from .names import declare, uses
+
+#: The hooks of an optimizer's step, by their key.
+StepHooks = dict[int, Callable[..., Any]]
 
 _MODULE = "torch.nn.modules.module"
 declare(__name__, f"{_MODULE}:._parameters", f"{_MODULE}:._buffers", f"{_MODULE}:._modules")
@@ -40,13 +44,13 @@ def takes_data_of(tensor: torch.Tensor, device: torch.device) -> bool:
 
 
 @uses((f"{_MODULE}:Module._save_to_state_dict", "self, destination, prefix, keep_vars"))
-def save_own(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+def save_own(module: nn.Module, state: dict[str, object], prefix: str) -> None:
     """Save what ``module`` itself, without its children, holds into ``state``."""
     module._save_to_state_dict(state, prefix, keep_vars=False)
 
 
 @uses(f"{_MODULE}:_IncompatibleKeys")
-def loaded(missing: Sequence[str], unexpected: Sequence[str]) -> Any:
+def loaded(missing: Sequence[str], unexpected: Sequence[str]) -> nn.modules.module._IncompatibleKeys:
     """Return the result of ``load_state_dict`` for these missing and unexpected keys."""
     return nn.modules.module._IncompatibleKeys(list(missing), list(unexpected))
 
@@ -59,13 +63,13 @@ def is_compiled(module: object) -> bool:
 
 
 @uses("torch._dynamo.eval_frame:._orig_mod")
-def original_module(compiled: Any) -> Any:
+def original_module(compiled: Any) -> nn.Module:
     """Return the module that torch.compile was given."""
     return compiled._orig_mod
 
 
 @uses("torch._dynamo.eval_frame:._orig_mod", "torch._dynamo.eval_frame:.dynamo_ctx")
-def compile_like(compiled: Any, module: nn.Module) -> Any:
+def compile_like(compiled: Any, module: nn.Module) -> nn.Module:
     """Return ``module`` compiled as ``compiled`` was."""
     return type(compiled)(module, compiled.dynamo_ctx)
 
@@ -80,7 +84,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 @uses("torch.utils.data.dataloader:._iterator")
-def has_running_iterator(loader: DataLoader[Any] | None) -> bool:
+def has_running_iterator(loader: object) -> bool:
     """Return whether ``loader`` keeps an iterator, torch's with the workers of an earlier epoch, torchdata's too."""
     return getattr(loader, "_iterator", None) is not None
 
@@ -135,7 +139,7 @@ def sparse_components(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 @uses("torch.amp.grad_scaler:OptState.READY", "torch.amp.grad_scaler:._per_optimizer_states")
-def has_scaled_gradients(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
+def has_scaled_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``scaler.unscale_(optimizer)`` hasn't been called since the last update."""
     from torch.amp.grad_scaler import OptState
 
@@ -143,9 +147,11 @@ def has_scaled_gradients(scaler: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 
 @uses(("torch.amp.grad_scaler:GradScaler._found_inf_per_device", "self, optimizer"))
-def found_inf_by_device(scaler: Any, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
+def found_inf_by_device(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> dict[torch.device, torch.Tensor]:
     """Return the ``found_inf`` of the last ``scaler.step(optimizer)`` by device; ``scaler.update()`` clears it."""
-    return scaler._found_inf_per_device(optimizer)
+    return scaler._found_inf_per_device(optimizer)  # pyright: ignore[reportReturnType]
 
 
 @uses("torch.amp.grad_scaler:._step_supports_amp_scaling")
@@ -158,24 +164,24 @@ def scaler_decides(optimizer: torch.optim.Optimizer) -> bool:
     "torch.optim.optimizer:._optimizer_step_pre_hooks",
     "torch.optim.optimizer:._optimizer_step_post_hooks",
 )
-def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[StepHooks, StepHooks]:
     """Return the hooks that are called before and after each step of ``optimizer``."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
-def set_step_hooks(optimizer: torch.optim.Optimizer, before: Any, after: Any) -> None:
+def set_step_hooks(optimizer: torch.optim.Optimizer, before: StepHooks, after: StepHooks) -> None:
     """Replace the hooks that :func:`step_hooks` returns."""
     optimizer._optimizer_step_pre_hooks = before
     optimizer._optimizer_step_post_hooks = after
 
 
 @uses("torch.optim.lr_scheduler:._step_count")
-def step_count(scheduler: Any) -> int:
+def step_count(scheduler: LRScheduler) -> int:
     """Return how often ``scheduler`` has stepped, its first value included."""
     return scheduler._step_count
 
 
 @uses("torch.optim.lr_scheduler:._step_count")
-def count_step(scheduler: Any) -> None:
+def count_step(scheduler: LRScheduler) -> None:
     """Count a step that ``scheduler`` didn't take."""
     scheduler._step_count += 1

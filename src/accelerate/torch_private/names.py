@@ -87,7 +87,7 @@ def uses(*places: str | tuple[str | None, ...]) -> Callable[[Function], Function
         REGISTERED[f"{function.__module__}.{function.__qualname__}"] = names
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             try:
                 return function(*args, **kwargs)
             except (AttributeError, ImportError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,7 +35,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 @uses(("torch._subclasses.fake_tensor:FakeTensorMode.__init__", "self, allow_fallback_kernels, allow_non_fake_inputs"))
-def fake_tensor_mode() -> AbstractContextManager[Any]:
+def fake_tensor_mode() -> AbstractContextManager[object]:
     """Enter a context in which operations give fake tensors, from real ones too."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -66,13 +65,13 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 
 
 @uses("torch.ops.aten:_assert_tensor_metadata")
-def is_tracing_guard(target: Any) -> bool:
+def is_tracing_guard(target: object) -> bool:
     """Return whether a node of a traced graph only compares its inputs with those that were traced."""
     return target is torch.ops.aten._assert_tensor_metadata.default or target == "_guards_fn"
 
 
 @uses(("torch.ops.aten:_grouped_mm", None, None, "2.8"))
-def grouped_mm_operator() -> Any:
+def grouped_mm_operator() -> object:
     """Return the operator that multiplies groups of rows by a matrix each; None before torch 2.8."""
     return getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 
@@ -83,7 +82,7 @@ def grouped_mm_operator() -> Any:
         "query, key, value, dropout_p, is_causal, attn_mask, scale",
     )
 )
-def attention_on_cpu(*arguments: Any, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_on_cpu(*arguments: torch.Tensor | float | bool, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute attention without dropout over one block of keys and values, and the log-sum-exp of its weights."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments, scale=scale)
 
@@ -94,6 +93,8 @@ def attention_on_cpu(*arguments: Any, scale: float | None) -> tuple[torch.Tensor
         "grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, attn_mask, scale",
     )
 )
-def attention_on_cpu_backward(*arguments: Any, scale: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def attention_on_cpu_backward(
+    *arguments: torch.Tensor | float | bool, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of query, keys and values."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*arguments, scale=scale)

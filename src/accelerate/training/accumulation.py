@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, ClassVar, Protocol, final
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
 
 import torch
 
@@ -21,6 +21,9 @@ from ..distributed.mesh import TOKEN_AXES, Mesh
 from ..errors import PreparationError, SettingError
 from ..logging import MultiProcessAdapter, get_logger
 from ..torch_private.modules import scale_each
+
+if TYPE_CHECKING:
+    from ..plugins.handlers import GradientAccumulationPlugin
 
 
 @final
@@ -38,6 +41,7 @@ class RunningLoader(Protocol):
 
     end_of_dataloader: bool
     remainder: int
+    is_interleaved: bool
 
 
 class GradientState:
@@ -58,7 +62,7 @@ class GradientState:
     dataloader_references: list[weakref.ReferenceType[Any] | None]
     has_assumed_loader: bool  # a warning was given: values between batches of several loaders could be those of any
 
-    def __new__(cls, gradient_accumulation_plugin: Any = None) -> GradientState:
+    def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
         newest = GradientState._newest
         if newest is None:
             return cls.create(gradient_accumulation_plugin)
@@ -67,7 +71,7 @@ class GradientState:
         return newest
 
     @classmethod
-    def create(cls, gradient_accumulation_plugin: Any = None) -> GradientState:
+    def create(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
         """Make a gradient state, from now on the newest."""
         gradient_state = object.__new__(cls)
         gradient_state.sync_gradients = True
@@ -225,7 +229,7 @@ class GradientState:
 
     # -- the loaders -----------------------------------------------------------------------------------
 
-    def _add_dataloader(self, dataloader: Any, *, is_interleaved: bool = False) -> None:
+    def _add_dataloader(self, dataloader: RunningLoader, *, is_interleaved: bool = False) -> None:
         active = self.active_dataloader
         if is_interleaved and active is not None:
             active.is_interleaved = dataloader.is_interleaved = True
@@ -240,13 +244,13 @@ class GradientState:
         ]
 
     @property
-    def running_dataloaders(self) -> list[Any]:
+    def running_dataloaders(self) -> list[RunningLoader]:
         """The loaders whose loops are running, the one that delivered last at the end."""
         found = (reference() for reference in self.dataloader_references if reference is not None)
         return [loader for loader in found if loader is not None]
 
     @property
-    def active_dataloader(self) -> Any:
+    def active_dataloader(self) -> RunningLoader | None:
         """The innermost loader whose loop is running; None outside of loops."""
         reference = self.dataloader_references[-1]
         return None if reference is None else reference()
@@ -275,7 +279,7 @@ class GradientState:
         """Forget the newest gradient state; Accelerators keep theirs."""
         GradientState._newest = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # A gradient state belongs to the loop that it counts; an unpickled object uses the newest one.
         return (GradientState, ())
 
@@ -340,7 +344,7 @@ class WindowWeights:
     def backward(
         self,
         loss: torch.Tensor,
-        weight: Any,
+        weight: torch.Tensor | float,
         *,
         key: Hashable,
         completes_window: bool,
@@ -392,7 +396,7 @@ class WindowWeights:
         return factor.to(torch.promote_types(loss.dtype, torch.float32))
 
 
-def wide(weight: Any) -> Any:
+def wide(weight: torch.Tensor | float) -> torch.Tensor | float:
     """Return a weight that more can be added to without rounding: bfloat16 can't count further than 256."""
     if isinstance(weight, torch.Tensor) and weight.is_floating_point():
         return weight.detach().to(widest_float(weight.device))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from ..distributed.world import World
 from ..errors import CheckpointError
@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 logger: MultiProcessAdapter = get_logger(__name__)
 
 
-def global_batch_info(world: World, loaders: Sequence[object], gradient_state: GradientState) -> dict[str, Any]:
+class GlobalBatchInfo(TypedDict):
+    """The record of the global batch in a checkpoint."""
+
+    ranks: int
+    steps: int  # micro-batches per update
+    samples: list[int | None]  # of all ranks at once, by loader
+
+
+def global_batch_info(world: World, loaders: Sequence[object], gradient_state: GradientState) -> GlobalBatchInfo:
     """Return what a checkpoint records of the global batch: ranks, micro-batches per update, and samples of all ranks
     at once per loader.
     """
@@ -45,7 +53,8 @@ def restore_accumulation(
         CheckpointError: no whole number of micro-batches has as many samples, or the checkpoint has no record of them.
     """
     details = {} if loaded.manifest is None else loaded.manifest.details
-    before, now = details.get("pace"), global_batch_info(world, loaders, gradient_state)
+    before: GlobalBatchInfo | None = details.get("pace")
+    now: GlobalBatchInfo = global_batch_info(world, loaders, gradient_state)
     if loaded.step is not None:
         if gradient_state.open_window is not None:  # in a program that goes back: those are of another update
             window.clear()
@@ -84,7 +93,7 @@ def restore_accumulation(
         logger.warning("Goes on from %s with changes:\n  %s", loaded.folder, "\n  ".join(changes))
 
 
-def _count_of(before: Mapping[str, Any], now: Mapping[str, Any], count: int) -> int | None:
+def _count_of(before: GlobalBatchInfo, now: GlobalBatchInfo, count: int) -> int | None:
     """Return how many of today's micro-batches are as many updates, and as much of the current one, as ``count`` of
     before.
 
@@ -102,18 +111,18 @@ def _count_of(before: Mapping[str, Any], now: Mapping[str, Any], count: int) -> 
     return None if rest else (updates + 1) * now["steps"] - left
 
 
-def _samples_per_update(info: Mapping[str, Any]) -> int | None:
+def _samples_per_update(info: GlobalBatchInfo) -> int | None:
     """Return the samples per update of the first loader that knows."""
     sizes = [size for size in info["samples"] if size]
     return sizes[0] * info["steps"] if sizes else None
 
 
-def _steps_needed(before: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
+def _steps_needed(before: GlobalBatchInfo, now: GlobalBatchInfo) -> float | None:
     wanted, sizes = _samples_per_update(before), [size for size in now["samples"] if size]
     return None if wanted is None or not sizes else wanted / sizes[0]
 
 
-def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+def _changes(before: GlobalBatchInfo, now: GlobalBatchInfo) -> list[str]:
     changes: list[str] = []
     if before["ranks"] != now["ranks"]:
         changes.append(f"ranks: {before['ranks']} -> {now['ranks']}")
@@ -136,7 +145,7 @@ def _suggestion(needed: float | None) -> str:
     return f"load_state(keep_global_batch=True) would keep it, with gradient_accumulation_steps={steps}"
 
 
-def _cannot_keep_message(before: Mapping[str, object], now: Mapping[str, object], folder: str) -> str:
+def _cannot_keep_message(before: GlobalBatchInfo, now: GlobalBatchInfo, folder: str) -> str:
     saved, current = _samples_per_update(before), _samples_per_update(now)
     return (
         f"keep_global_batch=True: {folder} was saved with {saved} samples per update by {before['ranks']} ranks. "

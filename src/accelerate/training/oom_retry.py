@@ -104,7 +104,7 @@ class Work:
     size: int = 0
     largest: int = 0  # size of any rank that shares this pass, as far as is known
 
-    def run(self, parts: Iterable[tuple[Any, int]]) -> torch.Tensor:
+    def run(self, parts: Iterable[tuple[object, int]]) -> torch.Tensor:
         """Compute ``parts``, adding their gradients; return the sum of their losses, weighted by size if they are
         means.
         """
@@ -165,7 +165,7 @@ class MicroBatches:
         self._num_updates += work.synchronises
         return loss
 
-    def _parts(self, work: Work) -> list[tuple[Any, int]]:
+    def _parts(self, work: Work) -> list[tuple[object, int]]:
         parts = list(split_batch(work.batch, work.size, min(self.num_parts, work.size)))
         # A rank with fewer samples than parts takes part in the others' passes, with a weight of zero.
         return parts + [(parts[-1][0], 0)] * (min(self.num_parts, work.largest) - len(parts))
@@ -468,7 +468,9 @@ class CoordinatedPass(TorchDispatchMode):
                 ) from None
         return None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         """Exchange failures before each collective; run every operation as it is."""
         if any(issubclass(kind, self._dtensor) for kind in types):
             return NotImplemented  # it becomes operations on plain tensors, and collectives, which come here again

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypedDict, TypeVar, cast, final
 
 import torch
 
@@ -20,6 +20,25 @@ if TYPE_CHECKING:
 
 #: The layout of strategies whose every rank has the gradients of all parameters.
 REPLICAS: Final = "replicas"
+
+
+T = TypeVar("T")
+
+
+class WindowRecord(TypedDict):
+    """One open window: its models by number, its micro-batches so far, and their weight."""
+
+    models: list[int]
+    count: int
+    weight: torch.Tensor | float | None
+
+
+class WindowState(TypedDict):
+    """The open windows of one rank, as a checkpoint keeps them; ``gradients`` are those of each model, by name."""
+
+    layout: str
+    gradients: list[dict[str, Any]]
+    windows: list[WindowRecord]
 
 
 class GradientHolder(Protocol):
@@ -68,13 +87,13 @@ class OpenWindow:
 
     # -- saving --------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any] | None:
+    def state_dict(self) -> WindowState | None:
         """Return gradients by model and name, and micro-batches and weight by window; None where no window is open."""
         if self._gradient_state.open_window is None or self._gradients is None:
             return None
         gradients = [self._gradients.read(model) for model in self._models]
         numbers = {key: number for number, key in enumerate(self._keys())}
-        windows = [
+        windows: list[WindowRecord] = [
             {"models": [numbers[one] for one in key], "count": count, "weight": self._weights.pending.get(key)}
             for key, count in self._gradient_state.windows.items()
             if isinstance(key, tuple) and all(one in numbers for one in key)
@@ -98,24 +117,24 @@ class OpenWindow:
     # -- loading -------------------------------------------------------------------------------------------
 
     @staticmethod
-    def joined(states: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    def joined(states: Iterable[Mapping[str, Any]]) -> WindowState | None:
         """Return the state of several ranks as that of one: gradients and weights added up, one rank after the other.
 
         None where they can't be added up: they are sharded, or sparse.
         """
-        total: dict[str, Any] = {}
+        total: WindowState | None = None
         for state in states:
             values = [value for gradients in state["gradients"] for value in gradients.values()]
             if state["layout"] != REPLICAS or not all(isinstance(value, torch.Tensor) for value in values):
                 return None
-            if not total:
-                total = dict(state)
+            if total is None:
+                total = cast("WindowState", dict(state))
                 continue
             for mine, other in zip(total["gradients"], state["gradients"], strict=True):
                 mine.update({name: mine[name] + value if name in mine else value for name, value in other.items()})
             for mine, other in zip(total["windows"], state["windows"], strict=True):
-                if other["weight"] is not None:
-                    mine["weight"] = wide(mine["weight"]) + wide(other["weight"])
+                if other["weight"] is not None:  # then every rank's window has one
+                    mine["weight"] = wide(mine["weight"]) + wide(other["weight"])  # pyright: ignore[reportArgumentType]
         return total
 
     def load_state_dict(
@@ -128,9 +147,10 @@ class OpenWindow:
             count_of: from a window's count when it was saved to today's micro-batches; None: no whole number.
             num_ranks: how many ranks saved.
         """
+        own = cast("WindowState | None", state)
         if num_ranks != world.size:
-            state = self._shared_out(state, num_ranks, world)
-        reason = self._take(state, count_of)
+            own = self._shared_out(own, num_ranks, world)
+        reason = self._take(own, count_of)
         reason = next((one for one in _everyone(reason, world) if one is not None), None)
         if reason is not None:
             self.clear()
@@ -143,7 +163,7 @@ class OpenWindow:
             for model in self._models:
                 self._gradients.load(model, None)
 
-    def _take(self, state: Mapping[str, Any] | None, count_of: Callable[[int], int | None]) -> str | None:
+    def _take(self, state: WindowState | None, count_of: Callable[[int], int | None]) -> str | None:
         if state is None:
             return "not every rank's gradients are there, or they can't be added up"
         holder = self._gradients
@@ -172,12 +192,13 @@ class OpenWindow:
                 self._weights.pending[key] = window["weight"]
         return None
 
-    def _shared_out(self, state: Mapping[str, Any] | None, num_ranks: int, world: World) -> Mapping[str, Any] | None:
+    def _shared_out(self, state: WindowState | None, num_ranks: int, world: World) -> WindowState | None:
         """Return all gradients on rank 0 and zeros on the others, so that their average is that of the ranks before.
 
         Gradients that :class:`WindowWeights` will divide by the weight of the window need no factor: they are sums.
         """
-        outline, holder = None, self._gradients
+        outline: Any = None
+        holder = self._gradients
         if state is not None and holder is not None and holder.layout == REPLICAS:
             weighted = [number for number in range(len(self._models)) if self._is_weighted(state, number)]
             for number, gradients in enumerate(state["gradients"]):
@@ -200,7 +221,7 @@ class OpenWindow:
         ]
         return outline
 
-    def _is_weighted(self, state: Mapping[str, Any], number: int) -> bool:
+    def _is_weighted(self, state: WindowState, number: int) -> bool:
         windows = [window["models"] for window in state["windows"] if window["weight"] is not None]
         return any(not models or number in {one % len(self._models) for one in models} for models in windows)
 
@@ -209,5 +230,5 @@ class OpenWindow:
         return [id(one) for one in [*self._models, *(self._prepared.get(id(model)) for model in self._models)]]
 
 
-def _everyone(value: Any, world: World) -> list[Any]:
+def _everyone(value: T, world: World) -> list[T]:
     return gather_object([value], world=world)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -14,10 +15,11 @@ from ..nested import recursively_apply
 from ..torch_private.modules import found_inf_by_device, scaler_decides
 from .accumulation import GradientState
 
+T = TypeVar("T")
 Closure = Callable[[], Any]
 
 
-def move_to_device(state: object, device: torch.device | str) -> Any:
+def move_to_device(state: T, device: torch.device | str) -> T:
     """Return ``state`` (any nested container) with every tensor on ``device``."""
     return recursively_apply(lambda tensor: tensor.to(device), state)
 
@@ -28,7 +30,7 @@ def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Cl
     Kept for callers of the documented name; :class:`AcceleratedOptimizer` itself asks the scaler.
     """
 
-    def patched_step(*args: object, **kwargs: object) -> Any:
+    def patched_step(*args: object, **kwargs: object) -> object:
         accelerated_optimizer._accelerate_step_called = True
         return method(*args, **kwargs)
 
@@ -64,7 +66,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         device_placement: bool = True,
-        scaler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
         *,
         device: torch.device | None = None,
         gradient_state: GradientState | None = None,
@@ -82,15 +84,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             _place_state(optimizer, device)
 
     @property
-    def scaler(self) -> Any:
+    def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler; libraries assign their own."""
         return self._scaler
 
     @scaler.setter
-    def scaler(self, scaler: Any) -> None:
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
         self._scaler = scaler
         # Decided here, so that a step only checks whether it is due.
-        self._act: Callable[[Closure | None], Any] | None = None
+        self._act: Callable[[Closure | None], float | None] | None = None
         if self.is_fused_into_backward:
             self._act = _do_nothing
         elif scaler is not None:
@@ -109,7 +111,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     # -- a step ------------------------------------------------------------------------------------------
 
-    def step(self, closure: Closure | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Closure | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update the parameters, if this step completes a window and no gradient was infinite."""
         if not self.gradient_state.sync_gradients:
             return None
@@ -118,8 +120,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return self._act(closure)
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
-    def _scaled_step(self, closure: Closure | None) -> Any:
+    def _scaled_step(self, closure: Closure | None) -> float | None:
         scaler = self._scaler
+        assert scaler is not None, "chosen only with a scaler"
         self._updates.count = 0
         result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure=closure)
         found = _overflow_flags(scaler, self.optimizer)
@@ -162,33 +165,33 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     # -- the inner optimizer's interface -------------------------------------------------------------------
 
     @property
-    def state(self) -> Any:
+    def state(self) -> defaultdict[torch.Tensor, Any]:
         """The inner optimizer's state."""
         return self.optimizer.state
 
     @state.setter
-    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self, state: defaultdict[torch.Tensor, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.optimizer.state = state
 
     @property
-    def param_groups(self) -> Any:
+    def param_groups(self) -> list[dict[str, Any]]:
         """The inner optimizer's parameter groups."""
         return self.optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, param_groups: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def param_groups(self, param_groups: list[dict[str, object]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.optimizer.param_groups = param_groups
 
     @property
-    def defaults(self) -> Any:
+    def defaults(self) -> dict[str, Any]:
         """The inner optimizer's defaults."""
         return self.optimizer.defaults
 
     @defaults.setter
-    def defaults(self, defaults: Any) -> None:
+    def defaults(self, defaults: dict[str, object]) -> None:
         self.optimizer.defaults = defaults
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Add ``param_group`` to the inner optimizer."""
         self.optimizer.add_param_group(param_group)
 
@@ -196,16 +199,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Return the inner optimizer's state dict."""
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load ``state_dict`` into the inner optimizer; its tensors go to the parameters' devices."""
         self.optimizer.load_state_dict(state_dict)
 
-    def train(self) -> Any:
+    def train(self) -> object:
         """Switch the inner optimizer to training mode (schedule-free optimizers have one)."""
         switch = getattr(self.optimizer, "train", None)
         return switch() if callable(switch) else None
 
-    def eval(self) -> Any:
+    def eval(self) -> object:
         """Switch the inner optimizer to evaluation mode (schedule-free optimizers have one)."""
         switch = getattr(self.optimizer, "eval", None)
         return switch() if callable(switch) else None
@@ -215,7 +218,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {
             "optimizer": self.optimizer,
             "gradient_state": self.gradient_state,
@@ -227,7 +230,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             "_zero_grad_takes_set_to_none": self._zero_grad_takes_set_to_none,
         }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.scaler = self._scaler
 
@@ -239,7 +242,7 @@ def _do_nothing(closure: Closure | None) -> None:
     return None
 
 
-def _overflow_flags(scaler: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _overflow_flags(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the per-device overflow flags of the last ``scaler.step(optimizer)``; empty for a disabled scaler.
 
     Read before ``scaler.update()`` forgets them. They are right for plain, foreach and fused optimizers alike

@@ -37,7 +37,7 @@ class AcceleratedScheduler:
 
     def __init__(
         self,
-        scheduler: Any,
+        scheduler: object,
         optimizers: AcceleratedOptimizer | list[AcceleratedOptimizer] | tuple[AcceleratedOptimizer, ...],
         step_with_optimizer: bool = True,
         split_batches: bool = False,
@@ -47,7 +47,7 @@ class AcceleratedScheduler:
         gradient_state: GradientState | None = None,
     ) -> None:
         check_mode(mode)
-        self.scheduler = scheduler
+        self.scheduler: Any = scheduler
         self.optimizers: list[AcceleratedOptimizer] = (
             list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
         )
@@ -58,7 +58,7 @@ class AcceleratedScheduler:
         # Only a schedule in samples has micro-batches to count.
         self._counts_micro_batches = mode != "updates"
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """Advance the learning rate, if the optimizer stepped (or always, without ``step_with_optimizer``)."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
@@ -81,7 +81,7 @@ class AcceleratedScheduler:
             ):
                 self.scheduler.step()
 
-    def get_last_lr(self) -> Any:
+    def get_last_lr(self) -> list[float]:
         """Return the learning rates of the last step."""
         return self.scheduler.get_last_lr()
 
@@ -89,15 +89,15 @@ class AcceleratedScheduler:
         """Return the inner scheduler's state dict."""
         return self.scheduler.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load ``state_dict`` into the inner scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
-    def get_lr(self) -> Any:
+    def get_lr(self) -> list[float]:
         """Return the inner scheduler's next learning rates."""
         return self.scheduler.get_lr()
 
-    def print_lr(self, *args: Any, **kwargs: Any) -> Any:
+    def print_lr(self, *args: object, **kwargs: object) -> object:
         """Print the inner scheduler's learning rate."""
         return self.scheduler.print_lr(*args, **kwargs)
 
