@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from ..optional import require
@@ -39,13 +40,13 @@ class AimTracker(GeneralTracker):
         self.writer["hparams"] = values
 
     @queued
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         for key, value in as_numbers(values).items():
             self.writer.track(value, name=key, step=step, **kwargs)
 
     @queued
     def log_images(
-        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
+        self, values: Mapping[str, Any], step: int | None = None, kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
         """Log each value, an image or a pair of image and caption, under its key.
 

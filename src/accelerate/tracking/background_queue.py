@@ -80,7 +80,7 @@ class BackgroundQueue:
         """Whether no call waits or runs."""
         return not self._waiting and self._current is None
 
-    def put(self, function: Callable[..., object], what: str, *args: Any, **kwargs: Any) -> None:
+    def put(self, function: Callable[..., object], what: str, *args: object, **kwargs: object) -> None:
         """Queue a call of ``function`` with copies of the arguments, after everything that was queued before.
 
         Calls queued after :meth:`close`, or by a forked child, are left out.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar, cast, final
 
 import numpy as np
@@ -27,7 +27,7 @@ def on_main_process(function: Method) -> Method:
     """Make a tracker method do nothing off the main process where the tracker is ``main_process_only``."""
 
     @functools.wraps(function)
-    def guarded(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
+    def guarded(self: GeneralTracker, *args: object, **kwargs: object) -> object:
         if writes_here(main_process_only=self.main_process_only):
             return function(self, *args, **kwargs)
         return None
@@ -43,7 +43,7 @@ def queued(function: Method) -> Method:
     """
 
     @functools.wraps(function)
-    def guarded(self: GeneralTracker, *args: Any, **kwargs: Any) -> Any:
+    def guarded(self: GeneralTracker, *args: object, **kwargs: object) -> object:
         if not writes_here(main_process_only=self.main_process_only):
             return None
         queue = self._background_queue
@@ -54,7 +54,7 @@ def queued(function: Method) -> Method:
     return cast(Method, guarded)
 
 
-def as_numbers(values: dict[str, Any]) -> dict[str, Any]:
+def as_numbers(values: Mapping[str, object]) -> dict[str, object]:
     """Return ``values`` with tensors and arrays of one element, and NumPy's numbers, as Python's numbers."""
     return {
         key: value.item()
@@ -116,7 +116,7 @@ class GeneralTracker:
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store ``values`` as the hyper-parameters of the run."""
 
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         """Log ``values`` at ``step``; ``kwargs`` go to the service's own call."""
 
     def finish(self) -> None:
@@ -150,7 +150,7 @@ class BlankTracker(GeneralTracker):
 class _Nothing:
     """Called, or asked for an attribute, it is itself."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+    def __call__(self, *args: object, **kwargs: object) -> _Nothing:
         return self
 
     def __getattr__(self, name: str) -> _Nothing:

@@ -201,7 +201,7 @@ def log(
     trackers: Iterable[GeneralTracker],
     values: dict[str, Any],
     step: int | None,
-    log_kwargs: Mapping[str, Mapping[str, Any]],
+    log_kwargs: Mapping[str, Mapping[str, object]],
 ) -> None:
     """Queue ``values``, as they are now, for each tracker, after the calls that were queued before. Never raises."""
     for tracker in trackers:

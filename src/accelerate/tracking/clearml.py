@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Final
 
 from ..errors import SettingError
@@ -56,7 +57,7 @@ class ClearMLTracker(GeneralTracker):
         self.task.connect_configuration(values)
 
     @queued
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         """Report numbers as scalars at ``step``, or as single values without one.
 
         ``train_loss`` and ``eval_loss`` are two series of one plot, ``loss``.
@@ -72,7 +73,7 @@ class ClearMLTracker(GeneralTracker):
                 reporter.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
 
     @queued
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
         """Log each value, an image, under its key."""
         reporter = self.task.get_logger()
         for key, image in values.items():
@@ -87,7 +88,7 @@ class ClearMLTracker(GeneralTracker):
         data: list[list[Any]] | None = None,
         dataframe: object = None,
         step: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Log a table, a ``dataframe`` or ``columns`` and ``data``, under ``table_name``."""
         if dataframe is None and data is None:

@@ -40,7 +40,7 @@ class CometMLTracker(GeneralTracker):
         self.writer.log_parameters(values)
 
     @queued
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         """Log numbers as metrics, strings as "others", dicts as groups of metrics."""
         if step is not None:
             self.writer.set_step(step)

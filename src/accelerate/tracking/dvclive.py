@@ -18,7 +18,7 @@ class DVCLiveTracker(GeneralTracker):
     requires_logging_directory = False
     logs_in_background = True
 
-    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+    def __init__(self, run_name: str | None = None, live: object = None, **kwargs: Any) -> None:
         super().__init__()
         del run_name  # DVC names runs itself
         self.live: Any = live
@@ -40,7 +40,7 @@ class DVCLiveTracker(GeneralTracker):
         self.live.log_params(values)
 
     @queued
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         metric = require("dvclive.plots").Metric
         if step is not None:
             self.live.step = step

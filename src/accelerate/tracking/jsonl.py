@@ -44,7 +44,7 @@ class JSONLTracker(GeneralTracker):
         self._write({"config": values})
 
     @queued
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         del kwargs  # meant for services
         self._write({"step": step, **values} if step is not None else dict(values))
 
@@ -52,7 +52,7 @@ class JSONLTracker(GeneralTracker):
     def finish(self) -> None:
         self._is_open = False
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, object]) -> None:
         if not self._is_open:
             return
         when = time.time() if self._background_queue is None else self._background_queue.when
@@ -62,7 +62,7 @@ class JSONLTracker(GeneralTracker):
             file.write(text + "\n")
 
 
-def _as_json(value: object) -> Any:
+def _as_json(value: object) -> object:
     """Return tensors and arrays as numbers, everything else as text."""
     as_list = getattr(value, "tolist", None)
     return as_list() if callable(as_list) else str(value)

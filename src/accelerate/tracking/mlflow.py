@@ -104,7 +104,7 @@ class MLflowTracker(GeneralTracker):
             self._mlflow.log_params(dict(kept[first : first + PARAMETERS_PER_REQUEST]))
 
     @queued
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         """Log numbers as metrics; leave anything else out, with one warning for each name."""
         metrics: dict[str, float] = {}
         for key, value in as_numbers(values).items():
@@ -117,7 +117,7 @@ class MLflowTracker(GeneralTracker):
         self._mlflow.log_metrics(metrics, step=step, **{"run_id": self._id, **kwargs})
 
     @queued
-    def log_figure(self, figure: object, artifact_file: str, **save_kwargs: Any) -> None:
+    def log_figure(self, figure: object, artifact_file: str, **save_kwargs: object) -> None:
         """Log the figure as an artifact of the run, named ``artifact_file``."""
         self._client.log_figure(self._id, figure, artifact_file, **save_kwargs)
 

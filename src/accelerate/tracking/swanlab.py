@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from ..optional import require
@@ -39,11 +40,11 @@ class SwanLabTracker(GeneralTracker):
         self.run.config.update(values)
 
     @queued
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         self.run.log(as_numbers(values), step=step, **kwargs)
 
     @queued
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
         """Log each value, a list of images, under its key."""
         for key, images in values.items():
             self.log({key: [self._swanlab.Image(image) for image in images]}, step=step, **kwargs)

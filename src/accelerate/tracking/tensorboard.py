@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class TensorBoardTracker(GeneralTracker):
         (folder / "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
 
     @queued
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         """Log numbers as scalars, strings as texts, dicts as groups of scalars."""
         for key, value in as_numbers(values).items():
             if isinstance(value, (int, float)):
@@ -64,7 +65,7 @@ class TensorBoardTracker(GeneralTracker):
         self.writer.flush()
 
     @queued
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
         """Log each value, a batch of images, under its key; ``kwargs`` go to ``add_images``."""
         for key, images in values.items():
             self.writer.add_images(key, images, global_step=step, **kwargs)

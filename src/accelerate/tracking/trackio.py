@@ -39,7 +39,7 @@ class TrackioTracker(GeneralTracker):
         self.run.config.update(values)
 
     @queued
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         self.run.log(as_numbers(values), **({} if step is None else {"step": step}), **kwargs)
 
     @on_main_process

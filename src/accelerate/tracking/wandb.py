@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..optional import require
@@ -37,11 +38,11 @@ class WandBTracker(GeneralTracker):
         self.run.config.update(values, allow_val_change=True)
 
     @queued
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         self.run.log(as_numbers(values), step=step, **kwargs)
 
     @queued
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
         """Log each value, a list of images, under its key."""
         for key, images in values.items():
             self.log({key: [self._wandb.Image(image) for image in images]}, step=step, **kwargs)
@@ -54,7 +55,7 @@ class WandBTracker(GeneralTracker):
         data: list[list[Any]] | None = None,
         dataframe: object = None,
         step: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Log a table, a ``dataframe`` or ``columns`` and ``data``, under ``table_name``."""
         table = self._wandb.Table(columns=columns, data=data, dataframe=dataframe)
