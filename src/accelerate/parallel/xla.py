@@ -227,12 +227,12 @@ class XlaPrefetch:
     def __init__(self, strategy: XlaDevices) -> None:
         self._strategy = strategy
 
-    def send(self, batch: object) -> Any:
+    def send(self, batch: object) -> object:
         """Copy a batch to the device, its rows split over all devices of an SPMD program."""
         sent = send_to_device(batch, self._strategy.world.device)
         return recursively_apply(self._strategy._split_batch, sent)
 
-    def receive(self, sent: object) -> Any:
+    def receive(self, sent: object) -> object:
         """Return the batch that was sent, for a new program."""
         _sync()
         return sent

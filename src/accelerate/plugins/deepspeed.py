@@ -78,8 +78,8 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
                 f"DeepSpeedPlugin asks for MS-AMP (enable_msamp, or ACCELERATE_FP8_BACKEND), {MSAMP_IS_GONE}"
             )
 
-    def _document_of_options(self) -> dict[str, Any]:
-        def offload(device: str, path: str | None) -> dict[str, Any]:
+    def _document_of_options(self) -> dict[str, object]:
+        def offload(device: str, path: str | None) -> dict[str, object]:
             return {"device": device, "nvme_path": path if device == "nvme" else None}
 
         return {
@@ -295,7 +295,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
         )
 
 
-def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
+def get_active_deepspeed_plugin(state: object) -> DeepSpeedPlugin:
     """Return the plugin in use: the only one, or the selected one of several.
 
     Raises:

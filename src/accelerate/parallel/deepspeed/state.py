@@ -61,7 +61,7 @@ class EngineState(StateAccess):
             raise CheckpointError(f"DeepSpeed could not load {folder / tag}; its own log says why.")
         return True
 
-    def load_target(self, model: Any) -> Any:
+    def load_target(self, model: torch.nn.Module) -> Any:
         """Return a load target that takes full tensors for the engine's partitioned parameters."""
         return _Receiver(model) if is_engine(model) else self._in_place.load_target(model)
 

@@ -94,7 +94,7 @@ class FlatAccess(StateAccess):
             ShardedOptimStateDictConfig(offload_to_cpu=self._offloads),
         )
 
-    def load_target(self, model: Any) -> _FullStateReceiver:
+    def load_target(self, model: torch.nn.Module) -> _FullStateReceiver:
         """Return a load target that takes full tensors and shards them."""
         return _FullStateReceiver(self._full, uncompiled(model))
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from ...optional import require
 from ..base import SteppedOptimizer, SteppedScheduler
+
+if TYPE_CHECKING:
+    from .steps import MegatronRun
 
 _PURPOSE = "Megatron-LM"
 
@@ -36,7 +39,9 @@ class MegatronEngine(torch.nn.Module):
         optimizer, scheduler: Megatron's own.
     """
 
-    def __init__(self, accelerator: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+    def __init__(
+        self, accelerator: MegatronRun, model: list[torch.nn.Module], optimizer: Any, scheduler: object
+    ) -> None:
         super().__init__()
         self.module: torch.nn.ModuleList = torch.nn.ModuleList(model)
         self.base_model: torch.nn.Module = model[0]
@@ -54,7 +59,7 @@ class MegatronEngine(torch.nn.Module):
         """Return Megatron's list of model chunks."""
         return list(self.module)
 
-    def get_batch_data_iterator(self, batch_data: dict[str, torch.Tensor]) -> Any:
+    def get_batch_data_iterator(self, batch_data: dict[str, torch.Tensor]) -> object:
         """Return an iterator over the batch's micro-batches, for each model chunk."""
         count = self.args.num_micro_batches
         pieces = {name: value.tensor_split(count) for name, value in batch_data.items()}
@@ -62,7 +67,7 @@ class MegatronEngine(torch.nn.Module):
         iterators: list[Iterator[Any]] = [iter(micro_batches) for _ in self.module]
         return iterators if len(iterators) > 1 else iterators[0]
 
-    def train_step(self, **batch_data: torch.Tensor) -> dict[str, Any]:
+    def train_step(self, **batch_data: torch.Tensor) -> dict[str, torch.Tensor]:
         """Make one update, and return Megatron's losses by name."""
         core, training = require("megatron.core.utils"), require("megatron.training.training", purpose=_PURPOSE)
         chunks = self.chunks()
@@ -81,7 +86,7 @@ class MegatronEngine(torch.nn.Module):
         self.args.iteration = self.iteration
         return losses
 
-    def eval_step(self, **batch_data: torch.Tensor) -> dict[str, Any]:
+    def eval_step(self, **batch_data: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the losses of a batch by name, computed without gradients."""
         schedules = require("megatron.core.pipeline_parallel", purpose=_PURPOSE)
         with torch.no_grad():
@@ -133,7 +138,7 @@ class MegatronEngine(torch.nn.Module):
         self.args.iteration = self.iteration
 
 
-def make_train_step(accelerator: Any, args: Any) -> Any:
+def make_train_step(accelerator: MegatronRun, args: Any) -> Any:
     """Return ``custom_train_step_class``'s object, or the train step of the model's kind."""
     from .steps import TRAIN_STEPS
 

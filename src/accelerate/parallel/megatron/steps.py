@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
@@ -13,6 +13,22 @@ from ...errors import SettingError
 from ...optional import require
 from ...plugins.megatron import MegatronLMPlugin
 
+
+class MegatronState(Protocol):
+    """The member of a run's state that train steps use."""
+
+    megatron_lm_plugin: MegatronLMPlugin
+
+
+class MegatronRun(Protocol):
+    """The members of an Accelerator that train steps use."""
+
+    state: MegatronState
+    device: torch.device
+
+
+#: Micro-batches, with the names that transformers uses.
+Batches: TypeAlias = Iterator[dict[str, torch.Tensor]]
 #: (iterator) -> what the model and the loss need.
 GetBatch = Callable[[Any], Any]
 #: (loss mask or labels, output of the model) -> (loss, what is logged by name).
@@ -43,7 +59,7 @@ class AbstractTrainStep(ABC):
         self.name = name
 
     @abstractmethod
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> GetBatch:
+    def get_batch_func(self, accelerator: MegatronRun, megatron_dataset_flag: bool) -> GetBatch:
         """Return a function that takes from an iterator what the model needs."""
 
     @abstractmethod
@@ -51,7 +67,7 @@ class AbstractTrainStep(ABC):
         """Return ``(iterator, model) -> (output, loss of an output)``, as Megatron's schedules call it."""
 
     @abstractmethod
-    def get_loss_func(self, accelerator: Any) -> ComputeLoss:
+    def get_loss_func(self, accelerator: MegatronRun) -> ComputeLoss:
         """Return the function that computes the loss of an output."""
 
 
@@ -60,7 +76,7 @@ class _PluginTrainStep(AbstractTrainStep):
 
     kind: ClassVar[str]
 
-    def __init__(self, accelerator: Any, args: Any) -> None:
+    def __init__(self, accelerator: MegatronRun, args: Any) -> None:
         super().__init__(f"{type(self).__name__}")
         self.args = args
         self.get_batch: GetBatch = self.get_batch_func(accelerator, bool(getattr(args, "megatron_dataset_flag", False)))
@@ -68,11 +84,11 @@ class _PluginTrainStep(AbstractTrainStep):
         self.forward_step: ForwardStep = self.get_forward_step_func()
 
     @staticmethod
-    def plugin_of(accelerator: Any) -> MegatronLMPlugin:
+    def plugin_of(accelerator: MegatronRun) -> MegatronLMPlugin:
         """Return the run's MegatronLMPlugin."""
         return accelerator.state.megatron_lm_plugin
 
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> GetBatch:
+    def get_batch_func(self, accelerator: MegatronRun, megatron_dataset_flag: bool) -> GetBatch:
         """Return ``custom_get_batch_function``, or a function that reads batches of a prepared loader.
 
         Raises:
@@ -89,16 +105,16 @@ class _PluginTrainStep(AbstractTrainStep):
         device = accelerator.device
         return lambda iterator: self.read({name: value.to(device) for name, value in next(iterator).items()})
 
-    def get_loss_func(self, accelerator: Any) -> ComputeLoss:
+    def get_loss_func(self, accelerator: MegatronRun) -> ComputeLoss:
         """Return ``custom_loss_function``, or that of this kind of model."""
         return self.plugin_of(accelerator).custom_loss_function or self.loss
 
     @abstractmethod
-    def read(self, batch: dict[str, torch.Tensor]) -> Any:
+    def read(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """Return the values that the forward step needs, from a batch with the names that transformers uses."""
 
     @abstractmethod
-    def loss(self, mask: torch.Tensor, /, *outputs: Any) -> Any:
+    def loss(self, mask: torch.Tensor, /, *outputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of the outputs, and the values to log by name."""
 
 
@@ -117,7 +133,7 @@ class GPTTrainStep(_PluginTrainStep):
 
     kind = "gpt"
 
-    def read(self, batch: dict[str, torch.Tensor]) -> Any:
+    def read(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """Return (tokens, labels, loss mask, attention mask, positions), every token's label the next one."""
         end = self.args.eos_token_id if getattr(self.args, "eos_token_id", None) is not None else self._end()
         tokens = batch["input_ids"]
@@ -136,14 +152,16 @@ class GPTTrainStep(_PluginTrainStep):
     def get_forward_step_func(self) -> ForwardStep:
         """Return a forward step whose model computes the loss of every token."""
 
-        def forward_step(iterator: Any, model: Any) -> Any:
+        def forward_step(
+            iterator: Batches, model: Callable[..., torch.Tensor]
+        ) -> tuple[torch.Tensor, Callable[..., object]]:
             tokens, labels, loss_mask, attention_mask, positions = self.get_batch(iterator)
             output = model(tokens, positions, attention_mask, labels=labels)
             return output, partial(self.loss_func, loss_mask)
 
         return forward_step
 
-    def loss(self, mask: torch.Tensor, /, *outputs: Any) -> Any:
+    def loss(self, mask: torch.Tensor, /, *outputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the mean over the tokens that count; logits beside it with ``return_logits``."""
         losses, logits = outputs[0] if getattr(self.args, "return_logits", False) else (outputs[0], None)
         loss = _masked_mean(losses, mask)
@@ -156,7 +174,7 @@ class BertTrainStep(_PluginTrainStep):
 
     kind = "bert"
 
-    def read(self, batch: dict[str, torch.Tensor]) -> Any:
+    def read(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """Return (tokens, types, order of the sentences, loss mask, labels, padding mask)."""
         labels = batch.get("labels")
         loss_mask = None if labels is None else (labels != -100).float()
@@ -172,7 +190,9 @@ class BertTrainStep(_PluginTrainStep):
     def get_forward_step_func(self) -> ForwardStep:
         """Return a forward step that gives the model masked labels in pretraining, and classifies otherwise."""
 
-        def forward_step(iterator: Any, model: Any) -> Any:
+        def forward_step(
+            iterator: Batches, model: Callable[..., torch.Tensor]
+        ) -> tuple[torch.Tensor, Callable[..., object]]:
             tokens, types, order, loss_mask, labels, padding_mask = self.get_batch(iterator)
             if getattr(self.args, "pretraining_flag", True):
                 output = model(tokens, padding_mask, tokentype_ids=types, lm_labels=labels)
@@ -181,7 +201,7 @@ class BertTrainStep(_PluginTrainStep):
 
         return forward_step
 
-    def loss(self, mask: torch.Tensor, /, *outputs: Any) -> Any:
+    def loss(self, mask: torch.Tensor, /, *outputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of masked tokens and sentence order, or of the classes."""
         if not getattr(self.args, "pretraining_flag", True):
             logits, labels = outputs[-1], mask
@@ -200,7 +220,7 @@ class T5TrainStep(_PluginTrainStep):
 
     kind = "t5"
 
-    def read(self, batch: dict[str, torch.Tensor]) -> Any:
+    def read(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """Return (source, target in, labels, loss mask, and three attention masks, True where attention is masked)."""
         source, labels = batch["input_ids"], batch["labels"]
         target = batch.get("decoder_input_ids")
@@ -224,13 +244,15 @@ class T5TrainStep(_PluginTrainStep):
     def get_forward_step_func(self) -> ForwardStep:
         """Return a forward step whose model computes the loss of every target token."""
 
-        def forward_step(iterator: Any, model: Any) -> Any:
+        def forward_step(
+            iterator: Batches, model: Callable[..., torch.Tensor]
+        ) -> tuple[torch.Tensor, Callable[..., object]]:
             source, target, labels, loss_mask, *masks = self.get_batch(iterator)
             return model(source, target, *masks, lm_labels=labels), partial(self.loss_func, loss_mask)
 
         return forward_step
 
-    def loss(self, mask: torch.Tensor, /, *outputs: Any) -> Any:
+    def loss(self, mask: torch.Tensor, /, *outputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the mean over the target tokens that count."""
         loss = _masked_mean(outputs[0], mask)
         return loss, _logged(lm_loss=loss)

@@ -7,10 +7,10 @@ prepared objects say about themselves becomes Megatron's arguments; model, optim
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 from torch.utils.data import DataLoader
@@ -26,12 +26,16 @@ from ...optional import require
 from ...plugins.megatron import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, MegatronLMPlugin
 from ...precision import Precision
 from ...settings.labels import DistributedType
-from ..base import PreparedArguments, Role, Strategy, StrategyOptions
+from ..base import PreparedArgument, PreparedArguments, Role, Strategy, StrategyOptions
 from ..rebind import canonical_name
 from ..state import ModelState
 from .engine import MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
 
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
 _PURPOSE = "Megatron-LM"
+Batch = TypeVar("Batch")
 
 
 @final
@@ -99,7 +103,7 @@ class Megatron(Strategy):
             [one.current for one in loaders],
         )
         initialise(self.plugin.megatron_lm_default_args)
-        view = SimpleNamespace(state=SimpleNamespace(megatron_lm_plugin=self.plugin), device=self.world.device)
+        view: Any = SimpleNamespace(state=SimpleNamespace(megatron_lm_plugin=self.plugin), device=self.world.device)
         chunks, optimizer, scheduler = build(self.plugin)
         self._engine = argument.current = MegatronEngine(view, chunks, optimizer, scheduler)
         wrapped = MegatronLMOptimizerWrapper(optimizer)
@@ -109,7 +113,13 @@ class Megatron(Strategy):
             one.current = MegatronLMSchedulerWrapper(scheduler, wrapped)
         self._place_loaders(loaders)
 
-    def _set_arguments(self, model: Any, optimizer: Any, scheduler: Any, loaders: Sequence[Any]) -> None:
+    def _set_arguments(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: MegatronLMDummyScheduler | None,
+        loaders: Sequence[object],
+    ) -> None:
         """Set Megatron's arguments in the plugin from the objects given to ``prepare``."""
         plugin = self.plugin
         megatron_arguments = plugin.megatron_lm_default_args
@@ -133,7 +143,7 @@ class Megatron(Strategy):
         if scheduler is not None:
             plugin.set_scheduler_args(scheduler)
 
-    def _place_loaders(self, loaders: Sequence[Any]) -> None:
+    def _place_loaders(self, loaders: Sequence[PreparedArgument]) -> None:
         own = [argument for argument in loaders if isinstance(argument.current, MegatronLMDummyDataLoader)]
         if own:
             for argument, iterator in zip(own, build_iterators(self.plugin), strict=False):
@@ -142,7 +152,9 @@ class Megatron(Strategy):
             if isinstance(argument.current, DataLoader) and argument not in own:
                 argument.current = with_batches_of(argument.current, self.plugin.num_micro_batches)
 
-    def unwrap(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+    def unwrap(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
         """Return the engine's model chunk, which Megatron has built: it is not the one that was given."""
         if not isinstance(model, MegatronEngine):
             return super().unwrap(model, keep_fp32_wrapper, keep_torch_compile)
@@ -158,7 +170,7 @@ class Megatron(Strategy):
     # -- training ------------------------------------------------------------------------------------------
 
     def backward(
-        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: object
     ) -> None:
         """Do nothing: the forward was a full step."""
 
@@ -227,7 +239,7 @@ class _MegatronState(ModelState[Megatron]):
         return []
 
 
-def _restore(model: Any, folder: Path, index: int) -> bool:
+def _restore(model: torch.nn.Module, folder: Path, index: int) -> bool:
     if isinstance(model, MegatronEngine):
         if not holds_engine_state(folder, index):
             raise CheckpointError(f"{folder} was not saved by Megatron-LM, and holds nothing that its engine can load.")
@@ -242,14 +254,14 @@ class MegatronDataIterator:
 
     _is_accelerate_prepared = True
 
-    def __init__(self, iterator: Any) -> None:
+    def __init__(self, iterator: Iterable[object]) -> None:
         self.iterator = iterator
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[object]:
         return iter(self.iterator)
 
 
-def initialise(megatron_arguments: dict[str, Any]) -> None:
+def initialise(megatron_arguments: Mapping[str, object]) -> None:
     """Initialise Megatron-LM with ``arguments``, without reading the command line, which is the script's.
 
     Raises:
@@ -257,7 +269,7 @@ def initialise(megatron_arguments: dict[str, Any]) -> None:
     """
     library = require("megatron.training.initialize", purpose=_PURPOSE)
 
-    def set_defaults(parser: Any) -> Any:
+    def set_defaults(parser: ArgumentParser) -> ArgumentParser:
         parser.set_defaults(**megatron_arguments)
         return parser
 
@@ -293,8 +305,8 @@ def build(plugin: MegatronLMPlugin) -> tuple[list[torch.nn.Module], Any, Any]:
     return chunks, optimizer, scheduler
 
 
-def _providers() -> dict[str, Callable[..., Any]]:
-    def gpt(pre_process: bool = True, post_process: bool = True, **_: Any) -> Any:
+def _providers() -> dict[str, Callable[..., torch.nn.Module]]:
+    def gpt(pre_process: bool = True, post_process: bool = True, **_: object) -> torch.nn.Module:
         core = require("megatron.core.models.gpt", purpose=_PURPOSE)
         specs = require("megatron.core.models.gpt.gpt_layer_specs", purpose=_PURPOSE)
         megatron_arguments = require("megatron.training.arguments", purpose=_PURPOSE)
@@ -313,7 +325,7 @@ def _providers() -> dict[str, Callable[..., Any]]:
     return {"gpt": gpt}
 
 
-def build_iterators(plugin: MegatronLMPlugin) -> Sequence[Any]:
+def build_iterators(plugin: MegatronLMPlugin) -> Sequence[Iterable[object]]:
     """Return the iterators over training, validation and test data in Megatron's own format.
 
     Raises:
@@ -330,7 +342,7 @@ def build_iterators(plugin: MegatronLMPlugin) -> Sequence[Any]:
     return training.build_train_valid_test_data_iterators(provider)
 
 
-def with_batches_of(loader: DataLoader[Any], num_micro_batches: int) -> DataLoader[Any]:
+def with_batches_of(loader: DataLoader[Batch], num_micro_batches: int) -> DataLoader[Batch]:
     """Return ``loader`` with batches of that many times its batch size: those of one update on one rank."""
     if num_micro_batches == 1 or loader.batch_size is None:
         return loader

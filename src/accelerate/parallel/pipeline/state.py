@@ -25,7 +25,7 @@ class StageAccess(StateAccess):
 
     # -- models --------------------------------------------------------------------------------------------
 
-    def load_target(self, model: Any) -> _PipelineReceiver:
+    def load_target(self, model: torch.nn.Module) -> _PipelineReceiver:
         """Return a load target that takes full state dicts and keeps this rank's tensors."""
         return _PipelineReceiver(model)
 
