@@ -29,8 +29,8 @@ multi: setup     ## run the tests that need several processes
 
 device: setup    ## build an imitation of an accelerator (g++, a minute, once) and train on it
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/device
-	# Tests of the CPU, with ranks on the device.
-	TEST_DEVICE=sim $(BIN)/python -m pytest -q -p tests.device.plugin $(ON_DEVICE)
+	# Tests of the CPU and the oracle's fast set, with ranks on the device.
+	TEST_DEVICE=sim $(BIN)/python -m pytest -q -p tests.device.plugin $(ON_DEVICE) tests/oracle
 
 ON_DEVICE := $(addprefix tests/multi/test_,$(addsuffix .py,accelerator averaging background_saves checkpointing \
 	collectives data_loader fsdp1 fsdp2 gathering inference local_sgd metrics micro_batches open_window reduction_order \

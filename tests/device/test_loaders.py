@@ -9,6 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate import Accelerator
+from accelerate.data_loader.prefetch import StreamPrefetch
+from accelerate.devices.table import kind_of
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from tests.device.devices import on_devices
 
@@ -56,6 +58,42 @@ def test_every_sample_arrives_whole_and_once(kind: str, num_workers: int, pin: b
             half = len(found) // 2
             for epoch in (found[:half], found[half:]):
                 assert sorted(value for values in epoch for value in values) == [float(i) for i in range(37)]
+
+
+class Impatient(StreamPrefetch):  # type: ignore[misc]  # final, for others
+    """A device prefetch that forgets to let the current stream wait for the copy."""
+
+    def receive(self, sent: tuple[Any, Any]) -> Any:
+        return sent[0]
+
+
+def unordered_reads_of_training(num_workers: int, forgets: bool) -> list[str]:
+    accelerator = Accelerator()
+    model = torch.nn.Linear(512, 4)
+    loader = DataLoader(Rows(), batch_size=4, num_workers=num_workers, pin_memory=True)
+    model, optimizer, prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    kind = kind_of(accelerator.device)
+    prefetch = Impatient if forgets else StreamPrefetch
+    prepared.device_prefetch = prefetch(kind, accelerator.device, kind.side_stream(accelerator.device))
+    with torch.sim.unordered_reads() as found:
+        for batch in prepared:
+            accelerator.backward(model(batch["rows"]).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_every_read_waits_for_the_copy_of_what_it_reads(num_ranks: int, num_workers: int) -> None:
+    assert on_devices(unordered_reads_of_training, num_ranks, num_workers, False) == [[]] * num_ranks
+
+
+def test_a_wait_that_a_loader_forgot_is_found() -> None:
+    found = on_devices(unordered_reads_of_training, 1, 2, True)[0]
+    assert len(found) >= 10  # in every batch
+    assert all("wrote, and nothing waits for that" in one for one in found)
 
 
 def streams_of_random_numbers(folder: str) -> list[bool]:

@@ -226,6 +226,8 @@ PYBIND11_MODULE(_sim, m) {
   m.def("initialize", &check_not_forked);
   m.def("set_memory_limit", [](int index, size_t num_bytes) { set_memory_limit(c10::DeviceIndex(index), num_bytes); });
   m.def("set_copy_delay", &set_copy_delay);
+  m.def("check_order", &check_order);
+  m.def("unordered_reads", &unordered_reads);
   m.def("make_backend", &make_backend);
   m.def("default_generator", [](int index) {
     return at::globalContext().defaultGenerator(c10::Device(kSim, c10::DeviceIndex(index)));

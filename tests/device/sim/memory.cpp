@@ -151,6 +151,7 @@ struct Allocator final : c10::DeviceAllocator {
     char* hidden = memory.hidden + offset;
     char* bytes = memory.bytes + offset;
     lock.unlock();
+    forget_writes(hidden);
     // NaN, until somebody writes: what reads a buffer before its copy is done finds that.
     auto fill = [bytes, size] { std::memset(bytes, 0xFF, size); };
     if (is_idle(stream)) {

@@ -260,3 +260,15 @@ def stacks_of_synchronizations() -> Iterator[list[str]]:
         yield found
     finally:
         _sim.observe_synchronizations(None)
+
+
+@contextmanager
+def unordered_reads() -> Iterator[list[str]]:
+    """Yield a list that holds, at the end of the block, the reads that nothing orders after another stream's write."""
+    found: list[str] = []
+    _sim.check_order(True)
+    try:
+        yield found
+        found += _sim.unordered_reads()
+    finally:
+        _sim.check_order(False)

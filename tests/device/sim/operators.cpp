@@ -16,6 +16,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace sim {
@@ -74,6 +75,8 @@ void copy_bytes(const at::Tensor& sim_tensor, const at::Tensor& to, const at::Te
   void* target = on_host(to).data_ptr();
   const void* source = on_host(from).data_ptr();
   const size_t num_bytes = to.nbytes();
+  if (is_sim(to)) note_write(stream, to.storage().data());
+  else note_read(stream, from.storage().data(), "a copy to the host");
   if (asynchronous) {
     ++counters().asynchronous_copies;
     enqueue(stream, [to_storage, from_storage, target, source, num_bytes] {
@@ -83,6 +86,7 @@ void copy_bytes(const at::Tensor& sim_tensor, const at::Tensor& to, const at::Te
   } else {
     note_synchronization();
     finish(stream);
+    note_host_waited(stream);
     if (num_bytes) std::memcpy(target, source, num_bytes);
   }
 }
@@ -92,6 +96,8 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   at::Tensor from = source.sizes().equals(self.sizes()) ? source : source.expand(self.sizes());
   if (is_sim(self) && is_sim(from)) {
     ++counters().device_to_device;
+    note_read(current_stream(self.device().index()), from.storage().data(), "a copy on the device");
+    note_write(current_stream(self.device().index()), self.storage().data());
     finish(current_stream(self.device().index()));
     if (self.device() != from.device()) finish(current_stream(from.device().index()));
     on_host(self).copy_(on_host(from));
@@ -140,7 +146,9 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
 at::Scalar local_scalar(const at::Tensor& self) {
   ++counters().scalars_read;
   note_synchronization();
+  note_read(current_stream(self.device().index()), self.storage().data(), "item()");
   finish(current_stream(self.device().index()));
+  note_host_waited(current_stream(self.device().index()));
   return on_host(self).item();
 }
 
@@ -202,6 +210,7 @@ at::Tensor to_device(const at::Tensor& result, c10::Device device) {
   if (host.numel()) {
     finish(current_stream(device.index()));
     std::memcpy(device_view(moved.data_ptr()), host.data_ptr(), host.nbytes());
+    note_write(current_stream(device.index()), moved.storage().data());
   }
   return moved;
 }
@@ -223,8 +232,11 @@ struct Call {
         false, "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ",
         tensor.device(), "! (", op.schema().name(), ")");
   }
-  at::Tensor view(const at::Tensor& tensor, bool is_written, bool is_out) {
+  at::Tensor view(const at::Tensor& tensor, bool is_written, bool is_out, const std::string& reader) {
     if (!is_sim(tensor)) return tensor;
+    const auto stream = current_stream(tensor.device().index());
+    if (!is_out && !reader.empty()) note_read(stream, tensor.storage().data(), reader);
+    if (is_written) note_write(stream, tensor.storage().data());
     if (is_out || (is_written && tensor.storage().nbytes() == 0)) { // a kernel gives it a size
       auto host = at::empty({0}, tensor.options().device(at::kCPU));
       written.emplace_back(tensor, host);
@@ -256,6 +268,12 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   ++counters().kernels;
   finish(current_stream(call.device->index()));
 
+  // Who takes a view reads nothing yet.
+  const auto& returned = schema.returns();
+  const bool is_view = !returned.empty() && std::all_of(returned.begin(), returned.end(), [](const auto& one) {
+    return one.alias_info() && !one.alias_info()->isWrite();
+  });
+  const std::string reader = is_view ? "" : schema.name();
   for (size_t i = 0; i < count; ++i) {
     const auto& value = given[i];
     const bool is_written = formal[i].alias_info() && formal[i].alias_info()->isWrite();
@@ -263,18 +281,18 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     c10::IValue& slot = (*stack)[first + i];
     if (value.isTensor()) {
       call.check_host(op, value.toTensor(), takes_indices);
-      slot = call.view(value.toTensor(), is_written, is_out);
+      slot = call.view(value.toTensor(), is_written, is_out, reader);
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> views;
       for (const at::Tensor& tensor : value.toTensorVector()) {
         call.check_host(op, tensor, takes_indices);
-        views.push_back(call.view(tensor, is_written, is_out));
+        views.push_back(call.view(tensor, is_written, is_out, reader));
       }
       slot = views;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> views;
       for (const auto& tensor : value.toOptionalTensorVector())
-        views.push_back(tensor ? std::optional<at::Tensor>(call.view(*tensor, is_written, is_out)) : std::nullopt);
+        views.push_back(tensor ? std::optional<at::Tensor>(call.view(*tensor, is_written, is_out, reader)) : std::nullopt);
       slot = views;
     } else if (value.isDevice() && value.toDevice().type() == kSim) {
       slot = c10::Device(at::kCPU);

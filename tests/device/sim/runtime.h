@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
+#include <vector>
 
 namespace sim {
 
@@ -60,6 +62,15 @@ bool is_done(const std::shared_ptr<Event>& event);
 void wait(const std::shared_ptr<Event>& event);
 void block(c10::Stream stream, const std::shared_ptr<Event>& event);
 double seconds_between(const std::shared_ptr<Event>& first, const std::shared_ptr<Event>& second);
+
+// -- order: whether a read is known to come after the write of what it reads, by events and waits (vector clocks)
+
+void check_order(bool enabled); // from now on; forgets what was found
+std::vector<std::string> unordered_reads();
+void note_write(c10::Stream stream, const void* memory);
+void note_read(c10::Stream stream, const void* memory, const std::string& reader);
+void forget_writes(const void* memory); // it is new
+void note_host_waited(c10::Stream stream);
 
 // How long an asynchronous copy takes, so that a missing synchronisation shows.
 void set_copy_delay(int64_t microseconds);

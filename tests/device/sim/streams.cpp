@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -78,7 +79,10 @@ void check_not_forked() {
 
 // -- streams
 
+using Clock = std::map<int64_t, int64_t>; // by stream, how much of its work is known to be done
+
 struct Event {
+  Clock clock;
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
@@ -205,14 +209,83 @@ void finish_device(c10::DeviceIndex index) {
     std::lock_guard<std::mutex> lock(queues_mutex);
     if (queues().size() > size_t(index)) count = queues()[index].size();
   }
-  for (size_t number = 0; number < count; ++number)
-    finish(c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, index), int64_t(number)));
+  for (size_t number = 0; number < count; ++number) {
+    const c10::Stream stream(c10::Stream::UNSAFE, c10::Device(kSim, index), int64_t(number));
+    finish(stream);
+    note_host_waited(stream);
+  }
+}
+
+// -- order
+
+namespace {
+std::atomic<bool> is_order_checked{false};
+std::mutex order_mutex;
+std::map<int64_t, Clock> clocks;
+Clock host_clock;
+std::map<const void*, std::pair<int64_t, int64_t>> last_writes; // by memory: the stream, and its clock
+std::vector<std::string> found_unordered;
+
+int64_t name_of(c10::Stream stream) {
+  return (int64_t(stream.device_index()) << 32) | int64_t(stream.id());
+}
+void merge(Clock& into, const Clock& from) {
+  for (const auto& [stream, count] : from) into[stream] = std::max(into[stream], count);
+}
+// The clock of a stream whose next work is queued now, after all that the host has waited for.
+Clock& clock_now(c10::Stream stream) {
+  Clock& clock = clocks[name_of(stream)];
+  merge(clock, host_clock);
+  return clock;
+}
+} // namespace
+
+void check_order(bool enabled) {
+  std::lock_guard<std::mutex> lock(order_mutex);
+  is_order_checked = enabled;
+  if (!enabled) return;
+  found_unordered.clear();
+  last_writes.clear();
+}
+std::vector<std::string> unordered_reads() {
+  std::lock_guard<std::mutex> lock(order_mutex);
+  return found_unordered;
+}
+void note_write(c10::Stream stream, const void* memory) {
+  if (!is_order_checked || !memory) return;
+  std::lock_guard<std::mutex> lock(order_mutex);
+  last_writes[memory] = {name_of(stream), ++clock_now(stream)[name_of(stream)]};
+}
+void note_read(c10::Stream stream, const void* memory, const std::string& reader) {
+  if (!is_order_checked || !memory) return;
+  std::lock_guard<std::mutex> lock(order_mutex);
+  const auto found = last_writes.find(memory);
+  if (found == last_writes.end() || found->second.first == name_of(stream)) return;
+  const auto [writer, count] = found->second;
+  if (clock_now(stream)[writer] >= count) return;
+  found_unordered.push_back(
+      reader + " on stream " + std::to_string(stream.id()) + " reads what stream " +
+      std::to_string(writer & 0xFFFFFFFF) + " wrote, and nothing waits for that");
+}
+void forget_writes(const void* memory) {
+  if (!is_order_checked) return;
+  std::lock_guard<std::mutex> lock(order_mutex);
+  last_writes.erase(memory);
+}
+void note_host_waited(c10::Stream stream) {
+  if (!is_order_checked) return;
+  std::lock_guard<std::mutex> lock(order_mutex);
+  merge(host_clock, clock_now(stream));
 }
 
 // -- events
 
 std::shared_ptr<Event> record(c10::Stream stream) {
   auto event = std::make_shared<Event>();
+  if (is_order_checked) {
+    std::lock_guard<std::mutex> lock(order_mutex);
+    event->clock = clock_now(stream);
+  }
   auto mark = [event] {
     std::lock_guard<std::mutex> lock(event->mutex);
     event->done = true;
@@ -226,6 +299,14 @@ std::shared_ptr<Event> record(c10::Stream stream) {
   }
   return event;
 }
+
+namespace {
+void note_event_passed(const std::shared_ptr<Event>& event) {
+  if (!is_order_checked) return;
+  std::lock_guard<std::mutex> lock(order_mutex);
+  merge(host_clock, event->clock);
+}
+} // namespace
 
 bool is_done(const std::shared_ptr<Event>& event) {
   std::lock_guard<std::mutex> lock(event->mutex);
@@ -241,6 +322,10 @@ void wait(const std::shared_ptr<Event>& event) {
 }
 
 void block(c10::Stream stream, const std::shared_ptr<Event>& event) {
+  if (is_order_checked) {
+    std::lock_guard<std::mutex> lock(order_mutex);
+    merge(clock_now(stream), event->clock);
+  }
   if (is_done(event)) return;
   enqueue(stream, [event] {
     std::unique_lock<std::mutex> lock(event->mutex);
@@ -309,7 +394,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) sim::block(stream, *static_cast<std::shared_ptr<Event>*>(event));
   }
   bool queryEvent(void* event) const override {
-    return !event || is_done(*static_cast<std::shared_ptr<Event>*>(event));
+    if (!event) return true;
+    const auto& recorded = *static_cast<std::shared_ptr<Event>*>(event);
+    const bool done = is_done(recorded);
+    if (done) note_event_passed(recorded);
+    return done;
   }
   c10::DeviceIndex deviceCount() const noexcept override {
     return c10::DeviceIndex(device_count());
@@ -320,10 +409,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override {
     note_synchronization();
     finish(stream);
+    note_host_waited(stream);
   }
   void synchronizeEvent(void* event) const override {
     note_synchronization();
-    if (event) wait(*static_cast<std::shared_ptr<Event>*>(event));
+    if (!event) return;
+    wait(*static_cast<std::shared_ptr<Event>*>(event));
+    note_event_passed(*static_cast<std::shared_ptr<Event>*>(event));
   }
   void synchronizeDevice(c10::DeviceIndex index) const override {
     note_synchronization();
