@@ -26,6 +26,23 @@ def as_sequence() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), Block(), Block(), Block(), nn.Linear(8, 8))
 
 
+class Turned(nn.Module):
+    """A block whose output isn't contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the values, transposed."""
+        return self.linear(inputs).transpose(1, 2)
+
+
+def turning() -> nn.Module:
+    """Blocks in a row that hand on what isn't contiguous."""
+    return nn.Sequential(nn.Unflatten(1, (4, 2)), Turned(), nn.Linear(4, 2), Turned(), nn.Flatten(), nn.Linear(16, 8))
+
+
 class Branching(Network):
     """A forward that asks its inputs, and so can only be traced."""
 
@@ -112,6 +129,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "traced": {"pipeline": TRACED, "build": Branching},
     "traced where asked": {"pipeline": {**TRACED, "split_points": "head"}, "build": Branching},
     "tied": {"pipeline": TRACED, "build": functools.partial(Network, tied=True)},
+    "transposed": {"pipeline": {"split_points": ["2"]}, "build": turning},
     "asked for": {"pipeline": {"split_points": ["4"]}, "build": as_sequence},
 }
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from typing import Any, final
 
@@ -12,12 +12,11 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ...distributed.mesh import Mesh
 from ...distributed.world import World
 from ...errors import PreparationError, SettingError
 from ...nested import split_batch
 from ...plugins.parallelism import PipelineParallelConfig
-from ...torch_private.tracing import TreeSpec, fake_tensor_mode, tree_flatten, tree_unflatten
+from ...torch_private.tracing import TreeSpec, data_dependent_errors, fake_tensor_mode, tree_flatten, tree_unflatten
 from .sharded_stages import free_gathered, infer_outputs, reduce_gradients
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -47,6 +46,24 @@ class TensorMeta:
 TensorMetas = tuple[TensorMeta, ...]
 
 
+def metas_of(inputs: Sequence[torch.Tensor], size: int) -> TensorMetas:
+    """Return the metadata of ``inputs``, cut to ``size`` samples."""
+    return tuple(TensorMeta.of(tensor[:size]) for tensor in inputs)
+
+
+@final
+@dataclass(frozen=True)
+class ScheduleKey:
+    """What a schedule is made for; one that was made is used again for an equal key."""
+
+    inputs: TensorMetas  # of one micro-batch
+    num_parts: int
+    others: tuple[Hashable, ...] = ()  # of inputs that aren't cut into micro-batches
+    _: KW_ONLY
+    training: bool = False
+    has_backward: bool = False
+
+
 def broadcast_object(value: Any, rank: int, group: Any = None) -> Any:
     """Return ``value`` of rank ``rank`` on every rank; a collective."""
     values = [value]
@@ -71,21 +88,24 @@ class PipelineSchedule:
 
     Args:
         stages: this rank's, by number.
+        ranks: the ranks of the pipeline.
+        group: their process group; by default that of all ranks.
     """
 
     def __init__(
         self,
         world: World,
-        mesh: Mesh,
         config: PipelineParallelConfig,
         num_stages: int,
         stages: Mapping[int, nn.Module],
+        ranks: Sequence[int],
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._world, self._config = world, config
         self.num_stages: int = num_stages
         self.stages = stages
-        self._group, self._ranks = mesh.group("pp"), mesh.ranks("pp")
-        self._known: dict[Any, tuple[Any, _StageTensors]] = {}
+        self._group, self._ranks = group, ranks
+        self._known: dict[ScheduleKey, tuple[Any, _StageTensors]] = {}
         # The loss function, targets and losses of the running step.
         self._loss_function: LossFunction | None = None
         self._targets: list[Any] = []
@@ -100,7 +120,8 @@ class PipelineSchedule:
         """Add the gradients, times ``scale``, on every stage; return the loss of the batch on every rank."""
         size = _size_of(inputs)
         num_parts = self._num_parts(size)
-        schedule, flow = self._schedule(inputs, size // num_parts, num_parts, has_backward=True, training=training)
+        key = ScheduleKey(metas_of(inputs, size // num_parts), num_parts, training=training, has_backward=True)
+        schedule, flow = self._schedule(key)
         self._loss_function, self._factor = _loss_of_leaves(flow.structure, loss_function), scale / num_parts
         self._targets = [part for part, _ in split_batch(targets, size, num_parts)]
         self._losses = []
@@ -128,20 +149,33 @@ class PipelineSchedule:
         """Return the output of the last stage for the whole batch, on every rank."""
         size = _size_of(inputs)
         num_parts = self._num_parts(size)
-        schedule, flow = self._schedule(inputs, size // num_parts, num_parts, has_backward=False, training=training)
-        given = inputs if 0 in self.stages else ()
-        try:
-            output = schedule.eval(*given)
-        finally:
-            self._free()
-        leaves: list[Any] = [None] * len(flow.shapes[-1]) if output is None else tree_flatten(output)[0]
+        key = ScheduleKey(metas_of(inputs, size // num_parts), num_parts, training=training)
+        output = self._forward(key, inputs)
+        flow = self._schedule(key)[1]
+        leaves: list[Any] = [None] * len(flow.shapes[-1]) if output is None else list(output)
         for place, shape in enumerate(flow.shapes[-1]):
             whole = (shape.size[0] * num_parts, *shape.size[1:])
             if leaves[place] is None:
                 leaves[place] = torch.empty(whole, dtype=shape.dtype, device=self._world.device)
-            leaves[place] = leaves[place].contiguous()
             dist.broadcast(leaves[place], self._rank_of(self.num_stages - 1), self._group)
         return tree_unflatten(leaves, flow.structure)
+
+    def infer(self, key: ScheduleKey, inputs: tuple[torch.Tensor, ...]) -> Any:
+        """Return the output of the last stage for the whole batch on the last rank, None on the others.
+
+        Args:
+            key: of the batch, the same on all ranks.
+            inputs: the batch; only read on the first rank.
+        """
+        leaves = self._forward(key, inputs)
+        return None if leaves is None else tree_unflatten(list(leaves), self._schedule(key)[1].structure)
+
+    def _forward(self, key: ScheduleKey, inputs: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor] | None:
+        schedule = self._schedule(key)[0]
+        try:
+            return schedule.eval(*(inputs if 0 in self.stages else ()))
+        finally:
+            self._free()
 
     def reduce(self) -> None:
         """Average gradients of sharded stages over the ranks of their shards."""
@@ -162,14 +196,10 @@ class PipelineSchedule:
         wanted = self._config.num_micro_batches or self.num_stages
         return max(number for number in range(1, min(wanted, size) + 1) if size % number == 0)
 
-    def _schedule(
-        self, inputs: tuple[Any, ...], part_size: int, num_parts: int, *, has_backward: bool, training: bool
-    ) -> tuple[Any, _StageTensors]:
-        shapes = tuple(TensorMeta.of(tensor[:part_size]) for tensor in inputs)
-        key = (shapes, num_parts, has_backward, training)
+    def _schedule(self, key: ScheduleKey) -> tuple[Any, _StageTensors]:
         if key not in self._known:
-            flow = self._infer_stage_tensors(shapes, has_backward=has_backward)
-            self._known[key] = self._make(flow, num_parts, has_backward=has_backward), flow
+            flow = self._infer_stage_tensors(key.inputs, has_backward=key.has_backward)
+            self._known[key] = self._make(flow, key.num_parts, has_backward=key.has_backward), flow
         return self._known[key]
 
     def _make(self, flow: _StageTensors, num_parts: int, *, has_backward: bool) -> Any:
@@ -233,15 +263,25 @@ class PipelineSchedule:
         self, stage: nn.Module, inputs: TensorMetas, has_backward: bool
     ) -> tuple[TensorMetas, TreeSpec] | str:
         try:
-            with fake_tensor_mode(), torch.set_grad_enabled(has_backward):
-                output = infer_outputs(stage, [shape.empty(self._world.device) for shape in inputs])
+            with torch.set_grad_enabled(has_backward):
+                output = self._output_of(stage, inputs, may_compute=not has_backward)
         except Exception as error:  # broadcast to all ranks, which raise it together
             return f"{type(error).__name__}: {error}"
         leaves, structure = tree_flatten(output)
         strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, torch.Tensor)]
         if strange:
             return f"its output has a {strange[0]}; stages hand on tensors, and structures of them"
-        return tuple(map(TensorMeta.of, leaves)), structure
+        return tuple(TensorMeta.of(leaf.contiguous()) for leaf in leaves), structure
+
+    def _output_of(self, stage: nn.Module, inputs: TensorMetas, *, may_compute: bool) -> Any:
+        """Return a fake output; with ``may_compute``, that for zeros from a forward that depends on values."""
+        try:
+            with fake_tensor_mode():
+                return infer_outputs(stage, [shape.empty(self._world.device) for shape in inputs])
+        except data_dependent_errors():
+            if not may_compute:
+                raise
+            return stage(*(torch.zeros_like(shape.empty(self._world.device)) for shape in inputs))
 
 
 def _loss_of_leaves(structure: TreeSpec, loss_function: LossFunction) -> LossFunction:
@@ -255,10 +295,14 @@ def _stage_class() -> type:
 
     @final
     class UnreducedStage(PipelineStage):
-        """A stage that returns a flat tuple of tensors and leaves gradients to :meth:`PipelineSchedule.reduce`."""
+        """A stage that returns a flat tuple of tensors, as ranks can send them: contiguous.
+
+        It leaves gradients to :meth:`PipelineSchedule.reduce`.
+        """
 
         def forward_maybe_with_nosync(self, *args: object, **kwargs: Any) -> tuple[Any, ...]:
-            return tuple(tree_flatten(super().forward_maybe_with_nosync(*args, **kwargs))[0])
+            leaves = tree_flatten(super().forward_maybe_with_nosync(*args, **kwargs))[0]
+            return tuple(leaf.contiguous() for leaf in leaves)
 
         def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=False)
