@@ -54,7 +54,7 @@ def metas_of(inputs: Sequence[torch.Tensor], size: int) -> TensorMetas:
 @final
 @dataclass(frozen=True)
 class ScheduleKey:
-    """What a schedule is made for; one that was made is used again for an equal key."""
+    """The key of a schedule in the cache: the batch and the kind of pass that it was made for."""
 
     inputs: TensorMetas  # of one micro-batch
     num_parts: int
