@@ -180,6 +180,7 @@ def main(arguments: Sequence[str] | None = None, *, replace: bool | None = None)
     parser = launch_command_parser()
     if not argv:
         parser.print_help()
+        print("\naccelerate launch: no script was given.", file=sys.stderr)
         return 1
     is_command = arguments is None if replace is None else replace
     if is_command:  # no other code runs in this process

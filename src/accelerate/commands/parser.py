@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, final
 
 from ..errors import AccelerateError, SettingError
+from ..launch.arguments import PER_DEVICE
 from ..settings import file
 from ..settings.option import OptionInfo, Source, nearest
 
@@ -229,6 +230,16 @@ def reader_of(option: OptionInfo) -> Callable[[str], object]:
     return read
 
 
+def _processes_per_machine(text: str) -> int | str:
+    """Read torchrun's count of processes: a number, or a word for one process per device."""
+    if text in PER_DEVICE or (text.isdecimal() and int(text) > 0):
+        return text if text in PER_DEVICE else int(text)
+    raise argparse.ArgumentTypeError(
+        f"`{text}` (flag --nproc_per_node) is no number of processes. Give 1 or more, or {' or '.join(PER_DEVICE)} for "
+        "one per device."
+    )
+
+
 def spellings(*names: str) -> tuple[str, ...]:
     """Return each name with ``_`` and with ``-``."""
     found: list[str] = []
@@ -273,6 +284,8 @@ def add_launch_options(parser: argparse.ArgumentParser, options: Iterable[Option
     for name, _, _ in OWN:
         if name == "--config_file":
             parser.add_argument(*spellings(name), dest="config_file", default=None)
+        elif name == "--nproc_per_node":
+            parser.add_argument(*spellings(name), dest="processes_per_machine", type=_processes_per_machine)
         elif name not in ("--help-all", "--fp16"):
             parser.add_argument(
                 *spellings(name), dest=name[2:].replace("-", "_"), action="store_const", const=True, default=False
@@ -287,6 +300,7 @@ OWN: Final = (
     ("--config_file", "FILE", "The configuration to use; without it, the one that `accelerate config` wrote."),
     ("--explain", "", "Print every value and where it came from, and start nothing."),
     ("--dry-run", "", "Print the commands, environments and rendezvous, and start nothing."),
+    ("--nproc_per_node", "N", "torchrun's count: the processes of one machine instead of all; auto: one per device."),
     ("--help-all", "", "Show every option."),
     ("--fp16", "", "Old spelling of --mixed_precision fp16."),
 )

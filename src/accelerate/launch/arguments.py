@@ -19,6 +19,8 @@ from . import preflight
 from .plan import Program
 from .slurm import in_batch_script
 
+#: torchrun's words for one process per device.
+PER_DEVICE: Final = ("auto", "gpu")
 _NO_COMMAND: Final = "there is no such command on the PATH"
 
 
@@ -88,9 +90,24 @@ def settings_of(args: argparse.Namespace) -> Settings:
     path = config_path(args)
     environ = env.snapshot()
     layer = None if path is None else read_whole_layer(path)
-    settings = collect({}, environ, flags=given_flags(args), file=layer, warn=getattr(args, "filled_in", None) is None)
+    given, warn = given_flags(args), getattr(args, "filled_in", None) is None
+    settings = collect({}, environ, flags=given, file=layer, warn=warn)
+    per_machine = getattr(args, "processes_per_machine", None)
+    if per_machine is not None:
+        count = None if per_machine in PER_DEVICE else per_machine * settings.launch.num_machines
+        _check_same_count(settings, given, per_machine, count)
+        settings = collect({}, environ, flags=given | {"num_processes": count}, file=layer, warn=False)
     check_launchable(settings, has_allocation=in_batch_script(environ))
     return settings
+
+
+def _check_same_count(settings: Settings, given: Mapping[str, Any], per_machine: int | str, count: int | None) -> None:
+    if given.get("num_processes") not in (None, count):
+        raise SettingError(
+            f"--nproc_per_node {per_machine} on {settings.launch.num_machines} machine(s) and "
+            f"{settings.quote('launch.num_processes')} contradict each other: --num_processes counts the processes of "
+            "all machines. Give one of them."
+        )
 
 
 def program_of(args: argparse.Namespace, settings: Settings) -> Program:

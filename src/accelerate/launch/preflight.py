@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from ..cores import num_cores
 from ..errors import SettingError, WorldError
+from ..optional import installed_version
 from ..ports import DEFAULT_PORT, get_free_port, is_port_in_use
 from .plan import Program
 from .slurm import is_task
@@ -96,12 +97,12 @@ def program_of(settings: Settings) -> Program:
 
 
 def check_cheap(settings: Settings, environment: Mapping[str, str]) -> None:
-    """Raise if the settings contradict what can be seen at once: the scheduler, the network.
+    """Raise if the settings contradict what can be seen at once: the scheduler, the network, what is installed.
 
     Raises:
-        SettingError: the settings contradict the scheduler or the network; one line for each contradiction.
+        SettingError: one line for each contradiction.
     """
-    found = [*_against_slurm(settings, environment), *_unknown_address(settings)]
+    found = [*_against_slurm(settings, environment), *_unknown_address(settings), *_missing_engine(settings)]
     if found:
         raise SettingError("\n".join(found))
 
@@ -140,6 +141,16 @@ def _unknown_address(settings: Settings) -> Iterable[str]:
             f"{settings.quote('launch.main_process_ip')} can't be resolved on {socket.gethostname()}: "
             f"{error.strerror}. "
             "Give an address, or a name that this machine knows."
+        )
+
+
+def _missing_engine(settings: Settings) -> Iterable[str]:
+    # Other launchers' processes, and other programs', may have an environment of their own.
+    is_here = settings.cluster.launcher in (None, "local", "torchrun") and not settings.launch.no_python
+    if settings.paradigm.use_deepspeed and is_here and installed_version("deepspeed") is None:
+        yield (
+            f"{settings.quote('paradigm.use_deepspeed')}, but 'deepspeed' isn't installed for {sys.executable}. "
+            'Install it with: pip install "accelerate[deepspeed]"'
         )
 
 

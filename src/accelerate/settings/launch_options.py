@@ -40,11 +40,16 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
     num_machines: int = option(
         1,
         "The number of machines.",
+        flag_aliases=("--nnodes",),
         minimum=1,
         question="How many different machines will you use (use more than 1 for multi-node training)?",
     )
     machine_rank: int = option(
-        0, "The rank of this machine, from 0.", minimum=0, question="What is the rank of this machine?"
+        0,
+        "The rank of this machine, from 0.",
+        flag_aliases=("--node_rank",),
+        minimum=0,
+        question="What is the rank of this machine?",
     )
     gpu_ids: str | None = option(
         None,
@@ -54,11 +59,13 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
     main_process_ip: str | None = option(
         None,
         "The address of machine 0.",
+        flag_aliases=("--master_addr",),
         question="What is the IP address of the machine that will host the main process?",
     )
     main_process_port: int | None = option(
         None,
         "The port of machine 0; 0 chooses a free one.",
+        flag_aliases=("--master_port",),
         minimum=0,
         maximum=65535,
         question="What is the port you will use to communicate with the main process?",

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from accelerate.commands import launch, main
 from accelerate.commands.launch import launch_command, launch_command_parser, plan_launch
 from accelerate.launch.plan import LaunchPlan
+from accelerate.optional import installed_version
 from accelerate.ports import get_free_port
 from accelerate.settings.run import launch_options_of
 
@@ -131,9 +132,53 @@ def test_any_words_reach_the_script_unchanged_and_unevaluated(
     assert sorted(path.name for path in folder.iterdir()) == ["out", "s.py"]
 
 
-def test_no_words_give_the_help_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_words_give_the_help_the_reason_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main([]) == 1
-    assert "Usage" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "Usage" in shown.out and "no script was given" in shown.err
+
+
+# torchrun's spellings
+
+
+@pytest.mark.parametrize("dash", ["_", "-"])
+def test_torchruns_names_mean_the_same(script: Path, dash: str) -> None:
+    theirs = "--nproc_per_node 4 --nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29500"
+    ours = "--num_processes 8 --num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 29500"
+    flags = [word.replace("_", dash) if word.startswith("--") else word for word in theirs.split()]
+    assert plan("--cpu", *flags, str(script)) == plan("--cpu", *ours.split(), str(script))
+
+
+def test_torchruns_count_is_that_of_one_machine_of_the_file(script: Path) -> None:
+    Path("c.yaml").write_text(
+        "distributed_type: MULTI_CPU\nnum_machines: 2\nmachine_rank: 0\nnum_processes: 2\nmain_process_ip: 10.0.0.1\n"
+        "main_process_port: 29500\nuse_cpu: true\n"
+    )
+    assert plan("--config_file", "c.yaml", "--nproc_per_node", "3", str(script)) == plan(
+        "--config_file", "c.yaml", "--num_processes", "6", str(script)
+    )
+    assert plan("--cpu", "--nproc_per_node", "auto", str(script)) == plan("--cpu", str(script))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--nproc_per_node", "2", "--num_processes", "3"), "counts the processes of all machines"),
+        (("--nproc_per_node", "0"), "no number of processes"),
+        (("--nproc_per_node", "many"), "no number of processes"),
+    ],
+)
+def test_torchruns_count_is_refused_where_it_cannot_be(
+    script: Path, words: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reason in refused(capsys, "--cpu", *words, str(script))
+
+
+@pytest.mark.skipif(installed_version("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_an_engine_that_is_missing_is_said_before_anything_starts(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "'deepspeed' isn't installed" in refused(capsys, "--use_deepspeed", "--num_processes", "2", str(script))
 
 
 @pytest.mark.parametrize("flag", ["--help-all", "--help_all"])
