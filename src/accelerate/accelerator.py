@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, overload
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -1183,7 +1183,7 @@ class Accelerator:
         safe_serialization: bool = True,
         *,
         asynchronous: bool | None = None,
-        metrics: Mapping[str, object] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         details: Mapping[str, object] | None = None,
         select: checkpointing.Selection | None = None,
         pin: bool = False,

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from typing import Any, Final, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -20,6 +20,9 @@ from .errors import CollectiveError
 Predicate = Callable[[Any], bool]
 T = TypeVar("T")
 Parameters = ParamSpec("Parameters")
+
+#: A value that a JSON document holds.
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 
 @dataclass

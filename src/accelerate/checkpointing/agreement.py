@@ -205,7 +205,7 @@ class StoreCollectives:
 
     # -------------------------------------------------------------------------------- messages in the store
 
-    def _publish(self, key: str, value: Any) -> None:
+    def _publish(self, key: str, value: object) -> None:
         from .codec import encode, inline
 
         message = json.dumps(inline(encode(value, "a message between ranks")))

@@ -18,6 +18,7 @@ import pickle
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -25,7 +26,7 @@ from enum import Enum, EnumMeta, Flag
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path, PurePath
-from typing import IO, Any, Final, cast, final
+from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard, cast, final
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
@@ -33,7 +34,13 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from .tensor_files import SAFETENSORS_NAMES, raw_bytes
+from .tensor_files import SAFETENSORS_NAMES, Writable, raw_bytes
+
+if TYPE_CHECKING:
+    from torch.serialization import MAP_LOCATION
+    from torch.types import FileLike
+
+    from ..nested import Json
 
 FORMAT: Final = "accelerate-state"
 FORMAT_VERSION: Final = 1
@@ -41,13 +48,18 @@ TAG: Final = "$"
 #: Longer integers pass Python's limit on decimal digits, so they are written in hexadecimal.
 _JSON_INT_BITS: Final = 1024
 
+#: A JSON object that was read, whose readers expect what the writer put there; :func:`decode` reports what isn't.
+Document: TypeAlias = dict[str, Any]
+_Items: TypeAlias = "list[object] | tuple[object, ...] | AbstractSet[object] | deque[object]"
+_Array: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
+
 #: Types that a ``defaultdict`` may make its missing values with.
 _FACTORY_TYPES: Final[tuple[type, ...]] = (
     *(bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple),
     *(OrderedDict, Counter, deque),
 )
 _FACTORIES: Final[dict[str, type]] = {kind.__name__: kind for kind in _FACTORY_TYPES}
-_FACTORY_NAMES: Final[dict[Any, str]] = {kind: name for name, kind in _FACTORIES.items()}
+_FACTORY_NAMES: Final[dict[object, str]] = {kind: name for name, kind in _FACTORIES.items()}
 
 
 class EncodingError(CheckpointError, TypeError):
@@ -73,7 +85,7 @@ def refuse(path: str, value: object, why: str = "") -> EncodingError:
 class Encoded:
     """A value as a JSON document and the tensors that the document names."""
 
-    document: Any
+    document: Json
     tensors: dict[str, torch.Tensor]
 
     @property
@@ -86,21 +98,20 @@ class Encoded:
 @final
 class _Encoder:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    seen: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    seen: dict[tuple[object, ...], str] = field(default_factory=dict)
     open: set[int] = field(default_factory=set)  # containers that are being walked: a cycle ends here
 
-    def encode(self, value: Any, path: str, name: str) -> Any:
-        kind = type(value)
-        if value is None or kind in (bool, str):
+    def encode(self, value: object, path: str, name: str) -> Json:
+        if value is None or type(value) is bool or type(value) is str:
             return value
-        if kind is int:
+        if type(value) is int:
             return value if value.bit_length() <= _JSON_INT_BITS else {TAG: "int", "hex": hex(value)}
-        if kind is float:
+        if type(value) is float:
             finite = value - value == 0.0
             return value if finite else {TAG: "float", "text": repr(value)}
         if isinstance(value, torch.Tensor):
             return self.tensor(value, path, name)
-        writer = _LEAVES.get(kind)
+        writer = _LEAVES.get(type(value))
         if writer is not None:
             return {TAG: writer[0], **writer[1](value)}
         if isinstance(value, (np.generic, np.ndarray)):
@@ -111,13 +122,13 @@ class _Encoder:
             return self.container(value, path, name)
         raise refuse(path, value)
 
-    def container(self, value: Any, path: str, name: str) -> Any:
+    def container(self, value: _Items | dict[object, object], path: str, name: str) -> Json:
         if id(value) in self.open:
             raise refuse(path, value, "it contains itself")
         self.open.add(id(value))
         try:
             if isinstance(value, dict):
-                return self.mapping(cast("dict[Any, Any]", value), path, name)
+                return self.mapping(cast("dict[object, object]", value), path, name)
             if _is_plain(value):
                 return self.sequence(value, list(value), path)
             items = [self.encode(item, f"{path}[{i}]", f"{name}.{i}") for i, item in enumerate(value)]
@@ -125,7 +136,7 @@ class _Encoder:
         finally:
             self.open.discard(id(value))
 
-    def sequence(self, value: Any, items: list[Any], path: str) -> Any:
+    def sequence(self, value: Collection[object], items: list[Json], path: str) -> Json:
         kind = type(value)
         if kind is list:
             return items
@@ -133,19 +144,19 @@ class _Encoder:
             return {TAG: kind.__name__, "items": items}
         if kind is torch.Size:
             return {TAG: "size", "items": items}
-        if kind is deque:
+        if isinstance(value, deque) and kind is deque:
             return {TAG: "deque", "items": items, "limit": value.maxlen}
         if isinstance(value, tuple) and isinstance(getattr(kind, "_fields", None), tuple):
             return {TAG: "namedtuple", **_class_address(kind, path, value), "items": items}
         raise refuse(path, value)
 
-    def mapping(self, value: dict[Any, Any], path: str, name: str) -> Any:
+    def mapping(self, value: dict[object, object], path: str, name: str) -> Json:
         kind = type(value)
         if kind is dict and TAG not in value and _TEXT.issuperset(map(type, value)):
             if _is_plain(value.values()):
-                return dict(value)
-            return {key: self.encode(item, f"{path}[{key!r}]", f"{name}.{key}") for key, item in value.items()}
-        pairs: list[Any] = []
+                return dict(cast("dict[str, Json]", value))
+            return {str(key): self.encode(item, f"{path}[{key!r}]", f"{name}.{key}") for key, item in value.items()}
+        pairs: list[Json] = []
         for i, (key, item) in enumerate(value.items()):
             if isinstance(key, torch.Tensor):
                 raise refuse(f"{path} key {i}", key, "tensors as keys are told apart by identity only")
@@ -165,14 +176,14 @@ class _Encoder:
             return {TAG: "defaultdict", "factory": factory_name, "items": pairs}
         raise refuse(path, value)
 
-    def tensor(self, value: torch.Tensor, path: str, name: str) -> Any:
+    def tensor(self, value: torch.Tensor, path: str, name: str) -> Json:
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise refuse(path, value, "only plain tensors have one form on disk")
         if value.is_meta:
             raise refuse(path, value, "it lies on the meta device and has no values")
         if value.layout is not torch.strided or value.is_quantized:
             raise refuse(path, value, f"its layout is {value.layout}, quantized: {value.is_quantized}")
-        document: dict[str, Any] = {TAG: "tensor", "key": self.add_tensor(value.detach(), name)}
+        document: dict[str, Json] = {TAG: "tensor", "key": self.add_tensor(value.detach(), name)}
         if value.dtype not in SAFETENSORS_NAMES:  # stored as bytes
             document |= {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
         if isinstance(value, torch.nn.Parameter):
@@ -195,7 +206,7 @@ class _Encoder:
         self.seen[identity] = key
         return key
 
-    def array(self, value: np.generic | np.ndarray[Any, Any], path: str, name: str) -> Any:
+    def array(self, value: np.generic | _Array, path: str, name: str) -> Json:
         # a subclass of ndarray (a matrix, a masked array) or of a scalar holds more than its numbers
         if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
             raise refuse(path, value)
@@ -214,7 +225,7 @@ _PLAIN: Final = frozenset((type(None), bool, str, int, float))
 _NESTED: Final = frozenset((list, dict))
 
 
-def _is_plain(values: Collection[object]) -> bool:
+def _is_plain(values: Collection[object]) -> TypeGuard[Collection[Json]]:
     """Return whether JSON holds each of the values as it is; asked once of the many numbers of a random stream."""
     if not _PLAIN.issuperset(map(type, values)):
         return False
@@ -226,7 +237,7 @@ def _is_plain(values: Collection[object]) -> bool:
     return True
 
 
-def encode(value: Any, name: str = "state") -> Encoded:
+def encode(value: object, name: str = "state") -> Encoded:
     """Encode ``value`` as a document and tensors; ``name`` is how an error calls it.
 
     Raises:
@@ -240,7 +251,7 @@ def encode(value: Any, name: str = "state") -> Encoded:
     return Encoded(document, encoder.tensors)
 
 
-def _view_identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _view_identity(tensor: torch.Tensor) -> tuple[object, ...]:
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     # Without an address (XLA), a tensor is the same as itself only.
     return (tensor.device, tensor.data_ptr() or id(tensor), shape, stride, tensor.dtype)
@@ -256,7 +267,7 @@ def _class_address(kind: type, path: str, value: object) -> dict[str, str]:
     return {"module": kind.__module__, "class": kind.__qualname__}
 
 
-def _special_leaf(value: Any, path: str) -> dict[str, Any]:
+def _special_leaf(value: Enum | PurePath | datetime | time, path: str) -> dict[str, Json]:
     if isinstance(value, Enum):
         address = _class_address(type(value), path, value)
         name = value.name
@@ -266,9 +277,9 @@ def _special_leaf(value: Any, path: str) -> dict[str, Any]:
             return {TAG: "enum", **address, "flags": value.value}
     elif isinstance(value, Path):
         return {TAG: "path", "text": str(value)}
-    elif type(value) in (datetime, time):
+    elif isinstance(value, (datetime, time)) and type(value) in (datetime, time):
         zone = value.tzinfo
-        document: dict[str, Any] = {TAG: type(value).__name__, "text": value.replace(tzinfo=None).isoformat()}
+        document: dict[str, Json] = {TAG: type(value).__name__, "text": value.replace(tzinfo=None).isoformat()}
         if value.fold:
             document["fold"] = 1
         if zone is None:
@@ -281,12 +292,12 @@ def _special_leaf(value: Any, path: str) -> dict[str, Any]:
     raise refuse(path, value)
 
 
-def _duration(value: timedelta) -> dict[str, Any]:
+def _duration(value: timedelta) -> dict[str, Json]:
     return {"parts": [value.days, value.seconds, value.microseconds]}
 
 
 #: Exact types that are leaves: their tag and the rest of their object.
-_LEAVES: Final[dict[type, tuple[str, Callable[[Any], dict[str, Any]]]]] = {
+_LEAVES: Final[dict[type, tuple[str, Callable[[Any], dict[str, Json]]]]] = {
     complex: ("complex", lambda value: {"text": [repr(value.real), repr(value.imag)]}),
     bytes: ("bytes", lambda value: {"data": _text(value)}),
     bytearray: ("bytearray", lambda value: {"data": _text(bytes(value))}),
@@ -310,7 +321,7 @@ class _Decoder:
     tensor_of: Callable[[str], torch.Tensor]
     made: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def decode(self, document: Any) -> Any:
+    def decode(self, document: Json) -> Any:
         if isinstance(document, list):
             items = cast("list[Any]", document)
             return items if _NESTED.isdisjoint(map(type, items)) else [self.decode(item) for item in items]
@@ -335,7 +346,7 @@ class _Decoder:
             return _MAPPINGS[tag](tagged, pairs)
         raise ValueError(f"unknown tag {tag!r}")
 
-    def tensor(self, document: dict[str, Any]) -> torch.Tensor:
+    def tensor(self, document: Document) -> torch.Tensor:
         key = document["key"]
         if key not in self.made:
             tensor = self.tensor_of(key)
@@ -348,7 +359,7 @@ class _Decoder:
             self.made[key] = tensor
         return self.made[key]
 
-    def array(self, document: dict[str, Any]) -> np.ndarray[Any, Any]:
+    def array(self, document: Document) -> _Array:
         dtype = _numpy_dtype(document["dtype"])
         if document["key"] is None:
             return np.empty(document["shape"], dtype=dtype)
@@ -356,7 +367,7 @@ class _Decoder:
         return np.frombuffer(bytearray(data), dtype=dtype).reshape(document["shape"])
 
 
-def decode(document: Any, tensor_of: Callable[[str], torch.Tensor], name: str = "state") -> Any:
+def decode(document: Json, tensor_of: Callable[[str], torch.Tensor], name: str = "state") -> Any:
     """Return the value that :func:`encode` wrote; ``tensor_of(key)`` gives tensors that the value may keep.
 
     Raises:
@@ -380,7 +391,7 @@ def decode(document: Any, tensor_of: Callable[[str], torch.Tensor], name: str = 
         ) from error
 
 
-def _find_class(module: str, qualified_name: str) -> Any:
+def _find_class(module: str, qualified_name: str) -> type | None:
     """Return the class of that name in a module that is already imported, without importing or calling anything."""
     found: Any = sys.modules.get(module)
     if found is None:
@@ -399,14 +410,14 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _numpy_dtype(name: str) -> np.dtype[Any]:
+def _numpy_dtype(name: str) -> np.dtype[np.generic]:
     dtype = np.dtype(name)
     if dtype.hasobject:
         raise ValueError(f"dtype {name!r} holds Python objects")
     return dtype
 
 
-def _read_enum(document: dict[str, Any]) -> Enum:
+def _read_enum(document: Document) -> Enum:
     kind = _find_class(document["module"], document["class"])
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise ValueError(f"{document['module']}.{document['class']} is no enum")
@@ -417,7 +428,7 @@ def _read_enum(document: dict[str, Any]) -> Enum:
     return kind.__members__[document["name"]]
 
 
-def _read_namedtuple(document: dict[str, Any], items: list[Any]) -> tuple[Any, ...]:
+def _read_namedtuple(document: Document, items: list[object]) -> tuple[object, ...]:
     kind = _find_class(document["module"], document["class"])
     fields = vars(kind).get("_fields") if isinstance(kind, type) and issubclass(kind, tuple) else None
     if not isinstance(fields, tuple) or len(fields) != len(items):
@@ -425,7 +436,7 @@ def _read_namedtuple(document: dict[str, Any], items: list[Any]) -> tuple[Any, .
     return tuple.__new__(cast("type[tuple[Any, ...]]", kind), items)
 
 
-def _read_moment(document: dict[str, Any]) -> datetime | time:
+def _read_moment(document: Document) -> datetime | time:
     kind = datetime if document[TAG] == "datetime" else time
     moment = kind.fromisoformat(document["text"]).replace(fold=document.get("fold", 0))
     if "zone" in document:
@@ -435,15 +446,15 @@ def _read_moment(document: dict[str, Any]) -> datetime | time:
     return moment
 
 
-def _read_number(document: dict[str, Any]) -> np.generic:
+def _read_number(document: Document) -> np.generic:
     return np.frombuffer(base64.b64decode(document["data"]), dtype=_numpy_dtype(document["dtype"]))[0]
 
 
-def _bytes(document: dict[str, Any]) -> bytes:
+def _bytes(document: Document) -> bytes:
     return base64.b64decode(document["data"], validate=True)
 
 
-_READERS: Final[dict[str, Callable[[dict[str, Any]], Any]]] = {
+_READERS: Final[dict[str, Callable[[Document], object]]] = {
     "int": lambda d: int(d["hex"], 16),
     "float": lambda d: float(d["text"]),
     "complex": lambda d: complex(float(d["text"][0]), float(d["text"][1])),
@@ -463,7 +474,7 @@ _READERS: Final[dict[str, Callable[[dict[str, Any]], Any]]] = {
     "enum": _read_enum,
     "number": _read_number,
 }
-_SEQUENCES: Final[dict[str, Callable[[dict[str, Any], list[Any]], Any]]] = {
+_SEQUENCES: Final[dict[str, Callable[[Document, list[Any]], object]]] = {
     "tuple": lambda _, items: tuple(items),
     "set": lambda _, items: set(items),
     "frozenset": lambda _, items: frozenset(items),
@@ -471,7 +482,7 @@ _SEQUENCES: Final[dict[str, Callable[[dict[str, Any], list[Any]], Any]]] = {
     "deque": lambda d, items: deque(items, d["limit"]),
     "namedtuple": _read_namedtuple,
 }
-_MAPPINGS: Final[dict[str, Callable[[dict[str, Any], list[tuple[Hashable, Any]]], Any]]] = {
+_MAPPINGS: Final[dict[str, Callable[[Document, list[tuple[Hashable, Any]]], object]]] = {
     "dict": lambda _, pairs: dict(pairs),
     "ordered": lambda _, pairs: OrderedDict(pairs),
     "counter": lambda _, pairs: Counter(dict(pairs)),
@@ -482,7 +493,7 @@ _MAPPINGS: Final[dict[str, Callable[[dict[str, Any], list[tuple[Hashable, Any]]]
 # ----------------------------------------------------------------------------------------------- state files
 
 
-def inline(encoded: Encoded) -> Any:
+def inline(encoded: Encoded) -> dict[str, Json]:
     """Return one JSON value that holds the document and the bytes of its tensors."""
     tensors = {
         key: {
@@ -495,17 +506,19 @@ def inline(encoded: Encoded) -> Any:
     return envelope(encoded.document, inlined=tensors)
 
 
-def envelope(document: Any, *, inlined: dict[str, Any] | None = None, beside: str | None = None) -> dict[str, Any]:
+def envelope(
+    document: Json, *, inlined: Mapping[str, Json] | None = None, beside: str | None = None
+) -> dict[str, Json]:
     """Return the content of a state file: format, version, the document, and where its tensors are."""
-    header: dict[str, Any] = {"format": FORMAT, "version": FORMAT_VERSION}
+    header: dict[str, Json] = {"format": FORMAT, "version": FORMAT_VERSION}
     if beside is not None:
         header["tensors_in"] = beside
     if inlined:
-        header["tensors"] = inlined
+        header["tensors"] = dict(inlined)
     return {**header, "state": document}
 
 
-def open_envelope(content: Any, name: str) -> dict[str, Any]:
+def open_envelope(content: object, name: str) -> Document:
     """Return ``content`` itself after checking that it is a state file that this version can read.
 
     Raises:
@@ -521,7 +534,7 @@ def open_envelope(content: Any, name: str) -> dict[str, Any]:
     return cast("dict[str, Any]", content)
 
 
-def inlined_tensor(content: dict[str, Any], key: str) -> torch.Tensor:
+def inlined_tensor(content: Document, key: str) -> torch.Tensor:
     """Return a tensor whose bytes lie in the JSON file itself."""
     entry = content["tensors"][key]
     dtype, data = _dtype(entry["dtype"]), bytearray(_bytes(entry))
@@ -537,7 +550,7 @@ _NUMPY_DTYPES: Final = tuple(
 )
 
 
-def _safe_globals() -> list[Any]:
+def _safe_globals() -> list[Callable[..., object] | tuple[Callable[..., object], str]]:
     core: Any = np._core if hasattr(np, "_core") else np.core  # type: ignore[attr-defined]  # numpy 1 and 2
     reconstruct, scalar = core.multiarray._reconstruct, core.multiarray.scalar
     # a file names the module by the address that the numpy which wrote it had
@@ -561,7 +574,7 @@ def _safe_globals() -> list[Any]:
 def read_pickle(
     file: str | PathLike[str] | IO[bytes],
     *,
-    map_location: Any = "cpu",
+    map_location: MAP_LOCATION = "cpu",
     allow_pickle: bool = False,
     **load_kwargs: Any,
 ) -> Any:
@@ -597,7 +610,7 @@ def read_described_pickle(source: Path | IO[bytes], allowed: Mapping[str, tuple[
 
     @final
     class Reader(pickle.Unpickler):
-        def find_class(self, module_name: str, global_name: str, /) -> Any:
+        def find_class(self, module_name: str, global_name: str, /) -> object:
             if (module_name, global_name) == ("builtins", "getattr"):
                 return _member
             found = _attribute(module_name, global_name)
@@ -616,25 +629,25 @@ def read_described_pickle(source: Path | IO[bytes], allowed: Mapping[str, tuple[
         raise CheckpointError(f"{path}: can't be read ({type(error).__name__}: {_first_line(error)})") from error
 
 
-def _member(kind: Any, name: Any) -> Any:
+def _member(kind: object, name: str) -> object:
     """Return the member ``name`` of an enumeration, which Python 3.11.0 to 3.11.3 write as ``getattr(kind, name)``."""
     if not isinstance(kind, EnumMeta) or name not in kind.__members__:
         raise pickle.UnpicklingError(f"Unsupported attribute {name!r} of {kind!r}")
     return kind.__members__[name]
 
 
-def _attribute(module_name: str, name: str) -> Any:
+def _attribute(module_name: str, name: str) -> object:
     """Return the attribute ``name`` of a module that is imported already, without importing anything."""
     module = sys.modules.get(module_name)
     return None if module is None else vars(module).get(name)
 
 
-def write_pickle(obj: Any, file: Any, **save_kwargs: Any) -> None:
+def write_pickle(obj: object, file: Writable | FileLike, **save_kwargs: Any) -> None:
     """Write ``obj`` to ``file`` as ``torch.save`` does."""
-    torch.save(obj, file, **save_kwargs)
+    torch.save(obj, cast("FileLike", file), **save_kwargs)
 
 
-def write_plain_pickle(obj: Any, file: IO[bytes]) -> None:
+def write_plain_pickle(obj: object, file: IO[bytes]) -> None:
     """Write ``obj`` to ``file`` as :func:`read_described_pickle` reads it."""
     pickle.dump(obj, file)
 

@@ -26,6 +26,8 @@ from .weights import WeightNames, open_weights, write_weights
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from .run_state import StateDict
+
 METADATA_NAME: Final = ".metadata"
 #: The classes that the index may name, which describe tensors and their locations in files.
 DESCRIPTIONS: Final[dict[str, tuple[str, ...]]] = {
@@ -59,7 +61,7 @@ def read_metadata(folder: str | PathLike[str]) -> Metadata:
     if not path.is_file():
         raise CheckpointNotFound(f"{folder} is no folder of a distributed checkpoint: it has no {METADATA_NAME}")
     found = read_described_pickle(path, DESCRIPTIONS)
-    locations: Mapping[Any, Any] = getattr(found, "storage_data", None) or {}
+    locations: Mapping[object, object] = getattr(found, "storage_data", None) or {}
     for name in {getattr(location, "relative_path", None) for location in locations.values()}:
         inside(folder, name, path)
     return found
@@ -76,7 +78,7 @@ def shapes_of(found: Metadata) -> dict[str, torch.Tensor]:
     }
 
 
-def read_tensors(folder: str | PathLike[str], found: Metadata, keys: Iterable[str]) -> dict[str, Any]:
+def read_tensors(folder: str | PathLike[str], found: Metadata, keys: Iterable[str]) -> dict[str, torch.Tensor]:
     """Read the named tensors, whole, into host memory, without a process group."""
     shapes = shapes_of(found)
     tensors = {key: torch.empty(shapes[key].shape, dtype=shapes[key].dtype) for key in keys}
@@ -84,7 +86,7 @@ def read_tensors(folder: str | PathLike[str], found: Metadata, keys: Iterable[st
     return tensors
 
 
-def read_into(folder: str | PathLike[str], state: dict[str, Any], *, alone: bool) -> None:
+def read_into(folder: str | PathLike[str], state: StateDict, *, alone: bool) -> None:
     """Read the saved values into the tensors of ``state``, replacing other entries; a collective unless ``alone``."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -122,7 +124,7 @@ def _load_classes() -> tuple[type, type]:
 
     @final
     class Reader(FileSystemReader):  # type: ignore[misc]
-        def read_metadata(self, *arguments: Any, **options: Any) -> Metadata:
+        def read_metadata(self, *arguments: object, **options: object) -> Metadata:
             return read_metadata(str(self.path))
 
     @final
@@ -148,7 +150,7 @@ def plain_names(found: Metadata) -> dict[str, str]:
 
     A state dict that was saved as ``{"model": state_dict}`` has ``model.`` in front of every name.
     """
-    paths: Mapping[str, tuple[Any, ...]] = found.planner_data or {}
+    paths: Mapping[str, tuple[object, ...]] = found.planner_data or {}
     keys = list(shapes_of(found))
     tops = {paths[key][0] if key in paths else None for key in keys}
     wrapped = len(tops) == 1 and None not in tops and all(len(path) > 1 for path in paths.values())

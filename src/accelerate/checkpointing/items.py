@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 
@@ -65,7 +65,7 @@ class CheckpointItem(ABC):
 class WeightsItem(CheckpointItem):
     """The state dict of one model, as safetensors."""
 
-    def __init__(self, state: Mapping[str, Any], index: int = 0) -> None:
+    def __init__(self, state: Mapping[str, torch.Tensor], index: int = 0) -> None:
         check_weights(state, safe_serialization=True)
         self._state: dict[str, torch.Tensor] = dict(state)
         self._first = shared_names(state)
@@ -174,7 +174,7 @@ class RunItems:
     selection: Selection
     safe_serialization: bool = True
 
-    def weights(self) -> list[dict[str, Any]]:
+    def weights(self) -> list[StateDict]:
         """Return the state dict of each model in a dict of its own, so that hooks may take entries out."""
         return [dict(state) for state in self.parts.weights]
 

@@ -27,6 +27,7 @@ from ..errors import CheckpointError, CheckpointNotFound
 from ..names import CUSTOM_CHECKPOINT_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCHEDULER_NAME, engine_tag
 from ..optional import require
 from .codec import Encoded, decode, encode, envelope, inline, inlined_tensor, open_envelope, read_pickle, write_pickle
+from .run_state import StateDict
 from .storage import inside
 from .store import Create
 from .tensor_files import open_tensors, write_tensors
@@ -35,7 +36,7 @@ from .tensor_files import open_tensors, write_tensors
 INLINE_LIMIT_BYTES: Final = 16 << 20
 
 
-def write_state(create: Create, stem: str, value: Any, *, name: str, beside: bool) -> None:
+def write_state(create: Create, stem: str, value: object, *, name: str, beside: bool) -> None:
     """Write ``value`` to ``{stem}.json``, its tensors with it, or with ``beside`` to ``{stem}.safetensors``.
 
     Raises:
@@ -104,7 +105,7 @@ class StateFiles:
         """Return the name of the classic file of object ``number``."""
         return f"{self.classic_stem}{self._suffix(number)}.{self.classic_extension}"
 
-    def write_pickle(self, create: Create, value: Any, number: int = 0) -> None:
+    def write_pickle(self, create: Create, value: object, number: int = 0) -> None:
         """Write the state of object ``number`` into its classic file."""
         with create(self.classic_name(number), pickle=True) as file:
             write_pickle(value, file)
@@ -150,7 +151,7 @@ _CLASSIC_HOST_STREAMS: Final = {
 }
 
 
-def to_classic_streams(streams: Mapping[str, Any]) -> dict[str, Any]:
+def to_classic_streams(streams: Mapping[str, Any]) -> dict[str, object]:
     """Convert random streams to their classic names, in the shapes that ``random`` and ``numpy`` take back."""
     classic: dict[str, Any] = {}
     for name, state in streams.items():
@@ -169,7 +170,7 @@ def to_classic_streams(streams: Mapping[str, Any]) -> dict[str, Any]:
     return classic
 
 
-def from_classic_streams(classic: Mapping[str, Any]) -> dict[str, Any]:
+def from_classic_streams(classic: Mapping[str, Any]) -> StateDict:
     """Convert the random streams of a classic file to today's names."""
     streams: dict[str, Any] = {}
     for name, state in classic.items():
@@ -195,7 +196,7 @@ def holds_engine_state(folder: Path, index: int = 0) -> bool:
     return (folder / engine_tag(index)).is_dir()
 
 
-def read_engine_weights(folder: Path, index: int = 0, *, trusted: bool = False) -> dict[str, Any]:
+def read_engine_weights(folder: Path, index: int = 0, *, trusted: bool = False) -> StateDict:
     """Read the full-precision weights of model ``index``, out of the shards of all ranks.
 
     Args:

@@ -35,7 +35,7 @@ from .layout import (
 )
 from .manifest import UNFINISHED_NAME, ByteProgress, Manifest
 from .remote import open_store
-from .run_state import RunState, Stateful
+from .run_state import RunState, StateDict, Stateful
 from .series import is_classic, list_committed, numbered, series_storage
 from .storage import Storage, storage_of
 from .store import Store
@@ -44,6 +44,7 @@ from .weights import Selection, holds_weights, load_weights
 
 if TYPE_CHECKING:
     import torch
+    from torch.serialization import MAP_LOCATION
 
     from ..distributed.world import World
 
@@ -72,7 +73,7 @@ class LoadedCheckpoint:
     skipped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     had_open_window: bool = False
-    window: Mapping[str, Any] | None = None
+    window: Mapping[str, object] | None = None
 
     @property
     def epoch(self) -> int | None:
@@ -102,8 +103,8 @@ class LoadOptions:
         of_models: for ``model.load_state_dict``: ``strict``, ``assign``.
     """
 
-    map_location: Any = None
-    load_kwargs: Mapping[str, Any] | None = None
+    map_location: MAP_LOCATION = None
+    load_kwargs: Mapping[str, object] | None = None
     model_only: bool = False
     of_models: Mapping[str, Any] = field(default_factory=dict)
 
@@ -111,10 +112,10 @@ class LoadOptions:
     def of(
         cls,
         *,
-        map_location: Any = None,
-        load_kwargs: Mapping[str, Any] | None = None,
+        map_location: MAP_LOCATION = None,
+        load_kwargs: Mapping[str, object] | None = None,
         model_only: bool = False,
-        **of_models: Any,
+        **of_models: object,
     ) -> LoadOptions:
         """Sort named arguments: those that are none of the fields are for ``model.load_state_dict``."""
         if isinstance(map_location, str) and map_location not in _MAP_LOCATIONS:
@@ -235,7 +236,7 @@ def _find(
     return newest
 
 
-def _broadcast_addresses(found: Iterable[tuple[Any, Storage]], ranks: Ranks) -> list[str]:
+def _broadcast_addresses(found: Iterable[tuple[object, Storage]], ranks: Ranks) -> list[str]:
     """Return the addresses that the main process sees, newest first, on every rank."""
     return ranks.all_gather([str(storage) for _, storage in found][::-1] if ranks.is_main else [])[0]
 
@@ -257,7 +258,7 @@ def find_newest(root: str | PathLike[str], world: World | None = None) -> Loaded
 def _candidates(root: str | PathLike[str] | Storage, ranks: Ranks) -> list[str]:
     """Return the addresses of all committed checkpoints in ``root``, newest first."""
     error: Exception | None = None
-    found: list[tuple[Any, Storage]] = []
+    found: Sequence[tuple[object, Storage]] = []
     try:
         if ranks.is_main:
             found = list_committed(root)
@@ -392,7 +393,7 @@ class Loading:
         )
         return list(loaded.files)
 
-    def _read_optimizers(self, folder: Path, optimizers: Sequence[Stateful]) -> None:
+    def _read_optimizers(self, folder: Path, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for number, optimizer in enumerate(optimizers):
             shards = sharded.optimizer_folder(folder, number)
             if sharded.is_sharded(shards):
@@ -486,7 +487,7 @@ def _count(state_files: StateFiles, folder: Path) -> int:
     return number
 
 
-def _streams_of(folder: Path, rank: int, options: Mapping[str, Any]) -> dict[str, Any]:
+def _streams_of(folder: Path, rank: int, options: Mapping[str, Any]) -> StateDict:
     value = RANDOM.read(folder, rank, **options)
     return value if "streams" in value else {"streams": from_classic_streams(value)}
 
@@ -494,15 +495,15 @@ def _streams_of(folder: Path, rank: int, options: Mapping[str, Any]) -> dict[str
 def load_accelerator_state(
     input_dir: str | PathLike[str],
     models: Sequence[torch.nn.Module],
-    optimizers: Sequence[Stateful],
+    optimizers: Sequence[torch.optim.Optimizer],
     schedulers: Sequence[Stateful],
     dataloaders: Sequence[object],
     process_index: int,
     scaler: Stateful | None = None,
-    map_location: Any = None,
-    load_kwargs: Mapping[str, Any] | None = None,
+    map_location: MAP_LOCATION = None,
+    load_kwargs: Mapping[str, object] | None = None,
     **load_model_func_kwargs: Any,
-) -> dict[str, Any]:
+) -> dict[str, int]:
     """Load ``input_dir`` into the objects; return ``{"step": n}``, the step that the Accelerator resumes at."""
     world = current_world()
     if world is not None and process_index != world.rank:

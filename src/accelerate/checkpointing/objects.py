@@ -7,10 +7,10 @@ import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any, final
+from typing import IO, TYPE_CHECKING, Any, final
 from uuid import uuid4
 
 import torch
@@ -28,6 +28,9 @@ from .storage import inside
 from .store import CheckpointStore, DurableFile, StagingDirectory, Store, file_names, fsync_path
 from .tensor_files import open_tensors, write_tensors
 from .weights import clean_state_dict_for_safetensors
+
+if TYPE_CHECKING:
+    from torch.serialization import MAP_LOCATION
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +124,7 @@ def save_custom_state(obj: Saved, path: str | PathLike[str], index: int = 0, sav
     folder = Path(path)
     name = f"{type(obj).__qualname__}.state_dict()"
 
-    def create(file_name: str) -> Any:
+    def create(file_name: str) -> AbstractContextManager[DurableFile]:
         return atomic_file(folder, file_name)
 
     write_state(create, custom_name(index), obj.state_dict(), name=name, beside=True)
@@ -158,7 +161,7 @@ def _is_writer(save_on_each_node: bool) -> bool:
 
 
 def save(
-    obj: Any,
+    obj: object,
     f: str | PathLike[str] | IO[bytes],
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
@@ -180,7 +183,7 @@ def save(
         _write_object(obj, file, safe_serialization)
 
 
-def _write_object(obj: Any, file: Any, safe_serialization: bool) -> None:
+def _write_object(obj: object, file: IO[bytes] | DurableFile, safe_serialization: bool) -> None:
     if not safe_serialization:
         write_pickle(obj, file)
         return
@@ -192,7 +195,7 @@ def _write_object(obj: Any, file: Any, safe_serialization: bool) -> None:
     write_tensors(file, clean_state_dict_for_safetensors(obj), {"format": "pt"})
 
 
-def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
+def load(f: str | PathLike[str] | IO[bytes], map_location: MAP_LOCATION = None, **kwargs: Any) -> Any:
     """Load what :func:`save` wrote; pickles are read through an allow-list unless ``weights_only=False`` is given.
 
     Raises:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .store import StagingDirectory
 
 #: The result of a ``state_dict()``: any values by name.
-StateDict: TypeAlias = Mapping[str, Any]
+StateDict: TypeAlias = dict[str, Any]
 
 #: A hook of the user's before saving, ``hook(models, weights, folder)``, or before loading, ``hook(models, folder)``.
 Hook: TypeAlias = Callable[..., None]
@@ -31,7 +31,7 @@ WriteStrategyState: TypeAlias = Callable[["StagingDirectory"], "Sequence[Checkpo
 class Saved(Protocol):
     """An object whose state can be saved."""
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> object:
         """Return the state that has to be restored."""
         ...
 
@@ -40,7 +40,7 @@ class Saved(Protocol):
 class Stateful(Saved, Protocol):
     """An object that can be saved and restored: a module, optimizer, scheduler, or any other with these two methods."""
 
-    def load_state_dict(self, state_dict: Any, /) -> Any:
+    def load_state_dict(self, state_dict: Any, /) -> object:
         """Restore the state that ``state_dict`` returned."""
         ...
 
@@ -52,7 +52,7 @@ class OpenGradients(Protocol):
         """Return the gradients; None where no window is open."""
         ...
 
-    def joined(self, states: Iterable[StateDict]) -> StateDict | None:
+    def joined(self, states: Iterable[StateDict]) -> Mapping[str, object] | None:
         """Return the gradients of several ranks, added up; None where they can't be."""
         ...
 
@@ -82,12 +82,16 @@ class StateStrategy(Protocol):
         ...
 
     def checkpoint_state(
-        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        model_only: bool = False,
     ) -> StrategyState:
         """Return the strategy's part of a checkpoint; a collective."""
         ...
 
-    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
+    def restorable(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
         """Return those of ``optimizers`` whose state a checkpoint restores."""
         ...
 
@@ -117,7 +121,7 @@ class RunState:
     label: str = "NO"
     step: int = 0
     models: Sequence[torch.nn.Module] = ()
-    optimizers: Sequence[Stateful] = ()
+    optimizers: Sequence[torch.optim.Optimizer] = ()
     schedulers: Sequence[Stateful] = ()
     dataloaders: Sequence[object] = ()
     scaler: Stateful | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, SupportsFloat, final
 
 from ..distributed.call_rendezvous import CallParticipants
 from ..distributed.random import has_common_seed
@@ -32,6 +32,8 @@ from .store import CheckpointStore, StagingDirectory, Store
 from .weights import EVERYTHING, Selection, stale_weights
 
 if TYPE_CHECKING:
+    import torch
+
     from ..distributed.world import World
 
 _log = logging.getLogger(__name__)
@@ -96,8 +98,8 @@ def save_run(
     *,
     participants: CallParticipants | None = None,
     safe_serialization: bool = True,
-    details: Mapping[str, Any] | None = None,
-    metrics: Mapping[str, Any] | None = None,
+    details: Mapping[str, object] | None = None,
+    metrics: Mapping[str, SupportsFloat] | None = None,
     select: Selection | None = None,
     pin: bool = False,
     asynchronous: bool = False,
@@ -169,8 +171,8 @@ def write_checkpoint(
     safe_serialization: bool = True,
     pre_hooks: Iterable[Hook] = (),
     write_strategy_state: WriteStrategyState | None = None,
-    details: Mapping[str, Any] | None = None,
-    metrics: Mapping[str, Any] | None = None,
+    details: Mapping[str, object] | None = None,
+    metrics: Mapping[str, SupportsFloat] | None = None,
     select: Selection | None = None,
     pin: bool = False,
     asynchronous: bool = False,
@@ -343,11 +345,11 @@ def _on_main(ranks: Ranks, what: str, call: Callable[[], int]) -> int:
 
 
 def _details(
-    details: Mapping[str, Any] | None,
-    metrics: Mapping[str, Any] | None,
+    details: Mapping[str, object] | None,
+    metrics: Mapping[str, SupportsFloat] | None,
     saving: Saving,
     world: World | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     found, ranks = dict(details or {}), saving.store.ranks
     if metrics:
         found["metrics"] = {name: float(value) for name, value in metrics.items()}
@@ -412,7 +414,7 @@ def _prune(store: Store, project: ProjectOptions) -> None:
 def save_accelerator_state(
     output_dir: str | PathLike[str],
     model_states: Sequence[StateDict],
-    optimizers: Sequence[Stateful],
+    optimizers: Sequence[torch.optim.Optimizer],
     schedulers: Sequence[Stateful],
     dataloaders: Sequence[object],
     process_index: int,

@@ -10,13 +10,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Final, final
 
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import CHECKPOINT_NAME, CHECKPOINTS_FOLDER, RNG_STATE_NAME
 from ..settings.training import ProjectOptions
 from .manifest import PIN_NAME, UNFINISHED_NAME, Manifest, problems, read_manifest
 from .storage import LocalStorage, Storage, storage_of
+
+if TYPE_CHECKING:
+    from ..nested import Json
 
 _NUMBERED: Final = re.compile(rf"{CHECKPOINT_NAME}_(\d+)")
 _TRASH: Final = re.compile(rf"\.{CHECKPOINT_NAME}_\d+\.trash-[0-9a-f]+")
@@ -93,7 +96,7 @@ class Entry:
         """The metrics that were given to ``save_state``."""
         return {} if self.manifest is None else self.manifest.details.get("metrics", {})
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Json]:
         """Return everything that a listing shows, as JSON values."""
         manifest = self.manifest
         return {
@@ -163,7 +166,7 @@ def _root_of(root: str | PathLike[str] | Storage) -> Storage:
     return inner if not numbered(storage) and numbered(inner) else storage
 
 
-def list_committed(root: str | PathLike[str] | Storage) -> list[tuple[Any, Storage]]:
+def list_committed(root: str | PathLike[str] | Storage) -> list[tuple[int | tuple[str, str], Storage]]:
     """List the committed checkpoints in ``root``, whole or not, in the order of their numbers, or else their dates."""
     storage = _root_of(root)
     names = storage.folders()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 import torch
 
@@ -28,11 +28,15 @@ from .codec import read_described_pickle, write_plain_pickle
 from .dcp import DESCRIPTIONS, convert_torch_errors, is_distributed_checkpoint, read_into, read_metadata
 from .items import CheckpointItem
 from .manifest import measure
-from .run_state import Stateful, StrategyState
+from .run_state import StateDict, StrategyState
 from .store import Create, StagingDirectory
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    from .weights import LoadedKeys, LoadTarget
 
 # -------------------------------------------------------------------------------------- the item of sharded state
 #
@@ -58,9 +62,7 @@ class ShardsItem(CheckpointItem):
         staging: the staging directory that the folder is in.
     """
 
-    def __init__(
-        self, folder: Path, state: dict[str, Any], ranks: Ranks, staging: StagingDirectory | None = None
-    ) -> None:
+    def __init__(self, folder: Path, state: StateDict, ranks: Ranks, staging: StagingDirectory | None = None) -> None:
         self._folder, self._ranks, self._staging = folder, ranks, staging
         planner, writer = _save_classes()
         self._planner: Any = planner()
@@ -118,11 +120,11 @@ class ShardsItem(CheckpointItem):
         self._writer.set_up_storage_writer(self._ranks.is_main)
         self._plan = self._writer.prepare_local_plan(self._plan)
 
-    def _planned(self, local_plans: list[bytes] | None) -> tuple[list[bytes], Any]:
+    def _planned(self, local_plans: list[bytes] | None) -> tuple[list[bytes], Metadata]:
         plans, metadata = self._planner.create_global_plan([_unpacked(plan) for plan in local_plans or ()])
         return [_packed(plan) for plan in self._writer.prepare_global_plan(plans)], metadata
 
-    def _data(self, plan: Any) -> list[Any]:
+    def _data(self, plan: SavePlan) -> list[WriteResult]:
         writing = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
         writing.wait()
         return writing.value()
@@ -137,7 +139,7 @@ class ShardsItem(CheckpointItem):
             self._staging.progress.advance(record.size)
 
 
-def _packed(value: Any) -> bytes:
+def _packed(value: object) -> bytes:
     buffer = io.BytesIO()
     write_plain_pickle(value, buffer)
     return buffer.getvalue()
@@ -173,7 +175,7 @@ def _save_classes() -> tuple[type, type]:
 
 # ------------------------------------------------------------------------------------ saving and loading shards
 
-NamedParameters = Callable[[Any], Iterable[tuple[str, torch.Tensor]]]
+NamedParameters = Callable[[torch.nn.Module], Iterable[tuple[str, torch.Tensor]]]
 
 
 def weights_folder(folder: str | PathLike[str], index: int = 0) -> Path:
@@ -202,44 +204,52 @@ class StateAccess(ABC):
     #: Whether files of DeepSpeed's engine, which are pickles, are read without ``weights_only=False``.
     trusts_engine: bool = False
 
-    def restore(self, model: Any, folder: Path, index: int, *, model_only: bool = False, **options: Any) -> bool:
+    def restore(
+        self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
+    ) -> bool:
         """Load ``model`` from a form of the strategy's own, if ``folder`` has one; return whether it had."""
         return False
 
     @abstractmethod
-    def load_target(self, model: Any) -> Any:
+    def load_target(self, model: torch.nn.Module) -> LoadTarget:
         """Return an object with ``state_dict`` and ``load_state_dict(state, strict=)`` for whole tensors."""
 
     @abstractmethod
-    def full_model_state(self, model: Any, keeps: bool) -> dict[str, Any]:
+    def full_model_state(self, model: torch.nn.Module, keeps: bool) -> StateDict:
         """Return the state dict of ``model`` with whole tensors in CPU memory where ``keeps``; empty elsewhere."""
 
     @abstractmethod
-    def model_shards(self, model: Any) -> dict[str, Any]:
+    def model_shards(self, model: torch.nn.Module) -> StateDict:
         """Return this rank's shards by name; tensors of other ranks are on the meta device (:func:`own_shards`)."""
 
     @abstractmethod
-    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
+    def load_model_shards(self, model: torch.nn.Module, shards: StateDict) -> None:
         """Load the values that were read into ``shards`` into ``model``."""
 
     @abstractmethod
-    def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         """Return by parameter name a tensor of the parameter's whole shape, sharded as optimizer state for it is."""
 
     @abstractmethod
-    def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
+    def optimizer_shards(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> StateDict:
         """Return ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, with sharded tensors."""
 
     @abstractmethod
-    def load_optimizer_shards(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
+    def load_optimizer_shards(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], shards: StateDict
+    ) -> None:
         """Load ``shards`` into ``optimizer``."""
 
     @abstractmethod
-    def full_optimizer_state(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
+    def full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
+    ) -> StateDict:
         """Return the optimizer's state dict with whole tensors where ``keeps``; empty elsewhere."""
 
     @abstractmethod
-    def load_full_optimizer_state(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
+    def load_full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: StateDict
+    ) -> None:
         """Load ``state``, a state dict of whole tensors, into ``optimizer``."""
 
 
@@ -255,7 +265,7 @@ class GivenState:
         """Return the state that was given."""
         return self.state
 
-    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
+    def restorable(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
         """Return all of ``optimizers``."""
         return optimizers
 
@@ -263,21 +273,21 @@ class GivenState:
 # ------------------------------------------------------------------------------------------------- writing
 
 
-def write_model_shards(folder: Path, shards: Mapping[str, Any]) -> None:
+def write_model_shards(folder: Path, shards: Mapping[str, object]) -> None:
     """Write the weights into ``folder``; a collective."""
     _write(folder, {"model": own_shards(shards)})
 
 
-def write_optimizer_shards(folder: Path, shards: Mapping[str, Any]) -> None:
+def write_optimizer_shards(folder: Path, shards: Mapping[str, object]) -> None:
     """Write the optimizer's state into ``folder``; a collective."""
     _write(folder, {"optimizer": dict(shards)})
 
 
-def _write(folder: Path, state: dict[str, Any]) -> None:
+def _write(folder: Path, state: StateDict) -> None:
     ShardsItem(folder, state, Ranks(None if _alone() else current_world())).write(_no_file)
 
 
-def _no_file(name: str, *, pickle: bool = False) -> Any:
+def _no_file(name: str, *, pickle: bool = False) -> NoReturn:
     raise AssertionError(f"torch opens the files of shards itself, {name!r} is none of them")
 
 
@@ -288,7 +298,9 @@ def _alone() -> bool:
 # ------------------------------------------------------------------------------------------------- reading
 
 
-def read_model_shards(access: StateAccess, model: Any, folder: Path, *, strict: bool = True, **_: Any) -> None:
+def read_model_shards(
+    access: StateAccess, model: torch.nn.Module, folder: Path, *, strict: bool = True, **_: object
+) -> None:
     """Load the weights in ``folder`` into ``model``; a collective.
 
     Raises:
@@ -308,16 +320,16 @@ def read_model_shards(access: StateAccess, model: Any, folder: Path, *, strict: 
     access.load_model_shards(model, {**shards, **found})
 
 
-def own_shards(shards: Mapping[str, Any]) -> dict[str, Any]:
+def own_shards(shards: Mapping[str, Any]) -> StateDict:
     """Return those of ``shards`` that are not entirely on other ranks."""
     return {name: value for name, value in shards.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}
 
 
-def _listed(what: str, names: list[str]) -> str:
+def _listed(what: str, names: Sequence[object]) -> str:
     return f" {what} {', '.join(map(repr, names[:5]))}{', ...' if len(names) > 5 else ''}." if names else ""
 
 
-def _shared(state: Mapping[str, Any]) -> dict[str, str]:
+def _shared(state: Mapping[str, object]) -> dict[str, str]:
     """Map each of the names of a tied tensor to another of its names."""
     first: dict[int, str] = {}
     other: dict[str, str] = {}
@@ -328,7 +340,9 @@ def _shared(state: Mapping[str, Any]) -> dict[str, str]:
     return other
 
 
-def read_optimizer_shards(access: StateAccess, optimizer: Any, models: Sequence[Any], folder: Path) -> None:
+def read_optimizer_shards(
+    access: StateAccess, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], folder: Path
+) -> None:
     """Load the state in ``folder`` into ``optimizer``; a collective.
 
     Raises:
@@ -350,7 +364,7 @@ def read_optimizer_shards(access: StateAccess, optimizer: Any, models: Sequence[
     access.load_optimizer_shards(optimizer, models, {"state": {}, "param_groups": [], **target["optimizer"]})
 
 
-def _put(tree: Any, path: Sequence[Any], value: Any) -> None:
+def _put(tree: Any, path: Sequence[Any], value: object) -> None:
     """Put ``value`` into ``tree`` at ``path``, where a number is an index of a list."""
     for position, key in enumerate(path):
         last = position == len(path) - 1
@@ -364,28 +378,29 @@ def _put(tree: Any, path: Sequence[Any], value: Any) -> None:
         tree = tree[key]
 
 
-def _empty(metadata: Any, layout: torch.Tensor | None) -> Any:
-    size = getattr(metadata, "size", None)
-    if size is None:
+def _empty(metadata: STORAGE_TYPES, layout: torch.Tensor | None) -> torch.Tensor | None:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    if not isinstance(metadata, TensorStorageMetadata):
         return None  # no tensor: replaced when read
-    dtype = metadata.properties.dtype
+    size, dtype = metadata.size, metadata.properties.dtype
     if layout is not None and layout.shape == size:
         return torch.zeros_like(layout, dtype=dtype, requires_grad=False)
     return torch.zeros(size, dtype=dtype)
 
 
-def _metadata(folder: Path) -> dict[str, Any]:
+def _metadata(folder: Path) -> dict[str, STORAGE_TYPES]:
     return read_metadata(folder).state_dict_metadata
 
 
-def _saved(folder: Path) -> dict[str, tuple[Any, ...]]:
+def _saved(folder: Path) -> dict[str, tuple[str | int, ...]]:
     """Return the keys of the checkpoint in ``folder``, each with the path that leads to it in the state dict."""
     metadata = read_metadata(folder)
     paths: dict[str, tuple[Any, ...]] = metadata.planner_data or {}
     return {key: tuple(paths.get(key, key.split(".", 1))) for key in metadata.state_dict_metadata}
 
 
-def _read(folder: Path, state: dict[str, Any]) -> None:
+def _read(folder: Path, state: StateDict) -> None:
     read_into(folder, state, alone=_alone())
 
 
@@ -406,22 +421,24 @@ class InPlace(StateAccess):
         self,
         named_parameters: NamedParameters | None = None,
         canonical: Callable[[str], str] | None = None,
-        restores: Callable[[Any, Path, int], bool] | None = None,
+        restores: Callable[[torch.nn.Module, Path, int], bool] | None = None,
     ) -> None:
         self._named = named_parameters or _named_parameters
         self._canonical = canonical or str
         self._restores = restores
 
-    def restore(self, model: Any, folder: Path, index: int, *, model_only: bool = False, **options: Any) -> bool:
+    def restore(
+        self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
+    ) -> bool:
         """Call ``restores``, if one was given; return whether it has loaded the model."""
         return self._restores is not None and self._restores(model, folder, index)
 
-    def load_target(self, model: Any) -> Any:
+    def load_target(self, model: torch.nn.Module) -> LoadTarget:
         """Return the model itself, or a wrapper that shards whole tensors if it has DTensors."""
         has_pieces = isinstance(model, torch.nn.Module) and any(map(_is_dtensor, model.parameters()))
         return _ShardedModel(self, model) if has_pieces else model
 
-    def full_model_state(self, model: Any, keeps: bool) -> dict[str, Any]:
+    def full_model_state(self, model: torch.nn.Module, keeps: bool) -> StateDict:
         """Gather one tensor after the other; tied names share one tensor in the result too."""
         gathered: dict[int, Any] = {}
         state: dict[str, Any] = {}
@@ -432,20 +449,20 @@ class InPlace(StateAccess):
                 state[name] = gathered[id(value)]
         return state
 
-    def model_shards(self, model: Any) -> dict[str, Any]:
+    def model_shards(self, model: torch.nn.Module) -> StateDict:
         """Return the live tensors, detached from gradients; tied names have the same object."""
         state = model.state_dict(keep_vars=True)
         detached = {id(value): value.detach() if isinstance(value, torch.Tensor) else value for value in state.values()}
         return {self._canonical(name): detached[id(value)] for name, value in state.items()}
 
-    def load_model_shards(self, model: Any, shards: dict[str, Any]) -> None:
+    def load_model_shards(self, model: torch.nn.Module, shards: StateDict) -> None:
         """Do nothing: the tensors are the model's own and have been read in place."""
 
-    def layouts(self, models: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         """Return the parameters themselves, detached."""
         return {name: parameter.detach() for parameter, name in self._names(models)}
 
-    def _names(self, models: Sequence[Any]) -> Iterator[tuple[torch.Tensor, str]]:
+    def _names(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.Tensor, str]]:
         taken: set[str] = set()
         for number, model in enumerate(models):
             for name, parameter in self._named(model):
@@ -453,13 +470,13 @@ class InPlace(StateAccess):
                 taken.add(unique)
                 yield parameter, unique
 
-    def _name_of(self, models: Sequence[Any]) -> dict[int, str]:
+    def _name_of(self, models: Sequence[torch.nn.Module]) -> dict[int, str]:
         names: dict[int, str] = {}
         for parameter, name in self._names(models):
             names.setdefault(id(parameter), name)
         return names
 
-    def optimizer_shards(self, optimizer: Any, models: Sequence[Any]) -> dict[str, Any]:
+    def optimizer_shards(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> StateDict:
         """Return the live tensors under the parameters' names."""
         names = self._name_of(models)
         strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
@@ -474,7 +491,9 @@ class InPlace(StateAccess):
         ]
         return {"state": {names[id(p)]: dict(state) for p, state in optimizer.state.items()}, "param_groups": groups}
 
-    def load_optimizer_shards(self, optimizer: Any, models: Sequence[Any], shards: dict[str, Any]) -> None:
+    def load_optimizer_shards(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], shards: StateDict
+    ) -> None:
         """Load as ``load_state_dict`` does, with names in place of numbers."""
         names = self._name_of(models)
         settings = {name: group for group in shards["param_groups"] for name in group.get("params", ())}
@@ -491,7 +510,9 @@ class InPlace(StateAccess):
                 number += 1
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def full_optimizer_state(self, optimizer: Any, models: Sequence[Any], keeps: bool) -> dict[str, Any]:
+    def full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
+    ) -> StateDict:
         """Return the optimizer's state dict with every tensor whole, on the CPU."""
         state = optimizer.state_dict()
         gathered = {
@@ -500,7 +521,9 @@ class InPlace(StateAccess):
         }
         return {**state, "state": gathered} if keeps else {}
 
-    def load_full_optimizer_state(self, optimizer: Any, models: Sequence[Any], state: dict[str, Any]) -> None:
+    def load_full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: StateDict
+    ) -> None:
         """Load whole tensors; those of a parameter's shape are sharded as the parameter is."""
         parameters = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
         if _is_named(state):  # the classic form of FSDP
@@ -525,15 +548,15 @@ class InPlace(StateAccess):
 class _ShardedModel:
     """A model with DTensors as an object that whole tensors can be loaded into."""
 
-    def __init__(self, access: InPlace, model: Any) -> None:
+    def __init__(self, access: InPlace, model: torch.nn.Module) -> None:
         self._access = access
         self._model = model
 
-    def state_dict(self, keep_vars: bool = True) -> dict[str, Any]:
+    def state_dict(self, keep_vars: bool = True) -> StateDict:
         """Return the live tensors."""
         return self._access.model_shards(self._model)
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, **_: Any) -> Any:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True, **_: object) -> LoadedKeys:
         """Copy to every tensor its shard of the value of its name."""
         own = self.state_dict()
         filled = {id(own[name]) for name in state if name in own}  # a tied tensor comes under one of its names
@@ -551,11 +574,11 @@ class _ShardedModel:
         return loaded(missing, unexpected)
 
 
-def _is_named(state: Any) -> bool:
+def _is_named(state: StateDict) -> bool:
     return isinstance(state, Mapping) and any(isinstance(key, str) for key in state.get("state") or ())
 
 
-def _named_parameters(model: Any) -> Iterable[tuple[str, torch.Tensor]]:
+def _named_parameters(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     return model.named_parameters(remove_duplicate=False)
 
 
@@ -565,7 +588,7 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def gather_to_cpu(value: Any, keeps: bool) -> Any:
+def gather_to_cpu(value: object, keeps: bool) -> object:
     """Return ``value`` gathered from all ranks, in CPU memory, where ``keeps``; a collective for shards."""
     if not isinstance(value, torch.Tensor):
         return value

@@ -20,11 +20,11 @@ import shutil
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 from uuid import uuid4
 
 from ..errors import CheckpointError, CheckpointNotFound
@@ -34,7 +34,10 @@ from .manifest import PIN_NAME, SILENT, ByteProgress, FileRecord, Manifest, meas
 from .storage import check_name, inside
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from ..distributed.world import World
+    from .tensor_files import Writable
 
 try:
     import fcntl
@@ -128,7 +131,7 @@ class DurableFile:
         self._size = 0
         self._checksum = 0
 
-    def write(self, data: Any, /) -> int:
+    def write(self, data: Buffer, /) -> int:
         """Write all of ``data`` to the file (not yet to disk)."""
         rest = memoryview(data).cast("B")
         while rest:
@@ -295,7 +298,7 @@ class Store(ABC):
 
 
 #: A function ``create(name, pickle=)`` that opens a new file of a checkpoint.
-Create = Callable[..., Any]
+Create: TypeAlias = "Callable[..., AbstractContextManager[Writable]]"
 
 # ------------------------------------------------------------------------------------ checkpoints on a local disk
 
@@ -431,7 +434,7 @@ class CheckpointStore(Store):
     def _write_manifest(
         self,
         staging_path: Path,
-        gathered: list[tuple[Path, dict[str, tuple[int, int]], list[str], dict[str, Any]]],
+        gathered: list[tuple[Path, dict[str, tuple[int, int]], list[str], dict[str, object]]],
         description: Manifest,
     ) -> None:
         recorded = {name: FileRecord(*record) for entry in gathered for name, record in entry[1].items()}

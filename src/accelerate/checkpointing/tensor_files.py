@@ -11,12 +11,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any, Final, Protocol, cast, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast, final
 
 import safetensors
 import torch
 
 from ..errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 #: The format's names of the dtypes that every reader since safetensors 0.4.3 understands.
 SAFETENSORS_NAMES: Final[dict[torch.dtype, str]] = {
@@ -42,7 +45,7 @@ _CHUNK_BYTES: Final = 16 << 20
 class Writable(Protocol):
     """An object that bytes can be written to."""
 
-    def write(self, data: Any, /) -> Any:
+    def write(self, data: Buffer, /) -> object:
         """Write all of ``data``."""
         ...
 
@@ -116,7 +119,7 @@ def write_tensors(
 class TensorFile:
     """An open safetensors file: names at once, values when asked for."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: safetensors.safe_open) -> None:
         self._handle = handle
 
     def keys(self) -> list[str]:

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 from uuid import uuid4
 
 import torch
@@ -27,11 +27,14 @@ from ..errors import CheckpointError, CheckpointNotFound, SettingError
 from ..names import MODEL_NAME, SAFE_MODEL_NAME
 from .agreement import Ranks, write_on_main
 from .codec import read_pickle, write_pickle
+from .run_state import StateDict
 from .storage import inside
 from .store import Create, DurableFile, fsync_path
 from .tensor_files import TensorFile, check_tensor, open_tensors, write_tensors
 
 if TYPE_CHECKING:
+    from torch.serialization import MAP_LOCATION
+
     from ..distributed.world import World
 
 _log = logging.getLogger(__name__)
@@ -65,7 +68,7 @@ class SizeError(CheckpointError, ValueError):
 # ----------------------------------------------------------------------------------------------- state dicts
 
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """Return a key that is equal for tensors of the same memory and view; None for a tensor without memory."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     if not plain or not tensor.numel() or tensor.is_meta:
@@ -74,9 +77,9 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     return (tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
-def shared_names(state_dict: Mapping[str, Any]) -> dict[str, str]:
+def shared_names(state_dict: Mapping[str, object]) -> dict[str, str]:
     """Map names of tied tensors, except each one's first name, to that first name."""
-    first: dict[tuple[Any, ...], str] = {}
+    first: dict[tuple[object, ...], str] = {}
     later: dict[str, str] = {}
     for name, value in state_dict.items():
         identity = _identity(value) if isinstance(value, torch.Tensor) else None
@@ -94,7 +97,7 @@ def _warn_removed(names: tuple[str, ...]) -> None:
     )
 
 
-def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, object]) -> StateDict:
     """Return ``state_dict`` with one name per tensor, each contiguous; the argument is unchanged."""
     removed = shared_names(state_dict)
     if removed:
@@ -106,7 +109,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     }
 
 
-def check_weights(state_dict: Mapping[str, Any], *, safe_serialization: bool) -> None:
+def check_weights(state_dict: Mapping[str, object], *, safe_serialization: bool) -> None:
     """Raise unless the weights can be written.
 
     Raises:
@@ -190,7 +193,7 @@ def _split(state_dict: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list
 
 def write_weights(
     create: Create,
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, torch.Tensor],
     *,
     index: int = 0,
     safe_serialization: bool = True,
@@ -236,7 +239,7 @@ def _write_index(
 
 
 def save_model(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, torch.Tensor],
     save_directory: str | PathLike[str],
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
@@ -328,12 +331,12 @@ def stale_weights(folder: Path, index: int, written: list[str]) -> list[str]:
 class WeightFiles:
     """The weights of one model in open files: names at once, values when asked for."""
 
-    def __init__(self, files: dict[str, Path], tensors: Callable[[str], Any], keys: list[str]) -> None:
+    def __init__(self, files: dict[str, Path], tensors: Callable[[str], torch.Tensor], keys: list[str]) -> None:
         self.files = files
         self._tensors = tensors
         self.keys = keys
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """Return all tensors by name; those of safetensors files are mapped, so copy them before the files change."""
         return {key: self._tensors(key) for key in self.keys}
 
@@ -343,7 +346,7 @@ def open_weights(
     folder: str | PathLike[str],
     index: int = 0,
     *,
-    map_location: Any = "cpu",
+    map_location: MAP_LOCATION = "cpu",
     **pickle_options: Any,
 ) -> Iterator[WeightFiles]:
     """Open the weights of the model at ``index`` in ``folder`` (or in that one file) for the block.
@@ -356,13 +359,13 @@ def open_weights(
     """
     found = _find(Path(folder), index)
     with ExitStack() as stack:
-        where: dict[str, Callable[[str], Any]] = {}
+        where: dict[str, Callable[[str], torch.Tensor]] = {}
         for path in found:
             if path.suffix == ".safetensors":
                 opened: TensorFile = stack.enter_context(open_tensors(path))
                 where.update(dict.fromkeys(opened.keys(), opened.mapped))
             else:
-                state: dict[str, Any] = read_pickle(path, map_location=map_location, **pickle_options)
+                state: dict[str, torch.Tensor] = read_pickle(path, map_location=map_location, **pickle_options)
                 where.update(dict.fromkeys(state, state.__getitem__))
         files = {path.name: path for path in found}
         yield WeightFiles(files, lambda key: where[key](key), list(where))
@@ -400,13 +403,40 @@ def _shards(index: Path) -> list[Path]:
     return shards
 
 
+class LoadedKeys(Protocol):
+    """The result of ``load_state_dict``: which names of the model had no value, and which values had no name."""
+
+    @property
+    def missing_keys(self) -> list[str]:
+        """The names of the model that the state dict doesn't have."""
+        ...
+
+    @property
+    def unexpected_keys(self) -> list[str]:
+        """The names of the state dict that the model doesn't have."""
+        ...
+
+
+class LoadTarget(Protocol):
+    """An object that whole weights are loaded into: a module, or one that shards them for a module."""
+
+    def state_dict(self, *, keep_vars: bool) -> StateDict:
+        """Return the live tensors by name."""
+        ...
+
+    @property
+    def load_state_dict(self) -> Callable[..., LoadedKeys]:
+        """Load a state dict, ``load_state_dict(state, strict=True)``; a module's own takes ``assign`` too."""
+        ...
+
+
 def load_weights(
-    model: torch.nn.Module,
+    model: LoadTarget,
     folder: str | PathLike[str],
     index: int = 0,
     *,
     strict: bool = True,
-    map_location: Any = "cpu",
+    map_location: MAP_LOCATION = "cpu",
     load_kwargs: Mapping[str, Any] | None = None,
     may_lack: Callable[[str], bool] | None = None,
     **load_state_dict_options: Any,
@@ -442,7 +472,7 @@ def load_weights(
 class LoadedWeights:
     """The result of ``load_state_dict``, and the files that were read."""
 
-    keys: Any
+    keys: LoadedKeys
     files: list[str]
 
 
@@ -488,7 +518,7 @@ class Selection:
         """Return whether a weight of that name is not saved."""
         return not self.holds(name)
 
-    def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def of(self, state: Mapping[str, object]) -> StateDict:
         """Return the selected weights of a state dict; the argument is unchanged.
 
         Raises:
@@ -505,12 +535,12 @@ class Selection:
         converted = {name: self._converted(value) for name, value in chosen.items() if name not in first}
         return {name: converted[first.get(name, name)] for name in chosen}
 
-    def _converted(self, value: Any) -> Any:
+    def _converted(self, value: object) -> object:
         if isinstance(self.dtype, torch.dtype) and isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.detach().to(self.dtype)
         return value
 
-    def to_details(self) -> dict[str, Any]:
+    def to_details(self) -> dict[str, object]:
         """Return the fields that differ from the defaults, as a manifest records them."""
         dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
         fields = {
@@ -555,8 +585,8 @@ _CONFIGS: Final = (("config", "config.json"), ("generation_config", "generation_
 
 
 def export_model(
-    model: Any,
-    state_dict: Mapping[str, Any],
+    model: torch.nn.Module,
+    state_dict: Mapping[str, object],
     save_directory: str | PathLike[str],
     *,
     max_shard_size: int | str = "5GB",
@@ -578,10 +608,10 @@ def export_model(
         with staged_files(Path(save_directory)) as (staging, create):
             if select.adapters_only:
                 _write_adapters(model, state_dict, select, create)
-            elif callable(getattr(model, "save_pretrained", None)):
+            elif callable(save_pretrained := getattr(model, "save_pretrained", None)):
                 # the model's own tensors would be written where no state dict is given: parts may be sharded
                 chosen = dict(select.of(state_dict))
-                model.save_pretrained(str(staging), state_dict=chosen, max_shard_size=max_shard_size)
+                save_pretrained(str(staging), state_dict=chosen, max_shard_size=max_shard_size)
             else:
                 _write_configs(model, create)
                 write_weights(create, select.of(state_dict), max_shard_size=max_shard_size)
@@ -590,7 +620,7 @@ def export_model(
     write_on_main(world, "export_model", str(save_directory), write, what, moment=moment)
 
 
-def _write_configs(model: Any, create: Create) -> None:
+def _write_configs(model: object, create: Create) -> None:
     found = {name: _as_dict(getattr(model, attribute, None)) for attribute, name in _CONFIGS}
     if found["config.json"] is None:
         raise CheckpointError(
@@ -602,26 +632,26 @@ def _write_configs(model: Any, create: Create) -> None:
             _write_json(create, name, content)
 
 
-def _as_dict(config: Any) -> dict[str, Any] | None:
+def _as_dict(config: object) -> dict[str, object] | None:
     to_dict: Callable[[], Any] | None = getattr(config, "to_dict", None)
     if callable(to_dict):
         return dict(to_dict())
     return dict(config) if isinstance(config, Mapping) else None
 
 
-def _write_json(create: Create, name: str, content: dict[str, Any]) -> None:
+def _write_json(create: Create, name: str, content: Mapping[str, object]) -> None:
     with create(name) as file:
         file.write((json.dumps(content, indent=2, sort_keys=True, default=_plain) + "\n").encode())
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Convert a value that JSON can't hold, in configurations of others: sets, enum members, dtypes."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return getattr(value, "value", None) or str(value).removeprefix("torch.")
 
 
-def _adapter_of(model: Any) -> tuple[str, dict[str, Any]]:
+def _adapter_of(model: object) -> tuple[str, dict[str, object]]:
     """Return the name of a model's active adapter, and its configuration."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, Mapping) or not configs:
@@ -634,7 +664,7 @@ def _adapter_of(model: Any) -> tuple[str, dict[str, Any]]:
     return name, content
 
 
-def _write_adapters(model: Any, state_dict: Mapping[str, Any], select: Selection, create: Create) -> None:
+def _write_adapters(model: object, state_dict: Mapping[str, object], select: Selection, create: Create) -> None:
     name, content = _adapter_of(model)
     own = {key: value for key, value in select.of(state_dict).items() if f".{name}" in key}
     if not own:

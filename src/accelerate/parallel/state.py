@@ -73,7 +73,7 @@ class ModelState(ABC, Generic[Owner]):
         """Return what a checkpoint holds of ``models`` and ``optimizers``; a collective."""
         return StrategyState([self.full_state_dict(model) for model in models], optimizers)
 
-    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
+    def restorable(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
         """Return those of ``optimizers`` whose state a checkpoint restores."""
         return optimizers
 

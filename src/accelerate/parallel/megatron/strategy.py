@@ -234,7 +234,7 @@ class _MegatronState(ModelState[Megatron]):
         """In-place access, except for the engine, which loads Megatron's own checkpoint."""
         return InPlace(self.named_parameters, canonical_name, restores=_restore)
 
-    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
+    def restorable(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
         """Return no optimizers: Megatron restores its own."""
         return []
 
