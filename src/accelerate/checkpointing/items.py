@@ -229,7 +229,7 @@ class RunItems:
         return found
 
     @cached_property
-    def window(self) -> StateDict | None:
+    def window(self) -> Mapping[str, object] | None:
         """The gradients of this rank, if the run is saved between two updates."""
         return None if self.run.open_window is None else self.run.open_window.state_dict()
 

@@ -48,11 +48,11 @@ class Stateful(Saved, Protocol):
 class OpenGradients(Protocol):
     """The gradients of a rank between two updates."""
 
-    def state_dict(self) -> StateDict | None:
+    def state_dict(self) -> Mapping[str, object] | None:
         """Return the gradients; None where no window is open."""
         ...
 
-    def joined(self, states: Iterable[StateDict]) -> Mapping[str, object] | None:
+    def joined(self, states: Iterable[Any]) -> Mapping[str, object] | None:
         """Return the gradients of several ranks, added up; None where they can't be."""
         ...
 

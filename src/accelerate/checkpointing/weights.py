@@ -239,7 +239,7 @@ def _write_index(
 
 
 def save_model(
-    state_dict: Mapping[str, torch.Tensor],
+    state_dict: StateDict,
     save_directory: str | PathLike[str],
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
@@ -425,7 +425,7 @@ class LoadTarget(Protocol):
         ...
 
     @property
-    def load_state_dict(self) -> Callable[..., LoadedKeys]:
+    def load_state_dict(self) -> Callable[..., Any]:
         """Load a state dict, ``load_state_dict(state, strict=True)``; a module's own takes ``assign`` too."""
         ...
 

@@ -398,7 +398,7 @@ class _DeepSpeedState(ModelState[DeepSpeed]):
         )
         return StrategyState(weights, write=None if model_only else _folders_of(engines, models))
 
-    def restorable(self, optimizers: Sequence[Stateful]) -> Sequence[Stateful]:
+    def restorable(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
         """Return the optimizers that no engine restores."""
         return [one for one in optimizers if not isinstance(one, DeepSpeedOptimizerWrapper)]
 
