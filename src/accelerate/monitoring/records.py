@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 #: The folder of the files in the project, and their names.
 FOLDER: Final = "monitor"
@@ -39,13 +40,13 @@ class RankRecord:
         self.path: Path | None = None if folder is None else folder / FILE_PATTERN.format(rank)
         self._seconds_between = seconds_between
         self._last = -math.inf
-        self._left_out: dict[str, Any] | None = None
-        self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._left_out: Mapping[str, object] | None = None
+        self._lines: queue.SimpleQueue[Mapping[str, object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._listener: _Listener | None = None
 
-    def start(self, **facts: Any) -> None:
+    def start(self, **facts: object) -> None:
         """Start the writer thread, write that a process has begun, and record warnings from now on."""
         if self.path is None or self._thread is not None:
             return
@@ -57,7 +58,7 @@ class RankRecord:
         atexit.register(_end, weakref.ref(self))
         self.event("start", pid=os.getpid(), **facts)
 
-    def numbers(self, values: dict[str, Any]) -> None:
+    def numbers(self, values: Mapping[str, object]) -> None:
         """Write ``values`` as one line of the file, unless the last such line is very recent."""
         now = time.monotonic()
         if now - self._last < self._seconds_between:
@@ -66,7 +67,7 @@ class RankRecord:
             self._last, self._left_out = now, None
             self._put(values)
 
-    def event(self, kind: str, **facts: Any) -> None:
+    def event(self, kind: str, **facts: object) -> None:
         """Write an event with its facts."""
         if self._thread is None:
             return
@@ -75,7 +76,7 @@ class RankRecord:
             self._left_out = None
         self._put({"event": kind, **facts})
 
-    def finish(self, kind: str = "end", **facts: Any) -> None:
+    def finish(self, kind: str = "end", **facts: object) -> None:
         """Write a last event, and close the file."""
         thread = self._thread
         if thread is None or self._pid != os.getpid():  # a forked worker has this object, but not its thread
@@ -87,7 +88,7 @@ class RankRecord:
         self._lines.put(None)
         thread.join(_JOIN_SECONDS)
 
-    def _put(self, values: dict[str, Any]) -> None:
+    def _put(self, values: Mapping[str, object]) -> None:
         if self._pid == os.getpid():
             self._lines.put({"time": round(time.time(), 3), **values})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final, final
@@ -166,11 +166,11 @@ class StepReport:
     total_steps: int | None = None
     values: dict[str, float] = field(default_factory=dict[str, float])
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, float | str]:
         """Return the known values by name, the user's own among them."""
-        known = {name: _rounded(value) for name, value in asdict(self).items() if value is not None}
-        own: dict[str, Any] = known.pop("values")
-        return {**own, **known}
+        known = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "values"}
+        found = {**self.values, **{name: value for name, value in known.items() if value is not None}}
+        return {name: _rounded(value) for name, value in found.items()}
 
     def line(self) -> str:
         """Return the report as one line for people."""
@@ -214,12 +214,10 @@ def _count(number: float) -> str:
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: float) -> float | str:
     """Round to six significant digits, which keeps files small; JSON has no NaN and no infinity, so they become
     strings.
     """
-    if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     return value

@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def seen(folder: Path) -> dict[str, Any]:
+def seen(folder: Path) -> Any:
     files = RunFiles(folder)
     files.refresh()
     return snapshot(files, now=NOW)
@@ -212,10 +212,10 @@ def test_what_cant_be_shown_is_refused(
     assert main([str(tmp_path / "nowhere"), "--once"]) != 0
     assert "is not there" in capsys.readouterr().err
     with pytest.raises(SettingError, match=r"ends with \.html"):
-        export.export({}, tmp_path / "run.pdf")
+        export.export(seen(run), tmp_path / "run.pdf")
     monkeypatch.setattr(export, "find_browser", lambda: None)
     with pytest.raises(MissingDependency, match="press PNG"):
-        export.export({}, tmp_path / "run.png")
+        export.export(seen(run), tmp_path / "run.png")
 
 
 def test_the_terminal_shows_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,6 +251,12 @@ def test_a_terminal_follows_the_run_to_its_end(run: Path) -> None:
     program.expect(pexpect.EOF)
     program.close()
     assert program.exitstatus == 0
+
+
+def test_a_terminal_leaves_out_numbers_that_are_none(run: Path) -> None:
+    write(run, 0, report(11, learning_rate="nan", eta_seconds="inf", step_seconds="inf", wait_seconds=0.01))
+    shown = "\n".join(screen(seen(run), 120))
+    assert "step 11" in shown and "lr" not in shown and "left" not in shown and "nan" not in shown
 
 
 def test_a_narrow_terminal_cuts_no_number_and_reads_a_failure_to_its_end(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from ...errors import MissingDependency, SettingError
+from .document import Document
 from .serve import page
 
 _BROWSERS: Final = (
@@ -26,7 +27,7 @@ WIDTH: Final = 1440
 _SECONDS: Final = 60
 
 
-def export(content: dict[str, Any], target: Path, *, theme: str = "light") -> None:
+def export(content: Document, target: Path, *, theme: str = "light") -> None:
     """Write ``target`` (.html, .png or .json), which shows the run as it is now.
 
     Raises:

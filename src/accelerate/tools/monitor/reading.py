@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, cast, final
 
 from ...errors import SettingError
+from ...monitoring.records import FILE_PATTERN, FOLDER
+from .document import Event, Facts
 
-FOLDER: Final = "monitor"
-_FILES: Final = "rank_*.jsonl"
+_FILES: Final = FILE_PATTERN.format("*")
+_PREFIX: Final = FILE_PATTERN.partition("{")[0]
 #: The numbers of a rank's reports that are drawn by name; all others are the user's own.
 KNOWN: Final = (
     "loss", "learning_rate", "step_seconds", "wait_seconds", "samples_per_second", "tokens_per_second", "memory_bytes",
@@ -62,7 +64,7 @@ class Tail:
         self.path = path
         self._offset = 0
 
-    def lines(self) -> Iterator[dict[str, Any]]:
+    def lines(self) -> Iterator[Facts]:
         """Yield new lines that are JSON objects; a half-written last one is left for the next time."""
         try:
             with self.path.open("rb") as file:
@@ -80,7 +82,7 @@ class Tail:
             except ValueError:  # a torn line: the process died inside it
                 continue
             if isinstance(found, dict):
-                yield found
+                yield cast("Facts", found)
 
 
 @final
@@ -89,21 +91,21 @@ class Rank:
     """The reports and events of one rank so far."""
 
     number: int
-    facts: dict[str, Any] = field(default_factory=dict[str, Any])
-    newest: dict[str, Any] = field(default_factory=dict[str, Any])
+    facts: Facts = field(default_factory=Facts)
+    newest: Facts = field(default_factory=Facts)
     curves: dict[str, Curve] = field(default_factory=dict[str, Curve])
     starts: int = 0
     ending: str | None = None  # the event that ended it, once there was one
     last_time: float = 0.0
 
-    def take(self, line: Mapping[str, Any]) -> dict[str, Any] | None:
+    def take(self, line: Facts) -> Event | None:
         """Process one line of the rank's file, and return its event if it is one."""
         self.last_time = max(self.last_time, number(line.get("time")) or 0.0)
         kind = line.get("event")
         if kind is None:
             self._report(line)
             return None
-        event = {**line, "rank": self.number}
+        event = cast("Event", {**line, "rank": self.number})
         if kind == "start":
             self.starts += 1
             self.ending = None
@@ -113,14 +115,14 @@ class Rank:
                 event["event"] = "restart"
         elif kind == "load":
             for curve in self.curves.values():
-                curve.cut(int(line.get("step") or 0) + 1)
+                curve.cut(int(number(line.get("step")) or 0) + 1)
         elif kind in ("end", "error"):
             self.ending = "stop" if self.ending == "stop" else str(kind)
         elif kind == "stop":
             self.ending = "stop"
         return event
 
-    def _report(self, line: Mapping[str, Any]) -> None:
+    def _report(self, line: Facts) -> None:
         step = line.get("step")
         if not isinstance(step, int):
             return
@@ -147,7 +149,7 @@ class RunFiles:
             )
         self.folder: Path = folder.resolve()
         self.ranks: dict[int, Rank] = {}
-        self.events: list[dict[str, Any]] = []
+        self.events: list[Event] = []
         self.logged: dict[str, Curve] = {}
         self.version: int = 0
         self._tails: dict[Path, Tail] = {}
@@ -171,7 +173,7 @@ class RunFiles:
     def _rank_files(self) -> list[Path]:
         """Return the ranks' files of the run's folder, of the folder of its logs, or of this very folder."""
         for pattern in (f"{FOLDER}/{_FILES}", f"*/{FOLDER}/{_FILES}", _FILES):
-            found = [path for path in self.folder.glob(pattern) if path.stem.removeprefix("rank_").isdigit()]
+            found = [path for path in self.folder.glob(pattern) if path.stem.removeprefix(_PREFIX).isdigit()]
             if found:
                 return sorted(found, key=_rank_of)
         return []
@@ -179,12 +181,12 @@ class RunFiles:
     def _tail(self, path: Path) -> Tail:
         return self._tails.setdefault(path, Tail(path))
 
-    def _note(self, event: dict[str, Any]) -> None:
+    def _note(self, event: Event) -> None:
         self.events.append(event)
         self.events.sort(key=lambda each: each.get("time", 0.0))
         del self.events[:-_MAX_EVENTS]
 
-    def _take_logged(self, line: Mapping[str, Any]) -> bool:
+    def _take_logged(self, line: Facts) -> bool:
         """Process a line that the script logged with ``accelerator.log(..., step=...)``, and return whether it has a
         step.
         """
@@ -204,7 +206,7 @@ class RunFiles:
 
 
 def _rank_of(path: Path) -> int:
-    return int(path.stem.removeprefix("rank_"))
+    return int(path.stem.removeprefix(_PREFIX))
 
 
 def finite(value: float | None) -> float | None:

@@ -6,9 +6,10 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from typing import Any, Final, final
+from typing import Final, final
 from urllib.parse import parse_qs, urlsplit
 
+from .document import Document
 from .reading import RunFiles
 from .snapshot import snapshot
 
@@ -19,7 +20,7 @@ _POLICY: Final = (
 _PLACEHOLDER: Final = "/*DATA*/null/*DATA*/"
 
 
-def page(content: dict[str, Any] | None = None) -> str:
+def page(content: Document | None = None) -> str:
     """Return the HTML of the page: a live one, or with ``content`` one that contains its data."""
     html = resources.files(__package__ or "accelerate.tools.monitor").joinpath("page.html").read_text("utf-8")
     if content is None:

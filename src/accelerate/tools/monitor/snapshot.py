@@ -6,8 +6,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from .document import Document, Lines, Points, RankState, ShownEvent, Skew, ThinnedPoints
 from .reading import KNOWN, Curve, Rank, RunFiles, finite
 
 #: Most points of a curve that are sent, about one per pixel.
@@ -22,11 +23,11 @@ _PER_RANK: Final = ("step_seconds", "wait_seconds", "memory_bytes")
 _SAME_ON_ALL_RANKS: Final = ("epoch", "save", "load", "stop", "start", "restart", "end")
 
 
-def snapshot(run: RunFiles, *, now: float | None = None) -> dict[str, Any]:
+def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
     """Return all that is shown of ``run`` as one JSON object."""
     main = run.main
     now = time.time() if now is None else now
-    content: dict[str, Any] = {
+    content: Document = {
         "name": run.folder.name,
         "folder": as_shown(run.folder),
         "version": run.version,
@@ -72,7 +73,7 @@ def state_of(run: RunFiles, now: float) -> str:
     return "silent" if now - max(rank.last_time for rank in ranks) > SILENT_SECONDS else "running"
 
 
-def skew(run: RunFiles) -> dict[str, Any] | None:
+def skew(run: RunFiles) -> Skew | None:
     """Return how much longer the slowest rank took than the median, at the newest common step; None with one rank."""
     curves = {n: rank.curves["step_seconds"] for n, rank in run.ranks.items() if "step_seconds" in rank.curves}
     if len(curves) < 2:
@@ -87,7 +88,7 @@ def skew(run: RunFiles) -> dict[str, Any] | None:
     return {"rank": slowest, "share": (times[slowest] - middle) / middle if middle else 0.0}
 
 
-def _rank(rank: Rank, now: float) -> dict[str, Any]:
+def _rank(rank: Rank, now: float) -> RankState:
     ending = rank.ending
     silent = ending is None and now - rank.last_time > SILENT_SECONDS
     return {
@@ -100,18 +101,20 @@ def _rank(rank: Rank, now: float) -> dict[str, Any]:
         "state": {"error": "failed", "stop": "stopped", "end": "finished"}.get(
             ending or "", "silent" if silent else "running"
         ),
-        **{name: _shown(rank.newest.get(name)) for name in _PER_RANK},
+        "step_seconds": _shown(rank.newest.get("step_seconds")),
+        "wait_seconds": _shown(rank.newest.get("wait_seconds")),
+        "memory_bytes": _shown(rank.newest.get("memory_bytes")),
     }
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> object:
     """Return ``value``, or its text for NaN and infinities, which JSON lacks."""
     return value if not isinstance(value, float) or finite(value) is not None else str(value)
 
 
-def events(run: RunFiles) -> list[dict[str, Any]]:
+def events(run: RunFiles) -> list[ShownEvent]:
     """Return the events, newest last; those that all ranks report alike, once."""
-    merged: dict[tuple[object, ...], dict[str, Any]] = {}
+    merged: dict[tuple[object, ...], ShownEvent] = {}
     for event in run.events:
         kind = event.get("event")
         what = (event.get("step"), event.get("epoch"), event.get("folder"), event.get("attempt"))
@@ -124,7 +127,7 @@ def events(run: RunFiles) -> list[dict[str, Any]]:
     return list(merged.values())[-_MAX_EVENTS:]
 
 
-def thinned(curve: Curve) -> dict[str, Any]:
+def thinned(curve: Curve) -> Points | ThinnedPoints:
     """Return ``steps`` and ``values``; for a long curve the means of neighbours, with their minimum and maximum."""
     size = -(-len(curve.steps) // MAX_POINTS)
     bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if finite(value) is None]
@@ -144,7 +147,7 @@ def thinned(curve: Curve) -> dict[str, Any]:
     }
 
 
-def over_ranks(run: RunFiles, name: str) -> dict[str, Any]:
+def over_ranks(run: RunFiles, name: str) -> Lines:
     """Return a curve for each rank; for many ranks the minimum, median and maximum at each step."""
     curves = {n: rank.curves[name] for n, rank in sorted(run.ranks.items()) if name in rank.curves}
     if len(curves) <= MAX_LINES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shutil
 import statistics
@@ -10,10 +9,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
+from ...monitoring.records import FOLDER
 from ...settings import env
-from .reading import RunFiles
+from .document import Document, RankState, ShownEvent
+from .reading import RunFiles, finite, number
 from .snapshot import snapshot
 
 #: The eight dots of a braille character, by column and row.
@@ -59,11 +60,11 @@ def colored(lines: Sequence[str]) -> list[str]:
     return [_COLORED.sub(lambda found: f"\033[{_COLORS[found[0]]}m{found[0]}\033[0m", line) for line in lines]
 
 
-def screen(content: dict[str, Any], width: int, height: int = 200) -> list[str]:
+def screen(content: Document, width: int, height: int = 200) -> list[str]:
     """Return the lines that show ``content``, none longer than ``width``."""
     lines = _head(content, width)
     if content["state"] == "empty":
-        lines += ["", f"Nothing is reported yet in {content['folder']}/monitor.", "Call `accelerator.watch_run()`."]
+        lines += ["", f"Nothing is reported yet in {content['folder']}/{FOLDER}.", "Call `accelerator.watch_run()`."]
         return [_fitting(line, width) for line in lines[:height]]
     loss = content["curves"].get("loss")
     ranks, events = _ranks(content["ranks"], content["now"]), _events(content["events"], content["ranks"], width)
@@ -89,39 +90,40 @@ def _filled(parts: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def _head(content: dict[str, Any], width: int) -> list[str]:
+def _head(content: Document, width: int) -> list[str]:
     from ...monitoring.throughput import format_duration
 
     newest = content["newest"]
+    known = {name: found for name, value in newest.items() if (found := finite(number(value))) is not None}
     step = newest.get("step")
-    total = newest.get("total_steps")
+    total = known.get("total_steps")
     progress = [_fitting(content["name"], max(10, width - 12)), content["state"].upper()]
-    if step is not None:
-        progress.append(f"step {step}" + (f"/{total} ({min(100, 100 * step // total)}%)" if total else ""))
-    if "eta_seconds" in newest and content["state"] == "running":
-        progress.append(f"{format_duration(newest['eta_seconds'])} left")
+    if isinstance(step, int):
+        progress.append(f"step {step}" + (f"/{total:.0f} ({min(100, 100 * step // total):.0f}%)" if total else ""))
+    if "eta_seconds" in known and content["state"] == "running":
+        progress.append(f"{format_duration(known['eta_seconds'])} left")
     numbers: list[str] = []
     if "loss" in newest:
         numbers.append(f"loss {_number(newest['loss'])}")
-    if "learning_rate" in newest:
-        numbers.append(f"lr {newest['learning_rate']:.3g}")
+    if "learning_rate" in known:
+        numbers.append(f"lr {known['learning_rate']:.3g}")
     for name, unit in (("tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s")):
-        if name in newest:
-            numbers.append(f"{newest[name]:,.0f} {unit}")
+        if name in known:
+            numbers.append(f"{known[name]:,.0f} {unit}")
             break
-    if "step_seconds" in newest:
-        wait = newest.get("wait_seconds")
-        share = f", {wait / newest['step_seconds']:.0%} waiting for data" if wait is not None else ""
-        numbers.append(f"{1000 * newest['step_seconds']:.3g} ms a step{share}")
-    if "mfu" in newest:
-        numbers.append(f"MFU {newest['mfu']:.1%}")
+    if "step_seconds" in known:
+        wait = known.get("wait_seconds")
+        share = f", {wait / known['step_seconds']:.0%} waiting for data" if wait is not None else ""
+        numbers.append(f"{1000 * known['step_seconds']:.3g} ms a step{share}")
+    if "mfu" in known:
+        numbers.append(f"MFU {known['mfu']:.1%}")
     if content["state"] == "silent":
         silent = format_duration(content["now"] - max(rank["seen"] for rank in content["ranks"]))
         numbers.append(f"no rank has written anything for {silent}")
     return _filled(progress, width) + _filled(numbers, width)
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.5g}" if isinstance(value, (int, float)) else str(value)
 
 
@@ -145,7 +147,7 @@ def plot(steps: Sequence[int], values: Sequence[float | None], width: int, heigh
     }
     rows = ["".join(chr(0x2800 + cell) for cell in row) for row in _line(rows_of, columns, height)]
     marks = {0: labels[0], height // 2: labels[1], height - 1: labels[2]}
-    lines = [f"{marks.get(number, ''):>{margin - 2}} ┤{row}" for number, row in enumerate(rows)]
+    lines = [f"{marks.get(at, ''):>{margin - 2}} ┤{row}" for at, row in enumerate(rows)]
     lines.append(f"{'loss':>{margin - 2}} └{'─' * columns}")
     end = f"step {last}"
     lines.append(" " * margin + f"{first}" + end.rjust(columns - len(str(first))))
@@ -165,7 +167,7 @@ def _line(rows_of: dict[int, float], columns: int, height: int) -> list[list[int
     return cells
 
 
-def _ranks(ranks: Sequence[dict[str, Any]], now: float) -> list[str]:
+def _ranks(ranks: Sequence[RankState], now: float) -> list[str]:
     rows = [("rank", "state", "step", "step time", "data wait", "memory", "device")]
     for rank in ranks[:_NUM_RANKS]:
         rows.append(
@@ -175,7 +177,7 @@ def _ranks(ranks: Sequence[dict[str, Any]], now: float) -> list[str]:
                 str(rank["step"] if rank["step"] is not None else "-"),
                 _milliseconds(rank["step_seconds"]),
                 _milliseconds(rank["wait_seconds"]),
-                f"{rank['memory_bytes'] / 1e9:.2f} GB" if rank["memory_bytes"] else "-",
+                f"{memory / 1e9:.2f} GB" if (memory := number(rank["memory_bytes"])) else "-",
                 str(rank["device"] or "-"),
             )
         )
@@ -186,22 +188,23 @@ def _ranks(ranks: Sequence[dict[str, Any]], now: float) -> list[str]:
     return lines
 
 
-def _state(rank: dict[str, Any], now: float) -> str:
+def _state(rank: RankState, now: float) -> str:
     silent_seconds = now - rank["seen"]
     if rank["state"] == "running" and silent_seconds > _FRESH_SECONDS:
         return f"{silent_seconds:.0f} s ago"
     return str(rank["state"])
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None or not math.isfinite(seconds) else f"{1000 * seconds:.3g} ms"
+def _milliseconds(value: object) -> str:
+    seconds = finite(number(value))
+    return "-" if seconds is None else f"{1000 * seconds:.3g} ms"
 
 
-def _events(events: Sequence[dict[str, Any]], ranks: Sequence[Any], width: int) -> list[str]:
+def _events(events: Sequence[ShownEvent], ranks: Sequence[RankState], width: int) -> list[str]:
     lines: list[str] = []
     for event in events[-_NUM_EVENTS:]:
         at = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0)))
-        where = f"  step {event['step']}" if isinstance(event.get("step"), int) else ""
+        where = f"  step {step}" if isinstance(step := event.get("step"), int) else ""
         who = "" if len(event["ranks"]) == len(ranks) else f"  rank {', '.join(map(str, event['ranks']))}"
         text = f"{_SIGNS.get(event['event'], '·')} {at}  {describe(event)}{where}{who}"
         # Errors are shown in full; other events have one line.
@@ -210,7 +213,7 @@ def _events(events: Sequence[dict[str, Any]], ranks: Sequence[Any], width: int) 
     return lines
 
 
-def describe(event: dict[str, Any]) -> str:
+def describe(event: ShownEvent) -> str:
     """Describe an event in a few words."""
     kind = event.get("event")
     folder = str(event.get("folder") or "").rpartition("/")[2]
