@@ -129,14 +129,14 @@ def offload_state_dict(save_dir: str | PathLike[str], state_dict: Mapping[str, t
 # Offloaded weights as one mapping from name to tensor
 
 
-class PrefixedDataset(Mapping[str, Any]):
+class PrefixedDataset(Mapping[str, torch.Tensor]):
     """The entries of ``dataset`` whose names begin with ``prefix``, under their names without it."""
 
-    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.dataset = dataset
         self.prefix = prefix
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> torch.Tensor:
         return self.dataset[f"{self.prefix}{key}"]
 
     def __contains__(self, key: object) -> bool:

@@ -83,10 +83,10 @@ class AlignDevicesHook(ModelHook):
 
     def __init__(
         self,
-        execution_device: Any = None,
+        execution_device: Device | None = None,
         offload: bool = False,
         io_same_device: bool = False,
-        weights_map: Mapping[str, Any] | None = None,
+        weights_map: Mapping[str, torch.Tensor] | None = None,
         offload_buffers: bool = False,
         place_submodules: bool = False,
         skip_keys: str | list[str] | None = None,
@@ -96,14 +96,14 @@ class AlignDevicesHook(ModelHook):
         self.execution_device = execution_device
         self.offload = offload
         self.io_same_device = io_same_device
-        self.weights_map: Mapping[str, Any] | None = weights_map
+        self.weights_map: Mapping[str, torch.Tensor] | None = weights_map
         self.offload_buffers = offload_buffers
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
         self.tied_params_map = tied_params_map
         #: Where each tensor was before the hook.
         self.original_devices: dict[str, torch.device] = {}
-        self.input_device: Any = None
+        self.input_device: Device | None = None
         #: (data pointer, device) of the shared copies that this hook made, and removes again.
         self.tied_pointers_to_remove: set[tuple[int, torch.device]] = set()
         #: The meta parameters and buffers that are in the module while the weights are offloaded.
@@ -124,7 +124,7 @@ class AlignDevicesHook(ModelHook):
         if not self.offload:
             if self.execution_device is not None:
                 for name, _ in named_module_tensors(module, recurse=self.place_submodules):
-                    self._move_tensor(module, name)
+                    self._move_tensor(module, name, self.execution_device)
             return module
         self.original_devices = {
             name: tensor.device for name, tensor in named_module_tensors(module, recurse=self.place_submodules)
@@ -139,10 +139,8 @@ class AlignDevicesHook(ModelHook):
         self._offload_weights(module)
         return module
 
-    def _move_tensor(self, module: nn.Module, name: str) -> None:
-        set_module_tensor_to_device(
-            module, name, self.execution_device, tied_params_map=self.tied_params_map, clear_cache=False
-        )
+    def _move_tensor(self, module: nn.Module, name: str, device: Device) -> None:
+        set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map, clear_cache=False)
 
     def _offload_weights(self, module: nn.Module) -> None:
         offloaded = {
@@ -159,7 +157,7 @@ class AlignDevicesHook(ModelHook):
                 self._placeholders[name] = self._without_values(module, name)
             elif not tensor.is_meta:  # buffers, and weights that nobody offloaded, stay where the module runs
                 if self.execution_device is not None:
-                    self._move_tensor(module, name)
+                    self._move_tensor(module, name, self.execution_device)
             elif in_weights:
                 device = "cpu" if self.execution_device is None else self.execution_device
                 set_module_tensor_to_device(module, name, device, value=weights[name], clear_cache=False)
@@ -174,7 +172,9 @@ class AlignDevicesHook(ModelHook):
         assert placeholder is not None
         return placeholder
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: object, **kwargs: object
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Load the weights, and move the inputs to the execution device."""
         if self.io_same_device:
             first = args[0] if args else None
@@ -253,7 +253,7 @@ class AlignDevicesHook(ModelHook):
             clear_cache=False,
         )
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: object) -> object:
         """Offload the weights again, and with ``io_same_device`` move the output to the device of the input."""
         if self.offload:
             for name, placeholder in self._placeholders.items():
@@ -356,7 +356,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     Raises:
         CheckpointError: some weights have no values anywhere.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     _collect(model, "", found, is_loaded=False)
     state = {name: found.get(name, value) for name, value in model.state_dict().items()}
     missing = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
@@ -368,14 +368,14 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _collect(module: nn.Module, prefix: str, found: dict[str, Any], *, is_loaded: bool) -> None:
+def _collect(module: nn.Module, prefix: str, found: dict[str, object], *, is_loaded: bool) -> None:
     """Add the state of a module and its submodules to ``found``; ``is_loaded``: a parent's hook has loaded it."""
     hook = offloading_hook(module)
     with ExitStack() as stack:
         if hook is not None:
             stack.enter_context(_weights_loaded(module, hook, "cpu"))
         is_loaded = is_loaded or (hook is not None and hook.place_submodules)
-        own: dict[str, Any] = {}
+        own: dict[str, object] = {}
         save_own(module, own, prefix)
         for name, value in own.items():
             if isinstance(value, torch.Tensor) and not value.is_meta:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 from torch import nn
 
 from ..big_models.offload import PrefixedDataset
 from ..big_models.placement import TiedCopies, set_module_tensor_to_device
-from ..big_models.sizes import named_module_tensors
+from ..big_models.sizes import Device, named_module_tensors
 from .align import AlignDevicesHook
 from .base import ModelHook, add_hook_to_module
 
@@ -32,7 +32,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def attach_execution_device_hook(
     module: nn.Module,
-    execution_device: object,
+    execution_device: Device | None,
     skip_keys: SkipKeys = None,
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
@@ -52,9 +52,9 @@ def attach_execution_device_hook(
 
 def attach_align_device_hook(
     module: nn.Module,
-    execution_device: object = None,
+    execution_device: Device | None = None,
     offload: bool = False,
-    weights_map: Mapping[str, object] | None = None,
+    weights_map: Mapping[str, torch.Tensor] | None = None,
     offload_buffers: bool = False,
     module_name: str = "",
     skip_keys: SkipKeys = None,
@@ -95,9 +95,9 @@ def attach_align_device_hook(
 
 def attach_align_device_hook_on_blocks(
     module: nn.Module,
-    execution_device: object = None,
+    execution_device: Device | Mapping[str, object] | None = None,
     offload: bool | dict[str, bool] = False,
-    weights_map: Mapping[str, object] | None = None,
+    weights_map: Mapping[str, torch.Tensor] | None = None,
     offload_buffers: bool = False,
     module_name: str = "",
     skip_keys: SkipKeys = None,
@@ -125,7 +125,7 @@ def attach_align_device_hook_on_blocks(
 class _SelectedEntries(PrefixedDataset):
     """The entries of a module with the given names."""
 
-    def __init__(self, dataset: Mapping[str, Any], prefix: str, names: frozenset[str]) -> None:
+    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str, names: frozenset[str]) -> None:
         super().__init__(dataset, prefix)
         self.names = names
 
@@ -138,22 +138,22 @@ class _SelectedEntries(PrefixedDataset):
 class _Blocks:
     """The options of the hooks on the blocks of one model."""
 
-    execution_device: Any
+    execution_device: Device | Mapping[str, object] | None
     offload: bool | dict[str, bool]
-    weights_map: Mapping[str, Any] | None
+    weights_map: Mapping[str, torch.Tensor] | None
     offload_buffers: bool
     skip_keys: SkipKeys
     preload_module_classes: list[str] | None
     tied_params_map: TiedCopies | None
 
-    def hook(self, device: Any, **options: Any) -> AlignDevicesHook:
+    def hook(self, device: Device | None, **options: Any) -> AlignDevicesHook:
         """Make a hook for inputs, and with more ``options`` for weights."""
         return AlignDevicesHook(device, skip_keys=self.skip_keys, tied_params_map=self.tied_params_map, **options)
 
-    def device(self, name: str) -> Any:
+    def device(self, name: str) -> Device | None:
         """Return the device on which the block runs."""
         found = self.execution_device
-        return found.get(name) if isinstance(found, Mapping) else found
+        return cast("Device | None", found.get(name)) if isinstance(found, Mapping) else found
 
     def is_offloaded(self, name: str) -> bool:
         """Return whether the block's weights are offloaded."""
@@ -191,7 +191,7 @@ class _Blocks:
             add_hook_to_module(module, hook)
         attach_execution_device_hook(module, device, self.skip_keys, self.preload_module_classes, self.tied_params_map)
 
-    def attach_offloaded(self, module: nn.Module, name: str, device: object) -> None:
+    def attach_offloaded(self, module: nn.Module, name: str, device: Device | None) -> None:
         """Attach hooks that load the offloaded weights of the module and all its submodules."""
         attach_align_device_hook(
             module,
@@ -207,16 +207,16 @@ class _Blocks:
 
     def _attach_to_own_tensors(self, module: nn.Module, name: str) -> None:
         """Place single tensors of a module that is split, or attach a hook that loads them."""
-        offloaded: dict[Any, list[str]] = {}
+        offloaded: dict[Device | None, list[str]] = {}
         for own, tensor in list(named_module_tensors(module)):
             path = _path(name, own)
             if not self.is_block(path):
                 continue
             if self.is_offloaded(path):
                 offloaded.setdefault(self.device(path), []).append(own)
-            elif not tensor.is_meta and self.device(path) is not None:
+            elif not tensor.is_meta and (device := self.device(path)) is not None:
                 set_module_tensor_to_device(
-                    module, own, self.device(path), tied_params_map=self.tied_params_map, clear_cache=False
+                    module, own, device, tied_params_map=self.tied_params_map, clear_cache=False
                 )
         for device, tensors in offloaded.items():
             weights = None
@@ -255,12 +255,14 @@ class LayerwiseCastingHook(ModelHook):
         """Cast the weights to the storage dtype."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: object, **kwargs: object
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Cast the weights to the compute dtype."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: object) -> object:
         """Cast the weights to the storage dtype."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -59,8 +58,8 @@ def attach_context_parallel_hooks(model: torch.nn.Module) -> None:
         module.register_forward_pre_hook(_without_mask(knows), with_kwargs=True, prepend=True)
 
 
-def _without_mask(knows_is_causal: bool) -> Callable[..., Any]:
-    def drop_mask(module: torch.nn.Module, args: object, kwargs: dict[str, Any]) -> Any:
+def _without_mask(knows_is_causal: bool) -> Callable[..., tuple[object, dict[str, object]]]:
+    def drop_mask(module: torch.nn.Module, args: object, kwargs: dict[str, object]) -> tuple[object, dict[str, object]]:
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = None
         if knows_is_causal:

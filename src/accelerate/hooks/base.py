@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from torch.compiler import is_dynamo_compiling
 from ..devices.table import CPU, KINDS
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
+P = ParamSpec("P")
 
 #: Methods that are replaced on single models by guards, which are removed with the hooks.
 _accelerate_added_attributes = ["to", *(kind.name for kind in KINDS if kind.select and kind is not CPU)]
@@ -56,13 +58,15 @@ class SequentialHook(ModelHook):
             module = hook.init_hook(module)
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: object, **kwargs: object
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return the arguments after the ``pre_forward`` of all hooks."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: object) -> object:
         """Return the output after the ``post_forward`` of all hooks."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
@@ -75,7 +79,7 @@ class SequentialHook(ModelHook):
         return module
 
 
-def hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+def hooked_forward(module: Any, *args: object, **kwargs: object) -> object:
     """Run the module's own forward between the ``pre_forward`` and ``post_forward`` of its hook."""
     # Both are looked up on the module, so that a copy of the module has its own, and a library may replace them.
     hook = module._hf_hook
@@ -90,7 +94,7 @@ def hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     return hook.post_forward(module, output)
 
 
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return function(*args, **kwargs)
 
 
@@ -109,7 +113,7 @@ _load_compiler._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemb
 _load_compiler._torchdynamo_disable_msg = "loads the compiler"  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _compiled_forward(module: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+def _compiled_forward(module: Any, hook: ModelHook, *args: object, **kwargs: object) -> object:
     """Run the same under torch.compile: the methods of the hook aren't compiled, the forward between them is."""
     if _call_outside is None:
         _load_compiler()
@@ -140,7 +144,7 @@ def add_hook_to_module(module: M, hook: Any, append: bool = False) -> M:
     return module
 
 
-def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+def _set_forward(module: nn.Module, forward: Callable[..., object]) -> None:
     if isinstance(module, torch.fx.GraphModule):
         # A traced module has a class of its own, and takes its forward from there; it is bound already, and Python 3.14
         # would bind a partial again.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
-from ..big_models.sizes import as_device
+from ..big_models.sizes import Device, as_device
 from ..devices.memory import clear_device_cache
 from ..devices.table import available_kind
 from ..distributed.world import current_world
@@ -29,7 +27,9 @@ class CpuOffload(ModelHook):
 
     runs_compiled = False
 
-    def __init__(self, execution_device: Any = None, prev_module_hook: UserCpuOffloadHook | None = None) -> None:
+    def __init__(
+        self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
         self.prev_module_hook = prev_module_hook
         self.execution_device: torch.device | int | str = (
             default_device() if execution_device is None else execution_device
@@ -39,7 +39,9 @@ class CpuOffload(ModelHook):
         """Move the model to host memory."""
         return module.to("cpu")
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def pre_forward(
+        self, module: nn.Module, *args: object, **kwargs: object
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Offload the previous model and move this one to the device, with its inputs."""
         if not self._is_there(module):
             if self.prev_module_hook is not None:

@@ -70,7 +70,7 @@ class DistributedDataParallelKwargs(DdpOptions, KwargsHandler):
 
 def _as_torch_wants(hook: Hook) -> Hook:
     # torch compares a hook's annotations with its own classes: those that Python keeps as text don't pass.
-    def registered(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def registered(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return hook(state, bucket)
 
     registered.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
@@ -96,7 +96,7 @@ def average_hook(group: dist.ProcessGroup | None, bucket: GradBucket) -> torch.f
 def cast_bucket(dtype: torch.dtype, hook: Hook) -> Hook:
     """Wrap ``hook`` so that it gets the bucket in ``dtype``, and its result is cast back."""
 
-    def compressed(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def compressed(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         original = bucket.buffer()
         bucket.set_buffer(original.to(dtype))
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from torch import nn
 
@@ -23,6 +23,9 @@ from ..settings.deepspeed import DeepSpeedOptions
 from ..settings.fp8 import MSAMP_IS_GONE
 from .fsdp import get_module_class_from_name
 from .handlers import LaunchedOptions, canonicalize
+
+if TYPE_CHECKING:
+    import torch
 
 #: The oldest DeepSpeed whose engine this package drives.
 DEEPSPEED_FLOOR: Final = "0.9.3"
@@ -100,7 +103,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
         given = self.hf_ds_config
         # A library's own config object, made from the same document, is used as it is.
         if isinstance(given, (str, os.PathLike, Mapping)):
-            self.hf_ds_config = HfDeepSpeedConfig(cast("str | Mapping[str, Any]", given))
+            self.hf_ds_config = HfDeepSpeedConfig(cast("str | Mapping[str, object]", given))
         document = self.hf_ds_config.config
         if "zero_optimization" not in document:
             raise SettingError("Please specify the ZeRO optimization config in the DeepSpeed config.")
@@ -133,7 +136,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
             )
 
     def fill_match(
-        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: object
     ) -> None:
         """Fill an ``"auto"`` entry from ``kwargs``; add an entry that disagrees to ``mismatches``."""
         node, name = self.hf_ds_config.find_config_node(ds_key_long)
@@ -156,7 +159,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
         """Return True if the entry is to be filled in."""
         return self.hf_ds_config.get_value(ds_key_long) == "auto"
 
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+    def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """Return the entry's value, or ``default`` when there is no such entry."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
@@ -164,9 +167,9 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
         self,
         prefix: str = "",
         mismatches: list[str] | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
         must_match: bool = True,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Fill every ``"auto"`` entry below ``prefix`` from ``kwargs``.
 
@@ -330,7 +333,7 @@ class HfDeepSpeedConfig:
     Entries are named by the path to them, as in ``zero_optimization.stage``.
     """
 
-    def __init__(self, config_file_or_dict: str | os.PathLike[str] | Mapping[str, Any]) -> None:
+    def __init__(self, config_file_or_dict: str | os.PathLike[str] | Mapping[str, object]) -> None:
         self.config: dict[str, Any] = _document(config_file_or_dict)
         self.set_stage_and_offload()
 
@@ -349,7 +352,7 @@ class HfDeepSpeedConfig:
                 return None, last
         return cast("dict[str, Any]", node), last
 
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+    def get_value(self, ds_key_long: str, default: object = None) -> Any:
         """Return the entry's value, or ``default`` when there is no such entry."""
         node, name = self.find_config_node(ds_key_long)
         return default if node is None else node.get(name, default)
@@ -385,7 +388,7 @@ class HfDeepSpeedConfig:
         return self._offload
 
 
-def _document(given: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+def _document(given: str | os.PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))
     text = os.fspath(given)
@@ -417,7 +420,7 @@ def _document(given: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, An
 class DummyOptim:
     """A placeholder for the optimizer that DeepSpeed makes from its own configuration."""
 
-    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+    def __init__(self, params: object, lr: float = 0.001, weight_decay: float = 0, **kwargs: object) -> None:
         self.params = params
         self.lr = lr
         self.weight_decay = weight_decay
@@ -429,11 +432,11 @@ class DummyScheduler:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer | DummyOptim,
         total_num_steps: int | None = None,
         warmup_num_steps: int = 0,
-        lr_scheduler_callable: Callable[..., Any] | None = None,
-        **kwargs: Any,
+        lr_scheduler_callable: Callable[..., object] | None = None,
+        **kwargs: object,
     ) -> None:
         self.optimizer = optimizer
         self.total_num_steps = total_num_steps

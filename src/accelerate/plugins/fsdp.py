@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from .handlers import LaunchedOptions, argument, canonicalize
 if TYPE_CHECKING:
     from torch.distributed import fsdp as torch_fsdp
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, StateDictType
+
+Member = TypeVar("Member")
 
 _DTYPES: Final = {
     "fp8": torch.bfloat16,  # what is not computed in fp8 is kept in bf16
@@ -234,7 +236,11 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
 
     def set_mixed_precision(
         self,
-        mixed_precision: str | torch.dtype | Mapping[str, Any] | MixedPrecision | MixedPrecisionPolicy,
+        mixed_precision: str
+        | torch.dtype
+        | Mapping[str, str | torch.dtype | None]
+        | MixedPrecision
+        | MixedPrecisionPolicy,
         buffer_autocast: bool = False,
         override: bool = False,
     ) -> None:
@@ -249,7 +255,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
             if buffer_autocast and "buffer_dtype" in policy:
                 policy["buffer_dtype"] = torch.float32
         if isinstance(policy, Mapping):
-            entries = cast("Mapping[str, Any]", policy)
+            entries = cast("Mapping[str, str | torch.dtype | None]", policy)
             unknown = [key for key in entries if key not in keys]
             if unknown:
                 raise SettingError(
@@ -263,7 +269,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
         self.validate_mixed_precision_policy()
 
     @property
-    def _policy_class(self) -> type[Any]:
+    def _policy_class(self) -> type[MixedPrecision | MixedPrecisionPolicy]:
         """The class of ``mixed_precision_policy`` that the chosen version takes."""
         return _torch_fsdp().MixedPrecisionPolicy if self._is_version_2 else _torch_fsdp().MixedPrecision
 
@@ -352,7 +358,7 @@ def _wrap_policies() -> dict[str, Any]:
     }
 
 
-def _member(plugin: FullyShardedDataParallelPlugin, name: str, members: Mapping[str, Any]) -> Any:
+def _member(plugin: FullyShardedDataParallelPlugin, name: str, members: Mapping[str, Member]) -> Member | None:
     """Return torch's member for the field's value: a name in any case, its number, or the member itself."""
     given = getattr(plugin, name)
     if given is None or given in members.values():

@@ -52,7 +52,7 @@ class KwargsHandler:
 
 
 @functools.cache
-def _plain(cls: type[KwargsHandler]) -> Mapping[str, Any]:
+def _plain(cls: type[KwargsHandler]) -> Mapping[str, object]:
     """Return the arguments of a handler of this class with nothing given and nothing set in the environment."""
     with env.hidden(), muted():
         return cls().to_dict()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,6 +12,19 @@ from ..errors import SettingError
 from ..optional import require
 from ..settings.megatron import MegatronOptions
 from .handlers import LaunchedOptions
+
+#: A batch of named tensors, from which the length of the sequences is read.
+Batch = Mapping[str, torch.Tensor]
+
+
+class Configured(Protocol):
+    """A model with a configuration of sizes, as those of transformers have."""
+
+    @property
+    def config(self) -> Any:
+        """The sizes, under names that depend on the model's type."""
+        ...
+
 
 #: Options that Megatron-LM knows under another name.
 _RENAMED = {
@@ -96,7 +109,7 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
     def _set_ddp_implementation(self, *, local: bool) -> None:
         self.DDP_impl = "local" if local else "torch"
 
-    def set_network_size_args(self, model: Any, batch_data: Any = None) -> None:
+    def set_network_size_args(self, model: torch.nn.Module, batch_data: Batch | None = None) -> None:
         """Set the arguments for the size of ``model``, read from its configuration.
 
         Raises:
@@ -174,7 +187,7 @@ class MegatronLMDummyDataLoader:
             which it gets with all others.
     """
 
-    def __init__(self, **dataset_kwargs: Any) -> None:
+    def __init__(self, **dataset_kwargs: object) -> None:
         self.dataset_args: dict[str, Any] = {**dataset_kwargs, "megatron_dataset_flag": True}
 
 
@@ -182,7 +195,7 @@ class MegatronLMDummyScheduler:
     """A placeholder for the schedule that Megatron-LM makes: its length and warm-up."""
 
     def __init__(
-        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+        self, optimizer: object, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: object
     ) -> None:
         self.optimizer = optimizer
         self.total_num_steps = total_num_steps
@@ -194,7 +207,7 @@ class MegatronLMDummyScheduler:
 # Megatron-LM's arguments for the sizes of a model, by the model's type; users add their own types
 
 #: (plugin, model, batch or None) -> Megatron's arguments.
-Parser = Callable[["MegatronLMPlugin", Any, Any], dict[str, Any] | None]
+Parser = Callable[["MegatronLMPlugin", Any, Any], Mapping[str, object] | None]
 
 _PARSERS: dict[str, Parser] = {}
 
@@ -213,7 +226,9 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
     return add
 
 
-def network_size(plugin: MegatronLMPlugin, model: Any, batch_data: Any = None) -> dict[str, Any]:
+def network_size(
+    plugin: MegatronLMPlugin, model: torch.nn.Module, batch_data: Batch | None = None
+) -> Mapping[str, object]:
     """Return Megatron's arguments for the size of ``model``."""
     model_type = str(getattr(model.config, "model_type", "")).lower()
     for name, parser in _PARSERS.items():
@@ -227,7 +242,7 @@ def network_size(plugin: MegatronLMPlugin, model: Any, batch_data: Any = None) -
 
 
 @add_model_config_to_megatron_parser("megatron-bert")
-def _bert(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+def _bert(plugin: MegatronLMPlugin, model: Configured, batch_data: Batch | None) -> dict[str, object]:
     config = model.config
     plugin.seq_length = _length(batch_data, "input_ids", plugin.seq_length, config.max_position_embeddings)
     return {
@@ -246,7 +261,7 @@ def _bert(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, An
 
 
 @add_model_config_to_megatron_parser("gpt2")
-def _gpt2(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+def _gpt2(plugin: MegatronLMPlugin, model: Configured, batch_data: Batch | None) -> dict[str, object]:
     config = model.config
     plugin.seq_length = _length(batch_data, "input_ids", plugin.seq_length, config.n_positions)
     return {
@@ -258,7 +273,7 @@ def _gpt2(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, An
 
 
 @add_model_config_to_megatron_parser("t5")
-def _t5(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+def _t5(plugin: MegatronLMPlugin, model: Configured, batch_data: Batch | None) -> dict[str, object]:
     config = model.config
     longest = config.n_positions
     plugin.encoder_seq_length = _length(batch_data, "input_ids", plugin.encoder_seq_length, longest)
@@ -271,7 +286,7 @@ def _t5(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]
 
 
 @add_model_config_to_megatron_parser("llama")
-def _llama(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+def _llama(plugin: MegatronLMPlugin, model: Configured, batch_data: Batch | None) -> dict[str, object]:
     config = model.config
     longest = getattr(config, "max_sequence_length", config.max_position_embeddings)
     plugin.seq_length = _length(batch_data, "input_ids", plugin.seq_length, longest)
@@ -291,7 +306,7 @@ def _llama(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, A
 
 
 @add_model_config_to_megatron_parser("glm4_moe")
-def _glm4_moe(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str, Any]:
+def _glm4_moe(plugin: MegatronLMPlugin, model: Configured, batch_data: Batch | None) -> dict[str, object]:
     config = model.config
     plugin.seq_length = _length(batch_data, "input_ids", plugin.seq_length, config.max_position_embeddings)
     return {
@@ -311,7 +326,7 @@ def _glm4_moe(plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> dict[str
     }
 
 
-def _common(kind: str, config: Any, layers: str, width: str, heads: str, positions: str) -> dict[str, Any]:
+def _common(kind: str, config: Any, layers: str, width: str, heads: str, positions: str) -> dict[str, object]:
     return {
         "model_type_name": kind,
         "num_layers": getattr(config, layers),
@@ -324,7 +339,7 @@ def _common(kind: str, config: Any, layers: str, width: str, heads: str, positio
     }
 
 
-def _length(batch_data: Any, name: str, given: int | None, longest: int) -> int:
+def _length(batch_data: Batch | None, name: str, given: int | None, longest: int) -> int:
     """Return the sequence length: the given one, else that of the batch, else the longest the model takes."""
     if given is not None:
         return given

@@ -200,7 +200,7 @@ class ParallelismConfig(LaunchedOptions, ParallelismOptions):
                 f"dp_shard_size > 1 for HSDP + TP/CP ({self.equation()})."
             )
 
-    def _check_handler(self, axis: str, kind: type[Any]) -> None:
+    def _check_handler(self, axis: str, kind: type[object]) -> None:
         handler, size = getattr(self, f"{axis}_handler"), getattr(self, f"{axis}_size")
         if handler is not None and not isinstance(handler, kind):
             raise SettingError(
@@ -410,7 +410,7 @@ class ParallelismConfig(LaunchedOptions, ParallelismOptions):
             )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     return value

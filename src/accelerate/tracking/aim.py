@@ -17,7 +17,7 @@ class AimTracker(GeneralTracker):
     requires_logging_directory = True
     logs_in_background = True
 
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: object) -> None:
         super().__init__()
         self.run_name = run_name
         self.aim_repo_path = logging_dir
@@ -46,7 +46,10 @@ class AimTracker(GeneralTracker):
 
     @queued
     def log_images(
-        self, values: Mapping[str, Any], step: int | None = None, kwargs: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        values: Mapping[str, object],
+        step: int | None = None,
+        kwargs: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
         """Log each value, an image or a pair of image and caption, under its key.
 

@@ -132,7 +132,7 @@ def filter_trackers(
 def init_trackers(
     trackers: Iterable[str | LoggerType | GeneralTracker],
     project_name: str,
-    config: dict[str, Any] | None = None,
+    config: dict[str, object] | None = None,
     init_kwargs: Mapping[str, Mapping[str, object]] | None = None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[GeneralTracker]:
@@ -162,7 +162,7 @@ def init_trackers(
 
 def init_run_log(
     project_name: str,
-    config: dict[str, Any] | None = None,
+    config: dict[str, object] | None = None,
     init_kwargs: Mapping[str, Mapping[str, object]] | None = None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[GeneralTracker]:
@@ -176,7 +176,7 @@ def init_run_log(
     return [_start(JSONLTracker(project_name, os.fspath(logging_dir)), config)]
 
 
-def _start(tracker: GeneralTracker, config: dict[str, Any] | None) -> GeneralTracker:
+def _start(tracker: GeneralTracker, config: dict[str, object] | None) -> GeneralTracker:
     """Start the service of ``tracker`` and its background queue; return a blank tracker where the service fails."""
     tracker._background_queue = None  # until `start` has returned, calls are made at once
     try:
@@ -199,7 +199,7 @@ def _start(tracker: GeneralTracker, config: dict[str, Any] | None) -> GeneralTra
 
 def log(
     trackers: Iterable[GeneralTracker],
-    values: dict[str, Any],
+    values: Mapping[str, object],
     step: int | None,
     log_kwargs: Mapping[str, Mapping[str, object]],
 ) -> None:

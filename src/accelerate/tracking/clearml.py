@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ..errors import SettingError
@@ -27,7 +27,7 @@ class ClearMLTracker(GeneralTracker):
     requires_logging_directory = False
     logs_in_background = True
 
-    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+    def __init__(self, run_name: str | None = None, **kwargs: object) -> None:
         super().__init__()
         self.user_provided_run_name = run_name
         self.init_kwargs = kwargs
@@ -73,7 +73,7 @@ class ClearMLTracker(GeneralTracker):
                 reporter.report_scalar(title=title, series=series, value=value, iteration=step, **kwargs)
 
     @queued
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
+    def log_images(self, values: Mapping[str, object], step: int | None = None, **kwargs: object) -> None:
         """Log each value, an image, under its key."""
         reporter = self.task.get_logger()
         for key, image in values.items():
@@ -85,7 +85,7 @@ class ClearMLTracker(GeneralTracker):
         self,
         table_name: str,
         columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
+        data: Sequence[Sequence[object]] | None = None,
         dataframe: object = None,
         step: int | None = None,
         **kwargs: object,

@@ -18,7 +18,7 @@ class CometMLTracker(GeneralTracker):
     requires_logging_directory = False
     logs_in_background = True
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
+    def __init__(self, run_name: str, **kwargs: object) -> None:
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs

@@ -18,7 +18,7 @@ class DVCLiveTracker(GeneralTracker):
     requires_logging_directory = False
     logs_in_background = True
 
-    def __init__(self, run_name: str | None = None, live: object = None, **kwargs: Any) -> None:
+    def __init__(self, run_name: str | None = None, live: object = None, **kwargs: object) -> None:
         super().__init__()
         del run_name  # DVC names runs itself
         self.live: Any = live

@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Mapping
 from typing import Any, Final, final
 
 from ..errors import SettingError
@@ -42,7 +43,7 @@ class MLflowTracker(GeneralTracker):
         experiment_name: str | None = None,
         logging_dir: str | os.PathLike[str] | None = None,
         run_id: str | None = None,
-        tags: dict[str, Any] | str | None = None,
+        tags: Mapping[str, object] | str | None = None,
         nested_run: bool | None = False,
         run_name: str | None = None,
         description: str | None = None,
@@ -51,7 +52,7 @@ class MLflowTracker(GeneralTracker):
         self.experiment_name: str | None = env.read("MLFLOW_EXPERIMENT_NAME") or experiment_name
         self.logging_dir = logging_dir
         self.run_id: str | None = run_id if run_id is not None else env.read("MLFLOW_RUN_ID")
-        self.tags: dict[str, Any] | None = _tags(tags if tags is not None else env.read("MLFLOW_TAGS"))
+        self.tags: Mapping[str, object] | None = _tags(tags if tags is not None else env.read("MLFLOW_TAGS"))
         self.nested_run: bool = bool(nested_run) or env.flag("MLFLOW_NESTED_RUN")
         self.run_name = run_name
         self.description = description
@@ -198,7 +199,7 @@ def _link(source: str, target: str) -> str:
     return target
 
 
-def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
+def _tags(tags: Mapping[str, object] | str | None) -> Mapping[str, object] | None:
     if not isinstance(tags, str):
         return tags
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..optional import require
@@ -18,7 +18,7 @@ class SwanLabTracker(GeneralTracker):
     logs_in_background = True
     main_process_only = False
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
+    def __init__(self, run_name: str, **kwargs: object) -> None:
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
@@ -44,7 +44,7 @@ class SwanLabTracker(GeneralTracker):
         self.run.log(as_numbers(values), step=step, **kwargs)
 
     @queued
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
+    def log_images(self, values: Mapping[str, Iterable[object]], step: int | None = None, **kwargs: object) -> None:
         """Log each value, a list of images, under its key."""
         for key, images in values.items():
             self.log({key: [self._swanlab.Image(image) for image in images]}, step=step, **kwargs)

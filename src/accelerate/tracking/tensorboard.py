@@ -19,7 +19,7 @@ class TensorBoardTracker(GeneralTracker):
     requires_logging_directory = True
     logs_in_background = True
 
-    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: object) -> None:
         super().__init__()
         self.run_name = run_name
         self.logging_dir_param = logging_dir
@@ -65,7 +65,7 @@ class TensorBoardTracker(GeneralTracker):
         self.writer.flush()
 
     @queued
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
+    def log_images(self, values: Mapping[str, object], step: int | None = None, **kwargs: object) -> None:
         """Log each value, a batch of images, under its key; ``kwargs`` go to ``add_images``."""
         for key, images in values.items():
             self.writer.add_images(key, images, global_step=step, **kwargs)

@@ -16,7 +16,7 @@ class TrackioTracker(GeneralTracker):
     logs_in_background = True
     main_process_only = False
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
+    def __init__(self, run_name: str, **kwargs: object) -> None:
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs

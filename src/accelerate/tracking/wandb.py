@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..optional import require
@@ -17,7 +17,7 @@ class WandBTracker(GeneralTracker):
     logs_in_background = True
     main_process_only = False
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
+    def __init__(self, run_name: str, **kwargs: object) -> None:
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
@@ -42,7 +42,7 @@ class WandBTracker(GeneralTracker):
         self.run.log(as_numbers(values), step=step, **kwargs)
 
     @queued
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
+    def log_images(self, values: Mapping[str, Iterable[object]], step: int | None = None, **kwargs: object) -> None:
         """Log each value, a list of images, under its key."""
         for key, images in values.items():
             self.log({key: [self._wandb.Image(image) for image in images]}, step=step, **kwargs)
@@ -52,7 +52,7 @@ class WandBTracker(GeneralTracker):
         self,
         table_name: str,
         columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
+        data: Sequence[Sequence[object]] | None = None,
         dataframe: object = None,
         step: int | None = None,
         **kwargs: object,
