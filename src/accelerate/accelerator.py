@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, overload
+from typing import IO, TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, overload
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -38,12 +38,25 @@ from .training.optimizer import AcceleratedOptimizer
 from .training.scheduler import AcceleratedScheduler, check_mode
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
+
     from .distributed.mesh import Mesh
     from .distributed.process_control import Guard, Parameters, Result
     from .plugins.data import DataLoaderConfiguration
+    from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.deepspeed import DeepSpeedPlugin
+    from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.fsdp import FullyShardedDataParallelPlugin
-    from .plugins.handlers import AutocastKwargs, KwargsHandler, ProfileKwargs, ProjectConfiguration, TorchDynamoPlugin
+    from .plugins.handlers import (
+        AutocastKwargs,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        KwargsHandler,
+        ProfileKwargs,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
     from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .precision.base import ConversionReport, Precision
@@ -184,12 +197,12 @@ class Accelerator:
         from .distributed.watchdog import watch_for_hangs
 
         watch_for_hangs(self.world, self.gradient_state)
-        self._models: list[Any] = []
-        self._optimizers: list[Any] = []
-        self._schedulers: list[Any] = []
+        self._models: list[torch.nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[Any] = []
         self._custom_objects: list[Any] = []
-        self._may_pickle: list[Any] = []
+        self._may_pickle: list[object] = []
         self._noted_watch: Mapping[str, Any] | None = None
         self._start_in_process()
 
@@ -266,12 +279,12 @@ class Accelerator:
         return self.state.mixed_precision
 
     @property
-    def scaler(self) -> Any:
+    def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler of fp16 training; None otherwise."""
         return self.precision.scaler
 
     @scaler.setter
-    def scaler(self, scaler: Any) -> None:
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         self.precision.scaler = scaler
         for optimizer in self._optimizers:
             optimizer.scaler = scaler
@@ -304,21 +317,21 @@ class Accelerator:
         self._handlers.autocast = self.precision.handler = handler
 
     @property
-    def ddp_handler(self) -> Any:
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
         """The DistributedDataParallelKwargs; libraries assign it between construction and ``prepare``."""
         return self.strategy.options.ddp_handler
 
     @ddp_handler.setter
-    def ddp_handler(self, handler: Any) -> None:
+    def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
         self.strategy.options.ddp_handler = handler
 
     @property
-    def scaler_handler(self) -> Any:
+    def scaler_handler(self) -> GradScalerKwargs | None:
         """The GradScalerKwargs of the constructor."""
         return self._handlers.scaler
 
     @property
-    def init_handler(self) -> Any:
+    def init_handler(self) -> InitProcessGroupKwargs | None:
         """The InitProcessGroupKwargs of the constructor."""
         return self._handlers.init
 
@@ -332,22 +345,22 @@ class Accelerator:
         self._handlers.profile = handler
 
     @property
-    def fp8_recipe_handler(self) -> Any:
+    def fp8_recipe_handler(self) -> FP8RecipeKwargs | None:
         """The FP8RecipeKwargs of the constructor (deprecated form)."""
         return self._handlers.fp8
 
     @property
-    def ao_recipe_handler(self) -> Any:
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
         """The AORecipeKwargs of the constructor."""
         return self._handlers.ao
 
     @property
-    def te_recipe_handler(self) -> Any:
+    def te_recipe_handler(self) -> TERecipeKwargs | None:
         """The TERecipeKwargs of the constructor."""
         return self._handlers.te
 
     @property
-    def msamp_recipe_handler(self) -> Any:
+    def msamp_recipe_handler(self) -> MSAMPRecipeKwargs | None:
         """The MSAMPRecipeKwargs of the constructor."""
         return self._handlers.msamp
 
@@ -411,12 +424,12 @@ class Accelerator:
         return self.dataloader_config.use_stateful_dataloader
 
     @property
-    def project_dir(self) -> Any:
+    def project_dir(self) -> str | None:
         """The project's folder."""
         return self.project_configuration.project_dir
 
     @property
-    def logging_dir(self) -> Any:
+    def logging_dir(self) -> str | None:
         """The folder that trackers write to."""
         return self.project_configuration.logging_dir
 
@@ -426,7 +439,7 @@ class Accelerator:
         return self.project_configuration.iteration
 
     @property
-    def deepspeed_plugin(self) -> Any:
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The active DeepSpeedPlugin; None without DeepSpeed."""
         return self.state.deepspeed_plugin
 
@@ -436,12 +449,12 @@ class Accelerator:
         return self.strategy.engine
 
     @property
-    def parallelism_config(self) -> Any:
+    def parallelism_config(self) -> ParallelismConfig | None:
         """The ParallelismConfig; None without one."""
         return self.state.parallelism_config
 
     @property
-    def torch_device_mesh(self) -> Any:
+    def torch_device_mesh(self) -> DeviceMesh | None:
         """The DeviceMesh of the ParallelismConfig; None without one."""
         return self.state.device_mesh
 
@@ -500,7 +513,7 @@ class Accelerator:
     def on_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
     @overload
     def on_main_process(self, function: None = None) -> Guard: ...
-    def on_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., Any]:
+    def on_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
         """Wrap ``function`` so that it runs on rank 0 only, and returns None elsewhere."""
         return process_control.only_when(lambda: self.world.is_main, function)
 
@@ -508,7 +521,7 @@ class Accelerator:
     def on_local_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
     @overload
     def on_local_main_process(self, function: None = None) -> Guard: ...
-    def on_local_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., Any]:
+    def on_local_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
         """Wrap ``function`` so that it runs once per host, and returns None elsewhere."""
         return process_control.only_when(lambda: self.world.is_local_main, function)
 
@@ -516,7 +529,7 @@ class Accelerator:
     def on_last_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
     @overload
     def on_last_process(self, function: None = None) -> Guard: ...
-    def on_last_process(self, function: Callable[..., object] | None = None) -> Callable[..., Any]:
+    def on_last_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
         """Wrap ``function`` so that it runs on the last rank only, and returns None elsewhere."""
         return process_control.only_when(lambda: self.world.is_last, function)
 
@@ -528,7 +541,7 @@ class Accelerator:
     def on_process(self, function: None = None, process_index: int | None = None) -> Guard: ...
     def on_process(
         self, function: Callable[..., object] | None = None, process_index: int | None = None
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., object]:
         """Wrap ``function`` so that it runs on rank ``process_index`` only (always, in a world of one)."""
         return process_control.only_when(lambda: self.world.size == 1 or self.world.rank == process_index, function)
 
@@ -540,21 +553,21 @@ class Accelerator:
     def on_local_process(self, function: None = None, local_process_index: int | None = None) -> Guard: ...
     def on_local_process(
         self, function: Callable[..., object] | None = None, local_process_index: int | None = None
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., object]:
         """Wrap ``function`` so that it runs on the given process of every host only (always, in a world of one)."""
         return process_control.only_when(
             lambda: self.world.size == 1 or self.world.local_rank == local_process_index, function
         )
 
-    def main_process_first(self) -> AbstractContextManager[Any]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Enter a context whose block rank 0 runs before the others; if it raises there, the others are released."""
         return process_control.main_process_first(world=self.world)
 
-    def local_main_process_first(self) -> AbstractContextManager[Any]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Enter a context whose block the first process of each host runs before the others."""
         return process_control.local_main_process_first(world=self.world)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """Print once per host."""
         if self.world.is_local_main:
             print(*args, **kwargs)
@@ -615,7 +628,7 @@ class Accelerator:
         device_placement: Sequence[bool] | None = None,
     ) -> tuple[T1, T2, T3, T4, T5, T6]: ...
     @overload
-    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any: ...
+    def prepare(self, *args: object, device_placement: Sequence[bool] | None = None) -> Any: ...
     def prepare(self, *args: object, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare the given objects for this world and return as many, in the same order; a single one bare.
 
@@ -712,7 +725,7 @@ class Accelerator:
         prepared.__dict__["_is_accelerate_prepared"] = True
         return self._register_model(model, prepared)
 
-    def _register_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> Any:
+    def _register_model(self, model: torch.nn.Module, prepared: Model) -> Model:
         _register(self._models, self.strategy.state.saved_model(model, prepared))
         self._prepared_models[id(model)] = self._prepared_models[id(prepared)] = prepared
         return prepared
@@ -761,7 +774,7 @@ class Accelerator:
         self,
         data_loader: torch.utils.data.DataLoader[T1],
         device_placement: bool | None = None,
-        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+        slice_fn_for_dispatch: Callable[..., object] | None = None,
     ) -> torch.utils.data.DataLoader[T1]:
         """Wrap ``data_loader`` so that it yields this process's shard of every batch, on its device."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
@@ -833,7 +846,7 @@ class Accelerator:
         """Whether some optimizer's last step left its parameters alone because of an fp16 overflow."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
-    def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[Any]:
+    def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[object]:
         """Enter a context around one micro-batch, in which gradients are reduced only if it completes the window.
 
         Prepared optimizers do nothing before that. Windows are counted per set of ``models``, so that two models of one
@@ -848,7 +861,7 @@ class Accelerator:
             contexts.enter_context(self.strategy.no_sync(model))
         return contexts
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Enter a context in which backward passes through ``model`` don't reduce gradients."""
         return self.strategy.no_sync(model)
 
@@ -859,7 +872,7 @@ class Accelerator:
 
         return trigger_sync_in_backward(model)
 
-    def backward(self, loss: torch.Tensor, *, weight: Any = None, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
         """Add the gradients of ``loss`` to those of the parameters.
 
         ``loss`` is a mean over the micro-batch, and is divided by the accumulation steps; or, with ``weight``, a
@@ -948,7 +961,7 @@ class Accelerator:
         return self._micro_batches.backward(work, num_parts=num_parts, always_careful=always_careful)
 
     def pipeline_step(
-        self, model: Any, batch: tuple[Any, Any], loss_function: Callable[[Any, Any], torch.Tensor]
+        self, model: torch.nn.Module, batch: tuple[object, object], loss_function: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """Run forward and backward of one micro-batch through all pipeline stages; return its loss on every rank.
 
@@ -996,9 +1009,16 @@ class Accelerator:
         if not fused:
             raise PreparationError("lomo_backward() needs a LOMO optimizer; none was given to prepare().")
         for optimizer in fused:
-            optimizer.optimizer.fused_backward(loss, learning_rate)
+            lomo: Any = optimizer.optimizer  # of lomo-optim, whose classes have this method of their own
+            lomo.fused_backward(loss, learning_rate)
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
+    def unscale_gradients(
+        self,
+        optimizer: torch.optim.Optimizer
+        | list[torch.optim.Optimizer]
+        | tuple[torch.optim.Optimizer, ...]
+        | None = None,
+    ) -> None:
         """Unscale the gradients of ``optimizer``: one, several, or None for all prepared ones (fp16)."""
         if self.scaler is None:
             return
@@ -1007,14 +1027,19 @@ class Accelerator:
             self.precision.unscale(getattr(one, "optimizer", one))
 
     def clip_grad_norm_(
-        self, parameters: object, max_norm: float, norm_type: float = 2, *, error_if_nonfinite: bool = False
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2,
+        *,
+        error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
         """Clip the global norm of the unscaled gradients to at most ``max_norm``, and return the norm before."""
         parameters = _as_list(parameters)
         self._unscale_owners_of(parameters)
         return self.strategy.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
-    def clip_grad_value_(self, parameters: object, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp every element of the unscaled gradients to [-``clip_value``, ``clip_value``]."""
         parameters = _as_list(parameters)
         self._unscale_owners_of(parameters)
@@ -1029,12 +1054,12 @@ class Accelerator:
             if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
                 self.unscale_gradients(optimizer)
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Enter a context in which operations run in the Accelerator's precision."""
         return self.precision.autocast(autocast_handler)
 
     @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
         """Enter a context whose value is torch's profiler, and write its trace per process where a folder was named."""
         handler = profile_handler or self.profile_handler or _module_attribute("ProfileKwargs")()
         with handler.record(self.process_index) as profiler:
@@ -1044,7 +1069,7 @@ class Accelerator:
 
     def join_uneven_inputs(
         self, joinables: Sequence[object], even_batches: bool | None = None
-    ) -> AbstractContextManager[Any]:
+    ) -> AbstractContextManager[None]:
         """Enter a context in which ranks may run out of batches at different times."""
         from .parallel.uneven_inputs import join_uneven_inputs
 
@@ -1053,8 +1078,11 @@ class Accelerator:
         )
 
     def maybe_context_parallel(
-        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
-    ) -> AbstractContextManager[Any]:
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
         """Enter a context in which ``buffers`` are sharded along the sequence, under context parallelism.
 
         Attention inside the block still sees full sequences. Forward and backward both belong into it.
@@ -1082,7 +1110,7 @@ class Accelerator:
         return collectives.gather(tensor, world=self.world)
 
     def gather_for_metrics(
-        self, input_data: Any, use_gather_object: bool = False, *, to: Literal["all", "main"] = "all"
+        self, input_data: object, use_gather_object: bool = False, *, to: Literal["all", "main"] = "all"
     ) -> Any:
         """Gather what every rank computed from the current batch, each sample exactly once.
 
@@ -1115,11 +1143,11 @@ class Accelerator:
         own: Any = self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
         return own
 
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict of ``model``; a collective where the model is sharded over the ranks."""
         return self.strategy.state.collective_full_state_dict(model, "get_state_dict", unwrap)
 
-    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+    def save(self, obj: object, f: str | os.PathLike[str] | IO[bytes], safe_serialization: bool = False) -> None:
         """Write ``obj`` to the file ``f`` from the main process (of each host with ``save_on_each_node``)."""
         checkpointing.save(
             obj,
@@ -1254,7 +1282,7 @@ class Accelerator:
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: dict[str, Any] | None = None,
+        load_kwargs: Mapping[str, object] | None = None,
         *,
         keep_global_batch: bool = False,
         **load_model_func_kwargs: Any,
@@ -1282,7 +1310,7 @@ class Accelerator:
         root: str | os.PathLike[str] | None = None,
         *,
         keep_global_batch: bool = False,
-        load_kwargs: dict[str, Any] | None = None,
+        load_kwargs: Mapping[str, object] | None = None,
         **load_model_func_kwargs: Any,
     ) -> str | None:
         """Load the newest valid checkpoint in ``root`` and return its folder, or None in a new run.
@@ -1311,11 +1339,11 @@ class Accelerator:
         self._noted_watch = monitoring.after_load(self._run, loaded)
 
     @property
-    def _wrapped_models(self) -> list[Any]:
+    def _wrapped_models(self) -> list[torch.nn.Module]:
         """The models as ``prepare`` returned them."""
         return [self._wrapped(model) for model in self._models]
 
-    def _wrapped(self, model: Any) -> Any:
+    def _wrapped(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return ``model`` as ``prepare`` returned it."""
         return self._prepared_models.get(id(model), model)
 
@@ -1357,18 +1385,18 @@ class Accelerator:
         if allow_pickle:
             self._may_pickle.extend(objects)
 
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register ``hook(models, weights, output_dir)`` to run before ``save_state`` writes; return its handle.
 
         ``output_dir`` is where the checkpoint will be; what the hook writes there is committed with it.
         """
         return self._save_hooks.add(hook)
 
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register ``hook(models, input_dir)`` to run before ``load_state`` reads; return its handle."""
         return self._load_hooks.add(hook)
 
-    def free_memory(self, *objects: Any) -> list[Any]:
+    def free_memory(self, *objects: object) -> list[None]:
         """Drop all references to prepared objects, empty device caches, and return a None per object."""
         for model in self._models:
             # A wrapper that the caller still uses goes on working; a model that was not wrapped is restored.
@@ -1385,14 +1413,17 @@ class Accelerator:
         self.step = 0
         return release_memory(*objects)
 
-    def clear(self, *objects: Any) -> list[Any]:
+    def clear(self, *objects: object) -> list[None]:
         """Do the same as :meth:`free_memory`."""
         return self.free_memory(*objects)
 
     # == tracking ==========================================================================================
 
     def init_trackers(
-        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
         """Start the trackers of ``log_with``, and the JSONL log of the run, and store ``config`` in them."""
         self.trackers = tracking.init_trackers(self.log_with, project_name, config, init_kwargs, self.logging_dir)
@@ -1402,7 +1433,12 @@ class Accelerator:
         """Return the tracker ``name`` (``unwrap``: the service's own object); a blank one off the main process."""
         return tracking.find_tracker(self.trackers, name, unwrap, run_log=self._run_log)
 
-    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> None:
         """Log ``values`` as they are now to every tracker, without waiting for it.
 
         Each tracker has a thread of its own, which keeps the order. One that fails or hangs costs its own records only,
@@ -1504,11 +1540,11 @@ class Accelerator:
 
     # == copies ============================================================================================
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+    def __deepcopy__(self, memo: dict[int, object]) -> Accelerator:
         """Return the same object: there is one Accelerator per training loop."""
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
         left = ("world", "mesh", "trackers", "_run_log", "_weights", "_micro_batches", "_window", "_run")
         left += ("_save_hooks", "_load_hooks", "_background", "_metric_gather")
@@ -1529,7 +1565,7 @@ class Accelerator:
                 self._register_model(model, prepared)
 
 
-def _register(registry: list[Any], obj: Any) -> None:
+def _register(registry: list[T1], obj: T1) -> None:
     """Append ``obj`` to ``registry`` once (by identity: parameters and tensors compare elementwise)."""
     if not any(known is obj for known in registry):
         registry.append(obj)
@@ -1543,5 +1579,5 @@ def _module_attribute(name: str) -> Any:
 __getattr__: Callable[[str], Any] = names_from(__name__, "accelerate", construction.NAMES_OF_ACCELERATOR)
 
 
-def _as_list(parameters: Any) -> list[torch.Tensor]:
+def _as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -207,7 +207,9 @@ def disk_offload(
     return _attach_offload_hooks(model, execution_device, weights, offload_buffers, preload_module_classes)
 
 
-def _check_folder(model: nn.Module, state: Mapping[str, Any], index: Mapping[str, Entry], folder: object) -> None:
+def _check_folder(
+    model: nn.Module, state: Mapping[str, torch.Tensor], index: Mapping[str, Entry], folder: object
+) -> None:
     missing = [name for name in state if name not in index]
     other = [
         f"{name} is {tuple(index[name]['shape'])} there and {tuple(each.shape)} here"
@@ -293,7 +295,7 @@ def _main_device(device_map: Mapping[str, object]) -> Any:
     return next((device for device in device_map.values() if device not in (CPU.name, DISK)), CPU.name)
 
 
-def _is_host(device: Any) -> bool:
+def _is_host(device: Device) -> bool:
     """Return whether a device computes in host memory, where offloading weights to the host would free nothing."""
     kind = as_device(device).type
     return kind == CPU.name or any(row.name == kind and not row.select for row in KINDS)
@@ -404,12 +406,12 @@ def _retie_on_devices(model: nn.Module, ties: list[list[str]]) -> None:
         retie_parameters(model, [names for device, names in devices.items() if device.type != "meta"])
 
 
-def _guard_moves(model: Any) -> None:
+def _guard_moves(model: nn.Module) -> None:
     """Make moving the model by hand log a warning, and raise an error while some of its weights are offloaded."""
 
-    def guarded(move: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(move: Callable[..., object]) -> Callable[..., object]:
         @wraps(move)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> object:
             _log.warning(
                 "You shouldn't move a model that is dispatched using accelerate hooks: its hooks move inputs and "
                 "weights themselves. Take the hooks off first, with remove_hook_from_submodules."
@@ -491,7 +493,7 @@ def _infer_device_map(
     no_split_module_classes: str | list[str] | None,
     dtype: ByteDtype | None,
     offload_buffers: bool,
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     policies = ("auto", "balanced", "balanced_low_0", "sequential")
     if policy not in policies:
         raise SettingError(
@@ -531,7 +533,7 @@ def _cast_layers(
     storage_dtype: torch.dtype,
     compute_dtype: torch.dtype,
     patterns: list[str],
-    classes: Any,
+    classes: type[nn.Module] | tuple[type[nn.Module], ...],
     non_blocking: bool,
     name: str,
 ) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from .plugins.ddp import DistributedDataParallelKwargs
-    from .plugins.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+    from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
     from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
@@ -69,7 +69,7 @@ class Handlers:
     init: InitProcessGroupKwargs | None = None
     autocast: AutocastKwargs | None = None
     profile: ProfileKwargs | None = None
-    fp8: Any = None
+    fp8: FP8RecipeKwargs | None = None
     ao: AORecipeKwargs | None = None
     te: TERecipeKwargs | None = None
     msamp: MSAMPRecipeKwargs | None = None

@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from .big_models.budget import DevicePlan, PlacementProblem, parts_of
+from .big_models.budget import Bytes, DeviceKey, DevicePlan, PlacementProblem, parts_of
 from .big_models.device_map import place_greedily
 from .big_models.sizes import compute_module_sizes, find_tied_parameters, no_split_classes, own_parts
 from .distributed.collectives import world_or_joined
@@ -33,8 +33,8 @@ def generate_device_map(
     model: nn.Module,
     num_processes: int = 1,
     no_split_module_classes: Sequence[str] | None = None,
-    max_memory: Mapping[Any, Any] | None = None,
-) -> dict[str, Any]:
+    max_memory: Mapping[DeviceKey, Bytes] | None = None,
+) -> dict[str, DeviceKey]:
     """Assign modules to processes in order, each at most a tenth above the even share in bytes.
 
     The last process takes what is left. ``max_memory`` gives the bytes of each process itself.
@@ -72,7 +72,7 @@ class InferencePipeline:
         config = PipelineParallelConfig(num_micro_batches=num_chunks)
         self._schedule = PipelineSchedule(world, config, world.size, stages, range(world.size))
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def step(self, *args: object, **kwargs: object) -> Any:
         """Run one batch; return the output on the last process, else None. Inputs are read on the first one."""
         leaves = self._leaves(args, kwargs) if self._world.is_main else []
         with torch.no_grad():
@@ -85,7 +85,7 @@ class InferencePipeline:
                 key = ScheduleKey(metas_of(rows, size // self.num_chunks), self.num_chunks, self._inputs.others)
             return self._schedule.infer(broadcast_object(key, 0), rows)
 
-    def _leaves(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _leaves(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[object]:
         unknown = [name for name in kwargs if name not in self._kwargs]
         if unknown or len(kwargs) < len(self._kwargs):
             raise SettingError(
@@ -103,7 +103,7 @@ class _Inputs(nn.Module):
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
         self.stage = stage
-        self._kept: dict[int, Any] = {}
+        self._kept: dict[int, object] = {}
         self._num_inputs = 0
 
     def take(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
@@ -119,7 +119,7 @@ class _Inputs(nn.Module):
         """The metadata of the inputs that were kept, and their places."""
         return tuple((place, _metadata(leaf)) for place, leaf in self._kept.items())
 
-    def forward(self, *rows: torch.Tensor) -> Any:
+    def forward(self, *rows: torch.Tensor) -> object:
         """Return the output of the stage for ``rows`` and the inputs that were kept."""
         following = iter(rows)
         places = range(self._num_inputs)
@@ -159,7 +159,7 @@ def build_pipeline(
 
 def pippy_forward(
     forward: Callable[..., object], num_chunks: int, gather_output: bool, *args: object, **kwargs: object
-) -> Any:
+) -> object:
     """Run one batch through all stages; return the output on the last process (all with ``gather_output``), else None.
 
     A batch that ``num_chunks`` doesn't divide is filled up, and the output cut to its size.
@@ -184,7 +184,7 @@ def _padded(tensor: torch.Tensor, size: int, num_chunks: int) -> torch.Tensor:
     return pad_input_tensors(tensor, size, num_chunks) if _has_samples(tensor, size) else tensor
 
 
-def _broadcast_output(output: object, world: World) -> Any:
+def _broadcast_output(output: object, world: World) -> object:
     """Broadcast the output of the last process to all."""
     leaves, structure = tree_flatten(output)
     metadata, spec = broadcast_object(
@@ -252,7 +252,7 @@ def prepare_pippy(
     model.__dict__.update(_original_forward=original, hf_split_points=points, pippy_stage=schedule)
 
     @wraps(original)
-    def forward(*inputs: Any, **named: Any) -> Any:
+    def forward(*inputs: object, **named: object) -> object:
         return pippy_forward(schedule.step, schedule.num_chunks, bool(gather_output), *inputs, **named)
 
     model.forward = forward

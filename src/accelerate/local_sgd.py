@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -45,7 +44,7 @@ class LocalSGD:
         self.model = model
         self.local_sgd_steps = local_sgd_steps
         self.num_steps: int = 0
-        self._no_sync: AbstractContextManager[Any] | None = None
+        self._no_sync: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:

@@ -17,8 +17,9 @@ import torch
 
 from .errors import CollectiveError
 
-Predicate = Callable[[Any], bool]
+Predicate = Callable[[object], bool]
 T = TypeVar("T")
+Key = TypeVar("Key")
 Parameters = ParamSpec("Parameters")
 
 #: A value that a JSON document holds.
@@ -62,14 +63,14 @@ def is_namedtuple(data: object) -> bool:
     return isinstance(data, tuple) and isinstance(getattr(cast("Any", data), "_fields", None), tuple)
 
 
-def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+def honor_type(obj: Any, generator: Iterable[object]) -> Any:
     """Return the items of ``generator`` in a container of the type of ``obj``."""
     if is_namedtuple(obj):
         return type(obj)(*generator)
     return type(obj)(generator)
 
 
-def rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def rebuild_mapping(data: Mapping[Key, object], items: dict[Key, object]) -> Any:
     """Return ``items`` in a mapping of the type of ``data``."""
     if isinstance(data, defaultdict):
         return type(data)(data.default_factory, items)
@@ -78,12 +79,12 @@ def rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def recursively_apply(
-    func: Callable[..., Any],
-    data: Any,
-    *args: Any,
+    func: Callable[..., object],
+    data: object,
+    *args: object,
     test_type: Predicate = is_torch_tensor,
     error_on_other_type: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Return ``data`` with ``func(leaf, *args, **kwargs)`` in place of every leaf for which ``test_type`` holds.
 
@@ -91,11 +92,11 @@ def recursively_apply(
         TypeError: a leaf of another type was met and ``error_on_other_type`` is set.
     """
 
-    def walk(item: Any) -> Any:
+    def walk(item: object) -> object:
         if isinstance(item, (tuple, list)):
-            return honor_type(item, (walk(child) for child in cast("list[Any]", item)))
+            return honor_type(item, (walk(child) for child in cast("list[object]", item)))
         if isinstance(item, Mapping):
-            mapping = cast("Mapping[Any, Any]", item)
+            mapping = cast("Mapping[object, object]", item)
             return rebuild_mapping(mapping, {key: walk(child) for key, child in mapping.items()})
         if test_type(item):
             return func(item, *args, **kwargs)
@@ -129,15 +130,18 @@ def is_all_tensors(data: object) -> bool:
     return isinstance(data, torch.Tensor) if children is None else all(map(is_all_tensors, children))
 
 
-def _children(data: object) -> list[Any] | None:
+def _children(data: object) -> list[object] | None:
     """Return the items of a container; None for a leaf."""
     if isinstance(data, Mapping):
-        return list(cast("Mapping[Any, Any]", data).values())
-    return list(cast("list[Any]", data)) if isinstance(data, (tuple, list)) else None
+        return list(cast("Mapping[object, object]", data).values())
+    return list(cast("list[object]", data)) if isinstance(data, (tuple, list)) else None
 
 
 def send_to_device(
-    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | list[str] | None = None
+    tensor: object,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | list[str] | None = None,
 ) -> Any:
     """Return ``tensor`` (any nested container) with every object that has ``.to`` moved to ``device``.
 
@@ -150,10 +154,10 @@ def send_to_device(
         # Before the containers: a PackedSequence or a BatchEncoding knows better what of it moves.
         return _move(move, device, non_blocking)
     if isinstance(tensor, (tuple, list)):
-        items = cast("list[Any]", tensor)
+        items = cast("list[object]", tensor)
         return honor_type(items, (send_to_device(item, device, non_blocking, skip_keys) for item in items))
     if isinstance(tensor, Mapping):
-        mapping = cast("Mapping[Any, Any]", tensor)
+        mapping = cast("Mapping[object, object]", tensor)
         skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
         moved = {
             key: item if key in skipped else send_to_device(item, device, non_blocking, skip_keys)
@@ -163,7 +167,7 @@ def send_to_device(
     return tensor
 
 
-def _move(move: Callable[..., Any], device: Any, non_blocking: bool) -> Any:
+def _move(move: Callable[..., object], device: torch.device | str | int, non_blocking: bool) -> object:
     try:
         return move(device, non_blocking=non_blocking)
     except TypeError:  # a batch type whose .to() knows no non_blocking
@@ -224,7 +228,7 @@ def ignorant_find_batch_size(data: object) -> int | None:
 def listify(data: object) -> Any:
     """Return ``data`` with plain numbers and lists in place of tensors (bfloat16 goes through float32)."""
 
-    def convert(tensor: torch.Tensor) -> Any:
+    def convert(tensor: torch.Tensor) -> object:
         tensor = tensor.detach().cpu()
         return cast("Any", tensor.float() if tensor.dtype == torch.bfloat16 else tensor).tolist()
 
@@ -246,7 +250,7 @@ def slice_tensors(
     return recursively_apply(cut, data)
 
 
-def split_batch(batch: object, size: int, num_parts: int) -> Iterator[tuple[Any, int]]:
+def split_batch(batch: object, size: int, num_parts: int) -> Iterator[tuple[object, int]]:
     """Yield ``num_parts`` parts of nearly the same size, with their sizes.
 
     Tensors and lists of objects with ``size`` entries are cut; everything else is in every part.
@@ -256,16 +260,16 @@ def split_batch(batch: object, size: int, num_parts: int) -> Iterator[tuple[Any,
         yield (batch if num_parts == 1 else _rows_of(batch, size, slice(start, stop))), stop - start
 
 
-def _rows_of(data: Any, size: int, rows: slice) -> Any:
+def _rows_of(data: object, size: int, rows: slice) -> object:
     if isinstance(data, torch.Tensor):
         return data[rows] if data.ndim and data.shape[0] == size else data
     if isinstance(data, (list, tuple)):
-        items = cast("Sequence[Any]", data)
+        items = cast("Sequence[object]", data)
         if len(items) == size and not any(isinstance(item, (torch.Tensor, list, tuple, Mapping)) for item in items):
             return items[rows]
         return honor_type(data, (_rows_of(item, size, rows) for item in items))
     if isinstance(data, Mapping):
-        mapping = cast("Mapping[Any, Any]", data)
+        mapping = cast("Mapping[object, object]", data)
         cut = {key: _rows_of(value, size, rows) for key, value in mapping.items()}
         return rebuild_mapping(mapping, cut)
     return data
@@ -280,10 +284,10 @@ def concatenate(data: list[Any], dim: int = 0) -> Any:
     """
     first = data[0]
     if isinstance(first, (tuple, list)):
-        items = cast("list[Any]", first)
+        items = cast("list[object]", first)
         return honor_type(items, (concatenate([item[i] for item in data], dim) for i in range(len(items))))
     if isinstance(first, Mapping):
-        mapping = cast("Mapping[Any, Any]", first)
+        mapping = cast("Mapping[object, object]", first)
         return rebuild_mapping(mapping, {key: concatenate([item[key] for item in data], dim) for key in mapping})
     if not isinstance(first, torch.Tensor):
         if len(data) == 1:

@@ -27,11 +27,12 @@ from .settings.labels import DistributedType
 from .training.accumulation import GradientState
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from .plugins.deepspeed import DeepSpeedPlugin
     from .plugins.fsdp import FullyShardedDataParallelPlugin
-    from .plugins.handlers import TorchDynamoPlugin
+    from .plugins.handlers import AutocastKwargs, TorchDynamoPlugin
     from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .settings.run import Settings
@@ -55,8 +56,8 @@ def is_initialized() -> bool:
 
 
 def get_mixed_precision_context_manager(
-    native_amp: bool = False, autocast_kwargs: Any = None
-) -> AbstractContextManager[Any]:
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[object]:
     """Return the autocast context of this process's Accelerators, or a null context without `native_amp`.
 
     Raises:
@@ -83,7 +84,7 @@ def deepspeed_required(func: Callable[Parameters, Result]) -> Callable[Parameter
     return guarded
 
 
-def do_nothing(*args: Any, **kwargs: Any) -> None:
+def do_nothing(*args: object, **kwargs: object) -> None:
     """Do nothing."""
     return None
 
@@ -191,7 +192,7 @@ class _View(ABC):
         """Wait until every process has called this."""
         process_control.wait_for_everyone(self._world())
 
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+    def split_between_processes(self, inputs: object, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """Enter a context whose value is this process's part of `inputs`."""
         return process_control.split_between_processes(inputs, apply_padding, world=self._world())
 
@@ -203,12 +204,12 @@ class _View(ABC):
         """Enter a context whose block the first process of every host runs before the others of that host."""
         return process_control.local_main_process_first(self._world())
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """Print once per host."""
         if self.is_local_main_process:
             print(*args, **kwargs)
 
-    def destroy_process_group(self, group: Any = None) -> None:
+    def destroy_process_group(self, group: ProcessGroup | None = None) -> None:
         """Destroy the given process group; without one, leave the world (its holders are released first)."""
         if not (self.fork_launched and group is None):
             leave_group(group)
@@ -269,7 +270,7 @@ class PartialState(_View):
     def on_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
     @overload
     def on_main_process(self, function: None = None) -> Guard: ...
-    def on_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., Any]:
+    def on_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
         """Wrap `function` so that it runs on rank 0 only, and returns None elsewhere."""
         return process_control.only_when(lambda: self.is_main_process, function)
 
@@ -277,7 +278,7 @@ class PartialState(_View):
     def on_local_main_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
     @overload
     def on_local_main_process(self, function: None = None) -> Guard: ...
-    def on_local_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., Any]:
+    def on_local_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
         """Wrap `function` so that it runs on the first process of every host only, and returns None elsewhere."""
         return process_control.only_when(lambda: self.is_local_main_process, function)
 
@@ -285,7 +286,7 @@ class PartialState(_View):
     def on_last_process(self, function: Callable[Parameters, Result]) -> Callable[Parameters, Result | None]: ...
     @overload
     def on_last_process(self, function: None = None) -> Guard: ...
-    def on_last_process(self, function: Callable[..., object] | None = None) -> Callable[..., Any]:
+    def on_last_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
         """Wrap `function` so that it runs on the highest rank only, and returns None elsewhere."""
         return process_control.only_when(lambda: self.is_last_process, function)
 
@@ -297,7 +298,7 @@ class PartialState(_View):
     def on_process(self, function: None = None, process_index: int | None = None) -> Guard: ...
     def on_process(
         self, function: Callable[..., object] | None = None, process_index: int | None = None
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., object]:
         """Wrap `function` so that it runs on rank `process_index` only (always, in a world of one)."""
         return process_control.only_when(
             lambda: not self.use_distributed or self.process_index == process_index, function
@@ -311,7 +312,7 @@ class PartialState(_View):
     def on_local_process(self, function: None = None, local_process_index: int | None = None) -> Guard: ...
     def on_local_process(
         self, function: Callable[..., object] | None = None, local_process_index: int | None = None
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., object]:
         """Wrap `function` so that it runs on that process of every host only (always, in a world of one)."""
         return process_control.only_when(
             lambda: not self.use_distributed or self.local_process_index == local_process_index, function

@@ -233,7 +233,7 @@ def _as_read_by_one(saved: SavedPosition | None) -> SavedPosition | None:
     return replace(saved, position=ResumePosition(position.batches, position.batches, position.samples), dp_size=1)
 
 
-def _broadcast(batches: list[object], structures: list[object], device: object, world: World) -> list[object]:
+def _broadcast(batches: list[object], structures: list[object], device: torch.device, world: World) -> list[object]:
     """Broadcast the tensors of rank 0's batches; what isn't a tensor has come with the structures."""
     if not world.is_main:
         batches = [send_to_device(initialize_tensors(structure), device) for structure in structures]

@@ -38,7 +38,9 @@ def init_torch_dist_then_launch_deepspeed() -> None:
             losses.append(loss.item())
         epochs.append(sum(losses))
     assert epochs[1] < epochs[0], epochs
-    accelerator.print(f"ZeRO-{accelerator.deepspeed_plugin.zero_stage}: loss {epochs[0]:.3f} -> {epochs[1]:.3f}")
+    plugin = accelerator.deepspeed_plugin
+    assert plugin is not None
+    accelerator.print(f"ZeRO-{plugin.zero_stage}: loss {epochs[0]:.3f} -> {epochs[1]:.3f}")
     accelerator.end_training()
 
 
