@@ -29,7 +29,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 #: How long rank 0 waits for the others at a call stack that it hasn't seen before.
 GRACE_SECONDS: Final = 2.0
-#: How long it waits where they came the last time, if no hang watch finds out whether they wait in torch.
+#: How long it waits where they came the last time, if no hang watch finds out whether they wait in torch: it is
+#: switched off, or the ranks wait for a device, in whatever line reads from it.
 UNWATCHED_SECONDS: Final = 60.0
 #: So many calls are kept in the store for ranks that come late; the keys of earlier ones are deleted.
 KEPT_CALLS: Final = 64
@@ -182,7 +183,9 @@ class CallRendezvous:
     # -- rank 0 --------------------------------------------------------------------------------------------
 
     def _await_others(self, operation: str, key: str, names: tuple[str, ...], grace_seconds: float) -> bool:
-        start, is_watched, has_warned = time.monotonic(), self._coordinator.watch is not None, False
+        start, has_warned = time.monotonic(), False
+        watch = self._coordinator.watch
+        is_watched = watch is not None and watch.sees_backward
         arrived_late = key in self._alone and self._arrived_late(self._alone[key])
         waits_for_all = key in self._together or arrived_late
         limit = self._coordinator.timeout.total_seconds() if waits_for_all else grace_seconds
@@ -334,7 +337,7 @@ def _still_waiting(operation: str, limit_seconds: float) -> str:
     return (
         f"Rank 0 is in `{operation}` and waits for the other ranks, which made this call the last time, for up to "
         f"{limit_seconds:.0f} s; then it goes on alone. Let every rank make it, or the main process alone, each time; "
-        "or leave ACCELERATE_HANG_SECONDS as it is: a rank that waits elsewhere is then found out at once."
+        "or, on the CPU, leave ACCELERATE_HANG_SECONDS as it is: a rank that waits elsewhere is then found out at once."
     )
 
 

@@ -101,9 +101,9 @@ def watch_for_hangs(world: World, counter: ProgressCounter) -> None:
     if coordinator is None or seconds == 0 or world.size == 1:
         return
     if coordinator.watch is None:
-        on_host = world.kind.name == "cpu"
+        sees_backward = world.kind.name == "cpu"
         coordinator.watch = HangWatch(
-            coordinator.store, world.rank, world.size, seconds, threading.get_ident(), on_host
+            coordinator.store, world.rank, world.size, seconds, threading.get_ident(), sees_backward
         )
         coordinator.watch.start()
         release_before_leaving(coordinator.watch.stop)
@@ -126,10 +126,12 @@ class HangWatch:
         store: shared by the ranks of the world.
         seconds: how long a rank may make no progress before all ranks are asked for their positions.
         thread_id: of the watched thread.
-        on_host: backward passes compute on the host, so that one that uses no processor waits for other ranks.
+        sees_backward: backward passes compute on the host, so that one that uses no processor waits for other ranks.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, seconds: float, thread_id: int, on_host: bool = False) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, seconds: float, thread_id: int, sees_backward: bool = False
+    ) -> None:
         from ..torch_private.distributed import PrefixStore
 
         # A connection of its own: while this thread waits on a dead one, other users of it would wait too.
@@ -141,7 +143,7 @@ class HangWatch:
         self.counters: WeakSet[ProgressCounter] = WeakSet()
         self._signature: Hashable = ()
         self._progress_at, self._cpu_at = time.monotonic(), time.process_time()
-        self._on_host = on_host
+        self.sees_backward = sees_backward
         self._frequent_until = 0.0  # after a question, a rank may request that this one is ended
         self._threshold = seconds  # grows with every verdict about the same hang
         self._num_answered = 0
@@ -196,7 +198,8 @@ class HangWatch:
         self._frequent_until = time.monotonic() + _FREQUENT_SECONDS
         is_idle = time.process_time() - self._cpu_at < _IDLE_FRACTION * stalled_seconds
         position = replace(
-            _position_of(self._rank, stalled_seconds, frame), is_stuck=is_idle and _is_in_torch(frame, self._on_host)
+            _position_of(self._rank, stalled_seconds, frame),
+            is_stuck=is_idle and _is_in_torch(frame, self.sees_backward),
         )
         self._store.set(f"{number}/{self._rank}", json.dumps(asdict(position)))
 
