@@ -33,8 +33,8 @@ device: setup    ## build an imitation of an accelerator (g++, a minute, once) a
 	TEST_DEVICE=sim $(BIN)/python -m pytest -q -p tests.device.plugin $(ON_DEVICE) tests/oracle
 
 ON_DEVICE := $(addprefix tests/multi/test_,$(addsuffix .py,accelerator averaging background_saves checkpointing \
-	collectives data_loader fsdp1 fsdp2 gathering inference local_sgd metrics micro_batches open_window reduction_order \
-	shard_saves))
+	collectives coordinated_retry data_loader fsdp1 fsdp2 gathering inference local_sgd main_only_calls metrics \
+	micro_batches one_rank_reads open_window progress reduction_order shard_saves))
 
 slow: setup      ## what `make test` leaves out for its time: examples at full length, every launcher, failure and fault (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/seeds tests/multi/test_launch.py tests/multi/test_compiled.py \

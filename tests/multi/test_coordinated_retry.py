@@ -121,6 +121,11 @@ def _alone(sizes: list[int]) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
+def _reference(sizes: list[int]) -> dict[str, torch.Tensor]:
+    """Those weights, computed in a process of their own: on a device, a process that has computed can't fork ranks."""
+    return run_on_ranks(_alone, 1, sizes)[0]
+
+
 def _prepared(device: Device, options: dict[str, Any], *, precision: str = "no", syncs_each: bool = False) -> Any:
     """An Accelerator, a wired model and its optimizer."""
     gc.freeze()  # what the process was forked with need not be looked through after every failure
@@ -191,7 +196,7 @@ def _assert_as_alone(run: dict[str, Any], reference: dict[str, torch.Tensor], wh
 @pytest.mark.parametrize("since", [pytest.param(0, marks=slow), 1, pytest.param(2, marks=slow)])
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_wherever_memory_runs_out_all_ranks_split_and_the_update_stays(options: dict[str, Any], since: int) -> None:
-    reference = _alone([GLOBAL_BATCH] * NUM_MICRO_BATCHES)
+    reference = _reference([GLOBAL_BATCH] * NUM_MICRO_BATCHES)
     main, full = run_on_ranks(functools.partial(_all_places, options, since=since), 2)
     for place, run, other in zip(PLACES, main, full, strict=True):
         assert (run["failures"], run["parts"]) == (0, 4), place
@@ -213,7 +218,7 @@ def _variants(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", pytest.param("fsdp1 of flat parameters", marks=slow)])
 def test_whatever_came_before_the_update_stays(kind: str) -> None:
-    reference, ragged = _alone([GLOBAL_BATCH] * NUM_MICRO_BATCHES), _alone(RAGGED)
+    reference, ragged = _reference([GLOBAL_BATCH] * NUM_MICRO_BATCHES), _reference(RAGGED)
     runs, others = run_on_ranks(functools.partial(_variants, KINDS[kind]), 2)
     for name, run in runs.items():
         failures = run["failures"] + others[name]["failures"]
@@ -265,7 +270,7 @@ TORCH_PLACES = [("foreach_all_gather", call) for call in (1, 2, 3, 4, 7)] + [
 
 
 def test_gathering_and_reducing_may_run_out_themselves() -> None:
-    reference = _alone([GLOBAL_BATCH] * 4)
+    reference = _reference([GLOBAL_BATCH] * 4)
     for place, run, other in zip(TORCH_PLACES, *run_on_ranks(_all_of_torch, 2), strict=True):
         assert (run["failures"], other["failures"], run["parts"], other["parts"]) == (0, 1, 2, 2), place
         _assert_as_alone(run, reference, place)
@@ -456,7 +461,7 @@ FAST_MESHES = ("tp",)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST_MESHES else [slow]) for name in MESHES])
 def test_ranks_that_share_samples_give_a_pass_up_too(name: str) -> None:
     count, mesh = MESHES[name]
-    reference = mesh_runs.train(updates=2)["weights"]
+    reference = run_on_ranks(functools.partial(mesh_runs.train, updates=2), 1)[0]["weights"]
     for place, *runs in zip(MODULE_PLACES, *run_on_ranks(functools.partial(_all_modules, **mesh), count), strict=True):
         assert [run["failures"] > 0 for run in runs] == [False] * (count - 1) + [True], place
         assert len({run["parts"] for run in runs}) == 1 and runs[0]["parts"] > 1, place
