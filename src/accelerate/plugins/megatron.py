@@ -10,7 +10,7 @@ import torch
 
 from ..errors import SettingError
 from ..optional import require
-from ..settings.megatron import MegatronOptions
+from ..settings.megatron import MegatronOptions, option_names
 from .handlers import LaunchedOptions
 
 #: A batch of named tensors, from which the length of the sequences is read.
@@ -33,53 +33,6 @@ _RENAMED = {
     "sequence_parallelism": "sequence_parallel",
     "gradient_clipping": "clip_grad",
 }
-_TAKEN_OVER = (
-    "pipeline_model_parallel_split_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "use_distributed_optimizer",
-    "num_micro_batches",
-    "consumed_samples",
-    "no_wd_decay_cond",
-    "scale_lr_cond",
-    "lr_mult",
-    "megatron_dataset_flag",
-    "eval_iters",
-    "eval_interval",
-    "use_custom_fsdp",
-    "no_load_optim",
-    "eod_mask_loss",
-    "no_save_optim",
-    "optimizer_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "use_precision_aware_optimizer",
-    "decoder_last_pipeline_num_layers",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "attention_backend",
-    "expert_model_parallel_size",
-    "context_parallel_size",
-    "attention_dropout",
-    "hidden_dropout",
-    "attention_softmax_in_fp32",
-    "expert_tensor_parallel_size",
-    "calculate_per_token_loss",
-    "use_rotary_position_embeddings",
-)
-_SCHEDULE = (
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_decay_style",
-    "lr_warmup_fraction",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "min_lr",
-    "start_weight_decay",
-    "end_weight_decay",
-    "train_iters",
-    "train_samples",
-    "weight_decay_incr_style",
-)
 
 
 @dataclass
@@ -93,7 +46,7 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
         self._set_ddp_implementation(local=self.pp_degree > 1 or self.use_distributed_optimizer)
         self.megatron_lm_default_args: dict[str, Any] = {
             **{theirs: getattr(self, ours) for ours, theirs in _RENAMED.items()},
-            **{name: getattr(self, name) for name in _TAKEN_OVER},
+            **{name: getattr(self, name) for name in option_names("argument") if name not in _RENAMED},
             "DDP_impl": self.DDP_impl,
         }
         if self.recompute_activations:
@@ -162,7 +115,7 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
             )
         if self.lr_warmup_samples is None:
             self.lr_warmup_samples: int | None = 0
-        self.megatron_lm_default_args.update({name: getattr(self, name) for name in _SCHEDULE})
+        self.megatron_lm_default_args.update({name: getattr(self, name) for name in option_names("schedule")})
 
     def set_tensorboard_logging_options(self) -> None:
         """Turn on everything that Megatron-LM can log."""

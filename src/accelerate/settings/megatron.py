@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, Literal
 
 from .option import OptionGroup, option
 
+#: The use of an option: an argument of Megatron-LM, one of its schedule's, or none of them: Accelerate reads it.
+Use = Literal["argument", "schedule", "own"]
+_USE: Final = "accelerate.megatron"
 
-def _only_python(default: Any, help: str) -> Any:
+
+def _used_as(use: Use, declared: Any) -> Any:
+    return field(default=None, metadata={**declared.metadata, _USE: use})
+
+
+def _only_python(default: Any, help: str, *, use: Use = "argument") -> Any:
     """Declare an option that is neither a variable, nor a key, nor a flag."""
-    return option(default, help, env=None, key=None, flag=None)
+    return _used_as(use, option(default, help, env=None, key=None, flag=None))
 
 
 @dataclass
@@ -79,10 +87,13 @@ class MegatronOptions(
         "Shard activations along the sequence between tensor parallel regions.",
         question="Do you want to enable Sequence Parallelism?",
     )
-    recompute_activations: bool = option(
-        False,
-        "Compute activations again instead of keeping them.",
-        question="Do you want to enable selective activation recomputation?",
+    recompute_activations: bool = _used_as(
+        "own",
+        option(
+            False,
+            "Compute activations again instead of keeping them.",
+            question="Do you want to enable selective activation recomputation?",
+        ),
     )
     use_distributed_optimizer: bool = option(
         False,
@@ -93,37 +104,50 @@ class MegatronOptions(
     num_layers_per_virtual_pipeline_stage: int | None = _only_python(
         None, "The number of layers per virtual pipeline stage."
     )
-    is_train_batch_min: bool = _only_python(True, "Of several loaders, take the smallest batch size.")
-    train_iters: int | None = _only_python(None, "The number of training iterations.")
-    train_samples: int | None = _only_python(None, "The number of training samples.")
-    weight_decay_incr_style: str = _only_python("constant", "How weight decay grows.")
-    start_weight_decay: float | None = _only_python(None, "The first weight decay.")
-    end_weight_decay: float | None = _only_python(None, "The last weight decay.")
-    lr_decay_style: str = _only_python("linear", "How the learning rate falls.")
-    lr_decay_iters: int | None = _only_python(None, "The iterations over which the learning rate falls.")
-    lr_decay_samples: int | None = _only_python(None, "The samples over which the learning rate falls.")
-    lr_warmup_iters: int | None = _only_python(None, "The iterations over which the learning rate rises.")
-    lr_warmup_samples: int | None = _only_python(None, "The samples over which the learning rate rises.")
-    lr_warmup_fraction: float | None = _only_python(None, "The part of the decay over which the learning rate rises.")
-    min_lr: float = _only_python(0, "The lowest learning rate.")
+    is_train_batch_min: bool = _only_python(True, "Of several loaders, take the smallest batch size.", use="own")
+    train_iters: int | None = _only_python(None, "The number of training iterations.", use="schedule")
+    train_samples: int | None = _only_python(None, "The number of training samples.", use="schedule")
+    weight_decay_incr_style: str = _only_python("constant", "How weight decay grows.", use="schedule")
+    start_weight_decay: float | None = _only_python(None, "The first weight decay.", use="schedule")
+    end_weight_decay: float | None = _only_python(None, "The last weight decay.", use="schedule")
+    lr_decay_style: str = _only_python("linear", "How the learning rate falls.", use="schedule")
+    lr_decay_iters: int | None = _only_python(
+        None, "The iterations over which the learning rate falls.", use="schedule"
+    )
+    lr_decay_samples: int | None = _only_python(None, "The samples over which the learning rate falls.", use="schedule")
+    lr_warmup_iters: int | None = _only_python(
+        None, "The iterations over which the learning rate rises.", use="schedule"
+    )
+    lr_warmup_samples: int | None = _only_python(
+        None, "The samples over which the learning rate rises.", use="schedule"
+    )
+    lr_warmup_fraction: float | None = _only_python(
+        None, "The part of the decay over which the learning rate rises.", use="schedule"
+    )
+    min_lr: float = _only_python(0, "The lowest learning rate.", use="schedule")
     consumed_samples: Any = _only_python(None, "Samples seen before, per data loader: train, evaluation, test.")
     no_wd_decay_cond: Any = _only_python(None, "Tells which parameters have no weight decay.")
     scale_lr_cond: Any = _only_python(None, "Tells which parameters have a scaled learning rate.")
     lr_mult: float = _only_python(1.0, "The scale of those learning rates.")
     megatron_dataset_flag: bool = _only_python(False, "The data is in Megatron's own format.")
-    seq_length: int | None = _only_python(None, "The longest sequence.")
-    encoder_seq_length: int | None = _only_python(None, "The longest sequence of the encoder.")
-    decoder_seq_length: int | None = _only_python(None, "The longest sequence of the decoder.")
-    tensorboard_dir: str | None = _only_python(None, "The folder of Megatron's tensorboard logs.")
-    set_all_logging_options: bool = _only_python(False, "Log all that Megatron can log.")
+    seq_length: int | None = _only_python(None, "The longest sequence.", use="own")
+    encoder_seq_length: int | None = _only_python(None, "The longest sequence of the encoder.", use="own")
+    decoder_seq_length: int | None = _only_python(None, "The longest sequence of the decoder.", use="own")
+    tensorboard_dir: str | None = _only_python(None, "The folder of Megatron's tensorboard logs.", use="own")
+    set_all_logging_options: bool = _only_python(False, "Log all that Megatron can log.", use="own")
     eval_iters: int = _only_python(100, "Iterations per evaluation.")
     eval_interval: int = _only_python(1000, "Iterations between evaluations.")
-    return_logits: bool = _only_python(False, "Return the logits from forward passes.")
-    custom_train_step_class: Any = _only_python(None, "A train step class of one's own.")
-    custom_train_step_kwargs: Any = _only_python(None, "The arguments of that class.")
-    custom_model_provider_function: Any = _only_python(None, "Builds the model.")
-    custom_prepare_model_function: Any = _only_python(None, "Prepares the model.")
-    custom_megatron_datasets_provider_function: Any = _only_python(None, "Builds the datasets.")
-    custom_get_batch_function: Any = _only_python(None, "Gets a batch.")
-    custom_loss_function: Any = _only_python(None, "Computes the loss.")
-    other_megatron_args: Any = _only_python(None, "More Megatron arguments, by name.")
+    return_logits: bool = _only_python(False, "Return the logits from forward passes.", use="own")
+    custom_train_step_class: Any = _only_python(None, "A train step class of one's own.", use="own")
+    custom_train_step_kwargs: Any = _only_python(None, "The arguments of that class.", use="own")
+    custom_model_provider_function: Any = _only_python(None, "Builds the model.", use="own")
+    custom_prepare_model_function: Any = _only_python(None, "Prepares the model.", use="own")
+    custom_megatron_datasets_provider_function: Any = _only_python(None, "Builds the datasets.", use="own")
+    custom_get_batch_function: Any = _only_python(None, "Gets a batch.", use="own")
+    custom_loss_function: Any = _only_python(None, "Computes the loss.", use="own")
+    other_megatron_args: Any = _only_python(None, "More Megatron arguments, by name.", use="own")
+
+
+def option_names(use: Use) -> list[str]:
+    """Return the names of the options that are for ``use``, in the order of declaration."""
+    return [each.name for each in fields(MegatronOptions) if each.metadata.get(_USE, "argument") == use]

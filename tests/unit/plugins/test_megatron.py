@@ -12,6 +12,7 @@ from accelerate.errors import SettingError
 from accelerate.plugins import megatron as megatron_models
 from accelerate.plugins.megatron import MegatronLMPlugin, add_model_config_to_megatron_parser
 from accelerate.settings import env
+from accelerate.settings.megatron import option_names
 
 
 def _model(model_type: str, **sizes: Any) -> Any:
@@ -24,6 +25,19 @@ def test_degrees_and_options_get_megatrons_names() -> None:
     assert arguments["clip_grad"] == 0.5
     assert arguments["sequence_parallel"] is True
     assert arguments["context_parallel_size"] == 2  # the documented default
+
+
+def test_every_option_is_an_argument_one_of_the_schedule_or_our_own() -> None:
+    plugin = MegatronLMPlugin()
+    arguments = set(plugin.megatron_lm_default_args)
+    assert {"eval_iters", "lr_mult", "use_custom_fsdp", "recompute_method"} <= arguments
+    assert not arguments & {"seq_length", "custom_loss_function", "recompute_activations", "train_iters", "tp_degree"}
+    plugin.set_training_args(micro_batch_size=1, dp_degree=1)
+    plugin.set_scheduler_args(SimpleNamespace(total_num_steps=1, warmup_num_steps=1))
+    assert set(plugin.megatron_lm_default_args) - arguments == {
+        *option_names("schedule"), "data_parallel_size", "micro_batch_size", "global_batch_size",
+    }  # fmt: skip
+    assert len(option_names("schedule")) == 12
 
 
 def test_the_environment_fills_what_was_not_given() -> None:
