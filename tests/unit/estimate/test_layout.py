@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelerate.errors import SettingError
-from accelerate.tools.estimate.plan import Layout, footprint
+from accelerate.tools.estimate.plan import Layout, footprint, layouts, propose
 from accelerate.tools.estimate.trace import Moment, TrainingTrace
 
 GB = 10**9
@@ -118,6 +118,22 @@ def test_whole_weights_are_gathered_block_by_block_or_all_of_them() -> None:
     )
     assert by_block.communication == 4 * GB + 2 * TRACE.largest_block
     assert all_of_them.communication == 40 * GB
+
+
+def test_deepspeed_sends_gradients_in_buckets_of_half_a_billion() -> None:
+    late = replace(TRACE, moments=(Moment(40 * GB, 0),))
+    assert footprint(late, Layout.parse("zero2", 8)).communication == 2 * GB  # in four bytes each
+
+
+def test_tensor_ranks_stay_in_a_host_and_context_ranks_do_not() -> None:
+    tried = list(layouts(64, 8))
+    assert [each.tp for each in tried if each.tp > 1 and each.cp == 1] == [2, 4, 8]
+    assert [each.cp for each in tried if each.tp == 1 and each.cp > 1] == [2, 4, 8, 16, 32]
+    assert [(each.tp, each.cp) for each in tried if each.tp > 1 and each.cp > 1] == [(8, 8)]
+
+
+def test_a_tenth_of_the_memory_is_left() -> None:
+    assert propose("it", lambda recompute: TRACE, gpus=1, memory=1000 * GB).usable == 900 * GB
 
 
 def test_tensor_ranks_divide_the_layers_that_can_be() -> None:

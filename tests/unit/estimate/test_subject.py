@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from accelerate.errors import CheckpointNotFound, MissingDependency, SettingError
 from accelerate.optional import is_installed
-from accelerate.tools.estimate.subject import find_subject
+from accelerate.tools.estimate.subject import find_subject, inputs_of_timm
 from accelerate.tools.estimate.trace import trace_training
 
 PROGRAM = """
@@ -135,3 +135,8 @@ def test_a_downloaded_model_is_found_without_a_network(tmp_path: Path, monkeypat
     real = hub.hf_hub_download
     monkeypatch.setattr(hub, "hf_hub_download", lambda *args: real(*args, cache_dir=tmp_path, local_files_only=True))
     assert find_subject("some/model").name == "some/model"
+
+
+def test_images_are_those_of_imagenet_where_the_model_tells_nothing() -> None:
+    (images,) = inputs_of_timm(torch.nn.Identity(), 2)
+    assert images.shape == (2, 3, 224, 224)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from accelerate.errors import PreparationError, SettingError
+from accelerate.tools.estimate.allocations import AllocationTracker
 from accelerate.tools.estimate.trace import Moment, TrainingTrace, repeated_blocks, trace_training
 from benchmarks.estimates import MODELS, LanguageModel, Subject, compare
 from tests.torch_needed import needs_torch
@@ -148,3 +149,11 @@ def test_blocks_are_those_that_the_model_names_else_its_longest_list() -> None:
     model._no_split_modules = ["Attention"]  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     assert len(repeated_blocks(model)) == 5 and type(repeated_blocks(model)[0]).__name__ == "Attention"
     assert repeated_blocks(nn.Linear(2, 2)) == []
+
+
+def test_accelerators_hand_out_memory_in_pieces_of_512_bytes() -> None:
+    for device, expected in (("meta", 512 + 1024), ("cpu", 4 + 516)):
+        tracker = AllocationTracker(torch.device(device))
+        tensors = [torch.empty(1, device=device), torch.empty(129, device=device)]
+        tracker.count(tensors, "weights")
+        assert tracker.num_bytes["weights"] == expected

@@ -29,9 +29,10 @@ _SHARDED: Final[dict[Sharding, tuple[bool, bool, bool]]] = {
     "fsdp": (True, True, True),
     "fsdp-grad": (True, True, True),
 }
+#: The fraction of a block's activations, of which tensor parallelism divides the rest (Korthikanti et al., above).
 _ON_EVERY_TENSOR_RANK: Final = 10 / 34
 _FULL_PRECISION_BYTES: Final = 4
-#: Elements in a communication bucket of DeepSpeed, by default.
+#: Elements in a communication bucket of DeepSpeed: the default of its ``reduce_bucket_size``.
 _BUCKET_NUMBERS: Final = 500_000_000
 
 
@@ -237,7 +238,9 @@ def _trained(trace: TrainingTrace, layout: Layout) -> tuple[float, float, float]
 
 #: The fraction of a device's memory that is left for fragmentation, kernels, and the communication library.
 RESERVE: Final = 0.1
-_DEGREES: Final = (2, 4, 8)
+#: Degrees of tensor parallelism that are tried, those of one host; context parallelism spans hosts.
+_TENSOR_DEGREES: Final = (2, 4, 8)
+_CONTEXT_DEGREES: Final = (*_TENSOR_DEGREES, 16, 32)
 
 
 @final
@@ -313,13 +316,13 @@ def layouts(gpus: int, gpus_per_host: int) -> Iterator[Layout]:
         yield Layout(shards=inside, replicas=hosts, sharding="fsdp")
     yield Layout(shards=gpus, sharding="fsdp-grad")
     yield Layout(shards=gpus, sharding="fsdp")
-    for degree in _DEGREES:
+    for degree in _TENSOR_DEGREES:
         if degree <= inside and degree < gpus and inside % degree == 0:
             yield _with_shards(gpus, tp=degree)
-    for degree in (*_DEGREES, 16, 32):
+    for degree in _CONTEXT_DEGREES:
         if degree <= gpus and gpus % degree == 0:
             yield _with_shards(gpus, cp=degree)
-    if inside in _DEGREES and gpus > inside:
+    if inside in _TENSOR_DEGREES and gpus > inside:
         yield _with_shards(gpus, tp=inside, cp=gpus // inside)
     yield Layout(shards=gpus, sharding="fsdp", offload_weights=True)
 

@@ -223,6 +223,7 @@ _ONE_LABEL_A_SAMPLE = {
     "ForSpeechSeq2Seq": False,
     "ForTokenClassification": False,
 }
+#: The images of ImageNet, on which most image models are trained, for models that don't tell theirs.
 _CHANNELS = 3
 _SIDE = 224
 
