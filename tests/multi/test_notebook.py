@@ -114,6 +114,8 @@ CELLS = {
     "imports": IMPORTS,
     "first": TRAIN + run(5),
     "second": "base = 20\n" + run(5) + "base = 10",
+    "alone": "print(notebook_launcher(train, (5,), num_processes=1)[0])",
+    "after alone": run(5),
     "failing": FAIL,
     "after a failure": run(6),
     "bar": BARS,
@@ -209,6 +211,11 @@ def test_what_cant_be_pickled_for_fresh_processes_is_refused_with_the_way_out(ce
     assert kind == "LaunchError"
     assert "can't be pickled for fresh processes" in text
     assert "inside the function" in text
+
+
+def test_a_launch_of_one_process_does_not_forbid_a_later_one_of_several(cells: dict[str, Cell]) -> None:
+    assert "[15]" in cells["alone"].stdout
+    assert "results [[15, 16], [15, 16]] [0, 1]" in cells["after alone"].stdout
 
 
 def test_a_launch_after_an_accelerator_was_created_in_a_cell_is_refused(cells: dict[str, Cell]) -> None:

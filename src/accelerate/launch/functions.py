@@ -26,6 +26,9 @@ from .supervisor import Supervisor, start_command
 
 PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
 
+#: The world that a launch of one process, which runs in this interpreter, joined and left behind.
+_left_by_launch: object | None = None
+
 
 def plan_ranks(
     num_processes: int, *, cpu: bool, mixed_precision: str, port: int, extra: Mapping[str, str] | None = None
@@ -109,18 +112,29 @@ def is_notebook() -> bool:
 
 
 def refuse_existing_state() -> None:
-    """Raise if a world has been joined in this process already.
+    """Raise if a world has been joined in this process already; forget the one that a launch of one process left.
 
     Raises:
         SettingError: an Accelerator (or PartialState) was made in this process before the launch.
     """
-    world = sys.modules.get("accelerate.distributed.world")
-    if world is not None and world.current_world() is not None:
+    world = _joined_world()
+    if world is not None and world is _left_by_launch:
+        state = sys.modules.get("accelerate.state")
+        if state is not None:
+            state.AcceleratorState._reset_state(reset_partial_state=True)
+            state.GradientState._reset_state()
+    elif world is not None:
         raise SettingError(
             "An Accelerator was already created in this process, so it can't start ranks. The `Accelerator` should "
             "only be initialized inside your training function: create it inside the function that is launched, and "
             "restart the notebook's kernel if it was created in a cell."
         )
+
+
+def _joined_world() -> object | None:
+    """Return the world that this process has joined, without importing what would join one."""
+    module = sys.modules.get("accelerate.distributed.world")
+    return None if module is None else module.current_world()
 
 
 def notebook_launcher(
@@ -211,8 +225,14 @@ def _call_here(function: Callable[..., Any], args: Sequence[Any], mixed_precisio
 
     name = present()[0].name
     print(f"Launching training on {'the CPU' if name == 'cpu' else f'one {name} device'}.")
-    with env.patched(ACCELERATE_MIXED_PRECISION=mixed_precision.lower()):
-        return function(*args)
+    global _left_by_launch
+    before = _joined_world()
+    try:
+        with env.patched(ACCELERATE_MIXED_PRECISION=mixed_precision.lower()):
+            return function(*args)
+    finally:
+        if before is None:
+            _left_by_launch = _joined_world()
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
