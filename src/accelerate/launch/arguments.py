@@ -101,7 +101,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return settings
 
 
-def _check_same_count(settings: Settings, given: Mapping[str, Any], per_machine: int | str, count: int | None) -> None:
+def _check_same_count(
+    settings: Settings, given: Mapping[str, object], per_machine: int | str, count: int | None
+) -> None:
     if given.get("num_processes") not in (None, count):
         raise SettingError(
             f"--nproc_per_node {per_machine} on {settings.launch.num_machines} machine(s) and "

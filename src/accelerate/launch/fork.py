@@ -41,7 +41,7 @@ def fork_is_safe() -> bool:
     )
 
 
-def start_fork(function: Callable[..., Any], args: Sequence[Any], folder: Path) -> Starter:
+def start_fork(function: Callable[..., object], args: Sequence[object], folder: Path) -> Starter:
     """Return a starter that forks this process, calls the function in the child and exits."""
     tie_to_parent = die_with_parent()
 
@@ -111,7 +111,7 @@ def _detach_from_notebook() -> None:
 
 
 def call_and_report(
-    function: Callable[..., Any], args: Sequence[Any], folder: Path, rank: int, *, is_copy: bool = False
+    function: Callable[..., object], args: Sequence[object], folder: Path, rank: int, *, is_copy: bool = False
 ) -> int:
     """Call the function, write its result and return the exit code; 1 after an exception, whose traceback it prints."""
     try:
@@ -192,7 +192,7 @@ def _interactive_sources() -> dict[str, list[str]]:
     return found
 
 
-def write_function(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -> None:
+def write_function(folder: Path, function: Callable[..., object], args: Sequence[object]) -> None:
     """Pickle the function, its arguments and what it uses of ``__main__`` for a new process to load.
 
     Raises:
@@ -213,18 +213,18 @@ def write_function(folder: Path, function: Callable[..., Any], args: Sequence[An
 class PickledFunction:
     """A function that is pickled by value where processes are spawned, as is its result."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         self._packed: bytes = require("cloudpickle", "notebook").dumps(function)
         # torch's agent asks the function for its name
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
         self.__qualname__: str = self.__name__
 
-    def __call__(self, *args: Any) -> bytes:
+    def __call__(self, *args: object) -> bytes:
         cloudpickle = require("cloudpickle")
         return cloudpickle.dumps(cloudpickle.loads(self._packed)(*args))
 
 
-def read_function(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def read_function(folder: Path) -> tuple[Callable[..., object], tuple[object, ...]]:
     """Load the function and its arguments, in a process that was started for them."""
     cells, function, args = require("cloudpickle").loads((folder / "function").read_bytes())
     for name, lines in cells.items():

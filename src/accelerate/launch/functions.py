@@ -54,7 +54,7 @@ def plan_ranks(
     )
 
 
-def run_ranks(function: Callable[..., Any], args: Sequence[Any], plan: LaunchPlan, *, fork: bool) -> list[Any]:
+def run_ranks(function: Callable[..., object], args: Sequence[object], plan: LaunchPlan, *, fork: bool) -> list[Any]:
     """Run ``function(*args)`` on each rank and return the results in rank order.
 
     Raises:
@@ -138,8 +138,8 @@ def _joined_world() -> object | None:
 
 
 def notebook_launcher(
-    function: Callable[..., Any],
-    args: Sequence[Any] = (),
+    function: Callable[..., object],
+    args: Sequence[object] = (),
     num_processes: int | None = None,
     mixed_precision: str = "no",
     use_port: str | int = "29500",
@@ -148,7 +148,7 @@ def notebook_launcher(
     num_nodes: int = 1,
     rdzv_backend: str = "static",
     rdzv_endpoint: str = "",
-    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_conf: Mapping[str, object] | None = None,
     rdzv_id: str = "none",
     max_restarts: int = 0,
     monitor_interval: float = 0.1,
@@ -219,7 +219,7 @@ def _port(use_port: str | int) -> int:
     return port
 
 
-def _call_here(function: Callable[..., Any], args: Sequence[Any], mixed_precision: str) -> Any:
+def _call_here(function: Callable[..., object], args: Sequence[object], mixed_precision: str) -> Any:
     from ..devices.table import present
     from ..settings import env
 
@@ -235,7 +235,7 @@ def _call_here(function: Callable[..., Any], args: Sequence[Any], mixed_precisio
             _left_by_launch = _joined_world()
 
 
-def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
+def debug_launcher(function: Callable[..., object], args: Sequence[object] = (), num_processes: int = 2) -> list[Any]:
     """Run ``function(*args)`` on ``num_processes`` CPU ranks joined by gloo on the loopback; return the results."""
     refuse_existing_state()
     plan = plan_ranks(num_processes, cpu=True, mixed_precision="no", port=get_free_port())

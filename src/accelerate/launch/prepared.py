@@ -237,12 +237,12 @@ class PrepareForLaunch:
     function.
     """
 
-    def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
+    def __init__(self, launcher: Callable[..., object], distributed_type: str = "NO", debug: bool = False) -> None:
         self.launcher = launcher
         self.distributed_type: str = str(getattr(distributed_type, "value", distributed_type))
         self.debug = debug
 
-    def __call__(self, index: int, *args: Any) -> None:
+    def __call__(self, index: int, *args: object) -> None:
         """Run the launched function as rank ``index`` of this host."""
         if self.debug:
             self._init_process_group_from_file(index)

@@ -189,8 +189,8 @@ def failure_time(failure: Any) -> float:
 
 
 def elastic_call(
-    function: Callable[..., Any],
-    args: Sequence[Any],
+    function: Callable[..., object],
+    args: Sequence[object],
     *,
     num_processes: int,
     mixed_precision: str,
@@ -198,7 +198,7 @@ def elastic_call(
     num_nodes: int,
     node_rank: int,
     backend: str,
-    configuration: Mapping[str, Any],
+    configuration: Mapping[str, object],
     run_id: str,
     max_restarts: int,
     monitor_interval: float,

@@ -63,7 +63,7 @@ def read_whole_layer(path: str | Path) -> Layer:
     return layer
 
 
-def layer_of_mapping(document: Mapping[str, Any], where: str) -> Layer:
+def layer_of_mapping(document: Mapping[str, object], where: str) -> Layer:
     """Convert the content of a configuration file that isn't in a file (yet) to a layer."""
     return layer_of(_mapping_entries(document, lambda _: where), where)
 
@@ -102,7 +102,7 @@ def options_with_groups() -> Iterator[tuple[str, OptionInfo]]:
             yield group, option
 
 
-def without_locations(value: Any) -> Any:
+def without_locations(value: object) -> Any:
     """Return the value as plain dicts and lists, without the locations of its keys."""
     if isinstance(value, list):
         items = cast("list[Any]", value)
@@ -133,8 +133,8 @@ class _Reader:
 
     def layer(self, entries: Iterable[Entry]) -> Layer:
         """Return all values of the file, by "group.option"."""
-        values: dict[str, tuple[Any, Source]] = {}
-        foreign: dict[str, Any] = {}
+        values: dict[str, tuple[object, Source]] = {}
+        foreign: dict[str, object] = {}
         deepspeed: list[str] = []
         unused: list[str] = []
         for entry in entries:
@@ -160,7 +160,7 @@ class _Reader:
             values["deepspeed_launch.config_fields"] = (sorted(deepspeed), Source("file", self.where))
         return values
 
-    def _take(self, entry: Entry, section: str | None, values: dict[str, tuple[Any, Source]]) -> bool:
+    def _take(self, entry: Entry, section: str | None, values: dict[str, tuple[object, Source]]) -> bool:
         """Put the entry's value into `values`; return False when no option of its section has the key."""
         found = self.known[section].get(entry.key)
         if found is None:
@@ -174,7 +174,7 @@ class _Reader:
             values[f"{group}.{option.name}"] = (value, source)
         return True
 
-    def _read_fp16(self, entry: Entry, values: dict[str, tuple[Any, Source]]) -> None:
+    def _read_fp16(self, entry: Entry, values: dict[str, tuple[object, Source]]) -> None:
         """Read `fp16: true`, with which old files ask for mixed precision."""
         try:
             wanted = parse_bool(entry.value)
@@ -258,11 +258,11 @@ def _entries(path: Path, text: str) -> list[Entry]:
     return _yaml_entries(path, text)
 
 
-def _mapping_entries(document: Mapping[str, Any], location: Callable[[str], str]) -> list[Entry]:
+def _mapping_entries(document: Mapping[str, object], location: Callable[[str], str]) -> list[Entry]:
     entries: list[Entry] = []
     for key, value in document.items():
         if isinstance(value, Mapping):
-            value = _mapping_entries(cast("Mapping[str, Any]", value), location) or None
+            value = _mapping_entries(cast("Mapping[str, object]", value), location) or None
         entries.append(Entry(str(key), value, location(str(key))))
     return entries
 
@@ -294,7 +294,7 @@ def _yaml_entries(path: Path, text: str) -> list[Entry]:
     return entries
 
 
-def _last_of(entries: Any) -> Entry | None:
+def _last_of(entries: object) -> Entry | None:
     """Return the entry that the text ends with, in whichever section."""
     if not isinstance(entries, list) or not entries or not isinstance(entries[-1], Entry):
         return None

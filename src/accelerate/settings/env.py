@@ -270,11 +270,11 @@ def _purged() -> Generator[None]:
         os.environ.update(before)
 
 
-def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
+def _purging(function: Callable[..., Any]) -> Callable[..., object]:
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
-        async def purged_coroutine(*args: Any, **kwargs: Any) -> Any:
+        async def purged_coroutine(*args: object, **kwargs: object) -> object:
             with _purged():
                 return await function(*args, **kwargs)
 
@@ -282,7 +282,7 @@ def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.isgeneratorfunction(function):
 
         @functools.wraps(function)
-        def purged_generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        def purged_generator(*args: object, **kwargs: object) -> Generator[object, object, object]:
             with _purged():
                 steps: Generator[Any, Any, Any] = function(*args, **kwargs)
                 return (yield from steps)
@@ -290,21 +290,21 @@ def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
         return purged_generator
 
     @functools.wraps(function)
-    def purged(*args: Any, **kwargs: Any) -> Any:
+    def purged(*args: object, **kwargs: object) -> object:
         with _purged():
             return function(*args, **kwargs)
 
     return purged
 
 
-def _purging_class(cls: type[Any]) -> type[Any]:
+def _purging_class(cls: type) -> type:
     """Make every test method of the class purge, also those that subclasses add; return the class."""
     for name, value in list(vars(cls).items()):
         if name.startswith("test") and callable(value):
             setattr(cls, name, _purging(value))
     inherited = cls.__dict__.get("__init_subclass__")
 
-    def purge_subclass(subclass: type[Any], **kwargs: Any) -> None:
+    def purge_subclass(subclass: type, **kwargs: object) -> None:
         if inherited is not None:
             inherited.__func__(subclass, **kwargs)
         else:

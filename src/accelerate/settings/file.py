@@ -58,7 +58,7 @@ def load(path: str | Path) -> Settings:
     return collect({}, {}, file=path)
 
 
-def parse(document: Mapping[str, Any], where: str) -> Settings:
+def parse(document: Mapping[str, object], where: str) -> Settings:
     """Return the settings that the content of a configuration file describes; `where` names it in errors."""
     return collect({}, {}, file=layer_of_mapping(document, where))
 
@@ -108,7 +108,7 @@ def to_document(settings: Settings) -> dict[str, Any]:
     return {**document, **sections}
 
 
-def _default(settings: Settings, option: OptionInfo) -> Any:
+def _default(settings: Settings, option: OptionInfo) -> object:
     """Return the value that loading gives when the file doesn't have the option."""
     fsdp = settings.fsdp
     if fsdp is not None and fsdp.fsdp_version == 2 and option.name in ONLY_VERSION_1:
@@ -125,7 +125,7 @@ def _is_left_out(settings: Settings, address: str) -> bool:
     return address in _ONLY_LOCAL or (address.startswith("launch.") and address != "launch.compute_environment")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Convert the value for YAML: enums by value, tuples as lists."""
     if isinstance(value, Enum):
         return value.value if isinstance(value.value, str) else value.name

@@ -167,7 +167,7 @@ class OptionInfo:
         self._check_range(raw, value, source)
         return value
 
-    def _check_range(self, raw: object, value: Any, source: Source) -> None:
+    def _check_range(self, raw: object, value: object, source: Source) -> None:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return
         too_small = self.minimum is not None and value < self.minimum
@@ -175,7 +175,7 @@ class OptionInfo:
         if too_small or too_large:
             raise self.error_of(raw, source)
 
-    def _choice(self, raw: object, value: Any, source: Source) -> Any:
+    def _choice(self, raw: object, value: object, source: Source) -> int | str:
         """Return the choice that is meant, in its canonical spelling."""
         assert self.choices is not None
         # YAML 1.1 reads a bare `no` as false.
@@ -212,7 +212,7 @@ class OptionInfo:
             return name if self.switch or not name.startswith("--") else f"{name} {value}"
         return f"{name}={value}" if source.kind in ("environment", "argument") else f"{name}: {value}"
 
-    def write(self, value: Any) -> str | None:
+    def write(self, value: object) -> str | None:
         """Return the text that `read` converts back to `value`; None for a Python object, which has none."""
         if value is None:
             return None
@@ -246,10 +246,10 @@ class GroupInfo:
 
 
 def option(
-    default: Any = None,
+    default: object = None,
     help: str = "",
     *,
-    factory: Callable[[], Any] | None = None,
+    factory: Callable[[], object] | None = None,
     kind: Kind | None = None,
     stem: str | None = None,
     env: str | tuple[str, ...] | EllipsisType | None = ...,
@@ -260,12 +260,12 @@ def option(
     flag_aliases: tuple[str, ...] = (),
     off_flag: str | None = None,
     choices: Iterable[object] | None = None,
-    aliases: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, object] | None = None,
     unset: tuple[str, ...] = (),
     minimum: float | None = None,
     maximum: float | None = None,
-    launch_default: Any = ...,
-    flag_default: Any = ...,
+    launch_default: object = ...,
+    flag_default: object = ...,
     question: str | None = None,
     switch: bool = False,
     repeat: bool = False,
@@ -322,7 +322,7 @@ class OptionGroup:
         section: str | None = None,
         key: str | None = None,
         flag: str | None = None,
-        **other: Any,
+        **other: object,
     ) -> None:
         super().__init_subclass__(**other)
         if title is not None:
@@ -449,7 +449,7 @@ def _read_float(raw: object) -> float:
     return number
 
 
-def _read_text(raw: object) -> Any:
+def _read_text(raw: object) -> str:
     if isinstance(raw, (str, bool)):
         return raw if isinstance(raw, str) else str(raw).lower()
     if isinstance(raw, (int, float)):
@@ -479,13 +479,13 @@ def _read_switches(raw: object) -> tuple[bool, ...]:
     return tuple(parse_bool(part) for part in parts)
 
 
-def _read_document(raw: object) -> Any:
+def _read_document(raw: object) -> object:
     if isinstance(raw, str) and raw.lstrip().startswith("{"):
         return json.loads(raw)
     return raw
 
 
-def _read_object(raw: object) -> Any:
+def _read_object(raw: object) -> object:
     return raw
 
 
