@@ -82,7 +82,7 @@ def _meminfo_bytes(field: str) -> int:
     return 0
 
 
-def get_max_memory(max_memory: Mapping[DeviceKey, Bytes | str] | None = None) -> dict[DeviceKey, Any]:
+def get_max_memory(max_memory: Mapping[DeviceKey, Bytes | str] | None = None) -> dict[DeviceKey, Bytes]:
     """Return the limit in bytes of each device, fastest first: accelerators by index, then cpu, then disk.
 
     Without ``max_memory``, what is free now on each accelerator and in host memory. Text such as ``"10GiB"`` becomes
@@ -120,9 +120,9 @@ def _is_device_key(key: object) -> bool:
     return (isinstance(key, int) and not isinstance(key, bool)) or key in _named_devices()
 
 
-def _measured_memory() -> dict[DeviceKey, Any]:
+def _measured_memory() -> dict[DeviceKey, Bytes]:
     kind = available_kind()
-    found: dict[DeviceKey, Any] = {}
+    found: dict[DeviceKey, Bytes] = {}
     shares_host_memory = False
     if kind is not CPU and not kind.select:
         # The only device of its kind is a part of the host, and so is its memory.
@@ -175,7 +175,7 @@ def get_balanced_memory(
     dtype: ByteDtype | None = None,
     special_dtypes: Mapping[str, ByteDtype] | None = None,
     low_zero: bool = False,
-) -> dict[DeviceKey, Any]:
+) -> dict[DeviceKey, Bytes]:
     """Return ``max_memory`` (default: what is free now) with limits that spread the model evenly over the accelerators.
 
     The last one keeps all its memory. With ``low_zero``, the first one only gets what the others can't take.

@@ -154,16 +154,16 @@ def clean_device_map(device_map: Map, module_name: str = "") -> Map:
     return device_map
 
 
-def _merged(entries: Mapping[str, object], depth: int, name: str) -> dict[str, Any]:
+def _merged(entries: Mapping[str, object], depth: int, name: str) -> dict[str, object]:
     """Return ``entries`` as one entry for ``name`` where they agree, else merged by their next name part."""
     if len(entries) > 1 and len(set(entries.values())) == 1:
         return {name: next(iter(entries.values()))}
     if len(entries) <= 1:
         return dict(entries)
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, object]] = {}
     for each, device in entries.items():
         groups.setdefault(".".join(each.split(".")[: depth + 1]), {})[each] = device
-    result: dict[str, Any] = {}
+    result: dict[str, object] = {}
     for group, members in groups.items():
         result.update(members if group == name else _merged(members, depth + 1, group))
     return result

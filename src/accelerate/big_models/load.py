@@ -213,6 +213,10 @@ def _load_over_ranks(
     set_model_state_dict(model, state, options=options)
 
 
+#: (name of a tensor, its dtype in the file) -> its dtype in the model.
+DtypeOf = Callable[[str, torch.dtype], torch.dtype]
+
+
 @final
 @dataclass(frozen=True)
 class _Item:
@@ -232,7 +236,7 @@ class _CheckpointLoader:
         self,
         model: nn.Module,
         weight_files: list[WeightFile],
-        device_map: Mapping[str, Any] | None,
+        device_map: Mapping[str, object] | None,
         offload_buffers: bool,
         offload_8bit: bool = False,
         loaded: Callable[[str], None] | None = None,
@@ -294,7 +298,7 @@ class _CheckpointLoader:
             raise CheckpointMismatch(f"{checkpoint} doesn't fit this {type(self.model).__name__} (strict=True): {text}")
         _log.warning("%s: %s. These are left as they are; strict=True makes this an error.", checkpoint, text)
 
-    def _device_for(self, name: str) -> Any:
+    def _device_for(self, name: str) -> torch.device | str:
         if self.device_map is None:
             device = self.targets[name].device
             return torch.device(CPU.name) if device.type == "meta" else device
@@ -305,7 +309,7 @@ class _CheckpointLoader:
             return torch.device(CPU.name) if name in self.buffers and not self.offload_buffers else DISK
         return as_device(device)
 
-    def run(self, target_dtype: Any, folder: str | PathLike[str] | None) -> dict[str, Entry]:
+    def run(self, target_dtype: DtypeOf, folder: str | PathLike[str] | None) -> dict[str, Entry]:
         """Load every tensor onto its device; return the index of those on disk."""
         items = [
             _Item(name, self.stored[stored], stored, self._device_for(name))
@@ -323,7 +327,7 @@ class _CheckpointLoader:
                 retie_parameters(self.model, [[first, name]])
         return self._offload([item for item in items if item.device == DISK], target_dtype, folder)
 
-    def _check_free_memory(self, items: list[_Item], target_dtype: Any) -> None:
+    def _check_free_memory(self, items: list[_Item], target_dtype: DtypeOf) -> None:
         """Check that every device has enough free memory for the tensors to be allocated there.
 
         Raises:
@@ -351,13 +355,13 @@ class _CheckpointLoader:
         devices = {item.name: item.device for item in items}
         shared: dict[str, str] = {}
         for group in self.ties:
-            first: dict[Any, str] = {}
+            first: dict[torch.device | str, str] = {}
             for name in group:
                 if name in devices and first.setdefault(devices[name], name) != name:
                     shared[name] = first[devices[name]]
         return shared
 
-    def _copy(self, items: list[_Item], target_dtype: Any) -> None:
+    def _copy(self, items: list[_Item], target_dtype: DtypeOf) -> None:
         total = sum(item.weight_file.num_bytes(item.stored) for item in items)
 
         def read(item: _Item) -> torch.Tensor | None:
@@ -402,7 +406,9 @@ class _CheckpointLoader:
         if self.loaded is not None:
             self.loaded(item.name)
 
-    def _offload(self, items: list[_Item], target_dtype: Any, folder: str | PathLike[str] | None) -> dict[str, Entry]:
+    def _offload(
+        self, items: list[_Item], target_dtype: DtypeOf, folder: str | PathLike[str] | None
+    ) -> dict[str, Entry]:
         index: dict[str, Entry] = {}
         for item in items:
             dtype = target_dtype(item.name, item.weight_file.describe(item.stored)[0])

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, final
 
 import torch
 
@@ -18,6 +18,9 @@ from ..checkpointing.tensor_files import SAFETENSORS_NAMES, raw_bytes
 from ..devices.table import CPU
 from ..errors import CheckpointError, CheckpointNotFound, SettingError
 from .prefetch import MIN_UNIT_BYTES, WeightPrefetcher
+
+if TYPE_CHECKING:
+    from .sizes import Device
 
 INDEX_NAME: Final = "index.json"
 
@@ -79,7 +82,7 @@ def load_offloaded_weight(weight_file: str | PathLike[str], weight_info: Mapping
     return tensor
 
 
-def dtype_of(info: Mapping[str, Any], where: object) -> torch.dtype:
+def dtype_of(info: Mapping[str, object], where: object) -> torch.dtype:
     """Return the dtype that an index entry names."""
     dtype = getattr(torch, str(info.get("dtype")).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
@@ -162,7 +165,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         state_dict: Mapping[str, torch.Tensor] | None = None,
         save_folder: str | PathLike[str] | None = None,
         index: Mapping[str, Entry] | None = None,
-        device: Any = None,
+        device: Device | None = None,
     ) -> None:
         """Collect the names of all weights, without reading any.
 
@@ -341,7 +344,7 @@ class MappedFile:
         self.entries: dict[str, dict[str, Any]] = header
         self._check_entries()
 
-    def _read_header(self, file: Any) -> tuple[int, dict[str, Any]]:
+    def _read_header(self, file: BinaryIO) -> tuple[int, dict[str, Any]]:
         length = int.from_bytes(file.read(8), "little")
         if self.num_bytes < 8 or length > min(self.num_bytes - 8, _LARGEST_HEADER_BYTES):
             raise CheckpointError(

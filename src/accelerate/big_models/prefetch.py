@@ -133,7 +133,7 @@ def pinned_buffer(num_bytes: int) -> torch.Tensor:
 class _Transfer:
     """Weights that have been read, or are being copied to an accelerator."""
 
-    def __init__(self, values: list[torch.Tensor], module: Any = None, done: Any = None) -> None:
+    def __init__(self, values: list[torch.Tensor], module: Any = None, done: torch.Event | None = None) -> None:
         self._values = values
         self._module = module
         self._done = done

@@ -40,7 +40,7 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> int | float:
     return dtype.itemsize
 
 
-def _get_proper_dtype(dtype: ByteDtype | None) -> Any:
+def _get_proper_dtype(dtype: ByteDtype | None) -> torch.dtype | CustomDtype | None:
     """Return the torch dtype for text such as ``"float16"``; return everything else unchanged."""
     if not isinstance(dtype, str) or isinstance(dtype, CustomDtype):
         return dtype
@@ -75,7 +75,9 @@ def compute_module_sizes(
     return sizes
 
 
-def _tensor_bytes(tensor: torch.Tensor, special: Any, wanted: Any) -> int:
+def _tensor_bytes(
+    tensor: torch.Tensor, special: torch.dtype | CustomDtype | None, wanted: torch.dtype | CustomDtype | None
+) -> int:
     per_element: int | float = tensor.element_size()
     if special is not None:
         per_element = dtype_byte_size(special)
@@ -302,7 +304,7 @@ def as_device(device: Device) -> torch.device:
     return torch.device(device)
 
 
-def check_device_same(first_device: Any, second_device: Any) -> bool:
+def check_device_same(first_device: Device, second_device: Device) -> bool:
     """Return whether both name one device; an accelerator without an index is the one with index 0."""
     first, second = as_device(first_device), as_device(second_device)
     if first.type != second.type:

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import MethodType
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import nn
@@ -24,6 +24,10 @@ CHUNK_BYTES: Final = 256 << 20
 #: Smaller activations stay on the device: they aren't worth a copy.
 MIN_ACTIVATION_BYTES: Final = 1 << 20
 _MARK: Final = "_offloads_activations"
+
+T = TypeVar("T")
+#: What the backward pass saves: the tensor, or its device and its copy in host memory.
+Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
 
 
 def offload_optimizer(optimizer: torch.optim.Optimizer, *, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -70,18 +74,18 @@ def offload_activations(*modules: nn.Module, smallest_bytes: int = MIN_ACTIVATIO
 # ---------------------------------------------------------------------------------- activation offloading
 
 
-def _offloading(module: nn.Module, original: Callable[..., Any], smallest_bytes: int) -> Callable[..., Any]:
+def _offloading(module: nn.Module, original: Callable[..., T], smallest_bytes: int) -> Callable[..., T]:
     is_method = isinstance(original, MethodType)
-    function: Any = original.__func__ if is_method else original
+    function: Callable[..., T] = original.__func__ if is_method else original
 
     @wraps(function)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: object) -> T:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         owner = args[0] if is_method else module  # a copy of the module has parameters of its own
         kept = {parameter.untyped_storage().data_ptr() for parameter in owner.parameters()}
 
-        def pack(tensor: torch.Tensor) -> Any:
+        def pack(tensor: torch.Tensor) -> Packed:
             if not _is_worth_moving(tensor, smallest_bytes) or tensor.untyped_storage().data_ptr() in kept:
                 return tensor
             return tensor.device, _to_host(tensor)
@@ -103,7 +107,7 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return on_host.copy_(tensor, non_blocking=True)
 
 
-def _unpacked(packed: Any) -> torch.Tensor:
+def _unpacked(packed: Packed) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
     device, on_host = packed
@@ -159,13 +163,13 @@ class _OffloadStream:
 class _OffloadedState:
     """An optimizer's state in host memory, and a ``step`` that fetches it chunk by chunk."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, offload_stream: Any, chunk_bytes: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, offload_stream: _OffloadStream, chunk_bytes: int) -> None:
         self._optimizer, self._offload_stream, self._chunk_bytes = optimizer, offload_stream, chunk_bytes
-        self._inner_step: Callable[..., Any] = optimizer.step
+        self._inner_step: Callable[..., object] = optimizer.step
         self._on_host: dict[tuple[int, str], torch.Tensor] = {}
 
         @wraps(optimizer.step)
-        def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
+        def step(_: object, closure: Callable[[], T] | None = None) -> T | None:
             return self._step(closure)
 
         # A method, because learning rate schedulers wrap it as one.
@@ -178,7 +182,7 @@ class _OffloadedState:
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+    def _step(self, closure: Callable[[], T] | None) -> T | None:
         loss = None
         if closure is not None:  # it makes the gradients, once for all chunks
             with torch.enable_grad():

@@ -13,6 +13,8 @@ from ..optional import is_installed, require
 from .parser import Subparsers, command_parser, run_command, spellings
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ..tools.estimate.plan import Layout
 
 DTYPES = ("float32", "float16", "int8", "int4")
@@ -100,7 +102,7 @@ def check_has_model(error: BaseException) -> str:
 
 def create_empty_model(
     model_name: str, library_name: str | None = None, trust_remote_code: bool = False, access_token: str | None = None
-) -> Any:
+) -> nn.Module:
     """Build the model, of the hub or of a folder, without memory for its weights.
 
     Raises:
@@ -190,6 +192,7 @@ def estimate_command(args: argparse.Namespace) -> None:
 
 
 def _layouts(args: argparse.Namespace) -> list[Layout]:
+
     from ..tools.estimate.plan import Layout
 
     found: list[Layout] = []

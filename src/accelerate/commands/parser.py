@@ -132,12 +132,12 @@ class CustomArgumentParser(argparse.ArgumentParser):
         """Add the option under all its spellings."""
         return super().add_argument(*_all_spellings(args), **kwargs)
 
-    def add_argument_group(self, *args: Any, **kwargs: Any) -> Any:
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> argparse._ArgumentGroup:
         """Add a group whose options have all their spellings too."""
         group = super().add_argument_group(*args, **kwargs)
         add = group.add_argument
 
-        def add_argument(*names: Any, **options: Any) -> argparse.Action:
+        def add_argument(*names: str, **options: Any) -> argparse.Action:
             return add(*_all_spellings(names), **options)
 
         setattr(group, "add_argument", add_argument)  # noqa: B010

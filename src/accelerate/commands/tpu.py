@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -51,7 +51,7 @@ def tpu_command_parser(subparsers: Subparsers | None = None) -> argparse.Argumen
     return parser
 
 
-def _remote_commands(args: argparse.Namespace, content: dict[str, Any]) -> list[str]:
+def _remote_commands(args: argparse.Namespace, content: Mapping[str, Any]) -> list[str]:
     commands: list[str] = []
     if args.install_accelerate:
         commands.append(
@@ -72,7 +72,7 @@ def _remote_commands(args: argparse.Namespace, content: dict[str, Any]) -> list[
     return commands
 
 
-def command_lines(args: argparse.Namespace, content: dict[str, Any], folder: Path) -> list[list[str]]:
+def command_lines(args: argparse.Namespace, content: Mapping[str, Any], folder: Path) -> list[list[str]]:
     """Return the gcloud commands, each as a list of arguments.
 
     The first one copies this package from ``folder``, if it shall be installed.

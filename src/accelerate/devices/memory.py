@@ -7,7 +7,7 @@ import gc
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar, overload
+from typing import Concatenate, Final, ParamSpec, TypeVar, overload
 
 from . import table
 
@@ -73,7 +73,7 @@ def find_executable_batch_size(
     function: Callable[..., object] | None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """Decorate a function to be called with a batch size, as its first argument, that fits into memory.
 
     It is called with ``starting_batch_size``; each time memory runs out it is called again from its

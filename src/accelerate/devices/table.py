@@ -14,7 +14,7 @@ import importlib.util
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +132,7 @@ class DeviceKind:
         """Make a new stream of `device`, beside the current one; return None where this kind has no streams."""
         return self._call(self.stream, device)
 
-    def in_stream(self, stream: object) -> AbstractContextManager[Any]:
+    def in_stream(self, stream: object) -> AbstractContextManager[object]:
         """Return a context in which work is queued on `stream`."""
         return self._call(self.stream_scope, stream)
 
@@ -148,14 +148,14 @@ class DeviceKind:
         """Seed the generators of all devices of this kind that the process sees."""
         self._call(self.seed_call, seed)
 
-    def rng_states(self) -> list[Any]:
+    def rng_states(self) -> list[torch.Tensor]:
         """Return the generator states of the devices of this kind; empty where it has none of its own."""
         states = self._call(self.rng_read)
         if states is None:
             return []
         return list(states) if self.rng_is_list else [states]
 
-    def set_rng_states(self, states: list[Any]) -> None:
+    def set_rng_states(self, states: Sequence[object]) -> None:
         """Set the generators to `states`, as `rng_states` gave them."""
         self._call(self.rng_write, states if self.rng_is_list else states[0])
 
@@ -201,7 +201,7 @@ class DeviceKind:
     def _supports(self, answer: str) -> bool:
         return answer == _ALWAYS or (answer != _NEVER and bool(self._call(answer, otherwise=False)))
 
-    def rng_state_of_default(self) -> Any:
+    def rng_state_of_default(self) -> torch.Tensor | None:
         """Return the generator state of the current device, or None where the kind has none of its own."""
         states = self.rng_states()
         if not states:
@@ -384,7 +384,7 @@ def _is_importable(extension: str) -> bool:
 
 
 @functools.cache
-def _torch_build() -> dict[str, Any]:
+def _torch_build() -> dict[str, object]:
     """Return the constants of torch/version.py, read as text."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
@@ -392,7 +392,7 @@ def _torch_build() -> dict[str, Any]:
     file = Path(spec.origin).with_name("version.py")
     if not file.is_file():
         return {}
-    constants: dict[str, Any] = {}
+    constants: dict[str, object] = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         value = getattr(node, "value", None)

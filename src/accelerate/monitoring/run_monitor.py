@@ -12,6 +12,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final, final
@@ -47,7 +48,7 @@ class RunWatch:
         self,
         world: World,
         gradient_state: GradientState,
-        optimizers: Sequence[Any],
+        optimizers: Sequence[torch.optim.Optimizer],
         *,
         every: int,
         callbacks: Sequence[RunCallback],
@@ -55,9 +56,9 @@ class RunWatch:
         rules: LossRules | None,
         flops: Flops,
         folder: Path | None,
-        log: Callable[[dict[str, Any], int], None] | None,
+        log: Callable[[dict[str, object], int], None] | None,
         show: Callable[[str], None] | None,
-        facts: Mapping[str, Any],
+        facts: Mapping[str, object],
         resumed: Mapping[str, Any] | None = None,
     ) -> None:
         if every < 1:
@@ -74,7 +75,7 @@ class RunWatch:
         self._losses: list[torch.Tensor] = []
         self._window: torch.Tensor | None = None
         self._num_in_window = 0
-        self._tokens: list[Any] = []
+        self._tokens: list[int | torch.Tensor] = []
         self._values: dict[str, Any] = {}
         self._reason: str | None = None
         self._loader: Any = None
@@ -89,7 +90,12 @@ class RunWatch:
     # -- the loop ------------------------------------------------------------------------------------------
 
     def step(
-        self, loss: torch.Tensor | None = None, *, samples: float | None = None, tokens: Any = None, **values: Any
+        self,
+        loss: torch.Tensor | None = None,
+        *,
+        samples: float | None = None,
+        tokens: int | torch.Tensor | None = None,
+        **values: Any,
     ) -> None:
         """Count a micro-batch, and make a report if it completes the last update of one.
 
@@ -287,7 +293,7 @@ class RunWatch:
 
     # -- calls of the Accelerator --------------------------------------------------------------------------
 
-    def before_save(self) -> dict[str, Any]:
+    def before_save(self) -> dict[str, object]:
         """Return the state for a checkpoint, after a report of the losses so far, so that no diverged run is saved.
 
         Raises:
@@ -330,14 +336,14 @@ class RunWatch:
 _NOT_LOGGED: Final = frozenset({"step", "total_steps", "eta_seconds"})
 
 
-def folder_of(logging_dir: Any) -> Path | None:
+def folder_of(logging_dir: str | PathLike[str] | None) -> Path | None:
     """Return the folder of the record files of a run's ranks; None for a run without a folder, or with a remote one."""
     if logging_dir is None or "://" in str(logging_dir):
         return None
     return Path(logging_dir) / FOLDER
 
 
-def before_save(run: RunWatch | None, *, alone: bool = False) -> dict[str, Any]:
+def before_save(run: RunWatch | None, *, alone: bool = False) -> dict[str, object]:
     """Return the watch's state for a checkpoint, if there is a watch.
 
     A collective with a report of the losses so far, unless this rank saves ``alone``.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final, final
+from typing import Final, final
 
 #: Dense operations a second in half precision, by a part of the device's name, as the vendors state them. The longer
 #: names come first.
@@ -40,7 +40,7 @@ def peak_flops_of(device_name: str) -> float | None:
     return next((peak for part, peak in PEAK_FLOPS if part.lower() in device_name.lower()), None)
 
 
-def count_flops(step: Callable[[], Any]) -> int:
+def count_flops(step: Callable[[], object]) -> int:
     """Count the floating-point operations of one call of ``step``, as torch's counter adds them up.
 
     Give it forward and backward of one batch; only operations that torch has a formula for are counted (matrix

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import IO, Any, Final, TextIO, TypeVar
 from unittest import mock
 
 import torch
@@ -137,13 +137,13 @@ class _RunOutput:
 
 
 async def _run(
-    command: Sequence[str], env: Mapping[str, str] | None, stdin: Any, timeout: float, quiet: bool
+    command: Sequence[str], env: Mapping[str, str] | None, stdin: int | IO[bytes] | None, timeout: float, quiet: bool
 ) -> _RunOutput:
     process = await asyncio.create_subprocess_exec(
         *command, stdin=stdin, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=env
     )
 
-    async def read(stream: asyncio.StreamReader | None, target: Any, label: str) -> list[str]:
+    async def read(stream: asyncio.StreamReader | None, target: TextIO, label: str) -> list[str]:
         assert stream is not None  # both are pipes
         lines: list[str] = []
         async for line in stream:
@@ -171,7 +171,7 @@ async def _run(
 def execute_subprocess_async(
     cmd: Sequence[str],
     env: Mapping[str, str] | None = None,
-    stdin: object = None,
+    stdin: int | IO[bytes] | None = None,
     timeout: float = 180,
     quiet: bool = False,
     echo: bool = True,

@@ -28,7 +28,11 @@ default_yaml_config_file: str = str(Path(cache_dir) / "default_config.yaml")
 default_json_config_file: str = str(Path(cache_dir) / "default_config.json")
 
 
-def _labelled(kind: type[Enum], value: Any) -> Any:
+Label = TypeVar("Label", bound=Enum)
+Given = TypeVar("Given")
+
+
+def _labelled(kind: type[Label], value: Given) -> Label | Given:
     """Return the label that the text spells, or the value unchanged where it spells none."""
     if isinstance(value, kind):
         return value
@@ -53,9 +57,9 @@ class BaseConfig:
         cloud = self.compute_environment is ComputeEnvironment.AMAZON_SAGEMAKER
         self.distributed_type = _labelled(SageMakerDistributedType if cloud else DistributedType, self.distributed_type)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the content of the file: labels as text, without values that are None or empty."""
-        content: dict[str, Any] = {}
+        content: dict[str, object] = {}
         for name, value in dataclasses.asdict(self).items():
             plain = value.value if isinstance(value, Enum) else value
             if plain is not None and plain != {}:
@@ -63,7 +67,7 @@ class BaseConfig:
         return content
 
     @staticmethod
-    def process_config(config_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def process_config(config_dict: Mapping[str, object]) -> dict[str, Any]:
         """Return a file's content with today's keys: old spellings converted, defaults filled in."""
         content = dict(config_dict)
         content.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE.value)
@@ -87,7 +91,7 @@ class BaseConfig:
         return content
 
     @classmethod
-    def from_dict(cls: type[Config], content: Mapping[str, Any], where: str = "the configuration") -> Config:
+    def from_dict(cls: type[Config], content: Mapping[str, object], where: str = "the configuration") -> Config:
         """Create the configuration with this content.
 
         Raises:
@@ -127,7 +131,7 @@ class BaseConfig:
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Path) -> dict[str, object]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
         content = json.loads(text)

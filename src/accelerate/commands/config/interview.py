@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Final
+from typing import Final, TypeVar
 
 from ...settings import file
 from ...settings.labels import (
@@ -57,13 +57,15 @@ def get_sagemaker_input() -> ClusterConfig | SageMakerConfig:
 
 # Single questions
 
+T = TypeVar("T")
+
 
 def _ask_field(
     input_text: str,
-    convert_value: Callable[[str], Any] | None = None,
-    default: Any = None,
+    convert_value: Callable[[str], object] | None = None,
+    default: object = None,
     error_message: str | None = None,
-) -> Any:
+) -> object:
     """Ask until the answer can be converted; an empty answer is ``default``."""
     while True:
         answer = input(input_text)
@@ -76,14 +78,14 @@ def _ask_field(
 
 
 def _ask_options(
-    input_text: str, options: Sequence[Any] = (), convert_value: Callable[[int], Any] | None = None, default: int = 0
-) -> Any:
+    input_text: str, options: Sequence[str] = (), convert_value: Callable[[int], object] | None = None, default: int = 0
+) -> object:
     """Ask for one of ``options`` and return its index, converted."""
     index = BulletMenu(input_text, list(options)).run(default_choice=default)
     return index if convert_value is None else convert_value(index)
 
 
-def _nth(values: Sequence[Any], answer: int | str) -> Any:
+def _nth(values: Sequence[T], answer: int | str) -> T:
     """Return the value with this number, from 0; raise ValueError when there is none."""
     index = int(answer)
     if not 0 <= index < len(values):

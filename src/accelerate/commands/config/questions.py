@@ -339,7 +339,7 @@ class Questionnaire:
         group: type[OptionGroup],
         name: str,
         *,
-        default: Any = None,
+        default: object = None,
         required: bool = False,
         choices: tuple[str, ...] | None = None,
     ) -> Any:
@@ -365,7 +365,7 @@ class Questionnaire:
         self._put(group, name, value)
         return value
 
-    def _put(self, group: type[OptionGroup], name: str, value: Any) -> None:
+    def _put(self, group: type[OptionGroup], name: str, value: object) -> None:
         """Store the value as an answer unless it is None."""
         if value is not None:
             self.answers[f"{_NAMES[group]}.{name}"] = (value, _SOURCE)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, TensorDataset
@@ -21,7 +20,7 @@ from accelerate.distributed.random import set_seed, synchronize_rng_states
 from accelerate.plugins.data import DataLoaderConfiguration
 from accelerate.settings.labels import PrecisionType
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.test_utils.training import RegressionDataset, RegressionModel
+from accelerate.test_utils.training import RegressionDataset, RegressionModel, Sample
 
 LENGTH = 96
 
@@ -73,7 +72,7 @@ def rng_sync_check(accelerator: Accelerator) -> None:
     assert torch.all(draws == draws[0]), draws
 
 
-def _check_coverage(accelerator: Accelerator, loader: Any, *, shuffled: bool) -> None:
+def _check_coverage(accelerator: Accelerator, loader: Iterable[torch.Tensor], *, shuffled: bool) -> None:
     seen = torch.cat([_gathered(accelerator, batch) for batch in loader])
     assert sorted(seen.tolist()) == list(range(LENGTH)), sorted(seen.tolist())
     assert (seen.tolist() == list(range(LENGTH))) != shuffled
@@ -163,7 +162,7 @@ def _bare_weights(batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return model.a.detach().clone(), model.b.detach().clone()
 
 
-def _regression_loader(batch_size: int) -> DataLoader[Any]:
+def _regression_loader(batch_size: int) -> DataLoader[Sample]:
     generator = torch.Generator().manual_seed(42)
     data = RegressionDataset(length=LENGTH, seed=42)
     return DataLoader(data, shuffle=True, batch_size=batch_size, generator=generator)

@@ -7,16 +7,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 from accelerate.accelerator import Accelerator
 from accelerate.distributed.random import set_seed
 from accelerate.plugins.handlers import GradientAccumulationPlugin
-from accelerate.test_utils.training import RegressionDataset, RegressionModel
+from accelerate.test_utils.training import RegressionDataset, RegressionModel, Sample
 
 
-def _training_setup(accelerator: Accelerator) -> tuple[Any, Any, Any, Any]:
+def _training_setup(
+    accelerator: Accelerator,
+) -> tuple[RegressionModel, nn.Module, torch.optim.Optimizer, DataLoader[Sample]]:
     set_seed(42)
     model = RegressionModel()
     reference = deepcopy(model).to(accelerator.device)
@@ -25,7 +28,7 @@ def _training_setup(accelerator: Accelerator) -> tuple[Any, Any, Any, Any]:
     return reference, prepared, optimizer, loader
 
 
-def _backward(model: Any, batch: dict[str, torch.Tensor], accelerator: Accelerator, divisor: int) -> None:
+def _backward(model: nn.Module, batch: dict[str, torch.Tensor], accelerator: Accelerator, divisor: int) -> None:
     """Run the plain backward on the samples of all ranks: the prepared one must equal it."""
     x, y = accelerator.gather((batch["x"], batch["y"]))
     (F.mse_loss(model(x), y) / divisor).backward()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Final, final
 
 from .source import Edit, Function, Placed, Script, dotted, first_line
 from .survey import LOADER, MODEL, OPTIMIZER, PREPARED, SCHEDULER, Survey, Symbol
 
 _WRAPPING: Final = (ast.If, ast.With, ast.AsyncWith)
+Block = ast.If | ast.With | ast.AsyncWith | Function
 
 
 @final
@@ -122,7 +123,7 @@ class Plan:
                         self._remove_function(function, name)
             changed = len(self.removed) != before
 
-    def _is_empty(self, node: Any) -> bool:
+    def _is_empty(self, node: Block) -> bool:
         body = [each for each in node.body if not _is_docstring(each)]
         return self._is_removed_block(body) and all(each in self.removed for each in getattr(node, "orelse", ()))
 
@@ -130,7 +131,7 @@ class Plan:
         all_removed = all(each in self.removed or isinstance(each, ast.Pass) for each in block)
         return all_removed and any(each in self.removed for each in block)
 
-    def _why_inside(self, node: Any) -> str:
+    def _why_inside(self, node: Block) -> str:
         return next(self.removed[each] for each in node.body if each in self.removed)
 
     def _calls_can_go(self, name: str) -> bool:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate.accelerator import Accelerator
 from accelerate.distributed.random import set_seed
-from accelerate.test_utils.training import RegressionDataset, RegressionModel
+from accelerate.test_utils.training import RegressionDataset, RegressionModel, Sample
 
 NUM_EPOCHS = 3
 
 
-def _setup(accelerator: Accelerator) -> tuple[Any, Any, Any, Any]:
+def _setup(accelerator: Accelerator) -> tuple[nn.Module, Optimizer, LRScheduler, Iterable[Sample]]:
     set_seed(42)
     model = RegressionModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -26,7 +29,9 @@ def _setup(accelerator: Accelerator) -> tuple[Any, Any, Any, Any]:
     return accelerator.prepare(model, optimizer, scheduler, loader)
 
 
-def _train_one_epoch(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, loader: Any) -> None:
+def _train_one_epoch(
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, loader: Iterable[Sample]
+) -> None:
     model.train()
     for batch in loader:
         accelerator.backward(F.mse_loss(model(batch["x"]), batch["y"]))
@@ -35,7 +40,7 @@ def _train_one_epoch(accelerator: Accelerator, model: Any, optimizer: Any, sched
         optimizer.zero_grad()
 
 
-def _parameters(accelerator: Accelerator, model: Any) -> list[float]:
+def _parameters(accelerator: Accelerator, model: nn.Module) -> list[float]:
     return [value.item() for value in accelerator.unwrap_model(model).state_dict().values()]
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate.accelerator import Accelerator
 from accelerate.distributed.random import set_seed
 from accelerate.plugins.data import DataLoaderConfiguration
-from accelerate.test_utils.training import RegressionDataset, RegressionModel
+from accelerate.test_utils.training import RegressionDataset, RegressionModel, Sample
 
 NUM_SAMPLES = 82  # no multiple of a batch, so that the last one is completed
 
 
-def _outputs(model: Any, loader: Any, accelerator: Accelerator | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _outputs(
+    model: nn.Module, loader: Iterable[Sample], accelerator: Accelerator | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     model.eval()
     found: list[Any] = []
     with torch.no_grad():
