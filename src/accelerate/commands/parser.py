@@ -132,7 +132,7 @@ class CustomArgumentParser(argparse.ArgumentParser):
         """Add the option under all its spellings."""
         return super().add_argument(*_all_spellings(args), **kwargs)
 
-    def add_argument_group(self, *args: Any, **kwargs: Any) -> argparse._ArgumentGroup:
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> Any:
         """Add a group whose options have all their spellings too."""
         group = super().add_argument_group(*args, **kwargs)
         add = group.add_argument
