@@ -199,7 +199,7 @@ FILE_LIMITS: Final = {"accelerator.py": 700}
 MEDIAN_LIMIT: Final = 150
 FUNCTION_LIMIT: Final = 60
 #: The share of annotations with `Any` that was reached; it only goes down.
-ANY_LIMIT: Final = 0.166
+ANY_LIMIT: Final = 0.044
 
 # Foreign objects that are asked what they can do: (file, attribute) -> whose object it is.
 FOREIGN_HASATTR: Final[dict[tuple[str, str], str]] = {}
