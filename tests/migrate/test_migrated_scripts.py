@@ -19,7 +19,7 @@ from tests.ranks import free_port, run_on_ranks
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {path.stem: path for path in sorted((HERE / "scripts").glob("*.py"))}
 LISTINGS = HERE.parent / "seeds" / "listings"
-BY_HAND = ("ddp_torchrun", "no_sync_ddp")
+BY_HAND = ("ddp_torchrun", "no_sync_ddp", "torchrun_trainer")
 SPAWNED = ("ddp_spawn",)
 #: Each step of two processes takes the samples of one step of one process with twice the batch.
 SAME_ON_TWO = (

@@ -26,6 +26,33 @@ for x, y in loader:
 """
 
 
+BY_HAND = (
+    LOOP.replace("import torch\n", "import torch\nimport torch.distributed as dist\n", 1).replace(
+        "optimizer =",
+        "dist.init_process_group()\nmodel = torch.nn.parallel.DistributedDataParallel(model)\noptimizer =",
+    )
+    + "torch.save(model.module.state_dict(), 'model.pt')\nsize = 4 // dist.get_world_size()\n"
+)
+
+CLASS = """\
+import torch
+from torch.utils.data import DataLoader
+
+class Net(torch.nn.Linear):
+    def fit(self, loader):
+        # The loop's own model is `self`.
+
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        for x, y in loader:
+            loss = (self(x) - y).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+Net(2, 1).fit(DataLoader([(torch.ones(2), torch.ones(1))] * 4))
+"""
+
+
 def changed(text: str, before: str = "", after: str = "") -> Migration:
     """The migration of the loop with ``before`` replaced by ``after``."""
     assert before in text
@@ -56,6 +83,10 @@ def changed(text: str, before: str = "", after: str = "") -> Migration:
             7,
             "one by one",
         ),
+        (CLASS, 8, "the model trains itself"),
+        (BY_HAND + "torch.save(other.module.state_dict(), 'm.pt')\n", 17, "isn't understood which model `other` is"),
+        (BY_HAND + "rest = len(loader.sampler)\n", 17, "the sampler of a prepared loader is the whole order"),
+        (BY_HAND + "lr = 0.1 * args.world_size\n", 17, "isn't understood to be the number of processes"),
         ("for x in test_loader:\n    total += model(x).sum()\n    outputs.append(x)\n", 2, "adds up numbers"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import final
 
 from . import devices, distributed, evaluation, saving, setup, steps
 from .plan import LOADER, Note, Plan
-from .refuse import Refused, check
+from .refuse import Refused, check, check_left
 from .source import Edit, Script, apply, chosen
 from .survey import Survey
 
@@ -80,6 +80,7 @@ def migrate(text: str, name: str) -> Migration:
 
 def _finished(plan: Plan) -> Migration:
     edits: list[Edit] = [*plan.edits, *plan.removals()]
+    check_left(plan, edits)
     text = apply(plan.script, edits)
     try:
         ast.parse(text)

@@ -55,7 +55,9 @@ def change(plan: Plan) -> None:
         if method_call is not None and method_call[0] in ("to", "cuda") and not plan.is_removed(call):
             _moved(plan, call, *method_call)
         for keyword in call.keywords:
-            if keyword.arg in ("device", "map_location") and is_literal(plan, keyword.value):
+            if keyword.arg in ("device", "map_location") and (
+                is_literal(plan, keyword.value) or (keyword.arg == "map_location" and _is_mapping(plan, keyword.value))
+            ):
                 plan.replace(keyword.value, f"{plan.accelerator}.device", _MOVED)
         if plan.script.path(call.func) == "torch.cuda.set_device":
             plan.remove(plan.script.statement(call), "the Accelerator has chosen the device of each process")
@@ -74,6 +76,14 @@ def is_literal(plan: Plan, node: ast.expr) -> bool:
         name = dotted(node)
         return "." in name and not name.startswith("self.") and name.endswith(".device") and name != "torch.device"
     return is_device(plan, node)
+
+
+def _is_mapping(plan: Plan, node: ast.expr) -> bool:
+    """Return whether a value is ``{"cuda:0": "cuda:1"}``, here or where its name is assigned."""
+    if isinstance(node, ast.Dict):
+        return True
+    assigned = plan.survey.assignments(symbol) if (symbol := plan.survey.symbol(node)) is not None else []
+    return bool(assigned) and all(isinstance(value, ast.Dict) for _, value, _ in assigned)
 
 
 def _moved(plan: Plan, call: ast.Call, how: str, what: ast.expr) -> None:
@@ -188,7 +198,7 @@ def _assigned(plan: Plan, statement: ast.Assign | ast.AnnAssign) -> None:
         name = dotted(target)
         if not name or not is_device(plan, value) or isinstance(value, ast.Name):
             continue
-        if "device" not in name.lower() and not isinstance(value, ast.Call):
+        if "device" not in name.lower() and not isinstance(value, (ast.Call, ast.JoinedStr)):
             continue
         if value is not getattr(statement, "value", None) and not isinstance(
             getattr(statement, "value", None), ast.Tuple

@@ -131,10 +131,38 @@ def _inner_models(plan: Plan) -> None:
 
 
 def is_trained(plan: Plan, node: ast.expr) -> bool:
-    """Return whether a name is one of the prepared models, before or after it was wrapped."""
-    roots = plan.survey.roots(plan.survey.symbol(node))
+    """Return whether a name is one of the prepared models, before or after it was moved or wrapped."""
     known = {*plan.prepared[MODEL], *plan.aliases, *plan.aliases.values()}
-    return bool(roots) and roots <= known
+    waiting, seen = [plan.survey.symbol(node)], set[Symbol]()
+    is_found = False
+    while waiting:
+        for root in plan.survey.roots(waiting.pop()) or {None}:
+            if root in known:
+                is_found = True
+            elif root is None:
+                return False
+            elif root not in seen:
+                seen.add(root)
+                inner = [_inside(plan, value) for _, value, _ in plan.survey.assignments(root)]
+                if not inner or None in inner:
+                    return False
+                waiting += [plan.survey.symbol(value) for value in inner if value is not None]
+    return is_found
+
+
+def _inside(plan: Plan, value: ast.expr) -> ast.expr | None:
+    """Return the name inside of ``name.to(...)``, ``name.cuda()`` or ``DistributedDataParallel(name, ...)``."""
+    while not dotted(value):
+        method_call = method(value)
+        if method_call is not None and method_call[0] in ("to", "cuda", "train", "eval"):
+            value = method_call[1]
+        elif (
+            isinstance(value, ast.Call) and value.args and plan.script.path(value.func).rpartition(".")[2] in _WRAPPERS
+        ):
+            value = value.args[0]
+        else:
+            return None
+    return value
 
 
 # --------------------------------------------------------------------------------- ranks and sizes

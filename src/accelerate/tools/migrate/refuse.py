@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from typing import Final
 
 from ...errors import AccelerateError
+from .distributed import is_by_hand
 from .evaluation import adds_up, collected
-from .source import Script, dotted, method
+from .plan import Plan
+from .source import Edit, Script, chosen, dotted, method, pairs, targets
 from .survey import MODEL, OPTIMIZER, Survey
 
 _OTHERS: Final = {
@@ -102,6 +105,64 @@ def _check_placing(script: Script) -> None:
         node = list(seen.values())[1]
         raise _refused(script, node, f"the model is spread by hand over {', '.join(seen)}; start from the version for "
                        "one device, or load it with a device map")  # fmt: skip
+
+
+def check_left(plan: Plan, edits: list[Edit]) -> None:
+    """Raise where something stays that several processes would do wrong, without a word.
+
+    Raises:
+        Refused: there is such a line.
+    """
+    script = plan.script
+    covered = [(edit.start, edit.end) for edit in chosen(edits) if edit.end > edit.start]
+
+    def stays(node: ast.expr) -> bool:
+        start = script.start(node)
+        return not plan.is_removed(node) and not any(first <= start < end for first, end in covered)
+
+    for call in script.nodes(ast.Call):
+        found = method(call)
+        if (
+            found is not None
+            and found[0] in ("parameters", "named_parameters")
+            and dotted(found[1]) == "self"
+            and any(symbol.name == "self" for symbol in plan.names(MODEL))
+        ):
+            raise _refused(script, call, "the model trains itself: prepare() returns another object, which the model's "
+                           "own methods wouldn't use. Move the loop out of the class")  # fmt: skip
+    if not is_by_hand(plan):
+        return
+    for node in script.nodes(ast.Attribute):
+        if not isinstance(node.ctx, ast.Load) or not dotted(node) or script.path(node).startswith("torch."):
+            continue
+        if node.attr == "module" and stays(node):
+            raise _refused(script, node, f"`{dotted(node)}` is what DistributedDataParallel keeps the model in, and "
+                           f"it isn't understood which model `{dotted(node.value)}` is")  # fmt: skip
+        if node.attr == "sampler" and stays(node):
+            raise _refused(script, node, f"`{dotted(node)}` is the part of one process; the sampler of a prepared "
+                           "loader is the whole order. Count with the dataset instead")  # fmt: skip
+    for node in script.nodes(ast.BinOp):
+        updated = {dotted(target) for target in targets(script.statement(node))}
+        for size in ast.walk(node):
+            if not isinstance(size, (ast.Name, ast.Attribute)) or not stays(size):
+                continue
+            name = dotted(size)
+            if name.rpartition(".")[2] == "world_size" and name not in updated and not _is_set(plan, name, stays):
+                raise _refused(script, node, f"a number is made with `{name}`, and it isn't understood to be the "
+                               "number of processes wherever it is set")  # fmt: skip
+
+
+def _is_set(plan: Plan, name: str, stays: Callable[[ast.expr], bool]) -> bool:
+    """Return whether a name is a function's parameter, or gets what the Accelerator knows wherever it is assigned."""
+    values = [
+        value
+        for statement in plan.script.nodes((ast.Assign, ast.AnnAssign))
+        for target, value in pairs(statement)
+        if dotted(target) == name
+    ]
+    if not values:
+        return "." not in name
+    return not any(stays(value) for value in values)
 
 
 def _refused(script: Script, node: ast.AST, reason: str) -> Refused:
