@@ -51,7 +51,7 @@ def _rank(rank: int, port: int, rounds: int, answer: Any) -> None:
         return time.process_time() - start
 
     def watched() -> float:
-        watch = HangWatch(coordinator.store, rank, 2, 300.0, threading.get_ident())
+        watch = HangWatch(coordinator, 300.0, threading.get_ident())
         watch._tick_seconds = 1 / OFTEN
         watch.counters.add(accelerator.gradient_state)
         watch.start()

@@ -242,7 +242,7 @@ OTHERWISE: Final[dict[str, str]] = {
     "commands/estimate.py count argparse.ArgumentTypeError": "argparse's own protocol for a bad value",
     "commands/parser.py reader_of.read argparse.ArgumentTypeError": "argparse's own protocol for a bad value",
     "data_loader/dispatch.py _raise global_batches.failure": "what the reader met on this rank, as it was",
-    "distributed/store_client.py RequestThread.run errors[0]": "what a request in a thread met, as it was",
+    "distributed/store_requests.py PendingRequest.response self._error": "what a request in a thread met, as it was",
 }
 
 

@@ -206,7 +206,7 @@ def test_ranks_that_never_come_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
         port = probe.getsockname()[1]
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(WorldError, match="ranks 1, 2 of 3 didn't come"):
+    with pytest.raises(WorldError, match="ranks 1 and 2 of 3 didn't come"):
         join_world(timeout=timedelta(seconds=1))
 
 

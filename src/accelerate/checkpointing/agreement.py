@@ -5,26 +5,29 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
-from ..distributed.store_client import RequestThread, StoreTimeout
+from ..distributed.store_requests import RequestThread, StoreTimeout, read_present
 from ..errors import CheckpointError, CollectiveError
+from ..torch_private.distributed import set_keys
 
 if TYPE_CHECKING:
     from ..distributed.store_client import Coordinator
     from ..distributed.world import World
 
 T = TypeVar("T")
+Combined = TypeVar("Combined")
 
 #: The interval of heartbeats of a rank with a save in the background.
 HEARTBEAT_SECONDS: Final = 2.0
 #: A rank without a heartbeat for so long is taken for dead.
 HEARTBEAT_TIMEOUT_SECONDS: Final = 60.0
-_SHORTEST_SLEEP_SECONDS: Final = 1e-4
-_LONGEST_SLEEP_SECONDS: Final = 0.05
+_HEARTBEATS_PER_SECOND: Final = 1024
+#: The message in place of one that a rank has stopped to wait for.
+_GIVEN_UP: Final = "given up"
+_STORE_ENDED: Final = "the process that keeps the ranks' store (rank 0, or the launcher) has ended"
 
 
 @final
@@ -92,10 +95,13 @@ class Ranks:
         Raises:
             CheckpointError: a rank failed; the text names each that did, and why.
         """
-        gathered = self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
-        if not any(gathered):
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        if self._store_collectives is not None:
+            failed = self._store_collectives.combine(text, _failures)
+        else:
+            failed = _failures(self.all_gather(text))
+        if not failed:
             return
-        failed = {rank: text for rank, text in enumerate(gathered) if text is not None}
         if error is not None and not isinstance(error, (OSError, CheckpointError)):
             raise error  # a hook's or an object's own error stays what it is where it happened
         if self.size == 1 and isinstance(error, kind):
@@ -107,6 +113,10 @@ class Ranks:
         """Wait until every living rank has read all messages, then stop exchanging any."""
         if self._store_collectives is not None:
             self._store_collectives.close()
+
+
+def _failures(texts: Sequence[str | None]) -> dict[int, str]:
+    return {rank: text for rank, text in enumerate(texts) if text is not None}
 
 
 def write_on_main(
@@ -144,21 +154,24 @@ def write_on_main(
 class StoreCollectives:
     """All-gather, gather and scatter of objects over the ranks' store, from any thread, beside the training.
 
-    The training's process group is never touched, and a rank may take as long as its disk does: each sends a heartbeat
-    every few seconds, and only one whose heartbeats stop is taken for dead.
+    Rank 0 reads what all ranks have published, and publishes one value, for which the others wait. The training's
+    process group is never touched, and a rank may take as long as its disk does: each sends a heartbeat every few
+    seconds, and only one whose heartbeats stop is taken for dead.
     """
 
     def __init__(self, coordinator: Coordinator, name: str) -> None:
-        from ..torch_private.distributed import PrefixStore
-
-        self._store = PrefixStore(name, coordinator.store)
+        self._coordinator, self._store, self._name = coordinator, coordinator.store, name
         self.rank: int = coordinator.rank
         self.size: int = coordinator.size
         self._number = 0
-        self._published: deque[str] = deque()  # keys of messages that a rank may not have read yet
+        self._published: list[str] = []  # keys of messages that a rank may not have read yet
         self._store_is_lost = False
-        self._requests = RequestThread("checkpoint store requests")
+        self._requests = RequestThread("checkpoint store requests", coordinator.lock)
+        self._seen: dict[int, tuple[str, float]] = {}  # each rank's last heartbeat, and since when it is the last
+        self._num_beats = 0
+        self._failure = ""  # as rank 0 tells the others, who wait for it
         self._closed = threading.Event()
+        self._request(self._beat)
         self._heartbeat = threading.Thread(target=self._send_heartbeats, name="checkpoint heartbeat", daemon=True)
         self._heartbeat.start()
 
@@ -168,58 +181,84 @@ class StoreCollectives:
         Raises:
             CheckpointError: a rank has died, or the store has gone with its process.
         """
+        return self.combine(value, lambda values: values)
+
+    def combine(self, value: T, combined: Callable[[list[T]], Combined]) -> Combined:
+        """Return ``combined(values of all ranks)``, which rank 0 computes. Raises as :meth:`all_gather`."""
         self._number += 1
-        self._publish(self._key(self.rank), value)
-        gathered: list[T] = [self._receive(self._key(rank), rank) for rank in range(self.size)]
-        while self._published[0] != self._key(self.rank):  # all ranks are here: none reads older messages
-            self._delete(self._published.popleft())
-        return gathered
+        key = f"{self._name}/{self._number}/all"
+        if self.rank:
+            self._publish(self._key(self.rank), value)
+            result: Combined = _decoded(self._wait_for([key], [0])[0])
+            self._delete_published()  # rank 0 has read all before it published this
+            return result
+        result = combined([value, *self._values_of_others()])
+        self._delete_published()  # every rank has read the values before these
+        self._publish(key, result)
+        return result
 
     def gather(self, value: T) -> list[T] | None:
         """Return the values of all ranks on rank 0, in rank order; None elsewhere. Raises as :meth:`all_gather`."""
         self._number += 1
-        self._publish(self._key(self.rank), value)
-        return None if self.rank else [self._receive(self._key(rank), rank) for rank in range(self.size)]
+        if self.rank:
+            self._publish(self._key(self.rank), value)
+            return None
+        return [value, *self._values_of_others()]
 
     def scatter(self, values: list[T] | None) -> T:
         """Return this rank's item of the values, one per rank, of rank 0. Raises as :meth:`all_gather`."""
         self._number += 1
-        for rank, value in enumerate(values or ()):
-            self._publish(self._key(rank), value)
-        return self._receive(self._key(self.rank), 0)
+        if self.rank == 0:
+            assert values is not None
+            messages = {self._key(rank): _encoded(value) for rank, value in enumerate(values) if rank}
+            self._request(lambda: set_keys(self._store, messages))
+            return values[0]
+        key = self._key(self.rank)
+        value: T = _decoded(self._wait_for([key], [0])[0])
+        self._published.append(key)
+        self._delete_published()
+        return value
 
     def close(self) -> None:
         """Stop the heartbeat; the rank that keeps the store first waits until every living rank has closed too."""
+        if self._closed.is_set():
+            return
         with suppress(CheckpointError):  # the store's process has ended: no rank can wait for this
-            self._request(lambda: self._store.add("closed", 1))
+            self._request(self._announce_close)
             if self.rank == 0 and not self._store_is_lost:
-                last_change, seen = time.monotonic(), -1
-                while (count := self._request(lambda: self._store.add("closed", 0))) < self.size:
-                    if count != seen:
-                        last_change, seen = time.monotonic(), count
-                    if time.monotonic() - last_change > HEARTBEAT_TIMEOUT_SECONDS:
-                        break
-                    time.sleep(_LONGEST_SLEEP_SECONDS)
+                self._wait_for_closing()
+                self._delete_published()
         self._closed.set()
         self._requests.stop()
+
+    def _announce_close(self) -> None:
+        if self._store.add(f"{self._name}/closed", 1) == self.size:
+            self._store.set(f"{self._name}/all_closed", "1")
+
+    def _wait_for_closing(self) -> None:
+        last_change, seen = time.monotonic(), -1
+        with self._coordinator.waits.start(f"{self._name}/all_closed") as wait:
+            while not wait.is_over(self._pause_seconds()):
+                count = self._request(lambda: self._store.add(f"{self._name}/closed", 0))
+                if count != seen:
+                    last_change, seen = time.monotonic(), count
+                if time.monotonic() - last_change > HEARTBEAT_TIMEOUT_SECONDS:
+                    return
+        self._published += [f"{self._name}/closed", f"{self._name}/all_closed"]
 
     # -------------------------------------------------------------------------------- messages in the store
 
     def _publish(self, key: str, value: object) -> None:
-        from .codec import encode, inline
-
-        message = json.dumps(inline(encode(value, "a message between ranks")))
+        message = _encoded(value)
         self._request(lambda: self._store.set(key, message))
         self._published.append(key)
 
-    def _receive(self, key: str, rank: int) -> Any:
-        from .codec import decode, inlined_tensor
-
-        message: dict[str, Any] = json.loads(self._wait_for(key, rank))
-        return decode(message["state"], lambda name: inlined_tensor(message, name))
+    def _values_of_others(self) -> list[Any]:
+        ranks = range(1, self.size)
+        return [_decoded(message) for message in self._wait_for([self._key(rank) for rank in ranks], ranks)]
 
     def _key(self, rank: int) -> str:
-        return f"{self._number}/{rank}"
+        return f"{self._name}/{self._number}/{rank}"
 
     def _request(self, call: Callable[[], T]) -> T:
         try:
@@ -230,33 +269,79 @@ class StoreCollectives:
                 f"the ranks' store has given no answer for {HEARTBEAT_TIMEOUT_SECONDS:.0f} s"
             ) from error
         except RuntimeError as error:
-            raise CheckpointError("the process that keeps the ranks' store (rank 0, or the launcher) has ended") from (
-                error
-            )
+            raise CheckpointError(_STORE_ENDED) from error
 
-    def _wait_for(self, key: str, rank: int) -> str:
-        sleep_seconds = _SHORTEST_SLEEP_SECONDS
-        last_beat, seen = time.monotonic(), -1
-        while not self._request(lambda: self._store.check([key])):
-            now = time.monotonic()
-            if sleep_seconds >= _LONGEST_SLEEP_SECONDS:
-                beats = self._request(lambda: self._store.add(f"heartbeat/{rank}", 0))
-                if beats != seen:
-                    last_beat, seen = now, beats
-                elif now - last_beat > HEARTBEAT_TIMEOUT_SECONDS:
-                    self._store_is_lost = True
-                    raise CheckpointError(f"rank {rank} has sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS:.0f} s")
-            time.sleep(sleep_seconds)
-            sleep_seconds = min(_LONGEST_SLEEP_SECONDS, sleep_seconds * 1.5)
-        return self._request(lambda: self._store.get(key)).decode()
+    def _wait_for(self, keys: list[str], senders: Sequence[int]) -> list[str]:
+        """Wait for the values of ``keys``, one from each of ``senders``, as long as these live."""
+        self._seen.clear()
+        with self._coordinator.waits.start(*keys, given_up=_GIVEN_UP) as wait:
+            while not wait.is_over(self._pause_seconds()):
+                self._require_alive(keys, senders)
+            try:
+                values = wait.response()
+            except RuntimeError as error:
+                raise CheckpointError(_STORE_ENDED) from error
+        if _GIVEN_UP in values:
+            raise CheckpointError("another rank has given the save up")
+        return values
 
-    def _delete(self, key: str) -> None:
-        with suppress(CheckpointError, NotImplementedError):  # a store that can't delete keys, such as a file
-            self._request(lambda: self._store.delete_key(key))
+    def _require_alive(self, keys: list[str], senders: Sequence[int]) -> None:
+        """Raise CheckpointError if one of ``senders`` has died before it published its key."""
+        now = time.monotonic()
+        beats = self._read([f"heartbeat/{rank}" for rank in senders])
+        for key, rank in zip(keys, senders, strict=True):
+            name, _, beat = beats.get(f"heartbeat/{rank}", "").partition(" ")
+            if name == self._name and not beat.isdecimal():
+                self._store_is_lost = True
+                raise CheckpointError(beat)
+            last, since = self._seen.setdefault(rank, (beat, now))
+            if last != beat:
+                self._seen[rank] = (beat, now)
+            elif now - since > HEARTBEAT_TIMEOUT_SECONDS and key not in self._read([key]):
+                self._store_is_lost = True
+                self._failure = f"rank {rank} has sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS:.0f} s"
+                self._request(self._beat)
+                raise CheckpointError(self._failure)
+
+    def _read(self, keys: list[str]) -> dict[str, str]:
+        return read_present(
+            keys,
+            lambda names: self._request(lambda: self._store.check(names)),
+            lambda names: self._request(lambda: self._store.multi_get(names)),
+        )
+
+    def _delete_published(self) -> None:
+        keys, self._published = self._published, []
+        for key in keys:
+            with suppress(CheckpointError, NotImplementedError):  # a store that can't delete keys, such as a file
+                self._request(lambda key=key: self._store.delete_key(key))
+
+    def _pause_seconds(self) -> float:
+        """Return the interval of heartbeats: of all ranks together, so many a second at most."""
+        return max(HEARTBEAT_SECONDS, self.size / _HEARTBEATS_PER_SECOND)
+
+    def _beat(self) -> None:
+        self._num_beats += 1
+        self._store.set(f"heartbeat/{self.rank}", f"{self._name} {self._failure or self._num_beats}")
 
     def _send_heartbeats(self) -> None:
-        while not self._closed.wait(HEARTBEAT_SECONDS):
+        while not self._closed.wait(self._pause_seconds()):
             try:
-                self._store.add(f"heartbeat/{self.rank}", 1)
-            except RuntimeError:
+                self._request(self._beat)
+            except CheckpointError:
                 return  # the store is gone, on which the calls that wait for it fail themselves
+
+
+def _encoded(value: object) -> str:
+    from .codec import encode, inline
+
+    return json.dumps(inline(encode(value, "a message between ranks")))
+
+
+def _decoded(text: str) -> Any:
+    from .codec import TAG, decode, inlined_tensor
+
+    message: dict[str, Any] = json.loads(text)
+    if f'"{TAG}"' not in text:
+        return message["state"]  # JSON has a type for everything in it
+    return decode(message["state"], lambda name: inlined_tensor(message, name))

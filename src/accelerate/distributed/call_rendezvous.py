@@ -13,10 +13,10 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Final, TypedDict, final
 
 from ..errors import CollectiveError
 
@@ -35,14 +35,27 @@ UNWATCHED_SECONDS: Final = 60.0
 #: So many calls are kept in the store for ranks that come late; the keys of earlier ones are deleted.
 KEPT_CALLS: Final = 64
 _CLAIM: Final = 1 << 20  # added to a count of ranks that rank 0 relies on
-_SHORTEST_SLEEP_SECONDS: Final = 1e-3
-_LONGEST_SLEEP_SECONDS: Final = 0.02
+#: How often rank 0 looks whether a rank that it waits for can't come any more.
+_SHORTEST_PAUSE_SECONDS: Final = 0.1
+_LONGEST_PAUSE_SECONDS: Final = 0.5
+#: The channel of what rank 0 publishes, and that of its arrivals.
+_DECISIONS: Final = "calls"
+_ARRIVALS: Final = "arrivals"
 _LOCK_TIMEOUT_SECONDS: Final = 30.0
 #: How often rank 0 checks whether the ranks that it waits for wait in torch.
 _CHECK_SECONDS: Final = 2.0
 #: After so long a wait that ends at its limit only, rank 0 logs what it waits for.
 _WARNING_SECONDS: Final = 10.0
 _OTHER_PACKAGES: Final = ("torch", "contextlib", "threading", "runpy", "importlib", "multiprocessing")
+
+
+class _Decision(TypedDict):
+    """The decision of rank 0 about one call, as it publishes it."""
+
+    all: bool
+    moment: str
+    names: list[str]
+    address: str
 
 
 @dataclass
@@ -72,7 +85,7 @@ class CallParticipants:
         self._publish_decision()
 
     def _publish_decision(self) -> None:
-        content = {"all": self.has_all, "moment": self._moment, "names": self._names, "address": self._address}
+        content = _Decision(all=self.has_all, moment=self._moment, names=list(self._names), address=self._address)
         self._publish("decision", content)
 
     def finish(self, identity: str = "", error: BaseException | None = None) -> None:
@@ -82,11 +95,12 @@ class CallParticipants:
         text = "" if error is None else f"{type(error).__name__}: {error}"
         self._publish("outcome", {"identity": identity, "error": text})
 
-    def _publish(self, key: str, content: dict[str, Any]) -> None:
+    def _publish(self, key: str, content: Mapping[str, object]) -> None:
         coordinator, text = self._coordinator, json.dumps(content)
         if coordinator is not None:
             for name in self._names:
-                coordinator.request(lambda name=name: coordinator.store.set(f"{name}/{key}", text))
+                coordinator.publish(f"{name}/{key}", text)
+            coordinator.notify(_DECISIONS)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -96,16 +110,14 @@ class CallParticipants:
             yield
             return
         ticket = coordinator.request(lambda: coordinator.store.add("calls/tickets", 1))
-        until = time.monotonic() + _LOCK_TIMEOUT_SECONDS  # not longer, in case a rank has died inside of its context
-        while (
-            coordinator.request(lambda: coordinator.store.add("calls/served", 0)) < ticket - 1
-            and time.monotonic() < until
-        ):
-            time.sleep(_LONGEST_SLEEP_SECONDS)
+        if ticket > 1:
+            with coordinator.waits.start(f"calls/served/{ticket - 1}", given_up="1") as turn:
+                turn.is_over(_LOCK_TIMEOUT_SECONDS)  # not longer, in case a rank has died inside of its context
+            coordinator.request(lambda: coordinator.store.delete_key(f"calls/served/{ticket - 1}"))
         try:
             yield
         finally:
-            coordinator.request(lambda: coordinator.store.add("calls/served", 1))
+            coordinator.set_key(f"calls/served/{ticket}")
 
     # -- the others ----------------------------------------------------------------------------------------
 
@@ -123,7 +135,7 @@ class CallParticipants:
         coordinator = self._coordinator
         assert coordinator is not None
         key = f"{self._names[0]}/outcome"
-        coordinator.wait_for(lambda: coordinator.store.check([key]))
+        coordinator.wait_for(lambda: coordinator.store.check([key]))  # rank 0 notifies when it has set it
         outcome = json.loads(coordinator.request(lambda: coordinator.store.get(key)))
         if outcome["error"]:
             raise CollectiveError(f"rank 0: {outcome['error']}")
@@ -193,21 +205,31 @@ class CallRendezvous:
             limit = min(limit, UNWATCHED_SECONDS)
         if key in self._alone and not waits_for_all:
             limit = 0.0
-        next_check, sleep_seconds = start + _CHECK_SECONDS, _SHORTEST_SLEEP_SECONDS
-        while not self._have_all_arrived(names):
-            now = time.monotonic()
-            if now - start >= limit or self._is_any_rank_absent():
-                return self._have_all_arrived(names)
-            if now >= next_check:
-                if self._coordinator.stuck_in_torch(range(1, self._coordinator.size)):  # there it waits for this rank
-                    return self._have_all_arrived(names)
-                next_check = time.monotonic() + _CHECK_SECONDS
-            if not (is_watched or has_warned) and now - start >= _WARNING_SECONDS:
-                has_warned = True
-                logger.warning(_still_waiting(operation, limit))
-            time.sleep(sleep_seconds)
-            sleep_seconds = min(_LONGEST_SLEEP_SECONDS, sleep_seconds * 1.5)
-        return True
+        next_check, pause = start + _CHECK_SECONDS, _SHORTEST_PAUSE_SECONDS
+        next_look = start + pause
+        while True:
+            number = self._coordinator.num_notifications(_ARRIVALS)
+            if self._have_all_arrived(names):
+                return True
+            with self._coordinator.listen(_ARRIVALS, number) as arrival:
+                while True:
+                    now = time.monotonic()
+                    if now - start >= limit or (now >= next_look and self._is_any_rank_absent()):
+                        return self._have_all_arrived(names)
+                    if now >= next_look:
+                        pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.5)
+                        next_look = time.monotonic() + pause
+                    if now >= next_check:
+                        if self._coordinator.stuck_in_torch(range(1, self._coordinator.size)):
+                            return self._have_all_arrived(names)  # there they wait for this rank
+                        next_check = time.monotonic() + _CHECK_SECONDS
+                    if not (is_watched or has_warned) and now - start >= _WARNING_SECONDS:
+                        has_warned = True
+                        logger.warning(_still_waiting(operation, limit))
+                    if arrival.is_over(max(0.0, min(next_look, start + limit) - now)):
+                        break
+                    if self._have_all_arrived(names):
+                        return True
 
     def _have_all_arrived(self, names: tuple[str, ...]) -> bool:
         """Return whether every other rank is at this call; they can't withdraw from it then."""
@@ -231,7 +253,7 @@ class CallRendezvous:
         )
 
     def _is_any_rank_absent(self) -> bool:
-        return any(self._coordinator.absence_reason(rank) for rank in range(1, self._coordinator.size))
+        return bool(self._coordinator.absence_reasons(range(1, self._coordinator.size)))
 
     def _begin_call(self, keys: list[str]) -> tuple[str, ...]:
         """Return the names of rank 0's next call, and delete the oldest call's keys from the store."""
@@ -266,7 +288,7 @@ class CallRendezvous:
             for base in keys:
                 self._skip_deleted(base, names, arrived_at)
                 while coordinator.store.check([f"{names[base]}/decision"]):
-                    decision: dict[str, Any] = json.loads(coordinator.store.get(f"{names[base]}/decision"))
+                    decision: _Decision = json.loads(coordinator.store.get(f"{names[base]}/decision"))
                     is_this = decision["all"] or decision["moment"] == moment
                     if is_this and self._withdraw_elsewhere(names, decision, arrived_at):
                         found.append(self._participants_of(decision, names[base]))
@@ -279,7 +301,8 @@ class CallRendezvous:
                     names[base] = self._next(base)
                 if names[base] not in arrived_at:
                     arrived_at.add(names[base])
-                    coordinator.store.add(f"{names[base]}/arrived", 1)
+                    if coordinator.store.add(f"{names[base]}/arrived", 1) == coordinator.size - 1:
+                        coordinator.announce(_ARRIVALS)
             return False
 
         def reason_to_stop() -> str | None:
@@ -299,7 +322,7 @@ class CallRendezvous:
         names[base] = f"{base}/{number}"
         self._counts[base] = number + 1
 
-    def _withdraw_elsewhere(self, names: dict[str, str], decision: dict[str, Any], arrived_at: set[str]) -> bool:
+    def _withdraw_elsewhere(self, names: dict[str, str], decision: _Decision, arrived_at: set[str]) -> bool:
         """Withdraw from other calls than that of ``decision``; return False where rank 0 has claimed this rank."""
         store = self._coordinator.store
         for name in [name for name in names.values() if name in arrived_at and name not in decision["names"]]:
@@ -312,12 +335,12 @@ class CallRendezvous:
                 store.add(f"{name}/arrived", 1)
         return True
 
-    def _participants_of(self, decision: dict[str, Any], name: str) -> CallParticipants:
+    def _participants_of(self, decision: _Decision, name: str) -> CallParticipants:
         for one in decision["names"]:  # all ranks continue from rank 0's count
             base, _, number = one.rpartition("/")
             self._counts[base] = int(number) + 1
         participants = CallParticipants(decision["all"], False, False, self._coordinator, (name,))
-        participants._address = decision.get("address", "")
+        participants._address = decision["address"]
         return participants
 
     def _next(self, base: str) -> str:

@@ -52,8 +52,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def has_common_seed(world: World) -> bool:
     """Return whether :func:`set_seed` gave all ranks the same seed the last time, as far as they have published it."""
     coordinator = world.coordinator
-    seeds = [None] if coordinator is None else [coordinator.published(f"seed/{rank}") for rank in range(world.size)]
-    return seeds[0] is not None and len(set(seeds)) == 1
+    seeds = {} if coordinator is None else coordinator.published([f"seed/{rank}" for rank in range(world.size)])
+    return len(seeds) == world.size and len(set(seeds.values())) == 1
 
 
 def seed_host_streams(seed: int) -> None:

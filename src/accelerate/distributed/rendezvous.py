@@ -6,15 +6,16 @@ are never read.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 from urllib.parse import urlparse
@@ -26,6 +27,7 @@ from ..errors import WorldError
 from ..settings.env import read
 from ..torch_private.distributed import FileStore, PrefixStore, Store, TCPStore, default_store
 from .environment import ProcessIdentity
+from .store_requests import RequestThread, WaitingConnections, connection_delay, read_present, set_missing, some_ranks
 
 if TYPE_CHECKING:
     from ..torch_private.distributed import Store
@@ -36,6 +38,9 @@ RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=10)
 #: How long a host name may stay unknown: the address of a pod is published only after it has started.
 _LOOKUP_SECONDS: Final = 60.0
 _LOOKUP_PAUSE_SECONDS: Final = 1.0
+
+#: For requests, for waits of the program, for questions of the watch for hangs, and for saves in the background.
+_CONNECTIONS_PER_RANK: Final = 4
 
 logger: logging.Logger = logging.getLogger(__name__)
 #: Stores that this process serves to others: they outlive the world, because a slower rank may still be reading.
@@ -118,11 +123,15 @@ def _rendezvous_store(identity: ProcessIdentity, init_method: str | None, wait_l
 
 def _tcp_store(identity: ProcessIdentity, wait_limit: timedelta, source: str) -> Store:
     keeps_store = identity.rank == 0 and not _is_served_by_agent()
-    if not keeps_store:
+    if keeps_store:
+        _allow_connections(identity.size)
+    else:
         _resolve_address(identity, wait_limit, source)
+        time.sleep(connection_delay(identity.rank, identity.size))
     notice = threading.Timer(NOTICE_SECONDS, _log_connecting, (identity, source, wait_limit))
     notice.daemon = True
-    notice.start()
+    if _speaks(identity):
+        notice.start()
     try:
         store = TCPStore(
             identity.address,
@@ -139,6 +148,34 @@ def _tcp_store(identity: ProcessIdentity, wait_limit: timedelta, source: str) ->
     if keeps_store:
         _served_stores.append(store)
     return store
+
+
+def _allow_connections(size: int) -> None:
+    """Let this process keep open the connections of all ranks, up to its hard limit."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _CONNECTIONS_PER_RANK * size + 1024
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < _CONNECTIONS_PER_RANK * size:
+        logger.warning(
+            "Rank 0 serves %d ranks with up to %d connections each, but may open %d files (ulimit -n). Raise the hard "
+            "limit of its host, or let a launcher's agent serve them (torchrun).",
+            size,
+            _CONNECTIONS_PER_RANK,
+            allowed,
+        )
+
+
+def _speaks(identity: ProcessIdentity) -> bool:
+    """Return whether this process says for all of its host that rank 0 is missing: the first that isn't rank 0."""
+    return identity.local_rank == (1 if identity.rank == identity.local_rank else 0)
 
 
 def _log_connecting(identity: ProcessIdentity, source: str, wait_limit: timedelta) -> None:
@@ -210,24 +247,37 @@ def _address_of(identity: ProcessIdentity, init_method: str | None) -> str:
 # -- the rendezvous ----------------------------------------------------------------------------------------
 #
 # A store may outlive the processes that wrote into it: an elastic launcher keeps one over its restarts, and no count of
-# restarts is the same on all hosts. So no value that is in the store already is trusted. Each process sends a join
-# request with a fresh token; rank 0 makes up a fresh name for the world and admits whoever has sent one; only running
-# processes accept the admission. Processes of an earlier attempt accept none, and never look under the new name.
+# restarts is the same on all hosts. So no value that is in the store already is trusted. Each rank 0 opens a world with
+# the next number, which no other has had. Processes enter it until rank 0 closes it: who finds a closed world, of an
+# earlier attempt, waits for the next one. Only a living rank 0 closes a world, and says then what has become of it.
 
-_POLL_SECONDS: Final = 0.01
+#: How often rank 0 looks whether something is wrong already; ever more rarely.
+_FIRST_PAUSE_SECONDS: Final = 0.25
+_LONGEST_PAUSE_SECONDS: Final = 15.0
 #: After so long a wait the log says which ranks are waited for.
 NOTICE_SECONDS: Final = 15.0
 #: How long rank 0, which may keep the store and is about to end, lets the others read why the world can't form.
 _READING_SECONDS: Final = 2.0
+#: Of so many earlier worlds a new rank 0 wakes those who wait: the rank 0 of each may have died at any moment.
+_NUM_OLDER: Final = 8
+_CLOSED: Final = 1 << 40  # added to the count of a world that nobody can enter any more
+_WELL: Final = "all are here"
 
 
 @final
 @dataclass(frozen=True)
-class _JoinRequest:
+class _Member:
     rank: int
     size: int
-    token: str
     who: str  # host and process, for messages
+
+    @classmethod
+    def of(cls, text: str) -> _Member:
+        rank, size, who = text.split("|", 2)
+        return cls(int(rank), int(size), who)
+
+    def text(self) -> str:
+        return f"{self.rank}|{self.size}|{self.who}"
 
 
 def agree_on_name(store: Store, identity: ProcessIdentity, wait_limit: timedelta) -> str:
@@ -237,88 +287,156 @@ def agree_on_name(store: Store, identity: ProcessIdentity, wait_limit: timedelta
         WorldError: a rank doesn't come in time, two processes have one rank, or sizes differ.
     """
     deadline = time.monotonic() + wait_limit.total_seconds()
-    me = _JoinRequest(identity.rank, identity.size, uuid.uuid4().hex, f"{socket.gethostname()}, process {os.getpid()}")
-    number = store.add("num_join_requests", 1)
-    store.set(f"join_request/{number}", f"{me.rank}|{me.size}|{me.token}|{me.who}")
-    if me.rank == 0:
-        name = f"world_{uuid.uuid4().hex[:12]}"
-        verdict = _admit_all(store, identity, name, number, deadline)
+    if identity.rank == 0:
+        name, verdict = _OwnWorld(store, identity, deadline).form()
     else:
-        name, verdict = _wait_for_admission(store, me, deadline)
+        name, verdict = _join(store, identity, deadline)
     if verdict:
         raise WorldError(f"The world of {identity.size} processes (rank {identity.rank} here) can't form: {verdict}.")
     return name
 
 
-def _wait_for_admission(store: Store, me: _JoinRequest, deadline: float) -> tuple[str, str]:
-    """Return the name of the world that rank 0 admits to, and its verdict. A newer rank 0 admits again."""
-    start, name = time.monotonic(), ""
-    notice = _WaitNotice(me.rank, deadline)
-    while time.monotonic() < deadline:
-        notice.log_when_due("rank 0, which waits for others" if name else "rank 0")
-        if store.check([f"admission/{me.token}"]):
-            admitted_to = store.get(f"admission/{me.token}").decode()
-            if admitted_to != name:
-                name = admitted_to
-                store.set(f"{name}/accepted/{me.token}", "1")
-                store.add(f"{name}/num_accepted", 1)
-            if store.check([f"{name}/verdict"]):
-                verdict = store.get(f"{name}/verdict").decode()
-                store.add(f"{name}/readers", 1)
-                return name, verdict
-        time.sleep(_POLL_SECONDS)
-    what = "to report that all are here" if name else "to admit it"
-    return name, f"rank {me.rank} waited {time.monotonic() - start:.0f} s for rank 0 {what}"
+def _process_here() -> str:
+    return f"{socket.gethostname()}, process {os.getpid()}"
 
 
-def _admit_all(store: Store, identity: ProcessIdentity, name: str, mine: int, deadline: float) -> str:
-    """Admit ranks until all have accepted, as rank 0; return, and publish to all, what is wrong, if anything."""
-    verdict = _collect_ranks(store, identity, name, mine, deadline)
-    store.set(f"{name}/verdict", verdict)
-    if verdict:
-        until = time.monotonic() + _READING_SECONDS
-        while store.add(f"{name}/readers", 0) < store.add(f"{name}/num_accepted", 0) and time.monotonic() < until:
-            time.sleep(_POLL_SECONDS)
-    return verdict
+def _join(store: Store, identity: ProcessIdentity, deadline: float) -> tuple[str, str]:
+    """Enter the world of rank 0; return its name, and what is wrong with it, if anything."""
+    start, has_entered = time.monotonic(), False
+    thread = RequestThread("accelerate rendezvous")
+    number = store.add("num_worlds", 0)
+    while True:
+        is_member = number > 0 and _enter(store, identity, number)
+        has_entered = has_entered or is_member
+        key = f"world_{number}/verdict" if is_member else f"world_{number + 1}/open"
+        found = _wait_for(store, thread, key, identity, deadline, speaks=not has_entered)
+        if found is None:
+            what = "to report that all are here" if has_entered else "to admit it"
+            return "", f"rank {identity.rank} waited {time.monotonic() - start:.0f} s for rank 0 {what}"
+        if is_member and found != _SUPERSEDED:
+            thread.stop()
+            if found != _WELL:
+                store.add(f"world_{number}/readers", 1)
+            return f"world_{number}", "" if found == _WELL else found
+        number = store.add("num_worlds", 0)
 
 
-def _collect_ranks(store: Store, identity: ProcessIdentity, name: str, mine: int, deadline: float) -> str:
-    me = _read_request(store, mine)
-    admitted: list[_JoinRequest] = []
-    here: dict[int, _JoinRequest] = {} if me is None else {0: me}
-    num_read = 0
-    notice = _WaitNotice(identity.rank, deadline)
-    while len(here) < identity.size:
-        notice.log_when_due(_missing_ranks(here, identity))
-        while num_read < store.add("num_join_requests", 0):
-            request = _read_request(store, num_read + 1)
-            if request is None:
-                break  # its number is taken, its text on the way
-            num_read += 1
-            if request.rank == 0 and num_read > mine:
-                return f"two processes say that they are rank 0: {_process_of(me)}, and {request.who}. {_RANK_HINT}"
-            if request.rank != 0:
-                store.set(f"admission/{request.token}", name)
-                admitted.append(request)
-        for request in [request for request in admitted if store.check([f"{name}/accepted/{request.token}"])]:
-            admitted.remove(request)
-            if request.rank in here:
-                both = f"{here[request.rank].who}, and {request.who}"
-                return f"two processes say that they are rank {request.rank}: {both}. {_RANK_HINT}"
-            if request.size != identity.size:
+def _enter(store: Store, identity: ProcessIdentity, number: int) -> bool:
+    """Enter a world; return False where it is closed already."""
+    place = store.add(f"world_{number}/num_members", 1)
+    if place > _CLOSED:
+        return False
+    store.set(f"world_{number}/member/{place}", _Member(identity.rank, identity.size, _process_here()).text())
+    return True
+
+
+def _wait_for(
+    store: Store, thread: RequestThread, key: str, identity: ProcessIdentity, deadline: float, *, speaks: bool
+) -> str | None:
+    """Return the value of `key` once it is set; None when the time is up."""
+    notice = _WaitNotice(deadline)
+    pending = thread.start(lambda: store.get(key))
+    while not pending.is_done(max(0.0, min(NOTICE_SECONDS / 4, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            return None
+        if speaks and _speaks(identity) and notice.is_due():  # rank 0 itself speaks for those who have entered
+            notice.log(f"rank {identity.rank}", identity.local_size - 1, "rank 0", where=" of its host")
+    return pending.response().decode()
+
+
+#: What a process reads instead of a verdict, where a newer rank 0 has come.
+_SUPERSEDED: Final = "superseded"
+
+
+@final
+class _OwnWorld:
+    """The world that this process, rank 0, opens for the others."""
+
+    def __init__(self, store: Store, identity: ProcessIdentity, deadline: float) -> None:
+        self._store, self._identity, self._deadline = store, identity, deadline
+        self._waits = WaitingConnections(store, store.check, partial(set_missing, store))
+        self._number = store.add("num_worlds", 1)
+        self._name = f"world_{self._number}"
+        store.set(f"{self._name}/open", _process_here())
+        for older in range(max(1, self._number - _NUM_OLDER), self._number):  # who waits for these comes here
+            store.compare_set(f"world_{older}/open", "", "a process that has ended")
+            store.compare_set(f"world_{older}/verdict", "", _SUPERSEDED)
+
+    def form(self) -> tuple[str, str]:
+        """Return the name of the world once all are in it, and what is wrong, if anything; publish it to all."""
+        wrong = self._wait_until_full()
+        num_members = self._store.add(f"{self._name}/num_members", _CLOSED) - _CLOSED
+        if not wrong:
+            members = self._members(num_members, waits=True)
+            wrong = self._find_wrong(members) or self._find_missing(members)
+        published = self._store.compare_set(f"{self._name}/verdict", "", wrong or _WELL).decode()
+        if published == _SUPERSEDED:
+            wrong = self._newer() or wrong
+        if wrong:
+            until = time.monotonic() + _READING_SECONDS
+            while self._store.add(f"{self._name}/readers", 0) < num_members and time.monotonic() < until:
+                time.sleep(0.05)
+        self._waits.close()
+        return self._name, wrong
+
+    def _wait_until_full(self) -> str:
+        """Wait until as many processes as there are ranks are here, or the time is up; return what is wrong sooner."""
+        if self._identity.size == 1:
+            return ""
+        pause, notice = _FIRST_PAUSE_SECONDS, _WaitNotice(self._deadline)
+        with self._waits.start(f"{self._name}/member/{self._identity.size - 1}") as wait:
+            while not wait.is_over(max(0.0, min(pause, self._deadline - time.monotonic()))):
+                if time.monotonic() >= self._deadline:
+                    return ""
+                members = self._members(self._store.add(f"{self._name}/num_members", 0))
+                if wrong := self._newer() or self._find_wrong(members):
+                    return wrong
+                if notice.is_due():
+                    here = {0, *(member.rank for member in members)}
+                    notice.log("rank 0", len(here) - 1, _missing_ranks(here, self._identity.size))
+                pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.5)
+            wait.response()
+        return ""
+
+    def _members(self, count: int, *, waits: bool = False) -> list[_Member]:
+        """Return the processes that have entered; wait for those whose text is on the way."""
+        keys = [f"{self._name}/member/{place}" for place in range(1, count + 1)]
+        if waits and keys:
+            with self._waits.start(*keys) as wait:
+                if wait.is_over(max(1.0, self._deadline - time.monotonic())):
+                    return [_Member.of(text) for text in wait.response()]
+        found = read_present(keys, self._store.check, self._store.multi_get)
+        return [_Member.of(text) for text in found.values() if text]
+
+    def _newer(self) -> str:
+        if self._store.add("num_worlds", 0) == self._number:
+            return ""
+        other = self._store.get(f"world_{self._number + 1}/open").decode()
+        return f"two processes say that they are rank 0: {_process_here()}, and {other}. {_RANK_HINT}"
+
+    def _find_wrong(self, members: list[_Member]) -> str:
+        size, here = self._identity.size, dict[int, _Member]()
+        for member in members:
+            if member.rank in here:
+                both = f"{here[member.rank].who}, and {member.who}"
+                return f"two processes say that they are rank {member.rank}: {both}. {_RANK_HINT}"
+            if member.size != size:
                 return (
-                    f"rank 0 was told that there are {identity.size} processes, rank {request.rank} ({request.who}) "
-                    f"that there are {request.size}. Give every launcher the same number of machines and processes "
+                    f"rank 0 was told that there are {size} processes, rank {member.rank} ({member.who}) "
+                    f"that there are {member.size}. Give every launcher the same number of machines and processes "
                     "(WORLD_SIZE)"
                 )
-            here[request.rank] = request
-        if time.monotonic() > deadline:
-            return (
-                f"{_missing_ranks(here, identity)} didn't come to {identity.address}:{identity.port} in time. "
-                f"Check that as many processes were started as WORLD_SIZE={identity.size} says, and with this address"
-            )
-        time.sleep(_POLL_SECONDS)
-    return ""
+            here[member.rank] = member
+        return ""
+
+    def _find_missing(self, members: list[_Member]) -> str:
+        size, here = self._identity.size, {0, *(member.rank for member in members)}
+        if len(here) == size:
+            return ""
+        return (
+            f"{_missing_ranks(here, size)} didn't come to {self._identity.address}:{self._identity.port} in "
+            f"time. Check that as many processes were started as WORLD_SIZE={size} says, and with this address"
+        )
 
 
 _RANK_HINT: Final = "Each needs its own RANK; check the machine ranks given to the launcher"
@@ -328,32 +446,25 @@ _RANK_HINT: Final = "Each needs its own RANK; check the machine ranks given to t
 class _WaitNotice:
     """The log lines about a wait: the first after a while, the next ones ever more rarely."""
 
-    def __init__(self, rank: int, deadline: float) -> None:
-        self.rank, self.deadline, self.start = rank, deadline, time.monotonic()
-        self.next_seconds = NOTICE_SECONDS
+    def __init__(self, deadline: float) -> None:
+        self._deadline, self._start = deadline, time.monotonic()
+        self._next_seconds = NOTICE_SECONDS
 
-    def log_when_due(self, whom: str) -> None:
-        """Log whom this rank waits for, where the next line is due."""
-        now = time.monotonic()
-        if now - self.start < self.next_seconds:
-            return
-        self.next_seconds *= 2
-        left = max(0.0, self.deadline - now)
-        logger.warning("Rank %d waits for %s; it will give up in %.0f s.", self.rank, whom, left)
+    def is_due(self) -> bool:
+        """Return whether the next line is due."""
+        if time.monotonic() - self._start < self._next_seconds:
+            return False
+        self._next_seconds *= 2
+        return True
 
-
-def _missing_ranks(here: Container[int], identity: ProcessIdentity) -> str:
-    absent = [str(rank) for rank in range(identity.size) if rank not in here]
-    shown = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
-    return f"rank{'s' if len(absent) > 1 else ''} {shown} of {identity.size}"
-
-
-def _read_request(store: Store, number: int) -> _JoinRequest | None:
-    if not store.check([f"join_request/{number}"]):
-        return None
-    rank, size, token, who = store.get(f"join_request/{number}").decode().split("|", 3)
-    return _JoinRequest(int(rank), int(size), token, who)
+    def log(self, speaker: str, num_others: int, whom: str, where: str = "") -> None:
+        """Log whom the speaker and the others wait for."""
+        others = f" and {num_others} other{'s' if num_others > 1 else ''}{where}" if num_others > 0 else ""
+        left = max(0.0, self._deadline - time.monotonic())
+        verb = "wait" if others else "waits"
+        logger.warning("%s%s %s for %s; giving up in %.0f s.", speaker.capitalize(), others, verb, whom, left)
 
 
-def _process_of(request: _JoinRequest | None) -> str:
-    return "this one" if request is None else request.who
+def _missing_ranks(here: Container[int], size: int) -> str:
+    absent = [rank for rank in range(size) if rank not in here]
+    return f"{some_ranks(absent, 8)} of {size}"

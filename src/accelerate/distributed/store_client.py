@@ -1,102 +1,49 @@
 """The store-based coordinator of a world: barriers, published values, and verdicts about operations that can't end.
 
-The client of a store waits without limit for a response on a connection that has died silently (a pulled cable, a
-frozen host), and holds a lock meanwhile. So requests are made by a thread of their own, and have a timeout.
+Ranks publish their state in the key-value store of the process group, never through a collective, so that it gets
+through when the ranks disagree about which collective comes next. Every operation that needs all ranks has a number;
+ranks that are in different operations of one number would wait for ever, and get an error instead.
+
+A rank makes a constant number of requests for an operation, however many ranks there are: it says that it is there, and
+waits for one key. While it waits, one rank at a time examines the states of all, and publishes under that key why the
+operation can't end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 
 from ..callers import call_site
 from ..errors import CollectiveError
 from .call_rendezvous import CallRendezvous
+from .store_requests import (
+    RequestThread,
+    StoreTimeout,
+    Wait,
+    WaitingConnections,
+    connection_delay,
+    read_present,
+    set_missing,
+    some_ranks,
+)
+from .verdicts import RankState, Verdict, find_conflict, is_in
 
 if TYPE_CHECKING:
     from ..torch_private.distributed import Store
+    from .messages import MessageLengths
+    from .watchdog import HangWatch
 
 Response = TypeVar("Response")
 
-
-class StoreTimeout(RuntimeError):
-    """The store didn't respond in time, and never will."""
-
-
-@final
-class RequestThread:
-    """A thread that makes requests to a store in order, each with a timeout; it starts with the first request."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._kept_alive: list[Any] = []
-        self.has_timed_out: bool = False  # a request got no response: later ones fail at once
-
-    def run(self, call: Callable[[], Response], seconds: float) -> Response:
-        """Run `call()` in the thread and return its result, or raise its error.
-
-        Raises:
-            StoreTimeout: it did neither within `seconds`, or an earlier call didn't.
-        """
-        if self.has_timed_out:
-            raise StoreTimeout("no answer")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        done = threading.Event()
-        response: list[Any] = []
-        errors: list[BaseException] = []
-
-        def request() -> None:
-            try:
-                response.append(call())
-            except BaseException as error:  # raised again in the caller's thread
-                errors.append(error)
-            done.set()
-
-        self._queue.put(request)
-        if not done.wait(seconds):
-            self.has_timed_out = True
-            raise StoreTimeout(f"no answer within {seconds:.0f} s")
-        if errors:
-            raise errors[0]
-        return response[0]
-
-    def keep_alive(self, *objects: object) -> None:
-        """Keep `objects` alive until the process ends, where a request has timed out.
-
-        Freeing what the pending call holds in C++ would wait for the response too.
-        """
-        if self.has_timed_out:
-            self._kept_alive += objects  # the thread, which never ends, refers to this object until the process ends
-
-    def stop(self) -> None:
-        """End the thread, unless a request has timed out in it."""
-        if self._thread is not None and not self.has_timed_out:
-            self._queue.put(None)
-            self._thread.join()
-        self._thread = None
-
-    def _run(self) -> None:
-        while (request := self._queue.get()) is not None:
-            request()
-
-
-# -- the coordinator ---------------------------------------------------------------------------------------
-#
-# Ranks publish their state in the key-value store of the process group, never through a collective, so that it gets
-# through when the ranks disagree about which collective comes next. Every operation that needs all ranks has a number;
-# ranks that are in different operations of one number would wait for ever, and get an error instead.
-
-#: How long an operation may take before the states of the other ranks are checked.
+#: How long an operation may take before the states of the other ranks are examined.
 CHECK_SECONDS: Final = 2.0
+_LONGEST_PAUSE_SECONDS: Final = 30.0
 #: How long the process that serves the store may take to respond before it counts as unreachable.
 _STORE_TIMEOUT_SECONDS: Final = 10.0
 _LEAVE_SECONDS: Final = 2.0
@@ -104,9 +51,14 @@ _LEAVE_SECONDS: Final = 2.0
 _READERS_SECONDS: Final = 10.0
 #: Up to this many ranks, each publishes every operation that it begins; beyond, only those in which it has to wait.
 _NUM_PUBLISHING: Final = 128
-_SHORTEST_SLEEP_SECONDS: Final = 5e-5
-_LONGEST_SLEEP_SECONDS: Final = 0.02
-_SEPARATOR: Final = "|"
+#: Requests a second of all ranks together, while they wait for one that doesn't come.
+_RANKS_PER_SECOND: Final = 1024
+#: So many notifications are kept for ranks that are about to wait for them.
+_KEPT_NOTIFICATIONS: Final = 16
+#: The value of a key that is waited for, unless it is a verdict.
+_OPEN: Final = "1"
+#: The value of a key for an agreement that there was none.
+_DIFFERENT: Final = "different"
 _COUNT_BITS: Final = 20
 _COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
 #: Operations that no rank leaves before all have entered.
@@ -114,6 +66,18 @@ _NEEDS_ALL: Final = (
     *("wait_for_everyone", "gather", "gather_object", "reduce"),
     *("save_state", "save_model", "get_state_dict", "export_model"),  # where the state is sharded over the ranks
 )
+
+
+class Work(Protocol):
+    """A collective of torch's that was started asynchronously."""
+
+    def wait(self, timeout: timedelta = ..., /) -> object:
+        """Wait until it is done, for up to `timeout`."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Return whether it is done."""
+        ...
 
 
 @final
@@ -135,13 +99,19 @@ class Coordinator:
         self.number: int = 0
         self.operation: str = ""
         self.site: str = ""
-        self.watch: Any = None  # the `HangWatch` of this world, if there is one
-        #: `messages.MessageLengths` by process group; here, because they end with the world.
-        self.lengths: dict[Any, Any] = {}
+        self.watch: HangWatch | None = None  # of this world, if there is one
+        #: By process group; here, because they end with the world.
+        self.lengths: dict[Hashable, MessageLengths] = {}
         self.calls: CallRendezvous = CallRendezvous(self)
-        self._num_agreements: dict[str, int] = {}  # by the ranks among which they were
         self._published_number = 0  # of the operation that this rank has published last
-        self._requests = RequestThread("accelerate store requests")
+        self._last_barrier = ""
+        self._num_agreements: dict[str, int] = {}  # by the ranks among which they were
+        #: Held during a request over the store's first connection.
+        self.lock: threading.Lock = threading.Lock()
+        self._requests = RequestThread("accelerate store requests", self.lock)
+        self.waits: WaitingConnections = WaitingConnections(
+            store, self._are_set, self._set_missing, connection_delay(rank, size)
+        )
 
     # -- operations ----------------------------------------------------------------------------------------
 
@@ -166,18 +136,21 @@ class Coordinator:
         Raises:
             CollectiveError: a rank never will, or doesn't within the timeout.
         """
-        number = self.begin(operation)
+        name = f"{self.begin(operation)}/{operation}"
+        last_barrier, self._last_barrier = self._last_barrier, name
 
-        def arrive() -> bool:
-            is_last = self.store.add(f"{number}/{operation}/arrived", 1) == self.size
-            if is_last:
-                self.store.set(f"{number}/{operation}/open", "1")
-                self._delete_keys(number - 1, operation)
-            return is_last
+        def arrive() -> str:
+            if self.store.add(f"{name}/arrived", 1) < self.size:
+                return ""
+            if last_barrier:  # which every rank has left
+                self._delete_keys(f"{last_barrier}/arrived", f"{last_barrier}/open")
+            return self.store.compare_set(f"{name}/open", "", _OPEN).decode()
 
-        key = f"{number}/{operation}/open"
-        if not self.request(arrive):
-            self._wait_until(lambda: self.store.check([key]), checks_torch=checks_torch)
+        outcome = self.request(arrive)
+        if outcome:
+            self._raise_verdict(outcome)
+        else:
+            self._wait_until_open(f"{name}/open", checks_torch=checks_torch)
 
     def require_all(self, operation: str) -> None:
         """Raise CollectiveError on every rank unless all of them make this call."""
@@ -188,13 +161,17 @@ class Coordinator:
         """Publish ``text`` under ``key`` to all ranks."""
         self.request(lambda: self.store.set(key, text))
 
-    def published(self, key: str) -> str | None:
-        """Return what a rank has published under ``key``; None where none has."""
-        return self.request(lambda: self.store.get(key).decode() if self.store.check([key]) else None)
+    def published(self, keys: Sequence[str]) -> dict[str, str]:
+        """Return what ranks have published under ``keys``, as far as they have."""
+        return read_present(
+            keys,
+            lambda names: self.request(lambda: self.store.check(names)),
+            lambda names: self.request(lambda: self.store.multi_get(names)),
+        )
 
     def set_key(self, key: str) -> None:
         """Set `key`, so that ranks that wait for it go on."""
-        self.request(lambda: self.store.set(key, "1"))
+        self.request(lambda: self.store.set(key, _OPEN))
 
     def wait_for_key(self, key: str, setter: int | None = None) -> None:
         """Wait until rank `setter` has set `key`.
@@ -202,20 +179,25 @@ class Coordinator:
         Raises:
             CollectiveError: it never will, or doesn't within the timeout.
         """
-        self._wait_until(lambda: self.store.check([key]), setter)
+        self._wait_until_open(key, setter)
 
     def explain(self, error: Exception) -> str:
         """Return why the running operation failed with `error`, as far as the other ranks' states show."""
-        return self._verdict_of_all() or self._broken(error)
+        try:
+            verdict = self._verdict_of_all()
+        except CollectiveError as lost:
+            return str(lost)
+        return self._broken(error) if verdict is None else self._in_words(verdict)
 
-    def wait_for_work(self, work: Any) -> None:
+    def wait_for_work(self, work: Work) -> None:
         """Wait for a collective that was started asynchronously.
 
         Raises:
             CollectiveError: it never completes, or doesn't within the timeout.
         """
         interval = min(timedelta(seconds=CHECK_SECONDS), self.timeout)
-        num_waits = 0
+        waited, next_check, num_checks = timedelta(), interval, 0
+        key = f"{self.number}/{self.operation}/work"
         while True:
             try:
                 work.wait(interval)
@@ -225,11 +207,13 @@ class Coordinator:
                 is_late = "timed out" in str(error).lower() and not work.is_completed()
                 if not is_late:
                     raise CollectiveError(self.explain(error)) from error
-                verdict = self._verdict()
-                if verdict is not None:
-                    raise CollectiveError(verdict) from error
-                num_waits += 1
-                if num_waits * interval >= self.timeout:
+                waited += interval
+                if waited >= next_check:
+                    self._examine(key, num_checks)
+                    if key in (found := self.published([key])):
+                        self._raise_verdict(found[key])
+                    num_checks, next_check = num_checks + 1, waited + timedelta(seconds=self._pause_seconds(0.0))
+                if waited >= self.timeout:
                     raise CollectiveError(self._too_late()) from error
 
     def agree(self, checksum: int, ranks: Sequence[int]) -> bool:
@@ -238,26 +222,26 @@ class Coordinator:
         Raises:
             CollectiveError: one of them never will make it, or doesn't within the timeout.
         """
-        scope = "" if len(ranks) == self.size else "-".join(map(str, ranks))
+        scope = "" if len(ranks) == self.size else f"{ranks[0]}-{len(ranks)}-{zlib.crc32(repr(list(ranks)).encode())}"
         number = self._num_agreements[scope] = self._num_agreements.get(scope, 0) + 1
-        total = 0  # how many ranks have arrived, and above _COUNT_BITS how many of them differ from the first
+        name, before = f"{scope}/{number}/agreement", f"{scope}/{number - 1}/agreement"
 
-        def have_arrived(amount: int = 0) -> bool:
-            nonlocal total
-            total = self.store.add(f"{scope}/{number}/agreeing", amount)
-            return total & _COUNT_MASK == len(ranks)
-
-        def arrive() -> bool:
-            first = self.store.compare_set(f"{scope}/{number}/first", "", str(checksum))
+        def arrive() -> str:
+            first = self.store.compare_set(f"{name}/first", "", str(checksum))
             differs = int(first) != checksum
-            is_last = have_arrived(1 + (differs << _COUNT_BITS))
-            if is_last and number > 1:  # all have left the one before
-                self._delete(f"{scope}/{number - 1}/agreeing", f"{scope}/{number - 1}/first")
-            return is_last
+            # How many ranks have arrived, and above _COUNT_BITS how many of them differ from the first.
+            total = self.store.add(f"{name}/arrived", 1 + (differs << _COUNT_BITS))
+            if total & _COUNT_MASK < len(ranks):
+                return ""
+            if number > 1:  # all have left the one before
+                self._delete_keys(f"{before}/first", f"{before}/arrived", f"{before}/open")
+            outcome = _OPEN if total == len(ranks) else _DIFFERENT
+            return self.store.compare_set(f"{name}/open", "", outcome).decode()
 
-        if not self.request(arrive):
-            self._wait_until(have_arrived, longest_sleep=_LONGEST_SLEEP_SECONDS / 20)
-        return total == len(ranks)
+        outcome = self.request(arrive) or self._wait_for_values([f"{name}/open"], f"{name}/open")[0]
+        if outcome != _DIFFERENT:
+            self._raise_verdict(outcome)
+        return outcome == _OPEN
 
     def leave(self, *groups: object) -> None:
         """Publish that this rank makes no more calls.
@@ -266,16 +250,18 @@ class Coordinator:
         """
 
         def announce_departure() -> None:
-            self.store.set(f"left/{self.rank}", str(self.number))
-            self.store.set("left", "1")
-            self.store.add("num_left", 1)  # waits for a response: what was sent before has arrived
+            self.store.set(f"at/{self.rank}", RankState(self.number, self.operation, self.site, has_left=True).text())
+            if self.store.add("num_left", 1) == self.size:
+                self.store.set("all_left", _OPEN)
+            if self.rank == 0:
+                self.announce("calls")  # ranks that wait for this one
 
         # The process that serves the store may have ended already: then no rank is left to read it.
         with contextlib.suppress(RuntimeError):
             self._requests.run(announce_departure, _LEAVE_SECONDS)
         self._requests.keep_alive(self.store, *groups)
         if not self.keeps_store:
-            self._requests.stop()
+            self._stop()
 
     def wait_for_readers(self) -> None:
         """Serve the store until all other ranks have left too, or for 10 s: they may still read from it.
@@ -285,14 +271,13 @@ class Coordinator:
         """
         if not self.keeps_store:
             return
-        until = time.monotonic() + _READERS_SECONDS
-        with contextlib.suppress(RuntimeError):
-            while self._requests.run(self._num_left, _LEAVE_SECONDS) < self.size and time.monotonic() < until:
-                time.sleep(_LONGEST_SLEEP_SECONDS / 4)
-        self._requests.stop()
+        with self.waits.start("all_left") as wait:
+            wait.is_over(_READERS_SECONDS)
+        self._stop()
 
-    def _num_left(self) -> int:
-        return self.store.add("num_left", 0)
+    def _stop(self) -> None:
+        self._requests.stop()
+        self.waits.close()
 
     def request(self, call: Callable[[], Response]) -> Response:
         """Make a request to the store and return its response.
@@ -310,90 +295,134 @@ class Coordinator:
     def _store_timeout_seconds(self) -> float:
         return min(_STORE_TIMEOUT_SECONDS, max(1.0, self.timeout.total_seconds()))
 
+    def _set_missing(self, keys: list[str], value: str) -> None:
+        self._requests.run(lambda: set_missing(self.store, keys, value), self._store_timeout_seconds())
+
+    def _are_set(self, keys: list[str]) -> bool:
+        return self.request(lambda: self.store.check(keys))
+
     # -- waiting -------------------------------------------------------------------------------------------
 
-    def _wait_until(
-        self,
-        ready: Callable[[], bool],
-        setter: int | None = None,
-        *,
-        checks_torch: bool = False,
-        longest_sleep: float = _LONGEST_SLEEP_SECONDS,
-    ) -> None:
-        start = time.monotonic()
-        next_check = start + CHECK_SECONDS
-        while not self.request(lambda: self._poll(ready, longest_sleep)):
-            now = time.monotonic()
-            if now - start > self.timeout.total_seconds():
-                raise CollectiveError(self._too_late())
-            if now >= next_check:
-                verdict = self._verdict(setter)
-                if verdict is None and checks_torch:
-                    verdict = self._stuck_in_torch()
-                if verdict is not None and not self.request(ready):
-                    raise CollectiveError(verdict)
-                next_check = now + min(30.0, max(CHECK_SECONDS, (now - start) / 4))
+    def _wait_until_open(self, key: str, setter: int | None = None, *, checks_torch: bool = False) -> None:
+        self._raise_verdict(self._wait_for_values([key], key, setter, checks_torch=checks_torch)[0])
 
-    def _poll(self, ready: Callable[[], bool], longest_sleep: float) -> bool:
-        # Polled: a blocking wait would hold the store's connection, and torch logs every wait that times out.
-        until = time.monotonic() + min(CHECK_SECONDS, self.timeout.total_seconds()) / 2
-        sleep_seconds = _SHORTEST_SLEEP_SECONDS
-        longest = min(1.0, longest_sleep * max(1.0, self.size / 8))
-        while not ready():
-            if time.monotonic() > until:
-                return False
-            time.sleep(sleep_seconds)
-            sleep_seconds = min(longest, sleep_seconds * 1.5)
-        return True
+    def _wait_for_values(
+        self, keys: list[str], verdict_key: str, setter: int | None = None, *, checks_torch: bool = False
+    ) -> list[str]:
+        """Wait for the values of `keys`; meanwhile, publish under `verdict_key` why they are never set, if so."""
+        start, num_checks = time.monotonic(), 0
+        rounds = verdict_key if keys == [verdict_key] else f"{verdict_key}/collected"
+        limit, pause = self.timeout.total_seconds(), CHECK_SECONDS
+        with self.waits.start(*keys, given_up=Verdict("late", self.rank).encoded()) as wait:
+            while not wait.is_over(max(0.0, min(pause, start + limit - time.monotonic()))):
+                if time.monotonic() - start >= limit:
+                    raise CollectiveError(self._too_late())
+                verdict = self._examine(verdict_key, num_checks, setter, checks_torch=checks_torch, rounds=rounds)
+                if verdict is not None:
+                    raise CollectiveError(self._in_words(verdict))
+                num_checks += 1
+                pause = self._pause_seconds(time.monotonic() - start)
+            return self._values_of(wait)
 
-    def _publish_operation(self) -> None:
-        if self._requests.has_timed_out:
-            raise CollectiveError(self._store_timed_out())
-        self._published_number = self.number
+    def _values_of(self, wait: Wait[list[str]]) -> list[str]:
         try:
-            self.store.set(f"at/{self.rank}", _SEPARATOR.join((str(self.number), self.operation, self.site)))
+            return wait.response()
         except RuntimeError as error:
             raise CollectiveError(self._store_ended()) from error
 
-    def _delete_keys(self, number: int, operation: str) -> None:
-        """Delete the keys of an operation that every rank has left."""
-        self._delete(f"{number}/{operation}/arrived", f"{number}/{operation}/open")
+    def _pause_seconds(self, waited_seconds: float) -> float:
+        """Return how long to wait before the states are examined again."""
+        pause = min(_LONGEST_PAUSE_SECONDS, max(CHECK_SECONDS, waited_seconds / 4))
+        return max(pause, self.size / _RANKS_PER_SECOND)
 
-    def _delete(self, *keys: str) -> None:
+    def _raise_verdict(self, value: str) -> None:
+        if value != _OPEN:
+            raise CollectiveError(self._in_words(Verdict.of(value)))
+
+    def _in_words(self, verdict: Verdict) -> str:
+        return verdict.explain(self.rank, self._state())
+
+    def _state(self) -> RankState:
+        return RankState(self.number, self.operation, self.site)
+
+    def _publish_operation(self) -> None:
+        self._published_number = self.number
+        key, text = f"at/{self.rank}", self._state().text()
+        try:  # without the thread, which takes as long as ten of these
+            self._requests.run_here(lambda: self.store.set(key, text), self._store_timeout_seconds())
+        except StoreTimeout as error:
+            raise CollectiveError(self._store_timed_out()) from error
+        except RuntimeError as error:
+            raise CollectiveError(self._store_ended()) from error
+
+    def _delete_keys(self, *keys: str) -> None:
         for key in keys:
             try:
                 self.store.delete_key(key)
             except (RuntimeError, NotImplementedError):
                 return  # a store that can't delete, such as a file
 
+    # -- notifications -------------------------------------------------------------------------------------
+
+    def notify(self, channel: str) -> None:
+        """Make the ranks that wait on ``channel`` look whether what they wait for is there."""
+        self.request(lambda: self.announce(channel))
+
+    def announce(self, channel: str) -> None:
+        """Notify from within a request."""
+        number = self.store.add(f"{channel}/notifications", 1)
+        self.store.set(f"{channel}/notifications/{number}", _OPEN)
+        if number > _KEPT_NOTIFICATIONS:
+            self._delete_keys(f"{channel}/notifications/{number - _KEPT_NOTIFICATIONS}")
+
+    def num_notifications(self, channel: str) -> int:
+        """Return how many notifications there have been, to be asked before looking whether to wait for the next."""
+        return self.request(lambda: self.store.add(f"{channel}/notifications", 0))
+
+    def listen(self, channel: str, number: int) -> Wait[list[str]]:
+        """Wait for the notification after the first `number` ones; for a `with` statement."""
+        return self.waits.start(f"{channel}/notifications/{number + 1}", given_up=_OPEN)
+
     def wait_for(self, ready: Callable[[], bool], reason_to_stop: Callable[[], str | None] = lambda: None) -> None:
-        """Wait until ``ready()``, independently of the numbered operations; from any thread.
+        """Wait until ``ready()``, which only changes with a notification; not one of the numbered operations.
+
+        Can be called from any thread.
 
         Raises:
             CollectiveError: ``reason_to_stop()`` returned why it never will be, or it wasn't within the timeout.
         """
-        start = time.monotonic()
-        next_check, sleep_seconds = start, _SHORTEST_SLEEP_SECONDS
-        while not self.request(ready):
-            now = time.monotonic()
-            if now >= next_check:
-                reason = reason_to_stop()
-                if reason is not None and not self.request(ready):
-                    raise CollectiveError(reason)
-                next_check = now + CHECK_SECONDS / 4
-            if now - start > self.timeout.total_seconds():
-                raise CollectiveError(self._too_late())
-            time.sleep(sleep_seconds)
-            sleep_seconds = min(_LONGEST_SLEEP_SECONDS, sleep_seconds * 1.5)
+        start, pause = time.monotonic(), CHECK_SECONDS / 4
+        while True:
+            number = self.num_notifications("calls")
+            if self.request(ready):
+                return
+            with self.listen("calls", number) as notification:
+                while True:
+                    reason = reason_to_stop()
+                    if reason is not None and not self.request(ready):
+                        raise CollectiveError(reason)
+                    if time.monotonic() - start > self.timeout.total_seconds():
+                        raise CollectiveError(self._too_late())
+                    if notification.is_over(pause):
+                        self._values_of(notification)
+                        break
+                    pause = self._pause_seconds(time.monotonic() - start)
+                    if self.request(ready):
+                        return
 
     def absence_reason(self, rank: int) -> str | None:
         """Return why ``rank`` can't make this rank's call: it has ended, or is in a later one that needs all ranks."""
-        where = self.request(lambda: self._operation_of(rank))
-        if where is not None and where[0] > self.number and where[1] in _NEEDS_ALL:
-            return f"is in `{where[1]}`{_at(where[2])}, which needs all ranks"
-        if self.request(lambda: self._left_after(rank)) is not None:
-            return "has ended (or left the world)"
-        return None
+        return self.absence_reasons([rank]).get(rank)
+
+    def absence_reasons(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return :meth:`absence_reason` of each of ``ranks`` that has one."""
+        reasons: dict[int, str] = {}
+        for rank, state in self._states(ranks).items():
+            if state.has_left:
+                reasons[rank] = "has ended (or left the world)"
+            elif state.number > self.number and state.operation in _NEEDS_ALL:
+                reasons[rank] = f"is in {state.named}, which needs all ranks"
+        return reasons
 
     def stuck_in_torch(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return those of ``ranks`` that are known to wait in collectives of torch's, and where."""
@@ -401,91 +430,73 @@ class Coordinator:
 
     # -- verdicts ------------------------------------------------------------------------------------------
 
-    def _verdict(self, setter: int | None = None) -> str | None:
-        """Return why this operation can't end, or None when it still may."""
-        try:
-            if self._published_number != self.number:
-                self.request(self._publish_operation)
-            return self.request(lambda: self._find_conflict(setter))
-        except CollectiveError as error:
-            return str(error)
+    def _examine(
+        self,
+        key: str,
+        num_checks: int,
+        setter: int | None = None,
+        *,
+        checks_torch: bool = False,
+        rounds: str = "",
+    ) -> Verdict | None:
+        """Publish under `key` why this operation can't end, if no other rank does in this round; return it, too."""
+        if self._published_number != self.number:
+            self._publish_operation()
+        round_key = f"{rounds or key}/round/{num_checks}"
+        if self.request(lambda: self.store.add(round_key, 1)) > 1:
+            return None
+        if num_checks:
+            self.request(lambda: self._delete_keys(f"{rounds or key}/round/{num_checks - 1}"))
+        verdict = self._find_conflict(setter)
+        if verdict is None and checks_torch:
+            verdict = self._stuck_in_torch()
+        if verdict is None:
+            return None
+        text = verdict.encoded()
+        return verdict if self.request(lambda: self.store.compare_set(key, "", text)).decode() == text else None
 
-    def _stuck_in_torch(self) -> str | None:
+    def _find_conflict(self, setter: int | None = None) -> Verdict | None:
+        return find_conflict(self.rank, self._state(), self._states(), setter, _NEEDS_ALL)
+
+    def _stuck_in_torch(self) -> Verdict | None:
         """Return why this operation can't end, where all missing ranks wait in collectives of torch's."""
         absent = self._absent()
         stuck = self.stuck_in_torch(absent)
-        if not absent or len(stuck) < len(absent):
+        if not absent or len(stuck) < len(absent) or self.watch is None:
             return None
         where = "; ".join(f"rank {rank} waits in a collective of torch's at {at}" for rank, at in stuck.items())
-        verdict = (
-            f"{self._me()}, which every rank has to call, because the state lies over all ranks; but {where}, and "
-            f"won't come. Call `{self.operation}` on every rank, outside of `if accelerator.is_main_process:`."
-        )
-        self.watch.end_stuck(absent, verdict)
+        verdict = Verdict("stuck", text=where)
+        self.watch.end_stuck(absent, self._in_words(verdict))
         return verdict
+
+    def _verdict_of_all(self) -> Verdict | None:
+        """Return the verdict once every rank that still runs has had the time to publish its operation."""
+        seconds = min(CHECK_SECONDS, self.timeout.total_seconds()) * 1.5
+        key = f"{self.number}/{self.operation}/failure"
+        if self._published_number != self.number:
+            self._publish_operation()
+        if self.request(lambda: self.store.add(f"{key}/examined", 1)) > 1:
+            with self.waits.start(key) as wait:
+                found = self._values_of(wait)[0] if wait.is_over(2 * seconds) else ""
+            return Verdict.of(found) if found not in ("", _OPEN) else None
+        until, pause = time.monotonic() + seconds, max(0.02, self.size / _RANKS_PER_SECOND)
+        while (verdict := self._find_conflict()) is None and time.monotonic() < until and self._absent():
+            time.sleep(pause)
+        self.publish(key, _OPEN if verdict is None else verdict.encoded())
+        return verdict
+
+    def _states(self, ranks: Sequence[int] | None = None) -> dict[int, RankState]:
+        """Return what the given ranks, or all, have published last."""
+        published = self.published([f"at/{rank}" for rank in (range(self.size) if ranks is None else ranks)])
+        return {int(key.rpartition("/")[2]): RankState.of(text) for key, text in published.items()}
 
     def _absent(self) -> list[int]:
-        return self.request(
-            lambda: [rank for rank in range(self.size) if rank != self.rank and not self._has_entered(rank)]
-        )
-
-    def _verdict_of_all(self) -> str | None:
-        """Return :meth:`_verdict` once every rank that still runs has had the time to publish its operation."""
-        until = time.monotonic() + min(CHECK_SECONDS, self.timeout.total_seconds()) * 1.5
-        while (verdict := self._verdict()) is None and time.monotonic() < until:
-            if self.request(lambda: all(rank == self.rank or self._has_entered(rank) for rank in range(self.size))):
-                break
-            time.sleep(_LONGEST_SLEEP_SECONDS)
-        return verdict
-
-    def _find_conflict(self, setter: int | None) -> str | None:
-        for rank in range(self.size):
-            if rank == self.rank:
-                continue
-            where = self._operation_of(rank)
-            if where is not None and where[0] == self.number and where[1] != self.operation:
-                return self._different(rank, where)
-            if where is not None and rank == setter and where[0] > self.number and where[1] in _NEEDS_ALL:
-                return self._inside(rank, where)
-            left_after = self._left_after(rank)
-            if left_after is not None and left_after < self.number:
-                return self._left(rank)
-        return None
-
-    def _operation_of(self, rank: int) -> tuple[int, str, str] | None:
-        key = f"at/{rank}"
-        if not self.store.check([key]):
-            return None
-        number, operation, site = self.store.get(key).decode().split(_SEPARATOR, 2)
-        return int(number), operation, site
-
-    def _left_after(self, rank: int) -> int | None:
-        key = f"left/{rank}"
-        return int(self.store.get(key)) if self.store.check(["left"]) and self.store.check([key]) else None
-
-    def _me(self) -> str:
-        return f"Rank {self.rank} is in `{self.operation}`{_at(self.site)}"
-
-    def _different(self, rank: int, where: tuple[int, str, str]) -> str:
-        return (
-            f"{self._me()}, but rank {rank} is in `{where[1]}`{_at(where[2])} instead: they wait for each other and "
-            f"would never meet (operation {self.number} of this world). Every rank has to make the same calls in the "
-            "same order; look for a call under `if accelerator.is_main_process:` that the other branch doesn't make. "
-            "To let the main process go first, use `with accelerator.main_process_first():`."
-        )
-
-    def _inside(self, rank: int, where: tuple[int, str, str]) -> str:
-        return (
-            f"{self._me()}, waiting for rank {rank} to finish its block, but inside it rank {rank} is in "
-            f"`{where[1]}`{_at(where[2])}, which needs all ranks. Move that call out of the block."
-        )
-
-    def _left(self, rank: int) -> str:
-        return (
-            f"{self._me()}, but rank {rank} has ended (or left the world) without making that call, so it would wait "
-            "for ever. Every rank has to make the same calls in the same order; look for a call under "
-            "`if accelerator.is_main_process:` that the other branch doesn't make, or for an error on that rank."
-        )
+        states = self._states()
+        return [
+            rank
+            for rank in range(self.size)
+            if rank != self.rank and (rank not in states or states[rank].number < self.number)
+        ]
 
     def _broken(self, error: Exception) -> str:
         return (
@@ -495,16 +506,15 @@ class Coordinator:
 
     def _too_late(self) -> str:
         absent = self._absent()
-        who = f"Not there: rank {', '.join(map(str, absent))}. " if absent else ""
+        who = f"Not there: {some_ranks(absent, 16)}. " if absent else ""
         return (
             f"{self._me()} and has waited {self.timeout.total_seconds():.0f} s for the others. {who}Where a rank "
             "legitimately takes longer, give a longer time: Accelerator(kwargs_handlers=[InitProcessGroupKwargs("
             "timeout=timedelta(hours=2))])."
         )
 
-    def _has_entered(self, rank: int) -> bool:
-        where = self._operation_of(rank)
-        return where is not None and where[0] >= self.number
+    def _me(self) -> str:
+        return is_in(self.rank, self._state())
 
     def _store_ended(self) -> str:
         return (
@@ -518,7 +528,3 @@ class Coordinator:
             f"answered for {self._store_timeout_seconds():.0f} s. It is frozen "
             "or cut off from this host; look at the network between them."
         )
-
-
-def _at(site: str) -> str:
-    return f" at {site}" if site else ""

@@ -16,37 +16,49 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 from weakref import WeakSet
 
 from ..errors import SettingError
 from ..settings.env import read
+from ..torch_private.distributed import set_keys
 from .failures import Frame
+from .store_requests import RequestThread, read_present, some_ranks
 from .world import release_before_leaving
 
 if TYPE_CHECKING:
+    from .store_client import Coordinator
     from .world import World
+
+Response = TypeVar("Response")
 
 _log = logging.getLogger(__name__)
 
 VARIABLE: Final = "ACCELERATE_HANG_SECONDS"
 DEFAULT_SECONDS: Final = 300.0
 _TICK_SECONDS: Final = 1.0
-_RANKS_PER_TICK: Final = 128  # limits the rate of requests to the store
-_NUM_TICKS_TO_ANSWER: Final = 4
+_ANSWER_SECONDS: Final = 4.0
+_STORE_TIMEOUT_SECONDS: Final = 60.0
+#: What a rank is asked: nothing, because other ranks are; or its position; else, to end, with the reason.
+_NOTHING: Final = "-"
+_WHERE: Final = "?"
 #: A rank that is in one and the same collective of torch's for so long, and uses almost no CPU time, waits there.
 _STUCK_SECONDS: Final = 2.0
 _IDLE_FRACTION: Final = 0.2
-_FREQUENT_SECONDS: Final = 15.0
 _ENDING_SECONDS: Final = 5.0
+#: Beyond so many ranks, a verdict has a line for each place instead of each rank.
+_LARGEST_TABLE: Final = 16
 _PASSED_THROUGH: Final = ("torch/_ops.py", "torch/autograd/function.py", "torch/utils/_contextlib.py")
 #: A rank whose stack has one of these files waits for other ranks.
 _WAITING_FILES: Final = (
     *("torch/distributed/", "torch/autograd/"),
-    *(f"accelerate/distributed/{name}.py" for name in ("store_client", "call_rendezvous", "rendezvous", "collectives")),
+    *(
+        f"accelerate/distributed/{name}.py"
+        for name in ("store_client", "store_requests", "call_rendezvous", "rendezvous", "collectives")
+    ),
 )
 
 
@@ -102,9 +114,7 @@ def watch_for_hangs(world: World, counter: ProgressCounter) -> None:
         return
     if coordinator.watch is None:
         sees_backward = world.kind.name == "cpu"
-        coordinator.watch = HangWatch(
-            coordinator.store, world.rank, world.size, seconds, threading.get_ident(), sees_backward
-        )
+        coordinator.watch = HangWatch(coordinator, seconds, threading.get_ident(), sees_backward)
         coordinator.watch.start()
         release_before_leaving(coordinator.watch.stop)
     coordinator.watch.counters.add(counter)
@@ -120,35 +130,33 @@ def _hang_seconds() -> float:
 
 @final
 class HangWatch:
-    """The thread that watches one rank.
+    """The thread that watches one rank, and answers what other ranks ask about it.
+
+    It makes no request to the store until a rank asks all others: it waits for its own key then.
 
     Args:
-        store: shared by the ranks of the world.
+        coordinator: of the rank's world.
         seconds: how long a rank may make no progress before all ranks are asked for their positions.
         thread_id: of the watched thread.
         sees_backward: backward passes compute on the host, so that one that uses no processor waits for other ranks.
     """
 
-    def __init__(
-        self, store: Any, rank: int, size: int, seconds: float, thread_id: int, sees_backward: bool = False
-    ) -> None:
-        from ..torch_private.distributed import PrefixStore
-
-        # A connection of its own: while this thread waits on a dead one, other users of it would wait too.
-        with contextlib.suppress(AttributeError, RuntimeError):  # an older torch; a store without connections
-            store = store.clone()
-        self._store = PrefixStore("hang", store)
-        self._rank, self._size, self._seconds, self._thread_id = rank, size, seconds, thread_id
-        self._tick_seconds = max(min(_TICK_SECONDS, seconds / 4), size / _RANKS_PER_TICK)
+    def __init__(self, coordinator: Coordinator, seconds: float, thread_id: int, sees_backward: bool = False) -> None:
+        self._coordinator, self._store = coordinator, coordinator.store
+        self._rank, self._size = coordinator.rank, coordinator.size
+        self._seconds, self._thread_id = seconds, thread_id
+        self._tick_seconds = min(_TICK_SECONDS, seconds / 4)
         self.counters: WeakSet[ProgressCounter] = WeakSet()
         self._signature: Hashable = ()
         self._progress_at, self._cpu_at = time.monotonic(), time.process_time()
         self.sees_backward = sees_backward
-        self._frequent_until = 0.0  # after a question, a rank may request that this one is ended
         self._threshold = seconds  # grows with every verdict about the same hang
-        self._num_answered = 0
+        self._num_heard = 0  # questions that this rank has heard
+        self._num_answered = 0  # the last of them that it has answered
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
+        # A thread of its own: while a request of the watch waits, the training's only wait for the connection.
+        self._requests = RequestThread("hang watch requests", coordinator.lock)
 
     def start(self) -> None:
         """Start the thread."""
@@ -157,60 +165,112 @@ class HangWatch:
     def stop(self) -> None:
         """End the thread, unless it waits for the store."""
         self._stopped.set()
+        key = self._question_key(self._rank, self._num_heard + 1)
+        with contextlib.suppress(RuntimeError):
+            self._requests.run(lambda: self._store.set(key, _NOTHING), 1.0)
         self._thread.join(timeout=1.0)
+        self._requests.stop()
 
     def _run(self) -> None:
         try:
-            self._num_answered = self._store.add("questions", 0)
-            while not self._stopped.wait(self._pause_seconds()):
-                self._check()
+            self._num_heard = self._request(lambda: self._store.add("hang/questions", 0))
+            while not self._stopped.is_set():
+                key = self._question_key(self._rank, self._num_heard + 1)
+                with self._coordinator.waits.start(key) as question:
+                    while not question.is_over(self._tick_seconds):
+                        if self._stopped.is_set():
+                            return
+                        self._look()
+                    self._num_heard += 1
+                    if self._stopped.is_set():
+                        return
+                    self._answer(self._num_heard, question.response()[0])
+                self._request(lambda key=key: self._store.delete_key(key))
         except RuntimeError:
             return  # the process that serves the store has ended, which every other call reports
 
-    def _pause_seconds(self) -> float:
-        """Return the seconds to the next check: fewer after a question, which others may follow."""
-        return self._tick_seconds / (4 if time.monotonic() < self._frequent_until else 1)
+    def _request(self, call: Callable[[], Response]) -> Response:
+        return self._requests.run(call, _STORE_TIMEOUT_SECONDS)
 
-    def _check(self) -> None:
+    def _question_key(self, rank: int, number: int) -> str:
+        return f"hang/{rank}/question/{number}"
+
+    def _look(self) -> None:
+        """Ask all ranks for their positions, where this one has made no progress for too long."""
+        stalled_seconds = self._stalled_seconds()
+        if stalled_seconds < self._threshold:
+            return
+        self._threshold = 2 * stalled_seconds
+        number = self._num_heard
+        if self._request(lambda: self._store.add(f"hang/{number}/asking", 1)) > 1:
+            return
+        number = self._ask(range(self._size), _WHERE)
+        self._answer(number, _WHERE)
+        self._log_verdict(number)
+
+    def _stalled_seconds(self) -> float:
+        """Return for how long the watched thread has made no progress."""
         frame = sys._current_frames().get(self._thread_id)
         if frame is None:
-            return
-        # Where a loop spends most of its time in one call, its stack is the same at each check: then counters tell.
+            return 0.0
+        # Where a loop spends most of its time in one call, its stack is the same at each look: then counters tell.
         signature = (_signature_of(frame), *(counter.progress for counter in list(self.counters)))
         if signature != self._signature:
             self._signature, self._progress_at, self._threshold = signature, time.monotonic(), self._seconds
             self._cpu_at = time.process_time()
-        stalled_seconds = time.monotonic() - self._progress_at
-        num_questions = self._store.add("questions", 0)
-        if num_questions > self._num_answered:
-            self._publish_position(num_questions, frame, stalled_seconds)
-        elif stalled_seconds >= self._threshold and self._store.add(f"{num_questions}/asking", 1) == 1:
-            number = self._store.add("questions", 1)
-            self._publish_position(number, frame, stalled_seconds)
-            del frame  # not kept alive longer than it is needed
-            self._log_verdict(number)
-        elif time.monotonic() < self._frequent_until and self._store.check([f"end/{self._rank}"]):
-            self._end_process(self._store.get(f"end/{self._rank}").decode())
+        return time.monotonic() - self._progress_at
 
-    def _publish_position(self, number: int, frame: FrameType, stalled_seconds: float) -> None:
-        self._num_answered = number
+    def _ask(self, ranks: Sequence[int], question: str) -> int:
+        """Ask each of `ranks` the question, and the others nothing; return the number of the question."""
+        number = self._request(lambda: self._store.add("hang/questions", 1))
+        asked = set(ranks)
+        questions = {
+            self._question_key(rank, number): question if rank in asked else _NOTHING for rank in range(self._size)
+        }
+        self._request(lambda: set_keys(self._store, questions))
+        return number
+
+    def _answer(self, number: int, question: str) -> None:
+        """Publish this rank's position, or end it, as another rank has asked."""
+        if question == _NOTHING or number == self._num_answered:
+            return
+        if question != _WHERE:
+            self._end_process(question)
+            return
+        stalled_seconds = self._stalled_seconds()
+        frame = sys._current_frames().get(self._thread_id)
+        if frame is None:
+            return
         self._threshold = max(self._seconds, 2 * stalled_seconds)
-        self._frequent_until = time.monotonic() + _FREQUENT_SECONDS
         is_idle = time.process_time() - self._cpu_at < _IDLE_FRACTION * stalled_seconds
         position = replace(
             _position_of(self._rank, stalled_seconds, frame),
             is_stuck=is_idle and _is_in_torch(frame, self.sees_backward),
         )
-        self._store.set(f"{number}/{self._rank}", json.dumps(asdict(position)))
+        text, before, self._num_answered = json.dumps(asdict(position)), self._num_answered, number
+        self._request(lambda: self._store.set(f"hang/{number}/{self._rank}", text))
+        if before:
+            self._request(lambda: self._store.delete_key(f"hang/{before}/{self._rank}"))
+
+    def _answers(self, number: int, ranks: Sequence[int]) -> list[StackPosition]:
+        """Return the positions of those of `ranks` that answer in time."""
+        keys = [f"hang/{number}/{rank}" for rank in ranks]
+        if not keys:
+            return []
+        with self._coordinator.waits.start(*keys) as answers:
+            if answers.is_over(_ANSWER_SECONDS):
+                return [_read_position(text) for text in answers.response()]
+        found = read_present(
+            keys,
+            lambda names: self._request(lambda: self._store.check(names)),
+            lambda names: self._request(lambda: self._store.multi_get(names)),
+        )
+        return [_read_position(text) for text in found.values() if text]
 
     def _log_verdict(self, number: int) -> None:
-        keys = [f"{number}/{rank}" for rank in range(self._size)]
-        for _ in range(_NUM_TICKS_TO_ANSWER):
-            if self._store.check(keys) or self._stopped.wait(self._tick_seconds):
-                break
-        positions = [
-            StackPosition(**json.loads(self._store.get(key))) if self._store.check([key]) else None for key in keys
-        ]
+        positions: list[StackPosition | None] = [None] * self._size
+        for position in self._answers(number, range(self._size)):
+            positions[position.rank] = position
         if not self._stopped.is_set():
             _log.error("%s", verdict(positions, self._seconds))
 
@@ -218,26 +278,20 @@ class HangWatch:
 
     def ask_for_stuck(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return those of ``ranks`` that wait in collectives of torch's, and where; for the watched thread."""
-        number = self._store.add("questions", 1)
-        keys = [f"{number}/{rank}" for rank in ranks]
-        until = time.monotonic() + _NUM_TICKS_TO_ANSWER * self._tick_seconds
-        while not self._store.check(keys) and time.monotonic() < until:
-            time.sleep(self._tick_seconds / 10)
-        positions = [StackPosition(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+        number = self._ask(ranks, _WHERE)
+        positions = self._answers(number, ranks)
         return {one.rank: one.at for one in positions if one.is_stuck and one.seconds >= _STUCK_SECONDS}
 
     def end_stuck(self, ranks: Sequence[int], reason: str) -> None:
         """End the given ranks: their collectives raise, and their processes exit."""
-        for rank in ranks:
-            self._store.set(f"end/{rank}", reason)
+        self._ask(ranks, reason)
 
     def _end_process(self, reason: str) -> None:
-        self._frequent_until = 0.0
         _log.error("%s", reason)
         before = sys.excepthook
 
-        def explain(*error: Any) -> None:
-            before(*error)
+        def explain(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            before(kind, error, trace)
             print(f"Why: {reason}", file=sys.stderr)
 
         sys.excepthook = explain
@@ -263,6 +317,10 @@ def close_connections() -> None:
             ports = {str(connection.getsockname()[1]), str(connection.getpeername()[1])}
             if not ports & stores:
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _read_position(text: str) -> StackPosition:
+    return StackPosition(**json.loads(text))
 
 
 def _is_in_torch(frame: FrameType | None, on_host: bool) -> bool:
@@ -310,8 +368,12 @@ def verdict(positions: Sequence[StackPosition | None], seconds: float) -> str:
     known = [position for position in positions if position is not None]
     stuck = [position for position in known if position.seconds >= seconds / 2]
     lines = [f"No progress for {seconds:.0f} s: {len(stuck)} of {len(positions)} ranks are stuck."]
-    lines += [f"  {position.describe(position in stuck)}" for position in known]
-    lines += [f"  rank {rank} doesn't respond" for rank in absent]
+    if len(positions) <= _LARGEST_TABLE:
+        lines += [f"  {position.describe(position in stuck)}" for position in known]
+        lines += [f"  rank {rank} doesn't respond" for rank in absent]
+    else:
+        lines += _table_by_place(known, stuck)
+        lines += [f"  {some_ranks(absent)} without a response"] if absent else []
     lines.append(f"Verdict: {_who_is_waited_for(known, stuck, absent)}")
     lines.append(f"({VARIABLE}=SECONDS sets the time without progress; 0 switches this off.)")
     return "\n".join(lines)
@@ -341,6 +403,23 @@ def _who_is_waited_for(known: list[StackPosition], stuck: list[StackPosition], a
     return f"the others wait for {_ranks([position.rank for position in elsewhere])}{still}, at {where}."
 
 
+def _table_by_place(known: list[StackPosition], stuck: list[StackPosition]) -> list[str]:
+    """Return one line for all ranks that are at one line, those first that only few ranks are at."""
+    stuck_ranks = {position.rank for position in stuck}
+    groups = [
+        group
+        for has_stopped in (False, True)
+        for group in _by_place([position for position in known if (position.rank in stuck_ranks) is has_stopped])
+    ]
+    lines: list[str] = []
+    for group in groups[:_LARGEST_TABLE]:
+        one = group[0]
+        how = f"stuck for {one.seconds:.0f} s" if one.rank in stuck_ranks else "making progress"
+        waits = ", waiting for other ranks" if one.waits else ""
+        lines.append(f"  {some_ranks(position.rank for position in group)}: {how} at {one.at}{waits}")
+    return lines
+
+
 def _by_place(stuck: list[StackPosition]) -> list[list[StackPosition]]:
     """Group the positions by place, the smallest groups first."""
     places: dict[str, list[StackPosition]] = {}
@@ -350,4 +429,4 @@ def _by_place(stuck: list[StackPosition]) -> list[list[StackPosition]]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))}"
+    return f"rank {', '.join(map(str, ranks))}" if len(ranks) <= _LARGEST_TABLE else some_ranks(ranks)

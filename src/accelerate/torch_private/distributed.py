@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FileStore", "GradBucket", "PrefixStore", "Store", "TCPStore",
-    "shard_locally", "default_store", "flattened", "find_tensors", "forget_comm_hooks", "concatenated",
-    "gradient_order", "has_stateful_comm_hook", "overlap_tensor_parallel", "set_ring_rotation", "synchronize_buffers",
+    "second_connection", "set_keys", "shard_locally", "default_store", "flattened", "find_tensors",
+    "forget_comm_hooks", "concatenated", "gradient_order", "has_stateful_comm_hook", "overlap_tensor_parallel",
+    "set_ring_rotation", "synchronize_buffers",
 ]  # fmt: skip
 
 _C10D = "torch._C._distributed_c10d"
@@ -32,6 +33,20 @@ declare(__name__, *(f"{_C10D}:{name}" for name in ("FileStore", "GradBucket", "P
 def default_store() -> Store:
     """Return the store that the default process group was made with."""
     return dist.distributed_c10d._get_default_store()
+
+
+def second_connection(store: Store) -> Store:
+    """Return the same store over a connection of its own.
+
+    Raises:
+        AttributeError: this torch can't do that.
+    """
+    return store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def set_keys(store: Store, values: Mapping[str, str]) -> None:
+    """Set many keys by one request, where the store can do that."""
+    store.multi_set(list(values), list(values.values()))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @uses(("torch.distributed.device_mesh:DeviceMesh._flatten", "self, mesh_dim_name"))

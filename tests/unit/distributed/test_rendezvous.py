@@ -76,7 +76,7 @@ def test_two_rank_zeros_dont_both_form_a_world() -> None:
 
 def test_missing_ranks_are_named_and_so_is_a_missing_rank_zero() -> None:
     (answer,) = call(HashStore(), identity(0, 3), seconds=0.2)
-    assert "ranks 1, 2 of 3 didn't come to node1:29500 in time" in answer
+    assert "ranks 1 and 2 of 3 didn't come to node1:29500 in time" in answer
     (answer,) = call(HashStore(), identity(1, 3), seconds=0.2)
     assert "rank 1 waited 0 s for rank 0 to admit it" in answer
 
@@ -85,4 +85,4 @@ def test_a_long_wait_logs_whom_it_is_for(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(rendezvous, "NOTICE_SECONDS", 0.1)
     call(HashStore(), identity(0, 3), identity(2, 3), seconds=0.5)
     said = {record.getMessage().partition(";")[0] for record in caplog.records}
-    assert said == {"Rank 0 waits for rank 1 of 3", "Rank 2 waits for rank 0, which waits for others"}
+    assert said == {"Rank 0 and 1 other wait for rank 1 of 3"}

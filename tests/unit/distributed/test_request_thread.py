@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from accelerate.distributed.store_client import RequestThread, StoreTimeout
+from accelerate.distributed.store_requests import RequestThread, StoreTimeout
 
 
 def test_results_and_errors_come_back() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore
 
 from accelerate.distributed import watchdog
+from accelerate.distributed.store_client import Coordinator
 from accelerate.distributed.watchdog import HangWatch, StackPosition, verdict
 from accelerate.errors import SettingError
 
@@ -45,6 +47,10 @@ def test_ranks_at_one_place_wait_for_no_rank() -> None:
     assert "all ranks are stuck at train.py:40" in verdict([at(0, waits=False), at(1, waits=False)], 30)
 
 
+def alone(store: HashStore) -> Coordinator:
+    return Coordinator(store, 0, 1, timedelta(seconds=10))
+
+
 class Loop:
     """A loop that counts."""
 
@@ -52,7 +58,7 @@ class Loop:
 
 
 def test_a_loop_that_counts_is_never_asked_about(caplog: pytest.LogCaptureFixture) -> None:
-    loop, hang_watch = Loop(), HangWatch(HashStore(), 0, 1, 0.5, threading.get_ident())
+    loop, hang_watch = Loop(), HangWatch(alone(HashStore()), 0.5, threading.get_ident())
     hang_watch.counters.add(loop)
     hang_watch.start()
     until = time.monotonic() + 1.2
@@ -70,7 +76,7 @@ def test_a_stuck_thread_is_named_with_its_line_and_the_next_time_is_later(
     thread = threading.Thread(target=lambda: held.wait(10))
     thread.start()
     assert thread.ident is not None
-    hang_watch = HangWatch(store, 0, 1, 0.2, thread.ident)
+    hang_watch = HangWatch(alone(store), 0.2, thread.ident)
     hang_watch.start()
     time.sleep(1.5)
     hang_watch.stop()

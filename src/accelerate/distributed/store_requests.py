@@ -1,0 +1,306 @@
+"""Requests to the key-value store of a process group: short ones with a timeout, and waits that block in the store.
+
+The client of a store waits without limit for a response on a connection that has died silently (a pulled cable, a
+frozen host), and holds a lock meanwhile. So requests are made by a thread of their own, and have a timeout.
+
+A wait holds its connection until the store responds, and torch logs every wait that it gives up. So each wait has a
+connection to itself and never ends by a timeout of torch's: the thread that waits decides how long, and whoever has the
+reason to end a wait early sets its key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, Generic, TypeVar, final
+
+from ..torch_private.distributed import second_connection, set_keys
+
+if TYPE_CHECKING:
+    from ..torch_private.distributed import Store
+
+Response = TypeVar("Response")
+
+#: As long as a wait of torch's may be, whose milliseconds fit into 32 bits.
+_WITHOUT_LIMIT: Final = timedelta(days=20)
+#: So many ranks connect to the store in a second, in their order: its host's queue holds as many.
+_CONNECTIONS_PER_SECOND: Final = 4096
+_GIVE_UP_SECONDS: Final = 2.0
+_SHORTEST_SLEEP_SECONDS: Final = 5e-5
+_LONGEST_SLEEP_SECONDS: Final = 0.02
+
+
+class StoreTimeout(RuntimeError):
+    """The store didn't respond in time, and never will."""
+
+
+@final
+class PendingRequest(Generic[Response]):
+    """A request that a `RequestThread` makes."""
+
+    def __init__(self, call: Callable[[], Response]) -> None:
+        self._call = call
+        self._done = threading.Event()
+        self._responses: list[Response] = []
+        self._error: BaseException | None = None
+
+    def make(self) -> None:
+        """Make the request, in the calling thread."""
+        try:
+            self._responses.append(self._call())
+        except BaseException as error:  # raised again by `response`
+            self._error = error
+        self._done.set()
+
+    def is_done(self, seconds: float) -> bool:
+        """Return whether the request has been made, after waiting for it for up to `seconds`."""
+        return self._done.wait(seconds)
+
+    def response(self) -> Response:
+        """Return what the request returned, or raise its error."""
+        if self._error is not None:
+            raise self._error
+        return self._responses[0]
+
+
+@final
+class RequestThread:
+    """A thread that makes requests to a store in order, each with a timeout; it starts with the first request.
+
+    Args:
+        lock: held during a request; threads that share a connection share it.
+    """
+
+    def __init__(self, name: str, lock: threading.Lock | None = None) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._kept_alive: list[object] = []
+        self._lock = lock or threading.Lock()
+        self.has_timed_out: bool = False  # a request got no response: later ones fail at once
+
+    def start(self, call: Callable[[], Response]) -> PendingRequest[Response]:
+        """Start `call()` in the thread and return at once."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        pending = PendingRequest(call)
+        self._queue.put(pending.make)
+        return pending
+
+    def run(self, call: Callable[[], Response], seconds: float) -> Response:
+        """Run `call()` in the thread and return its result, or raise its error.
+
+        Raises:
+            StoreTimeout: it did neither within `seconds`, or an earlier call didn't.
+        """
+        if self.has_timed_out:
+            raise StoreTimeout("no answer")
+        pending = self.start(call)
+        if not pending.is_done(seconds):
+            self.has_timed_out = True
+            raise StoreTimeout(f"no answer within {seconds:.0f} s")
+        return pending.response()
+
+    def run_here(self, call: Callable[[], object], seconds: float) -> None:
+        """Run `call()`, which waits for no response, in the calling thread, as soon as no other request is under way.
+
+        Raises:
+            StoreTimeout: one is for longer than `seconds`.
+        """
+        if self.has_timed_out or not self._lock.acquire(timeout=seconds):
+            self.has_timed_out = True
+            raise StoreTimeout("no answer")
+        try:
+            call()
+        finally:
+            self._lock.release()
+
+    def keep_alive(self, *objects: object) -> None:
+        """Keep `objects` alive until the process ends, where a request has timed out.
+
+        Freeing what the pending call holds in C++ would wait for the response too.
+        """
+        if self.has_timed_out:
+            self._kept_alive += objects  # the thread, which never ends, refers to this object until the process ends
+
+    def stop(self) -> None:
+        """End the thread, unless a request has timed out in it."""
+        if self._thread is not None and not self.has_timed_out:
+            self._queue.put(None)
+            self._thread.join()
+        self._thread = None
+
+    def _run(self) -> None:
+        while (request := self._queue.get()) is not None:
+            with self._lock:
+                request()
+
+
+# -- waits -------------------------------------------------------------------------------------------------
+
+
+@final
+class Wait(Generic[Response]):
+    """A request that responds once the keys that it reads are set, whenever that is."""
+
+    def __init__(
+        self, pending: PendingRequest[Response], ready: Callable[[], bool] | None, finish: Callable[[bool], None]
+    ) -> None:
+        self._pending = pending
+        self._ready = ready  # where the wait can't block in the store, it begins when this is true
+        self._finish = finish
+
+    def is_over(self, seconds: float) -> bool:
+        """Return whether the wait has ended, after waiting for that for up to `seconds`."""
+        if self._ready is not None and not _poll(self._ready, seconds):
+            return False
+        self._ready = None
+        return self._pending.is_done(seconds)
+
+    def response(self) -> Response:
+        """Return what was read.
+
+        Raises:
+            RuntimeError: the process that serves the store has ended.
+        """
+        return self._pending.response()
+
+    def __enter__(self) -> Wait[Response]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._finish(self._ready is None and self._pending.is_done(0.0))
+
+
+def _poll(ready: Callable[[], bool], seconds: float) -> bool:
+    until, sleep_seconds = time.monotonic() + seconds, _SHORTEST_SLEEP_SECONDS
+    while not ready():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(sleep_seconds)
+        sleep_seconds = min(_LONGEST_SLEEP_SECONDS, sleep_seconds * 1.5)
+    return True
+
+
+@final
+class WaitingConnections:
+    """Connections to a store for waits, one for each wait at a time; those whose wait has ended are used again.
+
+    Args:
+        store: what to connect to once more.
+        is_set: whether keys are set, asked over the first connection, where a store has no second one.
+        give_up: sets those of the keys that aren't set to a value.
+        delay_seconds: how long to wait before each connection, so that not all ranks connect at once.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        is_set: Callable[[list[str]], bool],
+        give_up: Callable[[list[str], str], object],
+        delay_seconds: float = 0.0,
+    ) -> None:
+        self._store = store
+        self._give_up = give_up
+        self._delay_seconds = delay_seconds
+        self._is_set = is_set
+        self._idle: list[tuple[Store, RequestThread]] = []
+        self._lock = threading.Lock()
+        self._has_clones = True
+
+    def start(self, *keys: str, given_up: str = "") -> Wait[list[str]]:
+        """Wait for keys from now on; the response is their values. To be used in a `with` statement.
+
+        Where the statement is left before, those of the keys that aren't set get the value `given_up`, so that the wait
+        ends: a thread that is in it when the interpreter ends would abort the process.
+        """
+        names = list(keys)
+        store, thread = self._take()
+
+        def read() -> list[str]:
+            values = store.multi_get(names) if len(names) > 1 else [store.get(names[0])]
+            return [value.decode() for value in values]
+
+        def finish(is_over: bool) -> None:
+            if not is_over and self._has_clones:
+                with contextlib.suppress(Exception):  # the store is silent, or has ended
+                    self._give_up(names, given_up)
+                    is_over = pending.is_done(_GIVE_UP_SECONDS)
+            if is_over or not self._has_clones:
+                with self._lock:
+                    self._idle.append((store, thread))
+                return
+            thread.has_timed_out = True
+            thread.keep_alive(self._store)
+
+        if self._has_clones:
+            pending = thread.start(read)
+            return Wait(pending, None, finish)
+        pending = PendingRequest(read)
+        return Wait(pending, lambda: self._is_set(names) and (pending.make() or True), finish)
+
+    def close(self) -> None:
+        """Close the connections, except those that still wait."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for _, thread in idle:
+            thread.stop()
+
+    def _take(self) -> tuple[Store, RequestThread]:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        store = self._store
+        if self._has_clones:
+            time.sleep(self._delay_seconds)
+            try:
+                store = second_connection(self._store)
+                store.set_timeout(_WITHOUT_LIMIT)
+            except (AttributeError, NotImplementedError):  # a torch, or a store, without that
+                self._has_clones, store = False, self._store
+        return store, RequestThread("accelerate store waits")
+
+
+def set_missing(store: Store, keys: list[str], value: str) -> None:
+    """Set those of `keys` that aren't set to `value`."""
+    if len(keys) == 1:
+        store.compare_set(keys[0], "", value)
+        return
+    found = read_present(keys, store.check, store.multi_get)
+    set_keys(store, {key: value for key in keys if key not in found})
+
+
+def connection_delay(rank: int, size: int) -> float:
+    """Return the seconds that `rank` waits before it connects to the store: ranks of a large world take turns.
+
+    The process that serves the store accepts connections one by one, and looks the name of each host up.
+    """
+    return rank / _CONNECTIONS_PER_SECOND if size > _CONNECTIONS_PER_SECOND else 0.0
+
+
+def read_present(
+    keys: Sequence[str], check: Callable[[list[str]], bool], read: Callable[[list[str]], Iterable[bytes]]
+) -> dict[str, str]:
+    """Return the values of those of `keys` that are set: 2 requests where all are, some more for each that isn't."""
+    names = list(keys)
+    if names and check(names):
+        return {name: value.decode() for name, value in zip(names, read(names), strict=True)}
+    if len(names) < 2:
+        return {}
+    half = len(names) // 2
+    return {**read_present(names[:half], check, read), **read_present(names[half:], check, read)}
+
+
+def some_ranks(ranks: Iterable[int], num_shown: int = 3) -> str:
+    """Format ranks as ``rank 3``, ``ranks 0 and 2``, or ``ranks 3, 17, 20 and 509 others``."""
+    numbers = sorted(ranks)
+    shown = [str(number) for number in numbers[:num_shown]]
+    rest = len(numbers) - len(shown)
+    last = f"{rest} other{'s' if rest > 1 else ''}" if rest else shown.pop()
+    text = f"{', '.join(shown)} and {last}" if shown else last
+    return f"rank{'s' if len(numbers) > 1 else ''} {text}"

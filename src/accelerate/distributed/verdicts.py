@@ -1,0 +1,116 @@
+"""Why an operation that needs all ranks can't end: found by one rank, published, put in words by each that waits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Final, Literal, final
+
+_SEPARATOR: Final = "|"
+
+
+@final
+@dataclass(frozen=True)
+class RankState:
+    """The operation that a rank has published last: its number among those that need all ranks, its name and line.
+
+    Attributes:
+        has_left: the rank makes no more calls.
+    """
+
+    number: int
+    operation: str = ""
+    site: str = ""
+    has_left: bool = False
+
+    def text(self) -> str:
+        """Return the form in which it lies in the store."""
+        return _SEPARATOR.join((str(self.number), "left" if self.has_left else "", self.operation, self.site))
+
+    @classmethod
+    def of(cls, text: str) -> RankState:
+        """Read what `text` returned."""
+        number, left, operation, site = text.split(_SEPARATOR, 3)
+        return cls(int(number), operation, site, bool(left))
+
+    @property
+    def named(self) -> str:
+        """The operation, with its line where that is known."""
+        return f"`{self.operation}`{f' at {self.site}' if self.site else ''}"
+
+
+@final
+@dataclass(frozen=True)
+class Verdict:
+    """Why an operation can't end: a rank is elsewhere, inside its own block, or has left."""
+
+    kind: Literal["different", "inside", "left", "stuck", "late"]
+    rank: int = 0
+    operation: str = ""
+    site: str = ""
+    text: str = ""
+
+    def encoded(self) -> str:
+        """Return the form in which it lies in the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, text: str) -> Verdict:
+        """Read what `encoded` returned."""
+        return cls(**json.loads(text))
+
+    def explain(self, rank: int, me: RankState) -> str:
+        """Return the error's words for `rank`, which is in operation `me`."""
+        here = is_in(rank, me)
+        where = RankState(me.number, self.operation, self.site).named
+        if self.kind == "different":
+            return (
+                f"{here}, but rank {self.rank} is in {where} instead: they wait for each other and would never meet "
+                f"(operation {me.number} of this world). Every rank has to make the same calls in the same order; look "
+                "for a call under `if accelerator.is_main_process:` that the other branch doesn't make. To let the "
+                "main process go first, use `with accelerator.main_process_first():`."
+            )
+        if self.kind == "inside":
+            return (
+                f"{here}, waiting for rank {self.rank} to finish its block, but inside it rank {self.rank} is in "
+                f"{where}, which needs all ranks. Move that call out of the block."
+            )
+        if self.kind == "stuck":
+            return (
+                f"{here}, which every rank has to call, because the state lies over all ranks; but {self.text}, and "
+                f"won't come. Call `{me.operation}` on every rank, outside of `if accelerator.is_main_process:`."
+            )
+        if self.kind == "late":
+            return f"{here}, but rank {self.rank}, which waited there too, has given up: its timeout is over."
+        return (
+            f"{here}, but rank {self.rank} has ended (or left the world) without making that call, so it would wait "
+            "for ever. Every rank has to make the same calls in the same order; look for a call under "
+            "`if accelerator.is_main_process:` that the other branch doesn't make, or for an error on that rank."
+        )
+
+
+def is_in(rank: int, state: RankState) -> str:
+    """Return ``Rank 3 is in `gather` at train.py:7``."""
+    return f"Rank {rank} is in {state.named}"
+
+
+def find_conflict(
+    rank: int, me: RankState, others: dict[int, RankState], setter: int | None, needs_all: tuple[str, ...]
+) -> Verdict | None:
+    """Return why `me`, the operation of `rank`, can't end, if the states of `others` say so.
+
+    Args:
+        setter: the rank whose key is waited for, if it is one's.
+        needs_all: operations that no rank leaves before all have entered.
+    """
+    for other, state in sorted(others.items()):
+        if other == rank:
+            continue
+        if state.number == me.number and state.operation != me.operation:
+            return Verdict("different", other, state.operation, state.site)
+        if state.has_left:
+            if state.number < me.number:
+                return Verdict("left", other)
+        elif other == setter and state.number > me.number and state.operation in needs_all:
+            return Verdict("inside", other, state.operation, state.site)
+    return None
