@@ -584,7 +584,7 @@ class Accelerator:
         """Return True if any process called :meth:`set_trigger` since the last check."""
         flag_tensor = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
         self.flag_tensor = None
-        return bool(collectives.reduce(flag_tensor, "sum", world=self.world).item() >= 1)
+        return bool(collectives.reduce(flag_tensor, "sum", world=self.world, same_shapes=True).item() >= 1)
 
     # == prepare ===========================================================================================
 

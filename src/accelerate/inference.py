@@ -1,13 +1,11 @@
 """Inference through a pipeline: each process computes some of a model's layers, on micro-batches in turn.
 
-Stages run under torch's schedule (``torch.distributed.pipelining``), as in training, but aren't made by torch's
-``pipeline()``: that exports any model, and an ``nn.Sequential`` whose blocks depend on values can't be exported. Only
-the first process needs the inputs; the last one has the output, or all have it with ``gather_output``.
+Only the first process needs the inputs; the last one has the output, or all have it with ``gather_output``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, final
 
@@ -15,17 +13,16 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from .big_models.budget import Bytes, DeviceKey, DevicePlan, PlacementProblem, parts_of
+from .big_models.budget import DevicePlan, PlacementProblem, parts_of
 from .big_models.device_map import place_greedily
 from .big_models.sizes import compute_module_sizes, find_tied_parameters, no_split_classes, own_parts
 from .distributed.collectives import world_or_joined
 from .distributed.world import World
 from .errors import SettingError
 from .modules import moved
-from .nested import ignorant_find_batch_size, pad_input_tensors, recursively_apply
+from .nested import ignorant_find_batch_size, pad_input_tensors, recursively_apply, split_batch
 from .parallel.pipeline.partition import choose_split_points, split
-from .parallel.pipeline.schedule import PipelineSchedule, ScheduleKey, TensorMeta, broadcast_object, metas_of
-from .plugins.parallelism import PipelineParallelConfig
+from .parallel.pipeline.schedule import TensorMeta, broadcast_object
 from .torch_private.tracing import tree_flatten, tree_unflatten
 
 
@@ -33,8 +30,8 @@ def generate_device_map(
     model: nn.Module,
     num_processes: int = 1,
     no_split_module_classes: Sequence[str] | None = None,
-    max_memory: Mapping[DeviceKey, Bytes] | None = None,
-) -> dict[str, DeviceKey]:
+    max_memory: Mapping[Any, Any] | None = None,
+) -> dict[str, Any]:
     """Assign modules to processes in order, each at most a tenth above the even share in bytes.
 
     The last process takes what is left. ``max_memory`` gives the bytes of each process itself.
@@ -56,36 +53,39 @@ def find_pippy_batch_size(args: Sequence[object] | None, kwargs: Mapping[str, ob
 
 
 @final
-class InferencePipeline:
-    """The pipeline stage of this process, run by torch's schedule (``torch.distributed.pipelining.ScheduleGPipe``).
-
-    The schedule cuts and passes on tensors with a dimension of samples; inputs without one are given to the first
-    stage as they are.
-    """
+class PipelineStage:
+    """The pipeline stage of this process, with its communication to the neighbouring stages."""
 
     def __init__(self, stage: nn.Module, world: World, num_chunks: int, kwargs: Sequence[str]) -> None:
         self.stage: nn.Module = stage
         self.num_chunks: int = num_chunks
         self._world, self._kwargs = world, tuple(kwargs)
-        self._inputs = _Inputs(stage) if world.is_main else None
-        stages = {world.rank: stage if self._inputs is None else self._inputs}
-        config = PipelineParallelConfig(num_micro_batches=num_chunks)
-        self._schedule = PipelineSchedule(world, config, world.size, stages, range(world.size))
 
-    def step(self, *args: object, **kwargs: object) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run one batch; return the output on the last process, else None. Inputs are read on the first one."""
-        leaves = self._leaves(args, kwargs) if self._world.is_main else []
+        is_first, is_last = self._world.is_main, self._world.is_last
+        parts = list(self._micro_batches(args, kwargs)) if is_first else []
+        metadata: list[TensorMeta] = [] if is_first else self._receive_metadata()
+        outputs: list[Any] = []
+        sent: list[Any] = []
         with torch.no_grad():
-            if self._world.size == 1:
-                return self.stage(*leaves)
-            key, rows = None, ()
-            if self._inputs is not None:
-                rows = self._inputs.take(leaves)
-                size = find_pippy_batch_size(rows, None) or 1
-                key = ScheduleKey(metas_of(rows, size // self.num_chunks), self.num_chunks, self._inputs.others)
-            return self._schedule.infer(broadcast_object(key, 0), rows)
+            for number in range(self.num_chunks):
+                values = parts[number] if is_first else [self._receive(tensor_meta) for tensor_meta in metadata]
+                output = self.stage(*values)
+                if is_last:
+                    outputs.append(output)
+                    continue
+                leaves = tree_flatten(output)[0]
+                if number == 0:
+                    dist.send_object_list([list(map(TensorMeta.of, leaves))], self._world.rank + 1)
+                for leaf in leaves:
+                    contiguous = leaf.contiguous()
+                    sent.append((dist.isend(contiguous, self._world.rank + 1), contiguous))
+            for work, _ in sent:
+                work.wait()
+        return _concatenated(outputs) if is_last else None
 
-    def _leaves(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[object]:
+    def _micro_batches(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         unknown = [name for name in kwargs if name not in self._kwargs]
         if unknown or len(kwargs) < len(self._kwargs):
             raise SettingError(
@@ -93,45 +93,25 @@ class InferencePipeline:
                 f"{list(kwargs)}. Give prepare_pippy(example_kwargs=...) those that you call it with."
             )
         leaves = tree_flatten((args, [kwargs[name] for name in self._kwargs]))[0]
-        return recursively_apply(lambda tensor: tensor.detach().to(self._world.device), leaves)
+        leaves = recursively_apply(lambda tensor: tensor.to(self._world.device), leaves)
+        size = find_pippy_batch_size(leaves, None) or 1
+        return (part for part, _ in split_batch(leaves, size, self.num_chunks))
+
+    def _receive_metadata(self) -> list[TensorMeta]:
+        metadata: list[Any] = [None]
+        dist.recv_object_list(metadata, self._world.rank - 1)
+        return metadata[0]
+
+    def _receive(self, meta: TensorMeta) -> torch.Tensor:
+        value = torch.empty(meta.size, dtype=meta.dtype, device=self._world.device)
+        dist.recv(value, self._world.rank - 1)
+        return value
 
 
-@final
-class _Inputs(nn.Module):
-    """The first stage, called with tensors of samples alone: the other inputs of the batch are kept here."""
-
-    def __init__(self, stage: nn.Module) -> None:
-        super().__init__()
-        self.stage = stage
-        self._kept: dict[int, object] = {}
-        self._num_inputs = 0
-
-    def take(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Keep the inputs that aren't cut into micro-batches, and return those that are."""
-        size = find_pippy_batch_size(leaves, None)
-        rows = {place for place, leaf in enumerate(leaves) if _has_samples(leaf, size)}
-        self._kept = {place: leaf for place, leaf in enumerate(leaves) if place not in rows}
-        self._num_inputs = len(leaves)
-        return tuple(leaves[place] for place in sorted(rows))
-
-    @property
-    def others(self) -> tuple[Hashable, ...]:
-        """The metadata of the inputs that were kept, and their places."""
-        return tuple((place, _metadata(leaf)) for place, leaf in self._kept.items())
-
-    def forward(self, *rows: torch.Tensor) -> object:
-        """Return the output of the stage for ``rows`` and the inputs that were kept."""
-        following = iter(rows)
-        places = range(self._num_inputs)
-        return self.stage(*(self._kept[place] if place in self._kept else next(following) for place in places))
-
-
-def _has_samples(leaf: object, size: int | None) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == size
-
-
-def _metadata(leaf: object) -> Hashable:
-    return TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf)
+def _concatenated(outputs: Sequence[object]) -> Any:
+    flat = [tree_flatten(output) for output in outputs]
+    leaves = [torch.cat(parts) for parts in zip(*(parts for parts, _ in flat), strict=True)]
+    return tree_unflatten(leaves, flat[0][1])
 
 
 def build_pipeline(
@@ -140,7 +120,7 @@ def build_pipeline(
     args: Sequence[object],
     kwargs: Mapping[str, object] | None,
     num_chunks: int,
-) -> InferencePipeline:
+) -> PipelineStage:
     """Return the stage of ``model`` that belongs to this process, on its device.
 
     Raises:
@@ -154,12 +134,12 @@ def build_pipeline(
         )
     stages = split(model, split_points, args, dict(kwargs or {}))
     stage = moved(stages[world.rank], world.device)
-    return InferencePipeline(stage, world, num_chunks, list(kwargs or {}))
+    return PipelineStage(stage, world, num_chunks, list(kwargs or {}))
 
 
 def pippy_forward(
     forward: Callable[..., object], num_chunks: int, gather_output: bool, *args: object, **kwargs: object
-) -> object:
+) -> Any:
     """Run one batch through all stages; return the output on the last process (all with ``gather_output``), else None.
 
     A batch that ``num_chunks`` doesn't divide is filled up, and the output cut to its size.
@@ -181,10 +161,11 @@ def pippy_forward(
 
 
 def _padded(tensor: torch.Tensor, size: int, num_chunks: int) -> torch.Tensor:
-    return pad_input_tensors(tensor, size, num_chunks) if _has_samples(tensor, size) else tensor
+    is_batch = tensor.ndim > 0 and tensor.shape[0] == size
+    return pad_input_tensors(tensor, size, num_chunks) if is_batch else tensor
 
 
-def _broadcast_output(output: object, world: World) -> object:
+def _broadcast_output(output: object, world: World) -> Any:
     """Broadcast the output of the last process to all."""
     leaves, structure = tree_flatten(output)
     metadata, spec = broadcast_object(
@@ -252,7 +233,7 @@ def prepare_pippy(
     model.__dict__.update(_original_forward=original, hf_split_points=points, pippy_stage=schedule)
 
     @wraps(original)
-    def forward(*inputs: object, **named: object) -> object:
+    def forward(*inputs: Any, **named: Any) -> Any:
         return pippy_forward(schedule.step, schedule.num_chunks, bool(gather_output), *inputs, **named)
 
     model.forward = forward

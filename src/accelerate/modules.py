@@ -100,10 +100,9 @@ def moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
     tied = [places for places in parameter_places(model).values() if len(places) > 1]
     model = model.to(device)
     for places in tied:
-        module, name = places[0]
-        parameter = module._parameters.get(name)
-        if parameter is not None:
-            put_parameter(places, parameter)
+        found = [getattr(module, name) for module, name in places]
+        if any(one is not found[0] for one in found):
+            put_parameter(places, found[0])
     return model
 
 

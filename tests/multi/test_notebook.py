@@ -125,6 +125,8 @@ CELLS = {
     "initialised, restarts": run(8).replace("use_port=0", "rdzv_backend='c10d', rdzv_endpoint='127.0.0.1:0'"),
     "not to be packed": "import threading\nlock = threading.Lock()\n"
     "notebook_launcher(lambda: lock.locked(), num_processes=2, use_port=0)",
+    "existing after one": "notebook_launcher(train, (5,), num_processes=1)\naccelerator = Accelerator(cpu=True)\n"
+    + run(9),
     "existing state": "torch.cuda.is_initialized = lambda: False\naccelerator = Accelerator(cpu=True)\n" + run(9),
 }
 
@@ -218,8 +220,9 @@ def test_a_launch_of_one_process_does_not_forbid_a_later_one_of_several(cells: d
     assert "results [[15, 16], [15, 16]] [0, 1]" in cells["after alone"].stdout
 
 
-def test_a_launch_after_an_accelerator_was_created_in_a_cell_is_refused(cells: dict[str, Cell]) -> None:
-    kind, text = cells["existing state"].error or ("", "")
+@pytest.mark.parametrize("cell", ["existing state", "existing after one"])
+def test_a_launch_after_an_accelerator_was_created_in_a_cell_is_refused(cells: dict[str, Cell], cell: str) -> None:
+    kind, text = cells[cell].error or ("", "")
     assert kind == "SettingError"  # a ValueError
     assert "already created in this process" in text
     assert "restart the notebook's kernel" in text

@@ -636,3 +636,11 @@ def test_an_error_while_a_model_is_prepared_is_what_the_caller_hears(monkeypatch
     monkeypatch.setattr(accelerator.strategy, "place_model", fail)
     with pytest.raises(RuntimeError, match="no room on the device"):
         accelerator.prepare(model, optimizer)
+
+
+def test_a_traced_model_with_tied_weights_is_prepared() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    inputs = torch.ones(1, 2)
+    traced = torch.jit.trace(model, inputs)
+    assert torch.equal(Accelerator(cpu=True).prepare(traced)(inputs), model(inputs))

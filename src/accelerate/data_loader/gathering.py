@@ -344,7 +344,7 @@ class StreamingMean:
 
     def sum_and_count(self) -> tuple[float, float]:
         """Return the sum and the count over all ranks, on every rank; a collective."""
-        total, count = reduce(self._sums, "sum", world=self._mesh.within(*TOKEN_AXES)).tolist()
+        total, count = reduce(self._sums, "sum", world=self._mesh.within(*TOKEN_AXES), same_shapes=True).tolist()
         return total, count
 
     def sum(self) -> float:

@@ -183,7 +183,8 @@ class IndexFreeSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         order, epoch = self.order(), self.epoch
         for start in range(0, len(self), _CHUNK):
-            yield from cast("list[int]", order.at(torch.arange(start, min(start + _CHUNK, len(self)))).tolist())
+            positions = torch.arange(start, min(start + _CHUNK, len(self)), device="cpu")
+            yield from cast("list[int]", order.at(positions).tolist())
         self.set_epoch(epoch + 1)
 
     def order(self) -> Permutation:
@@ -400,7 +401,7 @@ class KnownOrder:
 
     def part(self, start: int, stop: int) -> list[Any]:
         """Return the indices at positions ``start`` to ``stop``, fewer at the end of the order."""
-        return self.at(torch.arange(start, max(min(stop, self.length), start))).tolist()
+        return self.at(torch.arange(start, max(min(stop, self.length), start), device="cpu")).tolist()
 
     def in_batches(self, start: int, stop: int, size: int) -> list[list[Any]]:
         """Return the same, cut into batches of ``size``."""
@@ -452,6 +453,8 @@ def _batches_of_known_order(
     batch_sampler: BatchSampler, order: KnownOrder, position: ResumePosition, num_first: int
 ) -> RemainingBatches:
     size = batch_sampler.batch_size
+    stop = min(position.samples, order.length)
+    before = order.part(max(stop - min(size, FINGERPRINT_LENGTH), 0), stop)
     if batch_sampler.drop_last:
         order = replace(order, length=order.length - order.length % size)
     per_chunk = size * max(NUM_AHEAD // size, 1)
@@ -461,7 +464,6 @@ def _batches_of_known_order(
             yield from order.in_batches(start, start + per_chunk, size)
         order.finish()
 
-    before = order.part(max(position.samples - min(size, FINGERPRINT_LENGTH), 0), position.samples)
     return RemainingBatches(
         batches(),
         lambda: order.in_batches(0, num_first * size, size),

@@ -167,8 +167,10 @@ class BatchSamplerShard(BatchSampler):
     # -- one step --------------------------------------------------------------------------------------
 
     def _assign(self, remaining: RemainingBatches) -> Iterator[BatchInfo]:
-        if remaining.order is not None:
-            return self._assign_positions(remaining.order, remaining.position)
+        if remaining.order is not None:  # torch's own batch sampler, whose settings a program may have changed since
+            inner = self.batch_sampler
+            if self.batch_size == inner.batch_size and self.drop_last == bool(inner.drop_last):
+                return self._assign_positions(remaining.order, remaining.position)
         return self._assign_batches(remaining)
 
     def _assign_batches(self, remaining: RemainingBatches) -> Iterator[BatchInfo]:
@@ -195,14 +197,14 @@ class BatchSamplerShard(BatchSampler):
         per_step = self.batch_size * self.batches_per_step
         per_rank = per_step // self.num_processes
         coverage = full_coverage(per_rank, self.num_processes)
-        places = torch.arange(self.process_index * per_rank, (self.process_index + 1) * per_rank)
+        places = torch.arange(self.process_index * per_rank, (self.process_index + 1) * per_rank, device="cpu")
         # The last indices of the global batch make its fingerprint.
         num_last = min(self.batch_size, FINGERPRINT_LENGTH)
-        offsets = torch.cat([places, torch.arange(per_step - num_last, per_step)])
+        offsets = torch.cat([places, torch.arange(per_step - num_last, per_step, device="cpu")])
         num_steps = max(order.length - samples, 0) // per_step
         num_ahead = max(NUM_AHEAD // len(offsets), 1)
         for step in range(0, num_steps, num_ahead):
-            starts = position.samples + per_step * torch.arange(step, min(step + num_ahead, num_steps))
+            starts = position.samples + per_step * torch.arange(step, min(step + num_ahead, num_steps), device="cpu")
             for indices in order.at(starts[:, None] + offsets).tolist():
                 steps += 1
                 batches += self.batches_per_step

@@ -96,6 +96,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if per_machine is not None:
         count = None if per_machine in PER_DEVICE else per_machine * settings.launch.num_machines
         _check_same_count(settings, given, per_machine, count)
+        if count is None and layer is not None:  # one per device, whatever the file says
+            layer = {address: value for address, value in layer.items() if address != "launch.num_processes"}
         settings = collect({}, environ, flags=given | {"num_processes": count}, file=layer, warn=False)
     check_launchable(settings, has_allocation=in_batch_script(environ))
     return settings

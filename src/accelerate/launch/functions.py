@@ -7,6 +7,7 @@ function is pickled by value for them (cloudpickle), closures and the notebook's
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -118,17 +119,26 @@ def refuse_existing_state() -> None:
         SettingError: an Accelerator (or PartialState) was made in this process before the launch.
     """
     world = _joined_world()
-    if world is not None and world is _left_by_launch:
-        state = sys.modules.get("accelerate.state")
-        if state is not None:
-            state.AcceleratorState._reset_state(reset_partial_state=True)
-            state.GradientState._reset_state()
+    state = sys.modules.get("accelerate.state")
+    if world is not None and world is _left_by_launch and state is not None and not _is_state_alive():
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
     elif world is not None:
         raise SettingError(
             "An Accelerator was already created in this process, so it can't start ranks. The `Accelerator` should "
             "only be initialized inside your training function: create it inside the function that is launched, and "
             "restart the notebook's kernel if it was created in a cell."
         )
+
+
+def _is_state_alive() -> bool:
+    """Return whether something that was made of the joined world, such as an Accelerator, is still in use."""
+    names = (("accelerate.accelerator", "Accelerator"), ("accelerate.state", "AcceleratorState PartialState"))
+    classes = tuple(
+        getattr(sys.modules[module], name) for module, found in names if module in sys.modules for name in found.split()
+    )
+    gc.collect()
+    return any(issubclass(type(each), classes) for each in gc.get_objects())
 
 
 def _joined_world() -> object | None:

@@ -158,6 +158,11 @@ def test_torchruns_count_is_that_of_one_machine_of_the_file(script: Path) -> Non
         "--config_file", "c.yaml", "--num_processes", "6", str(script)
     )
     assert plan("--cpu", "--nproc_per_node", "auto", str(script)) == plan("--cpu", str(script))
+    Path("one.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 3\nuse_cpu: true\n")
+    Path("bare.yaml").write_text("distributed_type: MULTI_CPU\nuse_cpu: true\n")
+    assert plan("--config_file", "one.yaml", "--nproc_per_node", "auto", str(script)) == plan(
+        "--config_file", "bare.yaml", str(script)
+    )
 
 
 @pytest.mark.parametrize(

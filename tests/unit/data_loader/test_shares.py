@@ -19,7 +19,9 @@ from accelerate.data_loader.sampling import (
     KnownOrder,
     RemainingBatches,
     ResumePosition,
+    batches_from,
     order_fingerprint,
+    same_order,
 )
 from accelerate.data_loader.sharding import BatchSamplerShard
 
@@ -129,3 +131,18 @@ def test_a_step_looks_up_no_more_for_16384_ranks_than_for_two() -> None:
 
     assert asked_by(16_384) == asked_by(2)
     assert sum(asked_by(16_384)) <= 4096
+
+
+def test_a_batch_sampler_that_was_changed_since_is_read_as_it_is() -> None:
+    batch_sampler = BatchSampler(SequentialSampler(range(16)), 2, False)
+    share = BatchSamplerShard(batch_sampler, 2, 0)
+    assert next(iter(share)) == [0, 1]
+    batch_sampler.batch_size = 4
+    assert next(iter(share)) == [0, 1, 2, 3] and len(list(share)) == len(share) == 2
+
+
+def test_a_position_beyond_a_shorter_order_is_noticed() -> None:
+    batch_sampler = BatchSampler(SequentialSampler(range(10)), 5, False)
+    remaining = batches_from(batch_sampler, ResumePosition(5, 10, 50))
+    assert remaining.fingerprint == order_fingerprint([5, 6, 7, 8, 9])
+    assert not same_order(remaining.fingerprint, order_fingerprint([46, 47, 48, 49]))

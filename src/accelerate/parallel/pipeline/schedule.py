@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from typing import Any, final
@@ -58,7 +58,6 @@ class ScheduleKey:
 
     inputs: TensorMetas  # of one micro-batch
     num_parts: int
-    others: tuple[Hashable, ...] = ()  # of inputs that aren't cut into micro-batches
     _: KW_ONLY
     training: bool = False
     has_backward: bool = False
@@ -159,16 +158,6 @@ class PipelineSchedule:
                 leaves[place] = torch.empty(whole, dtype=shape.dtype, device=self._world.device)
             dist.broadcast(leaves[place], self._rank_of(self.num_stages - 1), self._group)
         return tree_unflatten(leaves, flow.structure)
-
-    def infer(self, key: ScheduleKey, inputs: tuple[torch.Tensor, ...]) -> Any:
-        """Return the output of the last stage for the whole batch on the last rank, None on the others.
-
-        Args:
-            key: of the batch, the same on all ranks.
-            inputs: the batch; only read on the first rank.
-        """
-        leaves = self._forward(key, inputs)
-        return None if leaves is None else tree_unflatten(list(leaves), self._schedule(key)[1].structure)
 
     def _forward(self, key: ScheduleKey, inputs: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor] | None:
         schedule = self._schedule(key)[0]
