@@ -71,7 +71,8 @@ def saves_often(folder: str, call: str, renames: bool) -> list[int]:
 @pytest.mark.parametrize("renames", [False, True], ids=["one target", "a target each"])
 def test_the_store_keeps_so_many_calls_and_no_more(tmp_path: Path, call: str, renames: bool) -> None:
     half, whole = run_on_ranks(saves_often, 2, str(tmp_path), call, renames, timeout_seconds=LIMIT_SECONDS)[0]
-    assert half == whole < 6 * rendezvous.KEPT_CALLS + 40
+    assert whole <= half + 2  # what the other rank is saying just now
+    assert whole < 6 * rendezvous.KEPT_CALLS + 40
 
 
 def saves_together(folder: str) -> int:
