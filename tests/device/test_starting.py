@@ -65,7 +65,7 @@ def train():
     sim.start()
     from accelerate import Accelerator
 
-    print("rank", Accelerator().process_index, flush=True)
+    print(f"rank {{Accelerator().process_index}}\\n", end="", flush=True)  # in one piece: ranks write at once
 
 
 {first}
