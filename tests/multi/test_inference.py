@@ -122,7 +122,7 @@ def _in_and_out_of_autocast(_: int) -> list[float]:
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).eval()
-    inputs, reference = torch.randn(4, 8), copy.deepcopy(model)
+    inputs, reference = torch.randn(4, 8).to(accelerator.device), copy.deepcopy(model).to(accelerator.device)
     piped = prepare_pippy(model, example_args=(inputs,), split_points=["2"], gather_output=True)
     errors: list[float] = []
     for enabled in (False, True, False):
