@@ -304,11 +304,7 @@ class StoreCollectives:
                 raise CheckpointError(self._failure)
 
     def _read(self, keys: list[str]) -> dict[str, str]:
-        return read_present(
-            keys,
-            lambda names: self._request(lambda: self._store.check(names)),
-            lambda names: self._request(lambda: self._store.multi_get(names)),
-        )
+        return read_present(self._store, keys, self._request)
 
     def _delete_published(self) -> None:
         keys, self._published = self._published, []

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 from urllib.parse import urlparse
 
 import torch
@@ -28,10 +28,6 @@ from ..settings.env import read
 from ..torch_private.distributed import FileStore, PrefixStore, Store, TCPStore, default_store
 from .environment import ProcessIdentity
 from .store_requests import RequestThread, WaitingConnections, connection_delay, read_present, set_missing, some_ranks
-
-if TYPE_CHECKING:
-    from ..torch_private.distributed import Store
-    from .environment import ProcessIdentity
 
 #: How long to wait for the other processes, unless a timeout is given.
 RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=10)
@@ -405,7 +401,7 @@ class _OwnWorld:
             with self._waits.start(*keys) as wait:
                 if wait.is_over(max(1.0, self._deadline - time.monotonic())):
                     return [_Member.of(text) for text in wait.response()]
-        found = read_present(keys, self._store.check, self._store.multi_get)
+        found = read_present(self._store, keys)
         return [_Member.of(text) for text in found.values() if text]
 
     def _newer(self) -> str:

@@ -163,11 +163,7 @@ class Coordinator:
 
     def published(self, keys: Sequence[str]) -> dict[str, str]:
         """Return what ranks have published under ``keys``, as far as they have."""
-        return read_present(
-            keys,
-            lambda names: self.request(lambda: self.store.check(names)),
-            lambda names: self.request(lambda: self.store.multi_get(names)),
-        )
+        return read_present(self.store, keys, self.request)
 
     def set_key(self, key: str) -> None:
         """Set `key`, so that ranks that wait for it go on."""

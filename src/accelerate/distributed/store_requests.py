@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, final
 
 from ..torch_private.distributed import second_connection, set_keys
 
@@ -271,7 +271,7 @@ def set_missing(store: Store, keys: list[str], value: str) -> None:
     if len(keys) == 1:
         store.compare_set(keys[0], "", value)
         return
-    found = read_present(keys, store.check, store.multi_get)
+    found = read_present(store, keys)
     set_keys(store, {key: value for key in keys if key not in found})
 
 
@@ -283,17 +283,28 @@ def connection_delay(rank: int, size: int) -> float:
     return rank / _CONNECTIONS_PER_SECOND if size > _CONNECTIONS_PER_SECOND else 0.0
 
 
-def read_present(
-    keys: Sequence[str], check: Callable[[list[str]], bool], read: Callable[[list[str]], Iterable[bytes]]
-) -> dict[str, str]:
+class Request(Protocol):
+    """A function that makes a call to a store, and returns its result."""
+
+    def __call__(self, call: Callable[[], Response], /) -> Response:
+        """Return what `call()` returns."""
+        ...
+
+
+def _request_here(call: Callable[[], Response]) -> Response:
+    return call()
+
+
+def read_present(store: Store, keys: Sequence[str], request: Request = _request_here) -> dict[str, str]:
     """Return the values of those of `keys` that are set: 2 requests where all are, some more for each that isn't."""
     names = list(keys)
-    if names and check(names):
-        return {name: value.decode() for name, value in zip(names, read(names), strict=True)}
+    if names and request(lambda: store.check(names)):
+        values = request(lambda: store.multi_get(names))
+        return {name: value.decode() for name, value in zip(names, values, strict=True)}
     if len(names) < 2:
         return {}
     half = len(names) // 2
-    return {**read_present(names[:half], check, read), **read_present(names[half:], check, read)}
+    return {**read_present(store, names[:half], request), **read_present(store, names[half:], request)}
 
 
 def some_ranks(ranks: Iterable[int], num_shown: int = 3) -> str:

@@ -260,11 +260,7 @@ class HangWatch:
         with self._coordinator.waits.start(*keys) as answers:
             if answers.is_over(_ANSWER_SECONDS):
                 return [_read_position(text) for text in answers.response()]
-        found = read_present(
-            keys,
-            lambda names: self._request(lambda: self._store.check(names)),
-            lambda names: self._request(lambda: self._store.multi_get(names)),
-        )
+        found = read_present(self._store, keys, self._request)
         return [_read_position(text) for text in found.values() if text]
 
     def _log_verdict(self, number: int) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -226,7 +227,8 @@ def test_keys_that_are_set_are_read_by_few_requests() -> None:
         asked.append(len(keys))
         return all(key in values for key in keys)
 
-    found = read_present([f"at/{rank}" for rank in range(64)], check, lambda keys: [values[key] for key in keys])
+    store: Any = SimpleNamespace(check=check, multi_get=lambda keys: [values[key] for key in keys])
+    found = read_present(store, [f"at/{rank}" for rank in range(64)])
     assert found == {key: value.decode() for key, value in values.items()}
     assert len(asked) == 1 + 2 * 6
 

@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from ...distributed.mesh import Mesh
 from ...distributed.world import World
 from ...errors import PreparationError, SettingError
 from ...nested import split_batch
@@ -87,23 +88,20 @@ class PipelineSchedule:
 
     Args:
         stages: this rank's, by number.
-        ranks: the ranks of the pipeline.
-        group: their process group; by default that of all ranks.
     """
 
     def __init__(
         self,
         world: World,
+        mesh: Mesh,
         config: PipelineParallelConfig,
         num_stages: int,
         stages: Mapping[int, nn.Module],
-        ranks: Sequence[int],
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._world, self._config = world, config
         self.num_stages: int = num_stages
         self.stages = stages
-        self._group, self._ranks = group, ranks
+        self._group, self._ranks = mesh.group("pp"), mesh.ranks("pp")
         self._known: dict[ScheduleKey, tuple[Any, _StageTensors]] = {}
         # The loss function, targets and losses of the running step.
         self._loss_function: LossFunction | None = None
@@ -149,8 +147,11 @@ class PipelineSchedule:
         size = _size_of(inputs)
         num_parts = self._num_parts(size)
         key = ScheduleKey(metas_of(inputs, size // num_parts), num_parts, training=training)
-        output = self._forward(key, inputs)
-        flow = self._schedule(key)[1]
+        schedule, flow = self._schedule(key)
+        try:
+            output = schedule.eval(*(inputs if 0 in self.stages else ()))
+        finally:
+            self._free()
         leaves: list[Any] = [None] * len(flow.shapes[-1]) if output is None else list(output)
         for place, shape in enumerate(flow.shapes[-1]):
             whole = (shape.size[0] * num_parts, *shape.size[1:])
@@ -158,13 +159,6 @@ class PipelineSchedule:
                 leaves[place] = torch.empty(whole, dtype=shape.dtype, device=self._world.device)
             dist.broadcast(leaves[place], self._rank_of(self.num_stages - 1), self._group)
         return tree_unflatten(leaves, flow.structure)
-
-    def _forward(self, key: ScheduleKey, inputs: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor] | None:
-        schedule = self._schedule(key)[0]
-        try:
-            return schedule.eval(*(inputs if 0 in self.stages else ()))
-        finally:
-            self._free()
 
     def reduce(self) -> None:
         """Average gradients of sharded stages over the ranks of their shards."""

@@ -211,9 +211,7 @@ class Pipeline(Strategy):
         for name, parameter in model.named_parameters():
             if not parameter.is_meta and owners[name][0] != place:
                 self._shared[parameter] = True
-        pipeline_schedule = PipelineSchedule(
-            self.world, self.config, len(stages), mine, self.mesh.ranks("pp"), self.mesh.group("pp")
-        )
+        pipeline_schedule = PipelineSchedule(self.world, self.mesh, self.config, len(stages), mine)
         return PipelinedModel(model, pipeline_schedule, owners, self._shapes_of_shared(model, owners))
 
     def _shapes_of_shared(self, model: nn.Module, owners: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
