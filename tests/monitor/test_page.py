@@ -17,6 +17,7 @@ import pytest
 
 from accelerate.tools.monitor.export import find_browser
 from tests.monitor.browser import Page
+from tests.monitor.many_ranks import write_large_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
@@ -185,6 +186,30 @@ def test_a_lost_run_of_many_ranks_as_a_file(page: Page, tmp_path: Path) -> None:
     assert "middle" in legends and "rank 11" not in legends
     assert page.ask("document.querySelectorAll('tbody tr').length") == 12
     assert page.problems == [] and all(request.startswith("file:") for request in page.requests)
+
+
+def test_a_run_of_many_ranks_shows_those_that_stand_out(page: Page, tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    write_large_run(folder, 300, slow=77, failed=123)
+    target = tmp_path / "many.html"
+    program = accelerate("monitor", folder, "--export", target)
+    assert program.wait(60) == 0
+    end(program)
+    for width, theme in ((1280, "light"), (420, "light"), (420, "dark")):
+        page.resize(width, 900)
+        page.open(f"{target.as_uri()}?theme={theme}")
+        page.wait("document.querySelector('#state').textContent === 'failed'")
+        rows = page.ask("[...document.querySelectorAll('tbody tr')].map(row => row.innerText)")
+        assert len(rows) < 20 and rows[0].startswith("77") and "+60% step time" in rows[0]
+        assert any(row.startswith("123") and "failed" in row for row in rows)
+        assert page.ask("document.querySelector('#states').textContent") == "299 silent  ·  1 failed"
+        assert page.ask("document.querySelector('#spread').rows.length") == 4
+        assert "300 \u00d7 cpu" in page.ask("document.querySelector('#facts').textContent")
+        page.picture(tmp_path / "images" / f"many_{width}_{theme}.png", whole=True)
+        assert page.ask("document.documentElement.scrollWidth <= innerWidth")  # nothing sticks out on a telephone
+        inside = "[...document.querySelectorAll('table')].every(t => t.scrollWidth <= t.parentElement.clientWidth)"
+        assert page.ask(inside), width
+    assert page.problems == []
 
 
 def test_long_names_and_lost_numbers_fit_a_telephone(page: Page, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class RunWatch:
         self._loader: Any = None
         self._samples_per_batch = 0.0
         self._warned = False
-        self._record = RankRecord(folder, world.rank, seconds_between=0.1 if world.size <= 64 else 2.0)
+        self._record = RankRecord(folder, world.rank, seconds_between=_seconds_between(world))
         self._began, self._began_at = perf_counter(), 0
         self._record.start(rank=world.rank, ranks=world.size, total_steps=total_steps, **facts)
         if resumed:
@@ -331,6 +331,13 @@ class RunWatch:
             self._record.event("non_finite", text=f"the loss is not finite since step {step}", step=step)
         self._losses.clear()
         self._record.finish()
+
+
+def _seconds_between(world: World) -> float:
+    """Return how often this rank writes its numbers: the files of all ranks together get at most 640 lines a second."""
+    if world.size <= 64:
+        return 0.1
+    return 2.0 if world.is_main else max(2.0, world.size / 640)
 
 
 _NOT_LOGGED: Final = frozenset({"step", "total_steps", "eta_seconds"})

@@ -29,9 +29,10 @@ class Event(_EventFacts):
 
 
 class ShownEvent(Event):
-    """One event of all ``ranks`` that report it alike."""
+    """One event of all ``ranks`` that report it alike; of a large run ``ranks`` are the first of ``num_ranks``."""
 
     ranks: list[int]
+    num_ranks: int
 
 
 class Points(TypedDict):
@@ -75,10 +76,25 @@ class RankState(TypedDict):
     step_seconds: object
     wait_seconds: object
     memory_bytes: object
+    why: str  # it is listed, of a large run
+
+
+class Spread(TypedDict):
+    """One number over the ranks as it is now."""
+
+    smallest: float
+    middle: float
+    ninetieth: float  # percentile
+    ninety_ninth: float
+    largest: float
 
 
 class Document(TypedDict):
-    """A run as it is now."""
+    """A run as it is now.
+
+    ``seen`` is when the last rank to write anything did. Of a large run ``ranks`` are those
+    that stand out, and ``per_rank`` is over ``num_followed`` ranks, those among them.
+    """
 
     name: str
     folder: str
@@ -87,6 +103,11 @@ class Document(TypedDict):
     state: str
     facts: Facts
     newest: Facts
+    seen: float
+    num_ranks: int
+    num_followed: int
+    states: dict[str, int]
+    spread: dict[str, Spread]
     ranks: list[RankState]
     skew: Skew | None
     curves: dict[str, Points]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Final, final
 from urllib.parse import parse_qs, urlsplit
 
+from .comparing import state_of
 from .document import Document
 from .reading import RunFiles
 from .snapshot import snapshot
@@ -77,11 +79,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _data(self, query: dict[str, list[str]]) -> None:
         with self.server.lock:
-            self.server.run.refresh()
-            content = snapshot(self.server.run)
-        # Part of the tag, as a run becomes silent without a new version.
-        tag = f"{content['version']}-{content['state']}"
-        if query.get("known") == [tag]:
+            run = self.server.run
+            run.refresh()
+            # The state is part of the tag, as a run becomes silent without a new version.
+            tag = f"{run.version}-{state_of(run, time.time())}"
+            content = None if query.get("known") == [tag] else snapshot(run)
+        if content is None:
             self._answer(204, "text/plain", b"")
             return
         self._answer(200, "application/json", json.dumps({**content, "tag": tag}).encode())

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from .document import Document, Lines, Points, RankState, ShownEvent, Skew, ThinnedPoints
-from .reading import KNOWN, Curve, Rank, RunFiles, finite
+from .comparing import PER_RANK, skew, spread, standing_out, state_of, state_of_rank
+from .document import Document, Lines, Points, RankState, ShownEvent, ThinnedPoints
+from .reading import KNOWN, SAME_ON_ALL_RANKS, Curve, Rank, RunFiles, finite
 
 #: Most points of a curve that are sent, about one per pixel.
 MAX_POINTS: Final = 600
 #: Up to this many ranks are drawn as lines of their own, more as minimum, median and maximum.
 MAX_LINES: Final = 8
 _MAX_EVENTS: Final = 300
-#: A rank that has written nothing for this long, and no end, counts as silent.
-SILENT_SECONDS: Final = 60.0
-_PER_RANK: Final = ("step_seconds", "wait_seconds", "memory_bytes")
-#: Events that all ranks report alike, shown once.
-_SAME_ON_ALL_RANKS: Final = ("epoch", "save", "load", "stop", "start", "restart", "end")
+#: So many ranks of an event of a large run are named.
+_MAX_NAMED: Final = 8
 
 
 def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
-    """Return all that is shown of ``run`` as one JSON object."""
+    """Return all that is shown of ``run`` as one JSON object; of a large run, follow the ranks that stand out."""
     main = run.main
     now = time.time() if now is None else now
+    outliers = standing_out(run.ranks.values(), now) if run.is_large else {}
+    run.choose(number for number, why in outliers.items() if why)
+    followed = sum(rank.is_followed for rank in run.ranks.values())
     content: Document = {
         "name": run.folder.name,
         "folder": as_shown(run.folder),
@@ -35,7 +37,12 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
         "state": state_of(run, now),
         "facts": {} if main is None else main.facts,
         "newest": {} if main is None else {name: _shown(value) for name, value in main.newest.items()},
-        "ranks": [_rank(rank, now) for _, rank in sorted(run.ranks.items())],
+        "seen": max((rank.last_time for rank in run.ranks.values()), default=0.0),
+        "num_ranks": len(run.ranks),
+        "num_followed": followed,
+        "states": dict(Counter(state_of_rank(rank, now) for rank in run.ranks.values())),
+        "spread": spread(run.ranks.values()) if run.is_large else {},
+        "ranks": [_rank(run.ranks[n], now, outliers.get(n, "")) for n in sorted(outliers or run.ranks)],
         "skew": skew(run),
         "curves": {},
         "own": {},
@@ -47,7 +54,7 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
     content["curves"] = {name: thinned(main.curves[name]) for name in KNOWN if name in main.curves}
     own = {**run.logged, **{name: curve for name, curve in main.curves.items() if name not in KNOWN}}
     content["own"] = {name: thinned(curve) for name, curve in sorted(own.items())}
-    content["per_rank"] = {name: over_ranks(run, name) for name in _PER_RANK}
+    content["per_rank"] = {name: over_ranks(run, name) for name in PER_RANK}
     return content
 
 
@@ -59,38 +66,7 @@ def as_shown(folder: Path) -> str:
     return str(folder)
 
 
-def state_of(run: RunFiles, now: float) -> str:
-    """Return empty, running, silent, finished, stopped or failed."""
-    ranks = list(run.ranks.values())
-    if not ranks:
-        return "empty"
-    endings = [rank.ending for rank in ranks]
-    for ending, state in (("error", "failed"), ("stop", "stopped")):
-        if ending in endings:
-            return state
-    if all(ending == "end" for ending in endings):
-        return "finished"
-    return "silent" if now - max(rank.last_time for rank in ranks) > SILENT_SECONDS else "running"
-
-
-def skew(run: RunFiles) -> Skew | None:
-    """Return how much longer the slowest rank took than the median, at the newest common step; None with one rank."""
-    curves = {n: rank.curves["step_seconds"] for n, rank in run.ranks.items() if "step_seconds" in rank.curves}
-    if len(curves) < 2:
-        return None
-    common = set.intersection(*(set(curve.steps[-MAX_POINTS:]) for curve in curves.values()))
-    if not common:
-        return None
-    step = max(common)
-    times = {n: curve.values[curve.steps.index(step)] for n, curve in curves.items()}
-    middle = statistics.median_low(times.values())
-    slowest = max(times, key=lambda rank: times[rank])
-    return {"rank": slowest, "share": (times[slowest] - middle) / middle if middle else 0.0}
-
-
-def _rank(rank: Rank, now: float) -> RankState:
-    ending = rank.ending
-    silent = ending is None and now - rank.last_time > SILENT_SECONDS
+def _rank(rank: Rank, now: float, why: str) -> RankState:
     return {
         "rank": rank.number,
         "device": rank.facts.get("device"),
@@ -98,12 +74,11 @@ def _rank(rank: Rank, now: float) -> RankState:
         "host": rank.facts.get("host"),
         "step": rank.newest.get("step"),
         "seen": rank.last_time,
-        "state": {"error": "failed", "stop": "stopped", "end": "finished"}.get(
-            ending or "", "silent" if silent else "running"
-        ),
+        "state": state_of_rank(rank, now),
         "step_seconds": _shown(rank.newest.get("step_seconds")),
         "wait_seconds": _shown(rank.newest.get("wait_seconds")),
         "memory_bytes": _shown(rank.newest.get("memory_bytes")),
+        "why": why,
     }
 
 
@@ -114,17 +89,15 @@ def _shown(value: object) -> object:
 
 def events(run: RunFiles) -> list[ShownEvent]:
     """Return the events, newest last; those that all ranks report alike, once."""
-    merged: dict[tuple[object, ...], ShownEvent] = {}
-    for event in run.events:
-        kind = event.get("event")
-        what = (event.get("step"), event.get("epoch"), event.get("folder"), event.get("attempt"))
-        key = (kind, *what) if kind in _SAME_ON_ALL_RANKS else (kind, event.get("rank"), event.get("time"), len(merged))
-        known = merged.get(key)
-        if known is None:
-            merged[key] = {**event, "ranks": [event["rank"]]}
-        else:
-            known["ranks"].append(event["rank"])
-    return list(merged.values())[-_MAX_EVENTS:]
+    shown: list[ShownEvent] = []
+    sample = run.sample
+    for reported in run.events[-_MAX_EVENTS:]:
+        ranks, count = sorted(reported.ranks), len(reported.ranks)
+        if run.is_large:
+            is_common = reported.event["event"] in SAME_ON_ALL_RANKS and sample <= reported.ranks.keys()
+            ranks, count = ranks[:_MAX_NAMED], len(run.ranks) if is_common else count
+        shown.append({**reported.event, "ranks": ranks, "num_ranks": count})
+    return shown
 
 
 def thinned(curve: Curve) -> Points | ThinnedPoints:
@@ -148,7 +121,7 @@ def thinned(curve: Curve) -> Points | ThinnedPoints:
 
 
 def over_ranks(run: RunFiles, name: str) -> Lines:
-    """Return a curve for each rank; for many ranks the minimum, median and maximum at each step."""
+    """Return a curve for each followed rank; for many of them the minimum, median and maximum at each step."""
     curves = {n: rank.curves[name] for n, rank in sorted(run.ranks.items()) if name in rank.curves}
     if len(curves) <= MAX_LINES:
         return {"lines": {f"rank {n}": thinned(curve) for n, curve in curves.items()}}

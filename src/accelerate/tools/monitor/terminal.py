@@ -67,7 +67,7 @@ def screen(content: Document, width: int, height: int = 200) -> list[str]:
         lines += ["", f"Nothing is reported yet in {content['folder']}/{FOLDER}.", "Call `accelerator.watch_run()`."]
         return [_fitting(line, width) for line in lines[:height]]
     loss = content["curves"].get("loss")
-    ranks, events = _ranks(content["ranks"], content["now"]), _events(content["events"], content["ranks"], width)
+    ranks, events = _ranks(content), _events(content["events"], content["num_ranks"], width)
     plot_height = max(4, min(14, height - len(lines) - len(ranks) - len(events) - 5))
     if loss is not None:
         lines += ["", *plot(loss["steps"], loss["values"], min(width, 100), plot_height)]
@@ -118,7 +118,7 @@ def _head(content: Document, width: int) -> list[str]:
     if "mfu" in known:
         numbers.append(f"MFU {known['mfu']:.1%}")
     if content["state"] == "silent":
-        silent = format_duration(content["now"] - max(rank["seen"] for rank in content["ranks"]))
+        silent = format_duration(content["now"] - content["seen"])
         numbers.append(f"no rank has written anything for {silent}")
     return _filled(progress, width) + _filled(numbers, width)
 
@@ -167,9 +167,11 @@ def _line(rows_of: dict[int, float], columns: int, height: int) -> list[list[int
     return cells
 
 
-def _ranks(ranks: Sequence[RankState], now: float) -> list[str]:
+def _ranks(content: Document) -> list[str]:
+    ranks, now = content["ranks"], content["now"]
     rows = [("rank", "state", "step", "step time", "data wait", "memory", "device")]
-    for rank in ranks[:_NUM_RANKS]:
+    listed = sorted(ranks, key=lambda rank: not rank["why"])[:_NUM_RANKS]
+    for rank in listed:
         rows.append(
             (
                 str(rank["rank"]),
@@ -183,8 +185,24 @@ def _ranks(ranks: Sequence[RankState], now: float) -> list[str]:
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    if len(ranks) > _NUM_RANKS:
+    if content["spread"]:
+        lines = [*_spread(content), "", lines[0]] + [
+            f"{line}  {rank['why']}".rstrip() for line, rank in zip(lines[1:], listed, strict=True)
+        ]
+    elif len(ranks) > _NUM_RANKS:
         lines.append(f"... and {len(ranks) - _NUM_RANKS} more ranks")
+    return lines
+
+
+def _spread(content: Document) -> list[str]:
+    """Return what all ranks of a large run have in common, and how their numbers are spread."""
+    states = ", ".join(f"{count:,} {state}" for state, count in content["states"].items())
+    lines = [f"{content['num_ranks']:,} ranks: {states}", f"{'':>10}  smallest  middle     90 %     99 %  largest"]
+    for name, shown in content["spread"].items():
+        title = {"step_seconds": "step time", "wait_seconds": "data wait", "memory_bytes": "memory"}[name]
+        values = (shown["smallest"], shown["middle"], shown["ninetieth"], shown["ninety_ninth"], shown["largest"])
+        texts = [f"{value / 1e9:.2f} GB" if name == "memory_bytes" else _milliseconds(value) for value in values]
+        lines.append(f"{title:>10}  " + " ".join(text.rjust(8) for text in texts))
     return lines
 
 
@@ -200,12 +218,16 @@ def _milliseconds(value: object) -> str:
     return "-" if seconds is None else f"{1000 * seconds:.3g} ms"
 
 
-def _events(events: Sequence[ShownEvent], ranks: Sequence[RankState], width: int) -> list[str]:
+def _events(events: Sequence[ShownEvent], num_ranks: int, width: int) -> list[str]:
     lines: list[str] = []
     for event in events[-_NUM_EVENTS:]:
         at = time.strftime("%H:%M:%S", time.localtime(event.get("time", 0)))
         where = f"  step {step}" if isinstance(step := event.get("step"), int) else ""
-        who = "" if len(event["ranks"]) == len(ranks) else f"  rank {', '.join(map(str, event['ranks']))}"
+        more = f" and {event['num_ranks'] - len(event['ranks']):,} more"
+        named = (
+            f"  rank {', '.join(map(str, event['ranks']))}{more if event['num_ranks'] > len(event['ranks']) else ''}"
+        )
+        who = "" if event["num_ranks"] == num_ranks else named
         text = f"{_SIGNS.get(event['event'], '·')} {at}  {describe(event)}{where}{who}"
         # Errors are shown in full; other events have one line.
         ending = event["event"] in ("error", "stop")
