@@ -72,7 +72,7 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
 SHARED_STRATEGY_FILES: Final = frozenset(
     {
         "base", "ddp", "rebind", "compile", "tensor_parallel", "context_parallel", "expert_parallel", "gradient_norm",
-        "sharded_strategy",
+        "sharded_strategy", "matrix_optimizer", "matrix_exchange",
         "fsdp.setup", "fsdp.wrapping", "fsdp.state", "gradients", "state", "pipeline.sharded_stages",
     }
 )  # fmt: skip
@@ -102,6 +102,8 @@ HEAVY_FILES: Final = frozenset(
         "parallel/fsdp/setup.py",
         "parallel/fsdp/state.py",
         "parallel/gradient_norm.py",
+        "parallel/matrix_exchange.py",
+        "parallel/matrix_optimizer.py",
         "parallel/pipeline/schedule.py",
         "parallel/pipeline/sharded_stages.py",
         "parallel/pipeline/strategy.py",

@@ -415,6 +415,7 @@ class InPlace(StateAccess):
         named_parameters: the parameters of a model under every name of the user's own model.
         canonical: a name in a model's state dict as the user's own model has it.
         restores: called by :meth:`restore` as ``(model, folder, index)``.
+        before_gathering: called with an optimizer on every rank, before its state is gathered.
     """
 
     def __init__(
@@ -422,10 +423,12 @@ class InPlace(StateAccess):
         named_parameters: NamedParameters | None = None,
         canonical: Callable[[str], str] | None = None,
         restores: Callable[[torch.nn.Module, Path, int], bool] | None = None,
+        before_gathering: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
         self._named = named_parameters or _named_parameters
         self._canonical = canonical or str
         self._restores = restores
+        self._before_gathering = before_gathering
 
     def restore(
         self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
@@ -514,6 +517,8 @@ class InPlace(StateAccess):
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
     ) -> StateDict:
         """Return the optimizer's state dict with every tensor whole, on the CPU."""
+        if self._before_gathering is not None:
+            self._before_gathering(optimizer)
         state = optimizer.state_dict()
         gathered = {
             number: {name: gather_to_cpu(value, keeps) for name, value in entries.items()}

@@ -1,4 +1,4 @@
-"""The part that strategies with DTensor parameters have in common: clipping across shards, and full state dicts."""
+"""The part that strategies with DTensor parameters have in common: steps, clipping across shards, full state dicts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from collections.abc import Iterable
 
 import torch
 
+from ..checkpointing.sharded import InPlace, StateAccess
 from .base import Strategy, is_sharded
 from .gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
+from .matrix_optimizer import shard_state, step_on_whole_matrices
+from .rebind import canonical_name
 from .state import ModelState, Owner
 
 
 class ShardedStrategy(Strategy, ABC):
     """A strategy whose parameters are DTensors, all or some of them."""
+
+    def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register the hooks that bring matrices together for an optimizer that needs them whole."""
+        step_on_whole_matrices(optimizer, self.world.device)
 
     def clip_grad_norm(
         self,
@@ -32,6 +39,11 @@ class ShardedStrategy(Strategy, ABC):
 
 class ShardedState(ModelState[Owner], ABC):
     """The state of models whose parameters are DTensors, all or some of them."""
+
+    @property
+    def access(self) -> StateAccess:
+        """The object through which checkpoints read and load state, that of optimizers of whole matrices included."""
+        return InPlace(self.named_parameters, canonical_name, before_gathering=shard_state)
 
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:
         """Return True if no parameter of ``model`` is sharded."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FileStore", "GradBucket", "PrefixStore", "Store", "TCPStore",
-    "second_connection", "set_keys", "shard_locally", "default_store", "flattened", "find_tensors",
+    "second_connection", "set_keys", "shard_locally", "shard_offset", "default_store", "flattened", "find_tensors",
     "forget_comm_hooks", "concatenated", "gradient_order", "has_stateful_comm_hook", "overlap_tensor_parallel",
     "set_ring_rotation", "synchronize_buffers",
 ]  # fmt: skip
@@ -73,6 +73,15 @@ def shard_locally(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pl
         return distribute_tensor(whole, mesh, placements, src_data_rank=None)
     # torch 2.6 always sends from the first rank; here each rank shards a tensor that is the same everywhere
     return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False).redistribute(mesh, placements)
+
+
+@uses(("torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "global_shape, mesh, placements"))
+def shard_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this rank's shard of ``tensor``, and where in each dimension it begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(shape), tuple(offset)
 
 
 @uses(("torch.nn.parallel.distributed:_find_tensors", "obj"))
