@@ -72,7 +72,7 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
 SHARED_STRATEGY_FILES: Final = frozenset(
     {
         "base", "ddp", "rebind", "compile", "tensor_parallel", "context_parallel", "expert_parallel", "gradient_norm",
-        "sharded_strategy", "matrix_optimizer", "matrix_exchange",
+        "sharded_strategy", "matrix_optimizer", "matrix_exchange", "layout", "replicas",
         "fsdp.setup", "fsdp.wrapping", "fsdp.state", "gradients", "state", "pipeline.sharded_stages",
     }
 )  # fmt: skip
@@ -96,6 +96,7 @@ HEAVY_FILES: Final = frozenset(
         "estimate/",
         "tools/estimate/",
         "inference.py",
+        "parallel/adopted.py",
         "parallel/expert_parallel.py",
         "parallel/fsdp/fsdp1.py",
         "parallel/fsdp/fsdp2.py",
@@ -104,9 +105,11 @@ HEAVY_FILES: Final = frozenset(
         "parallel/gradient_norm.py",
         "parallel/matrix_exchange.py",
         "parallel/matrix_optimizer.py",
+        "parallel/layout.py",
         "parallel/pipeline/schedule.py",
         "parallel/pipeline/sharded_stages.py",
         "parallel/pipeline/strategy.py",
+        "parallel/replicas.py",
         "parallel/sharded_strategy.py",
         "parallel/tensor_parallel.py",
         "parallel/uneven_inputs.py",

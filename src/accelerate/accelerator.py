@@ -643,6 +643,8 @@ class Accelerator:
         """
         _ = self.distributed_type  # raises after AcceleratorState._reset_state(): the Accelerator has to be made anew
         arguments = PreparedArguments.classify(args, device_placement, self.device_placement)
+        for argument in arguments.of(Role.MODEL):
+            self._adopt(argument.current)
         self.strategy.check(arguments)
         fresh = self._new_objects(arguments)
         self.precision.check(*([argument.current for argument in new] for new in fresh))
@@ -717,6 +719,7 @@ class Accelerator:
             self.precision.patch_forward(inner)
             self.precision.patch_wrapped(model)
             return self._register_model(inner, model)
+        self._adopt(model)
         placed = self.device_placement if device_placement is None else device_placement
         prepared: Any = self.strategy.place_model(model, self.precision, placed, evaluation_mode)
         if evaluation_mode:  # not marked: the same model may be prepared for training later
@@ -724,6 +727,16 @@ class Accelerator:
             return prepared
         prepared.__dict__["_is_accelerate_prepared"] = True
         return self._register_model(model, prepared)
+
+    def _adopt(self, model: torch.nn.Module) -> None:
+        """Follow the mesh on which ``model`` lies, if it was sharded before it came here."""
+        if id(model) in self._prepared_models or model.__dict__.get("_is_accelerate_prepared", False):
+            return
+        strategy = parallel.adopt(self.strategy, model, is_in_use=bool(self._dataloaders or self._schedulers))
+        if strategy.mesh != self.mesh:
+            self.mesh = strategy.mesh
+            self._weights, self._metric_gather = WindowWeights(self.mesh), MetricGather(self.mesh, self.gradient_state)
+        self.strategy = strategy
 
     def _register_model(self, model: torch.nn.Module, prepared: Model) -> Model:
         _register(self._models, self.strategy.state.saved_model(model, prepared))

@@ -12,7 +12,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from .callers import warn_of_old_spelling
-from .distributed.mesh import TOKEN_AXES, Mesh
+from .distributed.mesh import Mesh
 from .distributed.random import check_stream_name
 from .distributed.world import World, expected_backend
 from .errors import MissingDependency, SettingError
@@ -374,11 +374,6 @@ def _check_engines(config: ParallelismConfig, has_fsdp: bool, has_deepspeed: boo
             "itself. It has tensor parallelism of its own ('tensor_parallel': {'autotp_size': ...} in its config) and "
             f"sequence parallelism (sp_size); or take FSDP2 in its place ({config.equation()})."
         )
-    if config.dp_shard_size > 1 and not has_shards:
-        raise SettingError(
-            f"dp_shard_size={config.dp_shard_size} shards the model, which takes FSDP2: {sharding}, or set "
-            f"dp_shard_size=1 ({config.equation()})."
-        )
     if config.cp_enabled and not has_shards and not env.flag("ACCELERATE_ALLOW_CP_STANDALONE"):
         raise SettingError(
             f"cp_size={config.cp_size}: context parallelism needs an FSDP2 plugin, which averages gradients over its "
@@ -389,7 +384,7 @@ def _check_engines(config: ParallelismConfig, has_fsdp: bool, has_deepspeed: boo
             f"ep_size={config.ep_size} shards experts, and the rest of the model is sharded over the same ranks, which "
             f"takes FSDP2: {sharding} ({config.equation()})."
         )
-    if config.tp_enabled and config._active(*TOKEN_AXES) and not has_shards:
+    if config.tp_enabled and config._active("cp", "sp") and not has_shards:  # others: until a model comes whole
         raise SettingError(
             f"tp_size={config.tp_size} beside other axes takes FSDP2: {sharding}, or give all processes to one of them "
             f"({config.equation()})."

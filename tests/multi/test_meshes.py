@@ -433,7 +433,7 @@ def test_what_cannot_be_cut_along_the_sequence_is_refused_with_the_way_out() -> 
 def test_axes_without_an_engine_are_refused(degrees: dict[str, int], words: str) -> None:
     """With what to give."""
     with pytest.raises(RankFailed, match=words):
-        run_on_ranks(lambda: accelerator(degrees), math.prod(degrees.values()))
+        run_on_ranks(lambda: accelerator(degrees).prepare(torch.nn.Linear(2, 2)), math.prod(degrees.values()))
 
 
 def test_deepspeeds_sequence_parallelism_takes_deepspeed() -> None:

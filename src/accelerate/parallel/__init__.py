@@ -14,12 +14,14 @@ from ..distributed.world import World
 from ..lazy import names_from
 
 if TYPE_CHECKING:
+    import torch
+
     from ..settings.tree import Settings
     from .base import Strategy, StrategyOptions, is_placed_by_map
     from .ddp import reduction_orders, restore_reduction_orders
 
 __all__ = [
-    "ORDER", "Candidate", "Strategy", "StrategyOptions", "choose", "is_placed_by_map",
+    "ORDER", "Candidate", "Strategy", "StrategyOptions", "adopt", "choose", "is_placed_by_map",
     "reduction_orders", "restore_reduction_orders",
 ]  # fmt: skip
 
@@ -55,6 +57,14 @@ def _splits_layers(settings: Settings, world: World) -> bool:
     return world.size > 1 and settings.parallelism is not None and settings.parallelism.pp_size > 1
 
 
+def _awaits_shards(settings: Settings, world: World) -> bool:
+    """Return True if parameters are to be sharded, and no engine was named that does it: the model comes sharded."""
+    config = settings.parallelism
+    return world.size > 1 and config is not None and (config.dp_shard_size > 1 or config.tp_size > 1)
+
+
+_ADOPTED = Candidate(".adopted", "Adopted", _awaits_shards)
+
 #: The candidates; the first that suits is chosen.
 ORDER: tuple[Candidate, ...] = (
     # Devices whose runtime connects its processes itself.
@@ -65,6 +75,7 @@ ORDER: tuple[Candidate, ...] = (
     Candidate(".fsdp.fsdp2", "FullyShard", _shards(2)),
     Candidate(".fsdp.fsdp1", "FlatShard", _shards(1)),
     Candidate(".tensor_parallel", "TensorParallel", _cuts_layers),
+    _ADOPTED,
     Candidate(".ddp", "SingleDevice", lambda settings, world: world.size == 1),
     Candidate(".ddp", "DataParallel", lambda settings, world: world.size > 1),
 )
@@ -76,6 +87,31 @@ def choose(settings: Settings, world: World, options: StrategyOptions) -> Strate
         if candidate.suits(settings, world):
             return candidate.load()(world, options)
     raise AssertionError(f"No strategy for a world of {world.size}: DataParallel takes every world of several.")
+
+
+def adopt(strategy: Strategy, model: torch.nn.Module, *, is_in_use: bool) -> Strategy:
+    """Return the strategy that trains ``model`` too: as it lies, on the mesh of its DTensors, if it comes sharded.
+
+    Args:
+        is_in_use: loaders or schedulers rely on the shares of the data that ranks have now.
+
+    Raises:
+        PreparationError: it lies on another mesh than the models before it, or than the ParallelismConfig says.
+    """
+    from .base import is_sharded
+
+    if not any(map(is_sharded, model.parameters())):
+        return strategy
+    known = strategy.mesh
+    if strategy.hands_over_shards:
+        strategy = _ADOPTED.load()(strategy.world, strategy.options)
+    elif not strategy.adopts(model):
+        return strategy
+    from .layout import agreed_mesh
+
+    strategy.mesh = agreed_mesh(model, known, strategy.mesh_source, is_in_use=is_in_use)
+    strategy.mesh_source = f"{type(model).__name__}, which came first,"
+    return strategy
 
 
 __getattr__: Callable[[str], Any] = names_from(

@@ -65,11 +65,15 @@ class Strategy(ABC):
 
     #: The value of ``accelerator.deepspeed_engine_wrapped``.
     engine: Any = None
+    #: Whether another strategy takes over as soon as a model comes that was sharded before.
+    hands_over_shards: ClassVar[bool] = False
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         self.world = world
         self.options = options
         self.mesh: Mesh = options.mesh or Mesh.of(world)
+        #: The name of what says that the mesh is so; "": nothing does.
+        self.mesh_source: str = "" if options.plugins.parallelism is None else "ParallelismConfig"
         #: By which a batch is computed again when memory runs out; None: an engine updates parameters in ``backward``.
         self.retry: Retryable | None = Retryable(world)
 
@@ -79,6 +83,10 @@ class Strategy(ABC):
     @abstractmethod
     def label(self) -> DistributedType:
         """The value of ``accelerator.distributed_type`` under this strategy."""
+
+    def adopts(self, model: torch.nn.Module) -> bool:
+        """Return True if ``model``, which was sharded before, is trained as it lies, on the mesh that it has."""
+        return False
 
     # -- placing -------------------------------------------------------------------------------------------
 

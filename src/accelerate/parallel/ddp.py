@@ -22,7 +22,7 @@ from ..settings.labels import DistributedType
 from ..torch_private.distributed import find_tensors, gradient_order, has_stateful_comm_hook, synchronize_buffers
 from ..torch_private.modules import has_hooks
 from ..training.oom_retry import Retryable, RetryMode
-from .base import PreparedArguments, Role, Strategy, StrategyOptions, is_sharded, refuse_device_map
+from .base import PreparedArguments, Role, Strategy, StrategyOptions, refuse_device_map
 from .compile import uncompiled
 from .context_parallel import prepare_attention
 
@@ -33,6 +33,8 @@ Result = TypeVar("Result")
 @final
 class SingleDevice(Strategy):
     """One process with the model on one device; nothing is wrapped."""
+
+    hands_over_shards = True
 
     @property
     def label(self) -> DistributedType:
@@ -97,6 +99,8 @@ def _guarded(method: Callable[Arguments, Result], name: str, owner: str) -> Call
 class DataParallel(Strategy):
     """Replicas of the whole model, one per process; gradients are averaged during backward."""
 
+    hands_over_shards = True
+
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
         # Where ranks share a sequence, attention runs collectives inside the forward.
@@ -151,12 +155,6 @@ class DataParallel(Strategy):
 def _check_replicable(model: torch.nn.Module) -> None:
     if not flag("ACCELERATE_BYPASS_DEVICE_MAP"):
         refuse_device_map(model)
-    for name, parameter in model.named_parameters():
-        if is_sharded(parameter):
-            raise PreparationError(
-                f"Parameter {name!r} is a DTensor, which replicas can't average. A sharded model needs "
-                "FullyShardedDataParallelPlugin or ParallelismConfig."
-            )
 
 
 @final

@@ -91,7 +91,7 @@ class OptimizerRebinding:
             for name, state in states:
                 new = after[name]
                 optimizer.state[new] = {key: _placed_like(value, new) for key, value in state.items()}
-            _disable_foreach_across_meshes(optimizer)
+            disable_foreach_across_meshes(optimizer)
 
 
 def _parameters_of_names(
@@ -121,7 +121,7 @@ def _refuse_shared(parameters: Iterable[torch.Tensor], number: int, owners: dict
             )
 
 
-def _disable_foreach_across_meshes(optimizer: torch.optim.Optimizer) -> None:
+def disable_foreach_across_meshes(optimizer: torch.optim.Optimizer) -> None:
     """Set ``foreach=False`` in groups of parameters on different meshes, which torch's joint updates don't take.
 
     Raises:

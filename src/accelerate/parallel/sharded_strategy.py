@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import final
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from ..checkpointing.sharded import InPlace, StateAccess
+from ..torch_private.fsdp import reset_sharded_runtime, snapshot_sharded_gradients
+from ..training.oom_retry import Retryable, snapshot_gradients
 from .base import Strategy, is_sharded
+from .compile import uncompiled
 from .gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
 from .matrix_optimizer import shard_state, step_on_whole_matrices
 from .rebind import canonical_name
@@ -53,3 +58,27 @@ class ShardedState(ModelState[Owner], ABC):
         """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
         strategy = self.strategy
         return self.access.full_model_state(strategy.unwrap(model, keep_torch_compile=False), strategy.world.is_main)
+
+
+@final
+class ShardedRetry(Retryable):
+    """Models with modules under ``fully_shard``, whose runtime state can be reset."""
+
+    def reset_forwards(self, model: torch.nn.Module) -> None:
+        """Reset FSDP's runtime state: every unit is resharded and expects a forward."""
+        for unit in outer_units(model):
+            reset_sharded_runtime(unit)
+
+    def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
+        """Copy the gradients, with those accumulated under ``no_sync``; return a function that restores them."""
+        if not outer_units(model):
+            return super().snapshot_gradients(model)
+        return snapshot_sharded_gradients(uncompiled(model), snapshot_gradients)
+
+
+def outer_units(model: torch.nn.Module) -> list[FSDPModule]:
+    """Return the modules of ``model`` under ``fully_shard`` that are inside of no other one."""
+    inner = uncompiled(model)
+    if isinstance(inner, FSDPModule):
+        return [inner]
+    return [unit for child in inner.children() for unit in outer_units(child)]

@@ -42,7 +42,7 @@ from .base import StrategyOptions, is_sharded
 from .fsdp.state import gathered_state
 from .gradients import PlainGradients
 from .rebind import canonical_name, inner_optimizer
-from .sharded_strategy import ShardedState, ShardedStrategy
+from .sharded_strategy import ShardedState, ShardedStrategy, outer_units
 from .state import ModelState
 
 logger: MultiProcessAdapter = get_logger(__name__)
@@ -273,6 +273,10 @@ class TensorParallel(ShardedStrategy):
     def label(self) -> DistributedType:
         """The type of the kind of device: MULTI_CPU, MULTI_GPU, ...."""
         return DistributedType(self.world.kind.label)
+
+    def adopts(self, model: torch.nn.Module) -> bool:
+        """Return True if ``model`` came under ``fully_shard``, which the mesh has no axis for."""
+        return bool(outer_units(model))
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Shard the layers of ``model`` in place, and return it."""

@@ -10,6 +10,7 @@ import torch
 from .names import uses
 
 if TYPE_CHECKING:  # half a second to import, and it brings sympy
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy
     from torch.distributed.fsdp._flat_param import FlatParamHandle
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -26,6 +27,7 @@ _SETUP = "torch.distributed.fsdp._init_utils"
 _RUNTIME = "torch.distributed.fsdp._runtime_utils"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"
+_COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
 _SAVED = "_saved_grad_shard"  # sharded gradients from before passes without reduction; or the attribute isn't there
 _HOOK = "_post_backward_hook_state"
 _ACCUMULATED = "unsharded_accumulated_grad"
@@ -294,14 +296,26 @@ def managed_parameters(model: torch.nn.Module) -> list[FSDPParam]:
     return found
 
 
+@uses(f"{_PARAMETER}:.mesh_info", f"{_COMMON}:.shard_mesh_dim", f"{_COMMON}:.replicate_mesh_dim")
+def meshes_of_shards(model: torch.nn.Module) -> list[tuple[DeviceMesh, int | None, int | None]]:
+    """Return the meshes over which ``fully_shard`` reduces gradients, each with its sharding and replicating axis."""
+    found = {id(record.mesh_info.mesh): record.mesh_info for record in managed_parameters(model)}
+    return [(info.mesh, info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)) for info in found.values()]
+
+
+@uses(f"{_PARAMETER}:.sharded_param")
+def sharded_parameters(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the parameters whose gradients ``fully_shard`` reduces."""
+    return [record.sharded_param for record in managed_parameters(model)]
+
+
 @uses(
     f"{_PARAMETER}:._unsharded_param",
     f"{_PARAMETER}:.sharded_param",
     _UNSHARDED_GRADIENT,
 )
-def snapshot_sharded_gradients(model: FSDPModule, snapshot: Snapshot) -> Restore:
+def snapshot_sharded_gradients(model: torch.nn.Module, snapshot: Snapshot) -> Restore:
     """Record the gradients under ``fully_shard``, unsharded ones too; return a function that restores them."""
-    assert isinstance(model, torch.nn.Module)
     managed = managed_parameters(model)
     accumulated = [(p, _copy(p.unsharded_accumulated_grad)) for p in managed if _ACCUMULATED in vars(p)]
     held = [kept for p in managed for kept in (p.sharded_param, getattr(p, "_unsharded_param", None))]

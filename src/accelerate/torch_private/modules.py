@@ -36,6 +36,18 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+@uses("torch._C:_current_graph_task_id")
+def current_backward() -> int:
+    """Return the number of the backward pass that runs in this thread; -1: none does."""
+    return torch._C._current_graph_task_id()
+
+
+@uses("torch.autograd.variable:Variable._execution_engine")
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` at the end of the backward pass that runs in this thread."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @uses("torch:_has_compatible_shallow_copy_type")
 def takes_data_of(tensor: torch.Tensor, device: torch.device) -> bool:
     """Return whether ``tensor.data`` can be replaced by a tensor of ``device``; devices of extensions refuse."""

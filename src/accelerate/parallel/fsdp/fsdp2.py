@@ -5,7 +5,7 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, final
@@ -22,8 +22,7 @@ from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...precision import Precision
 from ...settings.labels import DistributedType
 from ...torch_private.distributed import concatenated
-from ...torch_private.fsdp import reset_sharded_runtime, snapshot_sharded_gradients
-from ...training.oom_retry import Retryable, RetryMode, snapshot_gradients
+from ...training.oom_retry import RetryMode
 from ...training.open_window import GradientHolder
 from ...versions import is_torch_version
 from ..base import PreparedArguments, Role, StrategyOptions, is_sharded, recompute_activations
@@ -32,7 +31,8 @@ from ..context_parallel import prepare_attention
 from ..expert_parallel import average_expert_gradients, shard_experts
 from ..gradients import ShardedGradients
 from ..rebind import inner_optimizer
-from ..sharded_strategy import ShardedState, ShardedStrategy
+from ..replicas import train_in_place
+from ..sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy
 from ..state import ModelState
 from ..tensor_parallel import parallelize
 from .setup import average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
@@ -58,7 +58,7 @@ class FullyShard(ShardedStrategy):
         self._shards: DeviceMesh | None = None
         self._unreduced: set[int] = set()  # the models inside no_sync
         can_reset = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
-        self.retry = _ShardedRetry(world, RetryMode.TOGETHER if can_reset else RetryMode.NEVER)
+        self.retry = ShardedRetry(world, RetryMode.TOGETHER if can_reset else RetryMode.NEVER)
 
     @property
     def label(self) -> DistributedType:
@@ -71,6 +71,10 @@ class FullyShard(ShardedStrategy):
         plugin = self.options.plugins.fsdp
         assert plugin is not None  # this strategy is chosen for it
         return plugin
+
+    def adopts(self, model: torch.nn.Module) -> bool:
+        """Return True if the whole of ``model`` came under ``fully_shard``, which isn't called again then."""
+        return _is_placed(model)
 
     # -- placing -------------------------------------------------------------------------------------------
 
@@ -100,6 +104,9 @@ class FullyShard(ShardedStrategy):
     ) -> torch.nn.Module:
         """Convert ``model`` to its precision, add activation checkpointing, compile and shard it, in this order."""
         if evaluation_mode or isinstance(model, FSDPModule):
+            if not evaluation_mode:
+                key = id(model)
+                train_in_place(model, self.mesh, lambda: key not in self._unreduced)
             return super().place_model(model, precision, device_placement, evaluation_mode=True)
         plugin = self.plugin
         model = precision.convert(model)
@@ -241,24 +248,6 @@ class _FullyShardedState(ShardedState[FullyShard]):
     def gradients(self) -> GradientHolder | None:
         """The sharded gradients, and the unsharded ones accumulated under ``no_sync``."""
         return ShardedGradients(self.layout, self.named_parameters, lambda model: [uncompiled(model)])
-
-
-@final
-class _ShardedRetry(Retryable):
-    """Models under ``fully_shard``, whose runtime state can be reset."""
-
-    def reset_forwards(self, model: torch.nn.Module) -> None:
-        """Reset FSDP's runtime state: every unit is resharded and expects a forward."""
-        sharded = uncompiled(model)
-        if isinstance(sharded, FSDPModule):
-            reset_sharded_runtime(sharded)
-
-    def snapshot_gradients(self, model: torch.nn.Module) -> Callable[[], None]:
-        """Copy the gradients, with those accumulated under ``no_sync``; return a function that restores them."""
-        sharded = uncompiled(model)
-        if not isinstance(sharded, FSDPModule):
-            return super().snapshot_gradients(model)
-        return snapshot_sharded_gradients(sharded, snapshot_gradients)
 
 
 def _is_placed(model: torch.nn.Module) -> bool:

@@ -285,12 +285,14 @@ def checkpoint_state_of(
     if plugin.state_dict_type is StateDictType.FULL_STATE_DICT:
         keeps = world.is_local_main  # the writer of each node, where every node writes
         return gathered_state(access, models, inner, keeps)
-    return StrategyState(write=_shards_of(access, models, inner))
+    return StrategyState(write=shards_of(access, models, inner))
 
 
-def _shards_of(
+def shards_of(
     access: StateAccess, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Callable[[StagingDirectory], list[CheckpointItem]]:
+    """Return a function that writes the state in shards, each rank its own, and says which items these are."""
+
     def parts(staging: StagingDirectory) -> list[CheckpointItem]:
         weights = [
             ShardsItem(

@@ -1,0 +1,153 @@
+"""Models that were sharded before they came to ``prepare``: trained as they lie, on the mesh that their DTensors name.
+
+By the user's own ``fully_shard`` and ``parallelize_module``, or by transformers' ``from_pretrained(...,
+distributed_config=...)``. Real on CPU ranks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import final
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from ..checkpointing.run_state import Stateful, StrategyState
+from ..distributed.world import World
+from ..errors import SettingError
+from ..modules import move_tensor
+from ..precision import Precision
+from ..settings.labels import DistributedType
+from ..training.oom_retry import RetryMode
+from ..training.open_window import GradientHolder
+from .base import PreparedArguments, Role, StrategyOptions, is_sharded
+from .compile import uncompiled
+from .ddp import replica_in
+from .fsdp.state import checkpoint_state_of, shards_of
+from .gradients import ShardedGradients
+from .rebind import disable_foreach_across_meshes, inner_optimizer
+from .replicas import train_in_place
+from .sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, outer_units
+from .state import ModelState
+
+
+@final
+class Adopted(ShardedStrategy):
+    """Models as they came: sharded, or whole on every rank beside those that are."""
+
+    def __init__(self, world: World, options: StrategyOptions) -> None:
+        super().__init__(world, options)
+        self._unreduced: set[int] = set()  # the models inside no_sync
+        can_reset = getattr(FSDPModule, "reset_iter_state", None) is not None  # not in torch 2.6
+        self.retry = ShardedRetry(world, RetryMode.TOGETHER if can_reset else RetryMode.NEVER)
+
+    @property
+    def label(self) -> DistributedType:
+        """The type of the kind of device: MULTI_CPU, MULTI_GPU, ...."""
+        return DistributedType(self.world.kind.label if self.world.size > 1 else "NO")
+
+    def adopts(self, model: torch.nn.Module) -> bool:
+        """Return True."""
+        return True
+
+    # -- placing -------------------------------------------------------------------------------------------
+
+    def check(self, arguments: PreparedArguments) -> None:
+        """Raise if a model was to be sharded, and comes whole."""
+        super().check(arguments)
+        for argument in arguments.of(Role.MODEL):
+            self._refuse_whole(argument.current)
+
+    def place_model(
+        self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Return ``model`` in its precision, its replicas made equal (unless ``evaluation_mode``), and compiled."""
+        if not evaluation_mode:
+            self._refuse_whole(model)
+        if device_placement:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if not is_sharded(tensor) and not tensor.is_meta:
+                    move_tensor(tensor, self.world.device)
+        return super().place_model(model, precision, device_placement, evaluation_mode)
+
+    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Make replicas of ``model`` equal, and let those gradients be averaged that ``fully_shard`` leaves alone."""
+        if replica_in(model) is None:
+            key = id(model)
+            train_in_place(model, self.mesh, lambda: key not in self._unreduced)
+        return model
+
+    def _refuse_whole(self, model: torch.nn.Module) -> None:
+        """Raise if the ParallelismConfig wants ``model`` sharded, which only an engine could do.
+
+        Raises:
+            SettingError: the axis, and the engine that shards over it.
+        """
+        if self.mesh_source != "ParallelismConfig" or not any(
+            parameter.requires_grad for parameter in model.parameters()
+        ):
+            return
+        axis = next(iter(self.mesh.active("dp_shard", "tp")), None)
+        if axis is None or any(map(is_sharded, model.parameters())):
+            return
+        says = f"{axis}_size={self.mesh.size(axis)}"
+        beside = " beside other axes" if axis == "tp" else " shards the model, which"
+        way_out = "give all processes to one of them" if axis == "tp" else "set dp_shard_size=1"
+        raise SettingError(
+            f"{says}{beside} takes FSDP2: give Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
+            f", or {way_out} ({self.mesh.equation()}). Without it {type(model).__name__} has to come sharded, by "
+            "fully_shard or from_pretrained(..., distributed_config=...)."
+        )
+
+    def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let ``optimizer`` update parameter by parameter where torch's joint updates don't take the mixture."""
+        super().register_step_hooks(optimizer)
+        disable_foreach_across_meshes(inner_optimizer(optimizer))
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
+        """Enter a context in which backward passes leave gradients on each rank as they are."""
+        replica = replica_in(model)
+        return self._without_reduction(uncompiled(model)) if replica is None else replica.no_sync()
+
+    @contextmanager
+    def _without_reduction(self, model: torch.nn.Module) -> Iterator[None]:
+        units = outer_units(model)
+        for unit in units:
+            unit.set_requires_gradient_sync(False)
+        self._unreduced.add(id(model))
+        try:
+            yield
+        finally:
+            self._unreduced.discard(id(model))
+            for unit in units:
+                unit.set_requires_gradient_sync(True)
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ModelState[Adopted]:
+        """The state of models of which some are sharded."""
+        return _AdoptedState(self)
+
+
+@final
+class _AdoptedState(ShardedState[Adopted]):
+    """The state of models that came sharded: saved in shards, as they are trained, unless the plugin says otherwise."""
+
+    def checkpoint_state(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+    ) -> StrategyState:
+        """Return weights and optimizers in shards, or gathered where an FSDP plugin says so."""
+        plugin, world = self.strategy.options.plugins.fsdp, self.strategy.world
+        if plugin is not None:
+            return checkpoint_state_of(plugin, self.access, models, optimizers, world, model_only)
+        inner = [] if model_only else list(map(inner_optimizer, optimizers))
+        return StrategyState(write=shards_of(self.access, models, inner))
+
+    @property
+    def gradients(self) -> GradientHolder | None:
+        """The gradients in ``.grad``, and the unsharded ones accumulated under ``no_sync``."""
+        return ShardedGradients(self.layout, self.named_parameters, lambda model: [uncompiled(model)])

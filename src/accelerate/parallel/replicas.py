@@ -1,0 +1,189 @@
+"""Parameters that every rank holds, or a replica of whose shard, beside sharded ones: equal, and their gradients too.
+
+``fully_shard`` reduces the gradients of its own parameters; these here are averaged at the end of each backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, final
+
+import torch
+from torch import distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..distributed.mesh import TOKEN_AXES, Mesh
+from ..distributed.random import synchronize_rng_state
+from ..errors import PreparationError
+from ..torch_private.fsdp import sharded_parameters
+from ..torch_private.modules import call_after_backward, current_backward
+from .gradient_norm import local_tensor
+from .layout import sharded_axes
+
+#: Elements that one message holds.
+BUCKET: Final = 25 * 2**18
+#: How far apart, relative to its size, the norms of one gradient may be on ranks that share samples.
+TOLERANCE: Final = 1e-2
+
+
+def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], bool]) -> None:
+    """Make the replicas of ``model`` equal, and average the gradients that ``fully_shard`` doesn't reduce.
+
+    A collective.
+
+    Args:
+        reduces: whether the gradients of the backward pass that runs are complete.
+    """
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()  # else it shows unsharded parameters after a forward
+    _make_replicas_equal(model, mesh)
+    managed, own = set(map(id, sharded_parameters(model))), set(mesh.ranks(*TOKEN_AXES))
+    named = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        # Those that are sharded over ranks with other samples (experts that tokens are sent to) have no replicas.
+        if parameter.requires_grad
+        and id(parameter) not in managed
+        and not any(own.issuperset(axis) for axis in sharded_axes(parameter))
+    }
+    if named and mesh.active(*TOKEN_AXES, "tp"):
+        ReplicaGradients(named, mesh, reduces)
+
+
+def _make_replicas_equal(model: torch.nn.Module, mesh: Mesh) -> None:
+    """Give all replicas of tensors and shards the values of the first, and ranks that share samples one random stream.
+
+    A collective.
+    """
+    world, neighbours = mesh.world, set(mesh.ranks("tp"))
+    for tensor in {id(one): one for one in [*model.parameters(), *model.buffers()]}.values():
+        if tensor.is_meta:
+            continue
+        if not isinstance(tensor, DTensor):
+            _broadcast(tensor.detach(), world.group, world.device)
+            continue
+        has_replicas = not any(neighbours.issuperset(axis) for axis in sharded_axes(tensor))
+        for axis in mesh.active("dp_replicate", *(("tp",) if has_replicas else ())):
+            _broadcast(local_tensor(tensor.detach()), mesh.group(axis), world.device)
+    if mesh.active("tp"):
+        synchronize_rng_state("torch", world=mesh.within("tp"))
+        if world.kind.name != "cpu":
+            synchronize_rng_state(world.kind.name, world=mesh.within("tp"))
+
+
+def _broadcast(tensor: torch.Tensor, group: Any, device: torch.device) -> None:
+    """Give ``tensor`` on all ranks of ``group`` (None: all processes) the values that it has on the first."""
+    if tensor.numel():
+        there = tensor.to(device).contiguous()
+        dist.broadcast(there, 0 if group is None else dist.get_global_rank(group, 0), group)
+        if there is not tensor:
+            tensor.copy_(there)
+
+
+@final
+class ReplicaGradients:
+    """The gradients of replicated parameters, averaged over the ranks with samples of their own.
+
+    Args:
+        named: the parameters that nothing else reduces.
+        reduces: whether the gradients of the pass that ends are complete.
+    """
+
+    def __init__(self, named: Mapping[str, torch.nn.Parameter], mesh: Mesh, reduces: Callable[[], bool]) -> None:
+        self._named, self._reduces, self._mesh = named, reduces, mesh
+        self._group, self._size = mesh.group(*TOKEN_AXES), mesh.size(*TOKEN_AXES)
+        self._is_checked = not mesh.active("tp")
+        self._backward = -1
+        for parameter in named.values():
+            parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise PreparationError(
+                "A gradient is sparse, which isn't averaged beside sharded parameters. Give Embedding(sparse=False)."
+            )
+        _reduce_partial(parameter)
+        if self._backward != current_backward() and self._reduces():
+            self._backward = current_backward()
+            call_after_backward(self._finish)
+
+    def _finish(self) -> None:
+        self._backward = -1
+        if not self._is_checked:
+            self._check_equal()
+        if self._group is not None:
+            for bucket in _buckets(self._named.values()):
+                self._average(bucket)
+
+    def _average(self, bucket: list[torch.nn.Parameter]) -> None:
+        """Average the gradients of ``bucket`` by one message; where a parameter wasn't used, it is 0."""
+        shards = [
+            local_tensor(parameter.detach() if parameter.grad is None else parameter.grad) for parameter in bucket
+        ]
+        has = [parameter.grad is not None for parameter in bucket]
+        flags = shards[0].new_ones(len(has)) if all(has) else shards[0].new_tensor(has)
+        parts = [(s if there else torch.zeros_like(s)).reshape(-1) for s, there in zip(shards, has, strict=True)]
+        flat = torch.cat([*parts, flags])
+        dist.all_reduce(flat, group=self._group)
+        flat.div_(self._size)
+        *means, counts = flat.split([*(part.numel() for part in parts), len(parts)])
+        used = has if all(has) else (counts > 0).tolist()
+        for parameter, shard, mean, there, anywhere in zip(bucket, shards, means, has, used, strict=True):
+            if there:
+                shard.copy_(mean.view_as(shard))
+            elif anywhere:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                local_tensor(parameter.grad).copy_(mean.view_as(shard))
+
+    def _check_equal(self) -> None:
+        """Raise unless ranks that share samples have the same gradients of whole tensors; a collective, once.
+
+        Raises:
+            PreparationError: a gradient is that of a part of the samples, or of the sequence.
+        """
+        self._is_checked = True
+        whole = {name: p for name, p in self._named.items() if not isinstance(p, DTensor)}
+        if not whole:
+            return
+        device = self._mesh.world.device
+        norms = [0.0 if p.grad is None else p.grad.detach().float().norm().to(device) for p in whole.values()]
+        own = torch.stack([torch.as_tensor(norm, device=device) for norm in norms])
+        ends = torch.stack([own, -own])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, self._mesh.group("tp"))
+        apart = (ends[0] + ends[1]) > TOLERANCE * ends[0].clamp(min=1e-12)
+        wrong = [name for name, differs in zip(whole, apart.tolist(), strict=True) if differs]
+        if wrong:
+            raise PreparationError(
+                f"The gradient of {wrong[0]!r} ({len(wrong)} of {len(whole)} parameters) differs between ranks "
+                f"{self._mesh.ranks('tp')}, which share their samples, so that their copies of it would drift apart. "
+                "Where each sees a part of the sequence, shard the module by SequenceParallel; where they were given "
+                "different samples, let prepare() have the loader."
+            )
+
+
+def _reduce_partial(parameter: torch.Tensor) -> None:
+    """Sum the partial gradients of a DTensor that saw parts of the sequence."""
+    gradient: Any = parameter.grad
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        placements = [Replicate() if one.is_partial() else one for one in gradient.placements]
+        parameter.grad = gradient.redistribute(placements=placements)
+
+
+def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
+    """Iterate over ``parameters`` of one device and dtype each, as many as one message holds."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    for same in by_kind.values():
+        bucket: list[torch.nn.Parameter] = []
+        held = 0
+        for parameter in same:
+            bucket.append(parameter)
+            held += local_tensor(parameter.detach()).numel()
+            if held >= BUCKET:
+                yield bucket
+                bucket, held = [], 0
+        if bucket:
+            yield bucket
