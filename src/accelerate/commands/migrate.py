@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from .parser import Subparsers, command_parser, run_command
+from .estimate import count
+from .parser import Subparsers, command_parser, run_command, spellings, split_script_arguments
 
 if TYPE_CHECKING:
     from ..tools.migrate import Migration
+    from ..tools.migrate.verify import Comparison
 
 _DESCRIPTION: Final = (
     "Turn a raw PyTorch script (for one device, or distributed by hand) into one that runs on any number of processes. "
@@ -26,7 +28,20 @@ def migrate_command_parser(subparsers: Subparsers | None = None) -> argparse.Arg
     parser.add_argument("--write", action="store_true", help="Write the changes into the script without asking.")
     parser.add_argument("--output", type=Path, metavar="FILE", help="Write the changed script to FILE instead.")
     parser.add_argument("--diff", action="store_true", help="Print the bare diff only, for `git apply` or `patch`.")
-    parser.set_defaults(func=migrate_command)
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="Train some steps with the script and with the changed one, on 1 and on 2 processes of the CPU, show the "
+        "losses side by side, and write nothing unless they agree. The script's arguments follow after --.",
+    )
+    parser.add_argument(
+        *spellings("--num_steps"),
+        type=count,
+        default=8,
+        metavar="N",
+        help="How many steps of the optimizer to compare (default: 8).",
+    )
+    parser.set_defaults(func=migrate_command, script_args=[])
     return parser
 
 
@@ -43,6 +58,8 @@ def migrate_command(args: argparse.Namespace) -> int:
         print(found.diff(), end="")
     else:
         print(shown(found, colored=sys.stdout.isatty()))
+    if args.verify and not _agree(found, args):
+        return 1
     target = args.output or args.script
     if not (args.write or args.output):
         if args.diff or not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -54,6 +71,32 @@ def migrate_command(args: argparse.Namespace) -> int:
     if not args.diff:
         print(f"\nWritten to {target}. Run it with `accelerate launch {target}`.")
     return 0
+
+
+def _agree(found: Migration, args: argparse.Namespace) -> bool:
+    """Compare the script with its conversion, show the result, and return whether they train the same."""
+    from ..tools.migrate.verify import VerificationError, verify
+
+    print(f"\nComparing {args.num_steps} steps on the CPU, without dropout ...", file=sys.stderr, flush=True)
+    try:
+        comparisons = verify(found, args.script, args.script_args, args.num_steps)
+    except VerificationError as error:
+        print(f"accelerate migrate: {error}", file=sys.stderr)  # with what the run printed, however long
+        return False
+    print("\n" + "\n\n".join(map(compared, comparisons)), file=sys.stderr if args.diff else sys.stdout)
+    differ = any(comparison.differences for comparison in comparisons)
+    if differ:
+        print("The conversion doesn't train the same; nothing was written.", file=sys.stderr)
+    return not differ
+
+
+def compared(comparison: Comparison) -> str:
+    """Return the table of a comparison and what follows from it."""
+    lines = [comparison.table()]
+    lines += [f"Not compared on {title}: {why}." for title, why in comparison.excused.items()]
+    same = [run.title for run in comparison.runs[1:] if run.title not in comparison.excused]
+    lines += comparison.differences or [f"The conversion trains the same ({', '.join(same)})."]
+    return "\n".join(lines)
 
 
 def _read(path: Path) -> str:
@@ -89,7 +132,10 @@ def shown(found: Migration, *, colored: bool = False) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate migrate`` and return its exit code, 2 where the script is refused."""
     try:
-        return run_command(migrate_command_parser(), arguments)
+        own, script_args = split_script_arguments(arguments)
+        parser = migrate_command_parser()
+        parser.set_defaults(script_args=script_args)
+        return run_command(parser, own)
     except KeyboardInterrupt:
         return 130
 

@@ -14,7 +14,7 @@ from ..settings.option import Source
 from ..settings.run import collect
 from ..settings.tree import Settings
 from .estimate import PRECISIONS, count
-from .parser import Subparsers, command_parser, run_command, spellings
+from .parser import Subparsers, command_parser, run_command, spellings, split_script_arguments
 
 if TYPE_CHECKING:
     from ..tools.estimate.plan import Candidate
@@ -162,11 +162,10 @@ def settings_of(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate plan`` and return its exit code."""
-    argv = list(sys.argv[1:] if arguments is None else arguments)
-    end = argv.index("--") if "--" in argv else len(argv)
+    own, of_the_script = split_script_arguments(arguments)
     parser = plan_command_parser()
-    parser.set_defaults(arguments=argv[end + 1 :])
-    return run_command(parser, argv[:end])
+    parser.set_defaults(arguments=of_the_script)
+    return run_command(parser, own)
 
 
 if __name__ == "__main__":

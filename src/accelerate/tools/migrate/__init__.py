@@ -21,7 +21,9 @@ class Migration:
 
     Attributes:
         changes: line of the original and reason, in the order of the text.
-        left: what was left alone, or has to be known.
+        notes: what was left alone, or has to be known.
+        is_by_hand: the original sets up processes itself.
+        is_spawning: and starts them, too.
     """
 
     name: str
@@ -29,6 +31,8 @@ class Migration:
     after: str
     changes: list[tuple[int, str]]
     notes: list[Note]
+    is_by_hand: bool = False
+    is_spawning: bool = False
 
     def diff(self) -> str:
         """Return the changes as a unified diff."""
@@ -91,7 +95,11 @@ def _finished(plan: Plan) -> Migration:
         ) from None
     changes = [(edit.line, edit.why) for edit in chosen(edits) if edit.why]
     notes = sorted(plan.notes, key=lambda note: note.line)
-    return Migration(plan.script.name, plan.script.text, text, changes, notes)
+    is_spawning = any(
+        plan.script.path(call.func) == "torch.multiprocessing.spawn" for call in plan.script.nodes(ast.Call)
+    )
+    by_hand = distributed.is_by_hand(plan)
+    return Migration(plan.script.name, plan.script.text, text, changes, notes, by_hand, is_spawning)
 
 
 def _add_final_notes(plan: Plan) -> None:

@@ -1,0 +1,107 @@
+"""``accelerate migrate --verify`` trains with a script and with its conversion, and keeps nothing that differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+
+from accelerate.commands.migrate import compared, main
+from accelerate.tools.migrate import migrate
+from accelerate.tools.migrate.verify import Comparison, Run, VerificationError, verify
+
+SCRIPTS = sorted((Path(__file__).resolve().parent / "scripts").glob("*.py"))
+
+#: Batches of 3 with a rest, dropout, a shuffle, a GPU by name where there is one, arguments, and a file that it writes.
+SCRIPT = """\
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+x = torch.randn(19, 4)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 3, shuffle=True)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 1)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+for epoch in range(100):
+    for inputs, targets in loader:
+        inputs, targets = inputs.to("cuda"), targets.to("cuda")
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        torch.save(model.state_dict(), "model.pt")
+        print(loss.item())
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_a_conversion_that_trains_the_same_is_written(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model.pt").write_text("precious")
+    assert main([str(script), "--verify", "--num-steps", "7", "--write", "--", "0.05"]) == 0
+    printed = capsys.readouterr().out
+    assert "The conversion trains the same (1 process, 2 processes)." in printed
+    rows = [line.split() for line in printed.splitlines() if line.split()[:1] == ["7"]]
+    assert len(rows) == 1 and len(rows[0]) == 4, printed  # the last of seven steps, in three runs
+    assert "accelerator.backward(loss)" in script.read_text()
+    assert Path("model.pt").read_text() == "precious"
+    assert sorted(path.name for path in script.parent.iterdir()) == ["model.pt", "train.py"]
+
+
+def test_a_conversion_that_trains_otherwise_is_named(script: Path) -> None:
+    found = migrate(SCRIPT, "train.py")
+    wrong = dataclasses.replace(found, after=found.after.replace("float(sys.argv[1])", "2 * float(sys.argv[1])"))
+    assert wrong.after != found.after
+    (comparison,) = verify(wrong, script, ["0.05"], 3)
+    assert [text.split(":")[0] for text in comparison.differences] == ["1 process", "2 processes"]
+    assert "the loss of backward pass 2 is" in comparison.differences[0]
+
+
+def test_what_a_failed_run_said_is_shown(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(script), "--verify", "--write"]) == 1  # without its argument
+    said = capsys.readouterr().err
+    assert "the run 'original' failed with exit code 1" in said and "IndexError" in said
+    assert script.read_text() == SCRIPT
+    with pytest.raises(VerificationError, match="nothing to compare"):
+        script.write_text("import torch\n" + SCRIPT.replace("range(100)", "range(0)"))
+        verify(migrate(script.read_text(), "train.py"), script, ["0.05"], 3)
+
+
+def test_runs_that_differ_by_design_are_excused_by_name() -> None:
+    one = Run("original", [1.0, 2.0], [(1.0, 2.0)])
+    same = Run("1 process", [1.0, 2.0], [(1.0, 2.0)])
+    other = Run("2 processes", [1.0, 2.5], [(1.0, 2.0)])
+    assert Comparison([one, same, other]).differences == [
+        "2 processes: the loss of backward pass 2 is 2.5, and 2 in the original"
+    ]
+    excused = Comparison([one, same, other], {"2 processes": "the loop draws random numbers"})
+    assert not excused.differences
+    assert compared(excused).splitlines()[-2:] == [
+        "Not compared on 2 processes: the loop draws random numbers.",
+        "The conversion trains the same (1 process).",
+    ]
+    for wrong in (
+        dataclasses.replace(same, losses=[1.0]),
+        dataclasses.replace(same, losses=[1.0, float("nan")]),
+        dataclasses.replace(same, weights=[(1.001, 2.0)]),
+        dataclasses.replace(same, weights=[(1.0, 2.0), (0.0, 0.0)]),
+    ):
+        assert len(Comparison([one, wrong]).differences) == 1
+    rounded = dataclasses.replace(other, losses=[1.0, 2.05], is_rounded=True)
+    assert not Comparison([one, rounded]).differences
+
+
+@pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="RUN_SLOW=1: each script is trained three times or more")
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_every_script_of_the_corpus_trains_the_same(path: Path) -> None:
+    for comparison in verify(migrate(path.read_text(), path.name), path, [], 6):
+        assert not comparison.differences, compared(comparison)
