@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.commands.migrate import compared, main
+from accelerate.commands.migrate import main
 from accelerate.tools.migrate import migrate
-from accelerate.tools.migrate.verify import Comparison, Run, VerificationError, verify
+from accelerate.tools.verify import Comparison, Run, VerificationError, verify
+
+pytestmark = pytest.mark.timeout(900)  # programs are started one after another
 
 SCRIPTS = sorted((Path(__file__).resolve().parent / "scripts").glob("*.py"))
 
@@ -85,7 +87,7 @@ def test_runs_that_differ_by_design_are_excused_by_name() -> None:
     ]
     excused = Comparison([one, same, other], {"2 processes": "the loop draws random numbers"})
     assert not excused.differences
-    assert compared(excused).splitlines()[-2:] == [
+    assert excused.text("The conversion trains the same").splitlines()[-2:] == [
         "Not compared on 2 processes: the loop draws random numbers.",
         "The conversion trains the same (1 process).",
     ]
@@ -104,4 +106,4 @@ def test_runs_that_differ_by_design_are_excused_by_name() -> None:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_every_script_of_the_corpus_trains_the_same(path: Path) -> None:
     for comparison in verify(migrate(path.read_text(), path.name), path, [], 6):
-        assert not comparison.differences, compared(comparison)
+        assert not comparison.differences, comparison.table()

@@ -13,7 +13,6 @@ from .parser import Subparsers, command_parser, run_command, spellings, split_sc
 
 if TYPE_CHECKING:
     from ..tools.migrate import Migration
-    from ..tools.migrate.verify import Comparison
 
 _DESCRIPTION: Final = (
     "Turn a raw PyTorch script (for one device, or distributed by hand) into one that runs on any number of processes. "
@@ -75,7 +74,7 @@ def migrate_command(args: argparse.Namespace) -> int:
 
 def _agree(found: Migration, args: argparse.Namespace) -> bool:
     """Compare the script with its conversion, show the result, and return whether they train the same."""
-    from ..tools.migrate.verify import VerificationError, verify
+    from ..tools.verify import VerificationError, verify
 
     print(f"\nComparing {args.num_steps} steps on the CPU, without dropout ...", file=sys.stderr, flush=True)
     try:
@@ -83,20 +82,12 @@ def _agree(found: Migration, args: argparse.Namespace) -> bool:
     except VerificationError as error:
         print(f"accelerate migrate: {error}", file=sys.stderr)  # with what the run printed, however long
         return False
-    print("\n" + "\n\n".join(map(compared, comparisons)), file=sys.stderr if args.diff else sys.stdout)
+    tables = [comparison.text("The conversion trains the same") for comparison in comparisons]
+    print("\n" + "\n\n".join(tables), file=sys.stderr if args.diff else sys.stdout)
     differ = any(comparison.differences for comparison in comparisons)
     if differ:
         print("The conversion doesn't train the same; nothing was written.", file=sys.stderr)
     return not differ
-
-
-def compared(comparison: Comparison) -> str:
-    """Return the table of a comparison and what follows from it."""
-    lines = [comparison.table()]
-    lines += [f"Not compared on {title}: {why}." for title, why in comparison.excused.items()]
-    same = [run.title for run in comparison.runs[1:] if run.title not in comparison.excused]
-    lines += comparison.differences or [f"The conversion trains the same ({', '.join(same)})."]
-    return "\n".join(lines)
 
 
 def _read(path: Path) -> str:

@@ -1,23 +1,22 @@
-"""The comparison of a script and its conversion by running both for some steps, on one process and on two."""
+"""Runs of a script that are recorded, and the comparison of their losses and weights."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from ...errors import AccelerateError
-from .refuse import Refused
+from ...settings.env import snapshot
 
 if TYPE_CHECKING:
-    from . import Migration
     from .observe import Record
 
+ORIGINAL: Final = "original"
 #: How far two values may lie apart, relative to the larger: on one process, on two, and where 16-bit numbers round.
 _SAME: Final = 1e-5
 _SAME_ON_TWO: Final = 1e-3
@@ -30,7 +29,7 @@ _NO_DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINIT
 
 
 class VerificationError(AccelerateError, RuntimeError):
-    """A script, or its conversion, couldn't be run for comparison."""
+    """A script couldn't be run for a comparison."""
 
 
 @final
@@ -62,6 +61,11 @@ class Run:
             any(record.is_rounded for record in records),
         )
 
+    @property
+    def place(self) -> str:
+        """The run, for a sentence."""
+        return f"the {self.title}" if self.title == ORIGINAL else f"the run of {self.title}"
+
     def checksum(self) -> float:
         """Return the sum of the absolute values of all weights."""
         return sum(absolute for _, absolute in self.weights)
@@ -70,7 +74,7 @@ class Run:
 @final
 @dataclass(frozen=True)
 class Comparison:
-    """A run of the original and the runs of the conversion that have to equal it.
+    """A run and others that have to equal it.
 
     Attributes:
         excused: the titles of runs that differ by design, with the reason.
@@ -81,7 +85,7 @@ class Comparison:
 
     @property
     def differences(self) -> list[str]:
-        """Where a run of the conversion leaves the original, in words."""
+        """Where another run leaves the first one, in words."""
         original, *others = self.runs
         return [text for run in others if run.title not in self.excused and (text := _difference(original, run))]
 
@@ -96,58 +100,20 @@ class Comparison:
         rows.append(f"{'weights':>10}" + "".join(f"{run.checksum():>{width}.9g}" for run in self.runs))
         return "\n".join(rows)
 
-
-def verify(found: Migration, script: Path, arguments: Sequence[str], num_steps: int) -> list[Comparison]:
-    """Train with the script and with its conversion and return what to compare.
-
-    A script for one device is run on one process; its conversion on one, and on two that share each batch. One that is
-    distributed by hand is run on as many processes as its conversion. All run on the CPU, without dropout.
-
-    Raises:
-        VerificationError: one of the runs failed or trained nothing.
-        Refused: the script spawns a number of processes that its conversion can't be given.
-    """
-    with tempfile.TemporaryDirectory(prefix="accelerate_verify_") as name:
-        runs = _Runs(Path(name), script, list(arguments), num_steps)
-        converted = runs.folder / script.name
-        converted.write_bytes(found.after.encode("utf-8"))
-        if found.is_spawning:
-            original = runs.observe("original", script, splits=False)
-            ranks = len(original)
-            return [_compared(original, runs.observe(_title(ranks), converted, ranks, splits=False))]
-        if found.is_by_hand:
-            return [
-                _compared(
-                    runs.observe("original", script, ranks, splits=False, launcher="torch.distributed.run"),
-                    runs.observe(_title(ranks), converted, ranks, splits=False),
-                )
-                for ranks in (1, 2)
-            ]
-        original = runs.observe("original", script)
-        return [_compared(original, *(runs.observe(_title(ranks), converted, ranks) for ranks in (1, 2)))]
-
-
-def _title(num_processes: int) -> str:
-    return "1 process" if num_processes == 1 else f"{num_processes} processes"
-
-
-def _compared(original: Sequence[Record], *others: Sequence[Record]) -> Comparison:
-    before = Run.of("original", original)
-    runs = [Run.of(_title(len(records)), records) for records in others]
-    excused: dict[str, str] = {}
-    for run, records in zip(runs, others, strict=True):
-        if len(records) == len(original):
-            continue
-        if run.normalizes:
-            excused[run.title] = "a layer normalises over the batch of its process (BatchNorm), which is smaller"
-        elif run.draws:
-            excused[run.title] = "the loop draws random numbers, and each process draws its own"
-    return Comparison([before, *runs], excused)
+    def text(self, conclusion: str) -> str:
+        """Return the table, and what follows from it: the differences, or the conclusion where there are none."""
+        lines = [self.table()]
+        lines += [f"Not compared on {title}: {why}." for title, why in self.excused.items()]
+        same = [run.title for run in self.runs[1:] if run.title not in self.excused]
+        lines += self.differences or ([f"{conclusion} ({', '.join(same)})."] if same else [])
+        return "\n".join(lines)
 
 
 @final
 @dataclass
-class _Runs:
+class Runs:
+    """Runs of one script for so many steps, each recorded in a subfolder of `folder`."""
+
     folder: Path
     script: Path
     arguments: list[str]
@@ -181,7 +147,7 @@ class _Runs:
         return records
 
     def _run(self, title: str, command: list[str]) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+        environment = {name: value for name, value in snapshot().items() if name not in _OF_A_RANK}
         environment |= dict.fromkeys(_NO_DEVICES, "") | {"ACCELERATE_USE_CPU": "true", "PYTHONHASHSEED": "0"}
         environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_CONFIG_FILE": os.devnull}
         try:
@@ -205,28 +171,31 @@ class _Runs:
             raise VerificationError(f"{self.script}: the run '{title}' failed with exit code {run.returncode}:\n{said}")
 
 
+def title_of(num_processes: int) -> str:
+    """Return the title of a run of so many processes."""
+    return "1 process" if num_processes == 1 else f"{num_processes} processes"
+
+
 def _difference(original: Run, run: Run) -> str:
     """Return where `run` leaves the original, in words; "" if it doesn't."""
-    limit = _ROUNDED if run.is_rounded else _SAME if run.title == _title(1) else _SAME_ON_TWO
+    limit = _ROUNDED if run.is_rounded else _SAME if run.title == title_of(1) else _SAME_ON_TWO
+    place = original.place
     if len(run.losses) != len(original.losses):
-        return f"{run.title}: {len(run.losses)} backward passes, and {len(original.losses)} in the original"
+        return f"{run.title}: {len(run.losses)} backward passes, and {len(original.losses)} in {place}"
     for number, (before, after) in enumerate(zip(original.losses, run.losses, strict=True), start=1):
         if not _are_close(before, after, limit):
-            return f"{run.title}: the loss of backward pass {number} is {after:.6g}, and {before:.6g} in the original"
+            return f"{run.title}: the loss of backward pass {number} is {after:.6g}, and {before:.6g} in {place}"
     if len(run.weights) != len(original.weights):
-        return f"{run.title}: {len(run.weights)} parameters are trained, and {len(original.weights)} in the original"
+        return f"{run.title}: {len(run.weights)} parameters are trained, and {len(original.weights)} in {place}"
     for number, (before, after) in enumerate(zip(original.weights, run.weights, strict=True)):
         scale = max(before[1], after[1])
         if not all(abs(one - other) <= limit * scale + 1e-6 for one, other in zip(before, after, strict=True)):
             return (
                 f"{run.title}: parameter {number} sums up to {after[0]:.9g} after the last step, and to "
-                f"{before[0]:.9g} in the original"
+                f"{before[0]:.9g} in {place}"
             )
     return ""
 
 
 def _are_close(one: float, other: float, limit: float) -> bool:
     return abs(one - other) <= limit * max(abs(one), abs(other)) + 1e-6 or (one != one and other != other)
-
-
-__all__ = ["Comparison", "Refused", "Run", "VerificationError", "verify"]

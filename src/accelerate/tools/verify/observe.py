@@ -1,6 +1,6 @@
 """The program that runs a script for some steps and records how it trains.
 
-    python -m accelerate.tools.migrate.observe FOLDER SOURCE SCRIPT [the script's arguments]
+    python -m accelerate.tools.verify.observe FOLDER SOURCE SCRIPT [the script's arguments]
 
 SOURCE is run as if it were SCRIPT: the original, or its conversion. FOLDER holds the `Conditions` of the run, and
 every process that trains writes a `Record` there.
@@ -17,19 +17,26 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, final
 
 import torch
+import torch.multiprocessing
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
+from ...accelerator import Accelerator
+from ...plugins.data import DataLoaderConfiguration
+from ...training.optimizer import AcceleratedOptimizer
+
 CONDITIONS: Final = "conditions.json"
 _OTHERS_SECONDS: Final = 20.0  # how long a rank that has finished waits for the others, whose collectives it is part of
+_BATCH_NORMS: Final = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 _DROPOUTS: Final = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -105,19 +112,19 @@ class Observer:
             import numpy
 
             numpy.random.seed(0)
-        _put(torch.autograd, "backward", self._recording(torch.autograd.backward))
+        _wrap(torch.autograd, "backward", self._recording)
         register_optimizer_step_post_hook(self._count_step)
         for name in _DROPOUTS:
             # Ranks draw different masks. A function for each name, since TorchDynamo knows functions by their identity.
-            _put(torch.nn.functional, name, lambda input, *_, **__: input)
-        _put(torch.autocast, "__enter__", self._noting(torch.autocast.__enter__))
-        _put(DataLoader, "__iter__", self._beginning(DataLoader.__iter__))
+            _wrap(torch.nn.functional, name, lambda _: lambda input, *_, **__: input)
+        _wrap(torch.autocast, "__enter__", self._noting)
+        _wrap(DataLoader, "__iter__", self._beginning)
         if self._conditions.splits_batches:
-            _put(DataLoader, "__init__", _with_full_batches(DataLoader.__init__))
-            _split_batches()
+            _wrap(DataLoader, "__init__", _with_full_batches)
+            _wrap(Accelerator, "__init__", _splitting)
         _keep_saves_in(self._folder)
         _without_cuda()
-        _spawn_observed(self._folder)
+        _wrap(torch.multiprocessing, "spawn", partial(_spawning, self._folder))
 
     def write(self) -> None:
         """Write the record, where this process has trained."""
@@ -131,17 +138,13 @@ class Observer:
                 for parameter in group["params"]:
                     weight = parameter.detach().double()
                     record.weights.append((float(weight.sum()), float(weight.abs().sum())))
-        record.normalizes = any(
-            issubclass(type(found), torch.nn.modules.batchnorm._BatchNorm) and found.training
-            for found in gc.get_objects()
-        )
+        record.normalizes = any(issubclass(type(found), _BATCH_NORMS) and found.training for found in gc.get_objects())
         path = self._folder / f"rank_{record.rank}.json"
         path.with_suffix(".part").write_text(json.dumps(asdict(record)))
         path.with_suffix(".part").replace(path)
 
-    def _recording(self, backward: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(backward)
-        def recorded(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    def _recording(self, backward: Callable[..., object]) -> Callable[..., object]:
+        def recorded(tensors: torch.Tensor | Sequence[torch.Tensor], *args: object, **kwargs: object) -> None:
             if self._depth == 0:  # not where a checkpointed part is computed again
                 each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
                 self._record.losses.append(sum(float(tensor.detach().double().mean()) for tensor in each))
@@ -159,22 +162,23 @@ class Observer:
         self._record.draws |= self._random_state not in (None, state)
         self._random_state = state
 
-    def _noting(self, enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def noting(context: Any) -> Any:
-            self._record.is_rounded |= context._enabled and context.fast_dtype != torch.float32
-            return enter(context)
+    def _noting(self, enter: Callable[..., object]) -> Callable[..., object]:
+        def noting(context: object) -> object:
+            entered = enter(context)
+            self._record.is_rounded |= torch.is_autocast_enabled("cpu")
+            return entered
 
         return noting
 
-    def _beginning(self, begin: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def beginning(loader: Any) -> Any:
+    def _beginning(self, begin: Callable[..., object]) -> Callable[..., object]:
+        def beginning(loader: object) -> object:
             self._random_state = None  # the order of a shuffled pass is drawn when it begins
             return begin(loader)
 
         return beginning
 
     def _count_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if hasattr(optimizer, "optimizer"):  # a wrapper, whose own optimizer is counted
+        if isinstance(optimizer, AcceleratedOptimizer):  # whose own optimizer is counted
             return
         self._optimizers[id(optimizer)] = optimizer
         self._record.num_steps += 1
@@ -192,72 +196,66 @@ class Observer:
             time.sleep(0.02)
 
 
-def _put(owner: Any, name: str, value: object) -> None:
-    """Put `value` in the place of an attribute of torch's or of the package, whose type it needn't have."""
-    setattr(owner, name, value)
+def _wrap(owner: object, name: str, wrapped: Callable[[Callable[..., object]], Callable[..., object]]) -> None:
+    """Replace a function or method of `owner` by what `wrapped` makes of it."""
+    before: Callable[..., object] = getattr(owner, name)
+    setattr(owner, name, functools.wraps(before)(wrapped(before)))
 
 
 # -- the same conditions for all runs ----------------------------------------------------------------------
 
 
-def _with_full_batches(make: Callable[..., None]) -> Callable[..., None]:
+def _with_full_batches(make: Callable[..., object]) -> Callable[..., object]:
     """Return the constructor of loaders with batches of an even size, the last one of a pass left out."""
 
-    @functools.wraps(make)
-    def made(loader: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
+    def made(loader: object, dataset: Sized, batch_size: int | None = 1, *args: object, **kwargs: object) -> None:
         if batch_size is not None and kwargs.get("batch_sampler") is None and len(args) < 3:
             batch_size += batch_size % 2
             with contextlib.suppress(TypeError):  # a stream has no length
-                if len(dataset) >= batch_size and len(args) < 7:
+                if len(dataset) >= batch_size:
                     kwargs["drop_last"] = True
         make(loader, dataset, batch_size, *args, **kwargs)
 
     return made
 
 
-def _split_batches() -> None:
-    import accelerate
-    from accelerate.utils import DataLoaderConfiguration
+def _splitting(make: Callable[..., object]) -> Callable[..., object]:
+    """Return the constructor of Accelerators that share each batch of the script."""
 
-    make = accelerate.Accelerator.__init__
-
-    @functools.wraps(make)
-    def made(accelerator: Any, *args: Any, **kwargs: Any) -> None:
-        configuration = kwargs.get("dataloader_config") or DataLoaderConfiguration()
+    def made(accelerator: object, *args: object, **kwargs: object) -> None:
+        given = kwargs.get("dataloader_config")
+        configuration = given if isinstance(given, DataLoaderConfiguration) else DataLoaderConfiguration()
         configuration.split_batches = True
         make(accelerator, *args, **{**kwargs, "dataloader_config": configuration})
 
-    _put(accelerate.Accelerator, "__init__", made)
+    return made
 
 
 def _keep_saves_in(folder: Path) -> None:
     """Save in `folder` what the script saves with torch, or converted with the Accelerator: no checkpoint changes."""
-    import accelerate
 
-    save, load, write = torch.save, torch.load, accelerate.Accelerator.save
-
-    def place(file: Any) -> Any:
+    def place(file: object) -> object:
         if not isinstance(file, (str, os.PathLike)):
             return file
         name = hashlib.sha256(os.path.abspath(os.fspath(file)).encode()).hexdigest()
         return folder / f"saved_{name}.pt"
 
-    @functools.wraps(save)
-    def save_aside(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        save(obj, place(f), *args, **kwargs)
+    def saving(save: Callable[..., object]) -> Callable[..., object]:
+        return lambda obj, f, *args, **kwargs: save(obj, place(f), *args, **kwargs)
 
-    @functools.wraps(load)
-    def load_from_aside(f: Any, *args: Any, **kwargs: Any) -> Any:
-        aside = place(f)
-        return load(aside if isinstance(aside, Path) and aside.exists() else f, *args, **kwargs)
+    def writing(write: Callable[..., object]) -> Callable[..., object]:
+        return lambda accelerator, obj, f, *args, **kwargs: write(accelerator, obj, place(f), *args, **kwargs)
 
-    @functools.wraps(accelerate.Accelerator.save)
-    def write_aside(accelerator: Any, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        write(accelerator, obj, place(f), *args, **kwargs)
+    def loading(load: Callable[..., object]) -> Callable[..., object]:
+        def load_from_there(f: object, *args: object, **kwargs: object) -> object:
+            saved = place(f)
+            return load(saved if isinstance(saved, Path) and saved.exists() else f, *args, **kwargs)
 
-    _put(accelerate.Accelerator, "save", write_aside)
-    _put(torch, "save", save_aside)
-    _put(torch, "load", load_from_aside)
+        return load_from_there
+
+    _wrap(torch, "save", saving)
+    _wrap(torch, "load", loading)
+    _wrap(Accelerator, "save", writing)
 
 
 @final
@@ -273,14 +271,10 @@ class _OnHost(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _on_host(value: Any) -> Any:
+def _on_host(value: object) -> object:
     if isinstance(value, (torch.device, str)) and str(value).partition(":")[0] == "cuda":
         return torch.device("cpu")
     return value
-
-
-def _same_module(module: torch.nn.Module, device: object = None) -> torch.nn.Module:
-    return module
 
 
 def _without_cuda() -> None:
@@ -289,36 +283,39 @@ def _without_cuda() -> None:
         return
     _OnHost().__enter__()
     for name in ("set_device", "synchronize"):
-        _put(torch.cuda, name, lambda *_, **__: None)
-    _put(torch.nn.Module, "cuda", _same_module)
-    begin, make = torch.distributed.init_process_group, torch.nn.parallel.DistributedDataParallel.__init__
+        _wrap(torch.cuda, name, lambda _: lambda *_, **__: None)
+    _wrap(torch.nn.Module, "cuda", lambda _: lambda module, *_, **__: module)
+    _wrap(torch.distributed, "init_process_group", _through_gloo)
+    _wrap(torch.nn.parallel.DistributedDataParallel, "__init__", _without_device_ids)
 
-    @functools.wraps(begin)
-    def begun(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+
+def _through_gloo(begin: Callable[..., object]) -> Callable[..., object]:
+    def begun(backend: str | None = None, *args: object, **kwargs: object) -> None:
         begin("gloo" if backend == "nccl" else backend, *args, **{**kwargs, "device_id": None})
 
-    @functools.wraps(make)
-    def made(model: Any, module: Any, device_ids: Any = None, output_device: Any = None, *rest: Any, **kw: Any) -> None:
-        make(model, module, None, None, *rest, **kw)
-
-    _put(torch.distributed, "init_process_group", begun)
-    _put(torch.nn.parallel.DistributedDataParallel, "__init__", made)
+    return begun
 
 
-def _spawn_observed(folder: Path) -> None:
-    """Observe the processes that the script spawns, too."""
-    from torch import multiprocessing
+def _without_device_ids(make: Callable[..., object]) -> Callable[..., object]:
+    def made(
+        ddp: object,
+        module: object,
+        device_ids: object = None,
+        output_device: object = None,
+        *rest: object,
+        **options: object,
+    ) -> None:
+        make(ddp, module, None, None, *rest, **options)
 
-    spawn: Callable[..., Any] = vars(multiprocessing)["spawn"]
-
-    @functools.wraps(spawn)
-    def spawned(fn: Any, args: tuple[Any, ...] = (), *rest: Any, **kwargs: Any) -> Any:
-        return spawn(_observed, (folder, fn, *args), *rest, **kwargs)
-
-    _put(multiprocessing, "spawn", spawned)
+    return made
 
 
-def _observed(index: int, folder: Path, function: Callable[..., Any], *args: Any) -> None:
+def _spawning(folder: Path, spawn: Callable[..., object]) -> Callable[..., object]:
+    """Return `spawn`, with processes that are observed too."""
+    return lambda fn, args=(), *rest, **kwargs: spawn(_observed, (folder, fn, *args), *rest, **kwargs)
+
+
+def _observed(index: int, folder: Path, function: Callable[..., object], *args: object) -> None:
     with observing(folder):
         function(index, *args)
 
@@ -352,6 +349,6 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from accelerate.tools.migrate import observe  # the module that spawned processes import, not this copy of it
+    from accelerate.tools.verify import observe  # the module that spawned processes import, not this copy of it
 
     observe.main(sys.argv[1:])
