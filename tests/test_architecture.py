@@ -108,6 +108,7 @@ HEAVY_FILES: Final = frozenset(
         "parallel/layout.py",
         "parallel/pipeline/schedule.py",
         "parallel/pipeline/sharded_stages.py",
+        "parallel/pipeline/state.py",
         "parallel/pipeline/strategy.py",
         "parallel/replicas.py",
         "parallel/sharded_strategy.py",

@@ -19,9 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerate import Accelerator
 from accelerate.checkpointing.sharded import gather_tensor, shard_like
+from accelerate.errors import PreparationError
 from accelerate.parallel import matrix_exchange
 from accelerate.parallel.matrix_optimizer import _STEPS
-from accelerate.plugins.parallelism import ExpertParallelConfig, ParallelismConfig, TorchTensorParallelConfig
+from accelerate.plugins.parallelism import (
+    ExpertParallelConfig,
+    ParallelismConfig,
+    PipelineParallelConfig,
+    TorchTensorParallelConfig,
+)
 from accelerate.state import AcceleratorState
 from tests.ranks import run_on_ranks
 from tests.sharded_runs import BLOCKS, Network, plugin_of, samples
@@ -195,6 +201,36 @@ def test_the_update_has_the_bits_of_one_process(layouts: list[str], alone: list[
     found = run_on_ranks(lambda: {layout: train(layout) for layout in layouts}, LAYOUTS[layouts[0]][0])[0]
     for layout in layouts:
         assert found[layout] == alone, layout
+
+
+@slow
+def test_stages_of_a_pipeline_are_updated_by_their_own_ranks() -> None:
+    def go(in_stages: bool) -> dict[str, Any]:
+        config = ParallelismConfig(
+            pp_size=2, dp_shard_size=2, pp_handler=PipelineParallelConfig(num_micro_batches=2)
+        ) if in_stages else None  # fmt: skip
+        plugin = plugin_of({**FULL, **BLOCKS} if in_stages else None)
+        run = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
+        torch.manual_seed(0)
+        model = Network()
+        loader = torch.utils.data.DataLoader(samples(8), batch_size=4)
+        model, optimizer, _ = run.prepare(model, muon(model), loader)
+        steps(model, optimizer, range(3))
+        return everything(run, model, optimizer)
+
+    found, alone = run_on_ranks(go, 4, True)[0], run_on_ranks(go, 1, False)[0]
+    assert len(found) > 6 and found == alone
+
+
+def test_flat_parameters_are_refused() -> None:
+    def go() -> str:
+        run = Accelerator(cpu=True, fsdp_plugin=plugin_of({"fsdp_version": 1, **BLOCKS}))
+        model = Network()
+        with pytest.raises(PreparationError) as caught:
+            run.prepare(model, muon(model))
+        return str(caught.value)
+
+    assert all("Muon needs whole matrices" in text and "fsdp_version=2" in text for text in run_on_ranks(go, 2))
 
 
 # ------------------------------------------------------------------------------------------- what is sent

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import StateAccess
 from ...distributed.world import World
-from ...errors import CheckpointError
+from ...errors import CheckpointError, PreparationError
 from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...precision import Precision
 from ...settings.labels import DistributedType
@@ -36,11 +36,12 @@ from ...torch_private.fsdp import (
 from ...torch_private.modules import takes_data_of
 from ...training.oom_retry import Retryable, RetryMode, snapshot_gradients
 from ...training.open_window import GradientHolder
-from ..base import Strategy, StrategyOptions, recompute_activations
+from ..base import PreparedArguments, Role, Strategy, StrategyOptions, recompute_activations
 from ..compile import compile_model, uncompiled
 from ..gradient_norm import Axes, scale_to, total_norm
 from ..gradients import HeldGradients, gradients_of, load_gradients
-from ..rebind import ensure_weights_retied
+from ..matrix_optimizer import needs_whole_matrices
+from ..rebind import ensure_weights_retied, inner_optimizer
 from ..state import ModelState
 from .setup import average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
 from .state import FlatAccess, checkpoint_state_of, flat_parameters, names_of
@@ -76,6 +77,17 @@ class FlatShard(Strategy):
         return plugin
 
     # -- placing -------------------------------------------------------------------------------------------
+
+    def check(self, arguments: PreparedArguments) -> None:
+        """Raise if an optimizer needs whole matrices, which flat parameters don't keep."""
+        super().check(arguments)
+        for optimizer in (inner_optimizer(argument.current) for argument in arguments.of(Role.OPTIMIZER)):
+            if needs_whole_matrices(optimizer) and self.plugin.sharding_strategy is not ShardingStrategy.NO_SHARD:
+                raise PreparationError(
+                    f"{type(optimizer).__name__} needs whole matrices, but FSDP version 1 flattens parameters and cuts "
+                    "them anywhere. Use version 2 (FullyShardedDataParallelPlugin(fsdp_version=2), or "
+                    "--fsdp_version 2), which brings each matrix together for the update."
+                )
 
     def place_model(
         self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False

@@ -12,6 +12,7 @@ from ...checkpointing.run_state import StateDict
 from ...checkpointing.sharded import InPlace, NamedParameters, StateAccess, gather_tensor, shard_like
 from ...distributed.mesh import Mesh
 from ...torch_private.modules import loaded
+from ..matrix_optimizer import shard_state
 from ..rebind import canonical_name
 
 
@@ -83,6 +84,7 @@ class StageAccess(StateAccess):
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], keeps: bool
     ) -> dict[str, object]:
         """Return the optimizer state of all stages' parameters, by their numbers; a collective."""
+        shard_state(optimizer)
         own = optimizer.state_dict()
         parts: list[Any] = [None] * self._mesh.size("pp")
         outline = {

@@ -34,6 +34,7 @@ from ..fsdp.state import checkpoint_state_of, gathered_state
 from ..fsdp.wrapping import find_wrap_units
 from ..gradient_norm import clip_sharded_grad_value, local_tensor, scale_to, shard_and_groups, total_norm
 from ..gradients import ShardedGradients
+from ..matrix_optimizer import step_on_whole_matrices
 from ..rebind import inner_optimizer, parameters_by_name
 from ..state import ModelState
 from ..tensor_parallel import parallelize, placements_of
@@ -359,6 +360,10 @@ class Pipeline(Strategy):
             parts = flat.split([gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+    def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register the hooks that bring the matrices of a stage together for an optimizer that needs them whole."""
+        step_on_whole_matrices(optimizer, self.world.device)
 
     def clip_grad_norm(
         self,
