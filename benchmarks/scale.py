@@ -309,6 +309,8 @@ def measure(size: int, rounds: int, ranks_per_process: int, idle_seconds: float)
     ours: dict[str, list[Sample]] = {operation: [] for operation in OPERATIONS}
     plain: dict[str, list[Sample]] = {operation: [] for operation in OPERATIONS}
     for _ in range(rounds):
+        for operation in OPERATIONS:  # before any of our threads run
+            plain[operation].append(run.measure("plain", operation))
         for operation in OPERATIONS:
             if operation in PREPARATIONS:
                 run.do("prepare", operation)
@@ -316,7 +318,6 @@ def measure(size: int, rounds: int, ranks_per_process: int, idle_seconds: float)
                 before = run.requests
                 run.do("pause", operation, idle_seconds)
                 idle = (run.requests - before) / idle_seconds
-            plain[operation].append(run.measure("plain", operation))
             ours[operation].append(run.measure("ours", operation))
     run.end()
     print(f"{size} ranks in {len(run.pipes)} processes, load {os.getloadavg()[0]:.0f}; (CPU per rank)")

@@ -15,7 +15,6 @@ import time
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 from urllib.parse import urlparse
@@ -27,7 +26,7 @@ from ..errors import WorldError
 from ..settings.env import read
 from ..torch_private.distributed import FileStore, PrefixStore, Store, TCPStore, default_store
 from .environment import ProcessIdentity
-from .store_requests import RequestThread, WaitingConnections, connection_delay, read_present, set_missing, some_ranks
+from .store_requests import RequestThread, WaitingConnections, connection_delay, read_present, some_ranks
 
 #: How long to wait for the other processes, unless a timeout is given.
 RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=10)
@@ -254,6 +253,7 @@ _LONGEST_PAUSE_SECONDS: Final = 15.0
 NOTICE_SECONDS: Final = 15.0
 #: How long rank 0, which may keep the store and is about to end, lets the others read why the world can't form.
 _READING_SECONDS: Final = 2.0
+_SHORTEST_WAIT_SECONDS: Final = 0.01  # torch takes none for a wait without limit
 #: Of so many earlier worlds a new rank 0 wakes those who wait: the rank 0 of each may have died at any moment.
 _NUM_OLDER: Final = 8
 _CLOSED: Final = 1 << 40  # added to the count of a world that nobody can enter any more
@@ -307,6 +307,7 @@ def _join(store: Store, identity: ProcessIdentity, deadline: float) -> tuple[str
         key = f"world_{number}/verdict" if is_member else f"world_{number + 1}/open"
         found = _wait_for(store, thread, key, identity, deadline, speaks=not has_entered)
         if found is None:
+            thread.stop()
             what = "to report that all are here" if has_entered else "to admit it"
             return "", f"rank {identity.rank} waited {time.monotonic() - start:.0f} s for rank 0 {what}"
         if is_member and found != _SUPERSEDED:
@@ -331,9 +332,19 @@ def _wait_for(
 ) -> str | None:
     """Return the value of `key` once it is set; None when the time is up."""
     notice = _WaitNotice(deadline)
-    pending = thread.start(lambda: store.get(key))
+    limit = timedelta(seconds=max(_SHORTEST_WAIT_SECONDS, deadline - time.monotonic()))
+
+    def read() -> bytes:
+        store.wait(
+            [key], limit
+        )  # which ends by itself: a thread in it when the interpreter ends would abort the process
+        return store.get(key)
+
+    pending = thread.start(read)
     while not pending.is_done(max(0.0, min(NOTICE_SECONDS / 4, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
+            # A store that is silent holds the thread for ever; one that responds doesn't.
+            thread.has_timed_out = not pending.is_done(_READING_SECONDS)
             return None
         if speaks and _speaks(identity) and notice.is_due():  # rank 0 itself speaks for those who have entered
             notice.log(f"rank {identity.rank}", identity.local_size - 1, "rank 0", where=" of its host")
@@ -350,7 +361,7 @@ class _OwnWorld:
 
     def __init__(self, store: Store, identity: ProcessIdentity, deadline: float) -> None:
         self._store, self._identity, self._deadline = store, identity, deadline
-        self._waits = WaitingConnections(store, store.check, partial(set_missing, store))
+        self._waits = WaitingConnections(store)
         self._number = store.add("num_worlds", 1)
         self._name = f"world_{self._number}"
         store.set(f"{self._name}/open", _process_here())

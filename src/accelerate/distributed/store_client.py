@@ -28,8 +28,8 @@ from .store_requests import (
     Wait,
     WaitingConnections,
     connection_delay,
+    delete_keys,
     read_present,
-    set_missing,
     some_ranks,
 )
 from .verdicts import RankState, Verdict, find_conflict, is_in
@@ -109,9 +109,7 @@ class Coordinator:
         #: Held during a request over the store's first connection.
         self.lock: threading.Lock = threading.Lock()
         self._requests = RequestThread("accelerate store requests", self.lock)
-        self.waits: WaitingConnections = WaitingConnections(
-            store, self._are_set, self._set_missing, connection_delay(rank, size)
-        )
+        self.waits: WaitingConnections = WaitingConnections(store, self.request, connection_delay(rank, size))
 
     # -- operations ----------------------------------------------------------------------------------------
 
@@ -139,18 +137,13 @@ class Coordinator:
         name = f"{self.begin(operation)}/{operation}"
         last_barrier, self._last_barrier = self._last_barrier, name
 
-        def arrive() -> str:
-            if self.store.add(f"{name}/arrived", 1) < self.size:
-                return ""
-            if last_barrier:  # which every rank has left
-                self._delete_keys(f"{last_barrier}/arrived", f"{last_barrier}/open")
-            return self.store.compare_set(f"{name}/open", "", _OPEN).decode()
+        def arrive(store: Store) -> None:
+            if store.add(f"{name}/arrived", 1) == self.size:
+                if last_barrier:  # which every rank has left
+                    delete_keys(store, f"{last_barrier}/arrived", f"{last_barrier}/open")
+                store.compare_set(f"{name}/open", "", _OPEN)
 
-        outcome = self.request(arrive)
-        if outcome:
-            self._raise_verdict(outcome)
-        else:
-            self._wait_until_open(f"{name}/open", checks_torch=checks_torch)
+        self._wait_until_open(f"{name}/open", after=arrive, checks_torch=checks_torch)
 
     def require_all(self, operation: str) -> None:
         """Raise CollectiveError on every rank unless all of them make this call."""
@@ -158,8 +151,8 @@ class Coordinator:
             self.wait_for_everyone(operation, checks_torch=True)
 
     def publish(self, key: str, text: str) -> None:
-        """Publish ``text`` under ``key`` to all ranks."""
-        self.request(lambda: self.store.set(key, text))
+        """Publish ``text`` under ``key`` to all ranks, which can read it once this has returned."""
+        self.request(lambda: self.store.set(key, text) or self.store.check([key]))  # a store doesn't respond to `set`
 
     def published(self, keys: Sequence[str]) -> dict[str, str]:
         """Return what ranks have published under ``keys``, as far as they have."""
@@ -167,7 +160,7 @@ class Coordinator:
 
     def set_key(self, key: str) -> None:
         """Set `key`, so that ranks that wait for it go on."""
-        self.request(lambda: self.store.set(key, _OPEN))
+        self.send(lambda: self.store.set(key, _OPEN))
 
     def wait_for_key(self, key: str, setter: int | None = None) -> None:
         """Wait until rank `setter` has set `key`.
@@ -235,11 +228,11 @@ class Coordinator:
             if total & _COUNT_MASK < len(ranks):
                 return ""
             if number > 1:  # all have left the one before
-                self._delete_keys(f"{before}/first", f"{before}/arrived", f"{before}/open")
+                delete_keys(self.store, f"{before}/first", f"{before}/arrived", f"{before}/open")
             outcome = _OPEN if total == len(ranks) else _DIFFERENT
             return self.store.compare_set(f"{name}/open", "", outcome).decode()
 
-        outcome = self.request(arrive) or self._wait_for_values([f"{name}/open"], f"{name}/open")[0]
+        outcome = self.request(arrive) or self._wait_for_value(f"{name}/open")
         if outcome != _DIFFERENT:
             self._raise_verdict(outcome)
         return outcome == _OPEN
@@ -280,14 +273,25 @@ class Coordinator:
         self._requests.stop()
         self.waits.close()
 
-    def request(self, call: Callable[[], Response]) -> Response:
+    def request(self, call: Callable[[], Response], limit_seconds: float = 0.0) -> Response:
         """Make a request to the store and return its response.
+
+        Args:
+            limit_seconds: how long the response may take (default: as long as one that the program waits for).
 
         Raises:
             CollectiveError: the process that serves the store has ended, or doesn't respond.
         """
+        return self._translate_errors(lambda: self._requests.run(call, limit_seconds or self._store_timeout_seconds()))
+
+    def send(self, call: Callable[[], object]) -> None:
+        """Make a request that has no response, such as `set`, in the calling thread. Raises as :meth:`request`."""
+        # The thread for requests takes as long as ten of these.
+        self._translate_errors(lambda: self._requests.run_here(call, self._store_timeout_seconds()))
+
+    def _translate_errors(self, call: Callable[[], Response]) -> Response:
         try:
-            return self._requests.run(call, self._store_timeout_seconds())
+            return call()
         except StoreTimeout as error:
             raise CollectiveError(self._store_timed_out()) from error
         except RuntimeError as error:
@@ -296,34 +300,39 @@ class Coordinator:
     def _store_timeout_seconds(self) -> float:
         return min(_STORE_TIMEOUT_SECONDS, max(1.0, self.timeout.total_seconds()))
 
-    def _set_missing(self, keys: list[str], value: str) -> None:
-        self._requests.run(lambda: set_missing(self.store, keys, value), self._store_timeout_seconds())
-
-    def _are_set(self, keys: list[str]) -> bool:
-        return self.request(lambda: self.store.check(keys))
-
     # -- waiting -------------------------------------------------------------------------------------------
 
-    def _wait_until_open(self, key: str, setter: int | None = None, *, checks_torch: bool = False) -> None:
-        self._raise_verdict(self._wait_for_values([key], key, setter, checks_torch=checks_torch)[0])
+    def _wait_until_open(
+        self,
+        key: str,
+        setter: int | None = None,
+        *,
+        after: Callable[[Store], object] | None = None,
+        checks_torch: bool = False,
+    ) -> None:
+        self._raise_verdict(self._wait_for_value(key, setter, after=after, checks_torch=checks_torch))
 
-    def _wait_for_values(
-        self, keys: list[str], verdict_key: str, setter: int | None = None, *, checks_torch: bool = False
-    ) -> list[str]:
-        """Wait for the values of `keys`; meanwhile, publish under `verdict_key` why they are never set, if so."""
+    def _wait_for_value(
+        self,
+        key: str,
+        setter: int | None = None,
+        *,
+        after: Callable[[Store], object] | None = None,
+        checks_torch: bool = False,
+    ) -> str:
+        """Wait for the value of `key`, after some requests; meanwhile, publish there why it is never set, if so."""
         start, num_checks = time.monotonic(), 0
-        rounds = verdict_key if keys == [verdict_key] else f"{verdict_key}/collected"
         limit, pause = self.timeout.total_seconds(), CHECK_SECONDS
-        with self.waits.start(*keys, given_up=Verdict("late", self.rank).encoded()) as wait:
+        with self.waits.start(key, given_up=Verdict("late", self.rank).encoded(), after=after) as wait:
             while not wait.is_over(max(0.0, min(pause, start + limit - time.monotonic()))):
                 if time.monotonic() - start >= limit:
                     raise CollectiveError(self._too_late())
-                verdict = self._examine(verdict_key, num_checks, setter, checks_torch=checks_torch, rounds=rounds)
+                verdict = self._examine(key, num_checks, setter, checks_torch=checks_torch)
                 if verdict is not None:
                     raise CollectiveError(self._in_words(verdict))
                 num_checks += 1
                 pause = self._pause_seconds(time.monotonic() - start)
-            return self._values_of(wait)
+            return self._values_of(wait)[0]
 
     def _values_of(self, wait: Wait[list[str]]) -> list[str]:
         try:
@@ -349,19 +358,7 @@ class Coordinator:
     def _publish_operation(self) -> None:
         self._published_number = self.number
         key, text = f"at/{self.rank}", self._state().text()
-        try:  # without the thread, which takes as long as ten of these
-            self._requests.run_here(lambda: self.store.set(key, text), self._store_timeout_seconds())
-        except StoreTimeout as error:
-            raise CollectiveError(self._store_timed_out()) from error
-        except RuntimeError as error:
-            raise CollectiveError(self._store_ended()) from error
-
-    def _delete_keys(self, *keys: str) -> None:
-        for key in keys:
-            try:
-                self.store.delete_key(key)
-            except (RuntimeError, NotImplementedError):
-                return  # a store that can't delete, such as a file
+        self.send(lambda: self.store.set(key, text))
 
     # -- notifications -------------------------------------------------------------------------------------
 
@@ -374,7 +371,7 @@ class Coordinator:
         number = self.store.add(f"{channel}/notifications", 1)
         self.store.set(f"{channel}/notifications/{number}", _OPEN)
         if number > _KEPT_NOTIFICATIONS:
-            self._delete_keys(f"{channel}/notifications/{number - _KEPT_NOTIFICATIONS}")
+            delete_keys(self.store, f"{channel}/notifications/{number - _KEPT_NOTIFICATIONS}")
 
     def num_notifications(self, channel: str) -> int:
         """Return how many notifications there have been, to be asked before looking whether to wait for the next."""
@@ -432,22 +429,16 @@ class Coordinator:
     # -- verdicts ------------------------------------------------------------------------------------------
 
     def _examine(
-        self,
-        key: str,
-        num_checks: int,
-        setter: int | None = None,
-        *,
-        checks_torch: bool = False,
-        rounds: str = "",
+        self, key: str, num_checks: int, setter: int | None = None, *, checks_torch: bool = False
     ) -> Verdict | None:
         """Publish under `key` why this operation can't end, if no other rank does in this round; return it, too."""
         if self._published_number != self.number:
             self._publish_operation()
-        round_key = f"{rounds or key}/round/{num_checks}"
+        round_key = f"{key}/round/{num_checks}"
         if self.request(lambda: self.store.add(round_key, 1)) > 1:
             return None
         if num_checks:
-            self.request(lambda: self._delete_keys(f"{rounds or key}/round/{num_checks - 1}"))
+            self.request(lambda: delete_keys(self.store, f"{key}/round/{num_checks - 1}"))
         verdict = self._find_conflict(setter)
         if verdict is None and checks_torch:
             verdict = self._stuck_in_torch()

@@ -30,6 +30,7 @@ _WITHOUT_LIMIT: Final = timedelta(days=20)
 #: So many ranks connect to the store in a second, in their order: its host's queue holds as many.
 _CONNECTIONS_PER_SECOND: Final = 4096
 _GIVE_UP_SECONDS: Final = 2.0
+_NO_KEY: Final = "nothing"
 _SHORTEST_SLEEP_SECONDS: Final = 5e-5
 _LONGEST_SLEEP_SECONDS: Final = 0.02
 
@@ -193,31 +194,26 @@ class WaitingConnections:
 
     Args:
         store: what to connect to once more.
-        is_set: whether keys are set, asked over the first connection, where a store has no second one.
-        give_up: sets those of the keys that aren't set to a value.
+        request: makes a call to `store` over its first connection; where there is no second one, all of them.
         delay_seconds: how long to wait before each connection, so that not all ranks connect at once.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        is_set: Callable[[list[str]], bool],
-        give_up: Callable[[list[str], str], object],
-        delay_seconds: float = 0.0,
-    ) -> None:
+    def __init__(self, store: Store, request: Request | None = None, delay_seconds: float = 0.0) -> None:
         self._store = store
-        self._give_up = give_up
+        self._request = request or _request_here
         self._delay_seconds = delay_seconds
-        self._is_set = is_set
         self._idle: list[tuple[Store, RequestThread]] = []
         self._lock = threading.Lock()
         self._has_clones = True
 
-    def start(self, *keys: str, given_up: str = "") -> Wait[list[str]]:
+    def start(self, *keys: str, given_up: str = "", after: Callable[[Store], object] | None = None) -> Wait[list[str]]:
         """Wait for keys from now on; the response is their values. To be used in a `with` statement.
 
         Where the statement is left before, those of the keys that aren't set get the value `given_up`, so that the wait
         ends: a thread that is in it when the interpreter ends would abort the process.
+
+        Args:
+            after: requests to make first, over the same connection. Not in order with those over the first one.
         """
         names = list(keys)
         store, thread = self._take()
@@ -226,10 +222,15 @@ class WaitingConnections:
             values = store.multi_get(names) if len(names) > 1 else [store.get(names[0])]
             return [value.decode() for value in values]
 
+        def act_and_read() -> list[str]:
+            if after is not None:
+                after(store)
+            return read()
+
         def finish(is_over: bool) -> None:
             if not is_over and self._has_clones:
                 with contextlib.suppress(Exception):  # the store is silent, or has ended
-                    self._give_up(names, given_up)
+                    self._request(lambda: set_missing(self._store, names, given_up))
                     is_over = pending.is_done(_GIVE_UP_SECONDS)
             if is_over or not self._has_clones:
                 with self._lock:
@@ -239,10 +240,12 @@ class WaitingConnections:
             thread.keep_alive(self._store)
 
         if self._has_clones:
-            pending = thread.start(read)
+            pending = thread.start(act_and_read)
             return Wait(pending, None, finish)
+        if after is not None:
+            self._request(lambda: after(store))
         pending = PendingRequest(read)
-        return Wait(pending, lambda: self._is_set(names) and (pending.make() or True), finish)
+        return Wait(pending, lambda: self._request(lambda: store.check(names)) and (pending.make() or True), finish)
 
     def close(self) -> None:
         """Close the connections, except those that still wait."""
@@ -257,6 +260,8 @@ class WaitingConnections:
                 return self._idle.pop()
         store = self._store
         if self._has_clones:
+            # Connecting to a store that is silent would wait without limit; this request doesn't.
+            self._request(lambda: store.check([_NO_KEY]))
             time.sleep(self._delay_seconds)
             try:
                 store = second_connection(self._store)
@@ -273,6 +278,15 @@ def set_missing(store: Store, keys: list[str], value: str) -> None:
         return
     found = read_present(store, keys)
     set_keys(store, {key: value for key in keys if key not in found})
+
+
+def delete_keys(store: Store, *keys: str) -> None:
+    """Delete `keys`, where the store can do that."""
+    for key in keys:
+        try:
+            store.delete_key(key)
+        except (RuntimeError, NotImplementedError):
+            return  # such as a file
 
 
 def connection_delay(rank: int, size: int) -> float:

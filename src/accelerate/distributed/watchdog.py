@@ -22,14 +22,15 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 from weakref import WeakSet
 
-from ..errors import SettingError
+from ..errors import CollectiveError, SettingError
 from ..settings.env import read
 from ..torch_private.distributed import set_keys
 from .failures import Frame
-from .store_requests import RequestThread, read_present, some_ranks
+from .store_requests import delete_keys, read_present, some_ranks
 from .world import release_before_leaving
 
 if TYPE_CHECKING:
+    from ..torch_private.distributed import Store
     from .store_client import Coordinator
     from .world import World
 
@@ -155,8 +156,6 @@ class HangWatch:
         self._num_answered = 0  # the last of them that it has answered
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
-        # A thread of its own: while a request of the watch waits, the training's only wait for the connection.
-        self._requests = RequestThread("hang watch requests", coordinator.lock)
 
     def start(self) -> None:
         """Start the thread."""
@@ -166,17 +165,17 @@ class HangWatch:
         """End the thread, unless it waits for the store."""
         self._stopped.set()
         key = self._question_key(self._rank, self._num_heard + 1)
-        with contextlib.suppress(RuntimeError):
-            self._requests.run(lambda: self._store.set(key, _NOTHING), 1.0)
+        with contextlib.suppress(CollectiveError):
+            self._coordinator.send(lambda: self._store.set(key, _NOTHING))
         self._thread.join(timeout=1.0)
-        self._requests.stop()
 
     def _run(self) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the store has ended, or is silent, which every other call reports
             self._num_heard = self._request(lambda: self._store.add("hang/questions", 0))
+            answer: Callable[[Store], object] | None = None
             while not self._stopped.is_set():
                 key = self._question_key(self._rank, self._num_heard + 1)
-                with self._coordinator.waits.start(key) as question:
+                with self._coordinator.waits.start(key, after=answer) as question:
                     while not question.is_over(self._tick_seconds):
                         if self._stopped.is_set():
                             return
@@ -184,13 +183,10 @@ class HangWatch:
                     self._num_heard += 1
                     if self._stopped.is_set():
                         return
-                    self._answer(self._num_heard, question.response()[0])
-                self._request(lambda key=key: self._store.delete_key(key))
-        except RuntimeError:
-            return  # the process that serves the store has ended, which every other call reports
+                    answer = self._answer_to(self._num_heard, question.response()[0])
 
     def _request(self, call: Callable[[], Response]) -> Response:
-        return self._requests.run(call, _STORE_TIMEOUT_SECONDS)
+        return self._coordinator.request(call, _STORE_TIMEOUT_SECONDS)
 
     def _question_key(self, rank: int, number: int) -> str:
         return f"hang/{rank}/question/{number}"
@@ -205,7 +201,7 @@ class HangWatch:
         if self._request(lambda: self._store.add(f"hang/{number}/asking", 1)) > 1:
             return
         number = self._ask(range(self._size), _WHERE)
-        self._answer(number, _WHERE)
+        self._answer_to(number, _WHERE)(self._store)
         self._log_verdict(number)
 
     def _stalled_seconds(self) -> float:
@@ -230,27 +226,36 @@ class HangWatch:
         self._request(lambda: set_keys(self._store, questions))
         return number
 
-    def _answer(self, number: int, question: str) -> None:
-        """Publish this rank's position, or end it, as another rank has asked."""
-        if question == _NOTHING or number == self._num_answered:
-            return
-        if question != _WHERE:
+    def _answer_to(self, number: int, question: str) -> Callable[[Store], object]:
+        """Return the requests that publish this rank's position, or end it, as another rank has asked."""
+        keys_to_delete, answer = [self._question_key(self._rank, number)], ""
+        if question == _WHERE and number != self._num_answered:
+            answer = self._position()
+            keys_to_delete += [f"hang/{self._num_answered}/{self._rank}"] if self._num_answered else []
+            self._num_answered = number
+        elif question not in (_WHERE, _NOTHING):
             self._end_process(question)
-            return
+
+        def publish(store: Store) -> None:
+            if answer:
+                store.set(f"hang/{number}/{self._rank}", answer)
+            delete_keys(store, *keys_to_delete)
+
+        return publish
+
+    def _position(self) -> str:
+        """Return where the watched thread is, as it lies in the store; nothing once the thread has ended."""
         stalled_seconds = self._stalled_seconds()
         frame = sys._current_frames().get(self._thread_id)
         if frame is None:
-            return
+            return ""
         self._threshold = max(self._seconds, 2 * stalled_seconds)
         is_idle = time.process_time() - self._cpu_at < _IDLE_FRACTION * stalled_seconds
         position = replace(
             _position_of(self._rank, stalled_seconds, frame),
             is_stuck=is_idle and _is_in_torch(frame, self.sees_backward),
         )
-        text, before, self._num_answered = json.dumps(asdict(position)), self._num_answered, number
-        self._request(lambda: self._store.set(f"hang/{number}/{self._rank}", text))
-        if before:
-            self._request(lambda: self._store.delete_key(f"hang/{before}/{self._rank}"))
+        return json.dumps(asdict(position))
 
     def _answers(self, number: int, ranks: Sequence[int]) -> list[StackPosition]:
         """Return the positions of those of `ranks` that answer in time."""

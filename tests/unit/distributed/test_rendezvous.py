@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store, TCPStore
 
 from accelerate.distributed import rendezvous
 from accelerate.distributed.environment import ProcessIdentity
@@ -17,7 +18,7 @@ def identity(rank: int, size: int) -> ProcessIdentity:
     return ProcessIdentity(rank, size, rank, size, "node1", 29500, "torchrun")
 
 
-def call(store: HashStore, *identities: ProcessIdentity, seconds: float = 10) -> list[str]:
+def call(store: Store, *identities: ProcessIdentity, seconds: float = 10) -> list[str]:
     """Return the name that each process returned, or the text of its error."""
 
     def answer(one: ProcessIdentity) -> str:
@@ -79,6 +80,20 @@ def test_missing_ranks_are_named_and_so_is_a_missing_rank_zero() -> None:
     assert "ranks 1 and 2 of 3 didn't come to node1:29500 in time" in answer
     (answer,) = call(HashStore(), identity(1, 3), seconds=0.2)
     assert "rank 1 waited 0 s for rank 0 to admit it" in answer
+
+
+@pytest.mark.parametrize("is_admitted", [False, True])
+def test_a_process_that_gives_up_leaves_no_thread_in_the_store(is_admitted: bool) -> None:
+    """The store may end while the interpreter does, and a thread that returns from it then aborts the process."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    if is_admitted:
+        server.add("num_worlds", 1)
+        server.set("world_1/open", "rank 0, which has died since")
+    (answer,) = call(store, identity(1, 3), seconds=0.2)
+    assert f"for rank 0 {'to report that all are here' if is_admitted else 'to admit it'}" in answer
+    assert "accelerate rendezvous" not in {thread.name for thread in threading.enumerate()}
+    assert store.add("num_worlds", 0) == is_admitted  # the connection isn't held either
 
 
 def test_a_long_wait_logs_whom_it_is_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
