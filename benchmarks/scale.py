@@ -119,17 +119,15 @@ class Rank:
 
     def watch(self) -> None:
         self.exchange().close()
-        watch = self.parts["watch"] = HangWatch(self.coordinator, 1000.0, threading.get_ident())
-        watch.start()
+        self.coordinator.watch = HangWatch(self.coordinator, 1000.0, threading.get_ident())
+        self.coordinator.watch.start()
 
     def question(self) -> None:
         """Rank 0 asks every other one where it is."""
         if self.rank == 0:
-            self.parts["watch"].ask_for_stuck(range(1, self.size))
+            self.coordinator.stuck_in_torch(range(1, self.size))
 
     def leave(self) -> None:
-        if "watch" in self.parts:
-            self.parts["watch"].stop()
         self.coordinator.leave()
         self.coordinator.wait_for_readers()
 

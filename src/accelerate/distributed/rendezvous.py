@@ -253,7 +253,8 @@ _LONGEST_PAUSE_SECONDS: Final = 15.0
 NOTICE_SECONDS: Final = 15.0
 #: How long rank 0, which may keep the store and is about to end, lets the others read why the world can't form.
 _READING_SECONDS: Final = 2.0
-_SHORTEST_WAIT_SECONDS: Final = 0.01  # torch takes none for a wait without limit
+#: So long after its time is up a process still reads what rank 0 says, whose time is up at the same moment.
+_LAST_WORDS_SECONDS: Final = 0.5
 #: Of so many earlier worlds a new rank 0 wakes those who wait: the rank 0 of each may have died at any moment.
 _NUM_OLDER: Final = 8
 _CLOSED: Final = 1 << 40  # added to the count of a world that nobody can enter any more
@@ -309,7 +310,7 @@ def _join(store: Store, identity: ProcessIdentity, deadline: float) -> tuple[str
         if found is None:
             thread.stop()
             what = "to report that all are here" if has_entered else "to admit it"
-            return "", f"rank {identity.rank} waited {time.monotonic() - start:.0f} s for rank 0 {what}"
+            return "", f"rank {identity.rank} waited {deadline - start:.0f} s for rank 0 {what}"
         if is_member and found != _SUPERSEDED:
             thread.stop()
             if found != _WELL:
@@ -332,19 +333,18 @@ def _wait_for(
 ) -> str | None:
     """Return the value of `key` once it is set; None when the time is up."""
     notice = _WaitNotice(deadline)
-    limit = timedelta(seconds=max(_SHORTEST_WAIT_SECONDS, deadline - time.monotonic()))
+    limit = timedelta(seconds=max(0.0, deadline - time.monotonic()) + _LAST_WORDS_SECONDS)
 
     def read() -> bytes:
-        store.wait(
-            [key], limit
-        )  # which ends by itself: a thread in it when the interpreter ends would abort the process
+        store.wait([key], limit)  # ends by itself: a thread in it when the interpreter ends would abort the process
         return store.get(key)
 
     pending = thread.start(read)
     while not pending.is_done(max(0.0, min(NOTICE_SECONDS / 4, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
-            # A store that is silent holds the thread for ever; one that responds doesn't.
-            thread.has_timed_out = not pending.is_done(_READING_SECONDS)
+            with contextlib.suppress(RuntimeError):  # torch's, about the time that is up
+                if pending.is_done(_LAST_WORDS_SECONDS + _READING_SECONDS):  # unless the store is silent
+                    return pending.response().decode()
             return None
         if speaks and _speaks(identity) and notice.is_due():  # rank 0 itself speaks for those who have entered
             notice.log(f"rank {identity.rank}", identity.local_size - 1, "rank 0", where=" of its host")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 
 from ..callers import call_site
 from ..errors import CollectiveError
+from ..torch_private.distributed import set_keys
 from .call_rendezvous import CallRendezvous
 from .store_requests import (
     RequestThread,
@@ -238,13 +239,16 @@ class Coordinator:
         return outcome == _OPEN
 
     def leave(self, *groups: object) -> None:
-        """Publish that this rank makes no more calls.
+        """Publish that this rank makes no more calls, and end the watch for hangs.
 
         Where the store doesn't respond, `groups`, which use it too, are never freed: that would wait for its response.
         """
 
+        state = RankState(self.number, self.operation, self.site, has_left=True)
+        values = {f"at/{self.rank}": state.text(), **(self.watch.begin_to_stop() if self.watch is not None else {})}
+
         def announce_departure() -> None:
-            self.store.set(f"at/{self.rank}", RankState(self.number, self.operation, self.site, has_left=True).text())
+            set_keys(self.store, values)
             if self.store.add("num_left", 1) == self.size:
                 self.store.set("all_left", _OPEN)
             if self.rank == 0:
@@ -253,6 +257,8 @@ class Coordinator:
         # The process that serves the store may have ended already: then no rank is left to read it.
         with contextlib.suppress(RuntimeError):
             self._requests.run(announce_departure, _LEAVE_SECONDS)
+        if self.watch is not None:
+            self.watch.join()
         self._requests.keep_alive(self.store, *groups)
         if not self.keeps_store:
             self._stop()

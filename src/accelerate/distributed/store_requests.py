@@ -130,16 +130,16 @@ class RequestThread:
             self._kept_alive += objects  # the thread, which never ends, refers to this object until the process ends
 
     def stop(self) -> None:
-        """End the thread, unless a request has timed out in it."""
+        """Let the thread end, unless a request has timed out in it; without waiting for that."""
         if self._thread is not None and not self.has_timed_out:
             self._queue.put(None)
-            self._thread.join()
         self._thread = None
 
     def _run(self) -> None:
         while (request := self._queue.get()) is not None:
             with self._lock:
                 request()
+            del request  # holds a connection, which is closed where it is let go of
 
 
 # -- waits -------------------------------------------------------------------------------------------------

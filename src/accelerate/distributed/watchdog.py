@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 from weakref import WeakSet
@@ -27,7 +28,6 @@ from ..settings.env import read
 from ..torch_private.distributed import set_keys
 from .failures import Frame
 from .store_requests import delete_keys, read_present, some_ranks
-from .world import release_before_leaving
 
 if TYPE_CHECKING:
     from ..torch_private.distributed import Store
@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 VARIABLE: Final = "ACCELERATE_HANG_SECONDS"
 DEFAULT_SECONDS: Final = 300.0
 _TICK_SECONDS: Final = 1.0
+_JOIN_SECONDS: Final = 1.0
 _ANSWER_SECONDS: Final = 4.0
 _STORE_TIMEOUT_SECONDS: Final = 60.0
 #: What a rank is asked: nothing, because other ranks are; or its position; else, to end, with the reason.
@@ -116,8 +117,7 @@ def watch_for_hangs(world: World, counter: ProgressCounter) -> None:
     if coordinator.watch is None:
         sees_backward = world.kind.name == "cpu"
         coordinator.watch = HangWatch(coordinator, seconds, threading.get_ident(), sees_backward)
-        coordinator.watch.start()
-        release_before_leaving(coordinator.watch.stop)
+        coordinator.watch.start()  # until the coordinator leaves
     coordinator.watch.counters.add(counter)
 
 
@@ -163,11 +163,18 @@ class HangWatch:
 
     def stop(self) -> None:
         """End the thread, unless it waits for the store."""
-        self._stopped.set()
-        key = self._question_key(self._rank, self._num_heard + 1)
         with contextlib.suppress(CollectiveError):
-            self._coordinator.send(lambda: self._store.set(key, _NOTHING))
-        self._thread.join(timeout=1.0)
+            self._coordinator.send(partial(set_keys, self._store, self.begin_to_stop()))
+        self.join()
+
+    def begin_to_stop(self) -> dict[str, str]:
+        """Look no more, and return what has to be set in the store for the thread to end."""
+        self._stopped.set()
+        return {self._question_key(self._rank, self._num_heard + 1): _NOTHING}
+
+    def join(self) -> None:
+        """Wait for the end of the thread, unless it waits for the store."""
+        self._thread.join(timeout=_JOIN_SECONDS)
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store has ended, or is silent, which every other call reports

@@ -16,8 +16,10 @@ def test_results_and_errors_come_back() -> None:
     with pytest.raises(ValueError, match="no such key"):
         requests.run(lambda: (_ for _ in ()).throw(ValueError("no such key")), 5)
     assert requests.run(lambda: threading.current_thread().name, 5) == "test"
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "test")
     requests.stop()
-    assert "test" not in [thread.name for thread in threading.enumerate()]
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_after_a_timeout_every_later_request_fails_at_once() -> None:
