@@ -5,7 +5,8 @@
 Each rank is a thread with connections of its own, opened beforehand. All threads sleep until one moment and make an
 operation then; a line is the seconds from that moment to the last one's end, the same in plain torch, and the requests
 of a rank on average (calls of the store's methods): medians of the rounds, each of which is a new world over the same
-connections. `--idle SECONDS` counts what the watch for hangs asks while nothing happens.
+connections. `--idle SECONDS` counts what the watch for hangs asks while nothing happens; `--simulated 16384` measures
+a question of rank 0 to so many ranks, whose answers one connection gives.
 
 Threads of one process take turns in Python, and what they wait for their turn no rank of a real run waits for:
 `--ranks-per-process` says how much of a figure that is.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import json
 import logging
 import multiprocessing
 import os
@@ -30,7 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,9 +41,9 @@ from accelerate.checkpointing.agreement import Ranks, StoreCollectives
 from accelerate.distributed import rendezvous
 from accelerate.distributed.environment import ProcessIdentity
 from accelerate.distributed.store_client import Coordinator
-from accelerate.distributed.watchdog import HangWatch
+from accelerate.distributed.watchdog import HangWatch, StackPosition
 from accelerate.distributed.world import World
-from accelerate.torch_private.distributed import PrefixStore, TCPStore
+from accelerate.torch_private.distributed import PrefixStore, TCPStore, set_keys
 
 LIMIT = timedelta(seconds=120)
 CONNECTIONS_PER_RANK = 4
@@ -313,6 +315,7 @@ def measure(size: int, rounds: int, ranks_per_process: int, idle_seconds: float)
             if operation in PREPARATIONS:
                 run.do("prepare", operation)
             if idle_seconds and operation == "question of the hang watch":
+                run.do("pause", operation, MOMENT_SECONDS)  # the watches have begun
                 before = run.requests
                 run.do("pause", operation, idle_seconds)
                 idle = (run.requests - before) / idle_seconds
@@ -333,6 +336,27 @@ def measure(size: int, rounds: int, ranks_per_process: int, idle_seconds: float)
     sys.stdout.flush()
 
 
+def measure_simulated_question(size: int) -> None:
+    """Measure rank 0's part of a question, and the store's, without the ranks, and print."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT, wait_for_workers=False)
+    mine, others = (TCPStore("127.0.0.1", server.port, timeout=LIMIT, wait_for_workers=False) for _ in range(2))
+    watch = HangWatch(Coordinator(mine, 0, size, LIMIT), 1000.0, threading.get_ident())
+    position = json.dumps(asdict(StackPosition(0, 60.0, "train.py:31", "loss.backward()", True)))
+
+    def answer_for_all() -> None:
+        others.wait([watch._question_key(size - 1, 1)], LIMIT)
+        answers = {f"hang/1/{rank}": position.replace('"rank": 0', f'"rank": {rank}') for rank in range(1, size)}
+        set_keys(others, answers)
+
+    threading.Thread(target=answer_for_all, daemon=True).start()
+    begun, cpu_seconds = time.monotonic(), time.process_time()
+    watch.ask_for_stuck(range(1, size))
+    print(
+        f"question to {size} simulated ranks: {time.monotonic() - begun:.2f} s, CPU of rank 0, the store and the "
+        f"simulation {time.process_time() - cpu_seconds:.2f} s"
+    )
+
+
 def allow_connections(size: int) -> None:
     """Let this process keep the connections of all ranks open, and those of a rank's process its pipes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -350,7 +374,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="the figures are medians of so many")
     parser.add_argument("--ranks-per-process", type=int, default=16, help="ranks that take turns in Python")
     parser.add_argument("--idle", type=float, default=0.0, help="seconds in which nothing happens")
+    parser.add_argument("--simulated", type=int, default=0, metavar="RANKS", help="measure a question to so many only")
     options = parser.parse_args()
+    if options.simulated:
+        measure_simulated_question(options.simulated)
+        return
     allow_connections(max(options.ranks))
     gc.freeze()  # what the processes share stays shared
     for size in options.ranks:

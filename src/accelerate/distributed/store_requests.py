@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, final
 
-from ..torch_private.distributed import second_connection, set_keys
+from ..torch_private.distributed import KEYS_PER_REQUEST, get_keys, second_connection, set_keys
 
 if TYPE_CHECKING:
     from ..torch_private.distributed import Store
@@ -219,8 +219,7 @@ class WaitingConnections:
         store, thread = self._take()
 
         def read() -> list[str]:
-            values = store.multi_get(names) if len(names) > 1 else [store.get(names[0])]
-            return [value.decode() for value in values]
+            return get_keys(store, names)
 
         def act_and_read() -> list[str]:
             if after is not None:
@@ -310,11 +309,14 @@ def _request_here(call: Callable[[], Response]) -> Response:
 
 
 def read_present(store: Store, keys: Sequence[str], request: Request = _request_here) -> dict[str, str]:
-    """Return the values of those of `keys` that are set: 2 requests where all are, some more for each that isn't."""
+    """Return the values of those of `keys` that are set.
+
+    Where all are, that takes 2 requests for each 1,024; some more for each that isn't.
+    """
     names = list(keys)
-    if names and request(lambda: store.check(names)):
-        values = request(lambda: store.multi_get(names))
-        return {name: value.decode() for name, value in zip(names, values, strict=True)}
+    if 0 < len(names) <= KEYS_PER_REQUEST and request(lambda: store.check(names)):
+        values = request(lambda: get_keys(store, names))
+        return dict(zip(names, values, strict=True))
     if len(names) < 2:
         return {}
     half = len(names) // 2

@@ -18,10 +18,11 @@ from accelerate.checkpointing.agreement import Ranks, StoreCollectives
 from accelerate.distributed import call_rendezvous, rendezvous, store_client
 from accelerate.distributed.environment import ProcessIdentity
 from accelerate.distributed.store_client import Coordinator
-from accelerate.distributed.store_requests import read_present, some_ranks
+from accelerate.distributed.store_requests import WaitingConnections, read_present, some_ranks
 from accelerate.distributed.watchdog import HangWatch, StackPosition, verdict
 from accelerate.distributed.world import World
 from accelerate.errors import CollectiveError
+from accelerate.torch_private.distributed import set_keys
 
 
 class CountingStore:
@@ -111,6 +112,12 @@ def test_the_requests_of_a_rank_are_as_many_whatever_the_size(
         answers, counts = act_on(size, act)
         assert not any(isinstance(answer, str) and "Rank" in answer for answer in answers), answers
         assert max(count.total() for count in counts) <= most, (size, counts)
+
+
+def test_what_is_published_is_in_the_store_when_the_call_returns() -> None:
+    """A store doesn't respond to `set`, and a barrier's arrival is sent over another connection."""
+    _, (count,) = act_on(1, lambda coordinator: coordinator.publish("seed/0", "7"))
+    assert count == {"set": 1, "check": 1}
 
 
 def test_everyone_gets_what_all_gave() -> None:
@@ -227,10 +234,27 @@ def test_keys_that_are_set_are_read_by_few_requests() -> None:
         asked.append(len(keys))
         return all(key in values for key in keys)
 
-    store: Any = SimpleNamespace(check=check, multi_get=lambda keys: [values[key] for key in keys])
+    store: Any = SimpleNamespace(
+        check=check, get=lambda key: values[key], multi_get=lambda keys: [values[key] for key in keys]
+    )
     found = read_present(store, [f"at/{rank}" for rank in range(64)])
     assert found == {key: value.decode() for key, value in values.items()}
     assert len(asked) == 1 + 2 * 6
+    values = {f"at/{rank}": b"1" for rank in range(16384)}
+    asked.clear()
+    assert len(read_present(store, list(values))) == 16384
+    assert asked == [1024] * 16  # torch's server takes much longer for one request of so many
+
+
+def test_many_keys_are_set_and_waited_for_by_requests_that_the_server_reads_well() -> None:
+    store, counts = HashStore(), Counter[str]()
+    counting = cast("Any", CountingStore(store, counts))
+    values = {f"at/{rank}": str(rank) for rank in range(2050)}
+    set_keys(counting, values)
+    with WaitingConnections(counting).start(*values) as wait:
+        assert wait.is_over(20)
+        assert wait.response() == list(values.values())
+    assert counts == {"multi_set": 3, "multi_get": 3, "check": 1}
 
 
 def test_the_verdict_about_many_ranks_fits_on_a_screen() -> None:

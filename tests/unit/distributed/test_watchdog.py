@@ -87,6 +87,18 @@ def test_a_stuck_thread_is_named_with_its_line_and_the_next_time_is_later(
     assert caplog.text.count("Verdict") <= 4  # 0.2 s, 0.4 s, 0.8 s, ...
 
 
+def test_leaving_ends_the_watch() -> None:
+    """Whether a program ends by itself or by an error: a thread that the store holds could abort the process."""
+    before = set(threading.enumerate())
+    coordinator = alone(HashStore())
+    coordinator.watch = HangWatch(coordinator, 100.0, threading.get_ident())
+    coordinator.watch.start()
+    coordinator.leave()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 def test_what_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(watchdog.VARIABLE, "soon")
     with pytest.raises(SettingError, match="soon"):
