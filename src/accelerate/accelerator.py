@@ -28,6 +28,7 @@ from .lazy import names_from
 from .logging import MultiProcessAdapter, get_logger
 from .parallel.base import PreparedArgument, PreparedArguments, Role, StrategyOptions
 from .plugins.handlers import GradientAccumulationPlugin
+from .precision import scaler_of_shards
 from .settings.labels import DistributedType, FP8BackendType, LoggerType
 from .state import AcceleratorState
 from .training import elastic_batch
@@ -736,7 +737,8 @@ class Accelerator:
         if strategy.mesh != self.mesh:
             self.mesh = strategy.mesh
             self._weights, self._metric_gather = WindowWeights(self.mesh), MetricGather(self.mesh, self.gradient_state)
-        self.strategy = strategy
+        if strategy is not self.strategy:
+            self.strategy, self.scaler = strategy, scaler_of_shards(self.scaler, self.world)
 
     def _register_model(self, model: torch.nn.Module, prepared: Model) -> Model:
         _register(self._models, self.strategy.state.saved_model(model, prepared))

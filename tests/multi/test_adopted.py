@@ -152,6 +152,30 @@ def test_a_loss_that_is_weighted_counts_the_tokens_of_each_share_once() -> None:
     assert_same_run(found[0], alone(weighted=True))
 
 
+def test_an_overflow_on_one_rank_skips_the_step_of_all() -> None:
+    """Of a gradient scaler that was made before it was known that gradients lie in shards."""
+
+    def on_rank() -> tuple[bool, bool, float]:
+        run = Accelerator(cpu=True, mixed_precision="fp16")
+        model: Any = torch.nn.Linear(4, 4, bias=False)
+        fully_shard(model, mesh=mesh_of(data=2))
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = run.prepare(model, optimizer)
+        skipped: list[bool] = []
+        for factor in (1.0, float("inf")):
+            run.backward(model(torch.ones(2, 4)).float().mean())
+            if run.process_index == 0:
+                model.weight.grad.to_local().mul_(factor)
+            optimizer.step()
+            skipped.append(run.optimizer_step_was_skipped)
+            optimizer.zero_grad()
+        assert run.scaler is not None
+        return skipped[0], skipped[1], run.scaler.get_scale()
+
+    first, second = run_on_ranks(on_rank, 2)
+    assert first == second and first[:2] == (False, True)
+
+
 # -- what is saved ----------------------------------------------------------------------------------------------
 
 PLUGIN: dict[str, Any] = {

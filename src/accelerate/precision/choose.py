@@ -101,6 +101,23 @@ def make_scaler(device_type: str, **kwargs: Any) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(device_type, **kwargs)
 
 
+def scaler_of_shards(scaler: torch.amp.GradScaler | None, world: World) -> torch.amp.GradScaler | None:
+    """Return a scaler like ``scaler`` for gradients in shards, one overflow of which skips the step of all ranks.
+
+    One of another class than torch's own stays.
+    """
+    if type(scaler) is not torch.amp.GradScaler or world.backend is None:
+        return scaler
+    options = {
+        "init_scale": scaler.get_scale() if scaler.is_enabled() else 1.0,
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "enabled": scaler.is_enabled(),
+    }
+    return _sharded(world, options)
+
+
 def get_grad_scaler(distributed_type: object = None, **kwargs: Any) -> torch.amp.GradScaler:
     """Make a gradient scaler for the device of this process (FSDP1's sharded one for ``distributed_type`` FSDP)."""
     if getattr(distributed_type, "value", distributed_type) == "FSDP":
