@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, final
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _FIRST_HOST: Final = "ACCELERATE_FIRST_HOST"
 #: In a batch job's command line: replaced by what only the running job knows.
 _PLACEHOLDER: Final = "@placeholder@"
+#: In the plan, so many hosts are named one by one, in a line of so many characters.
+_MAX_NAMED: Final = 16
+_MAX_LINE: Final = 100
 
 
 @final
@@ -69,18 +72,19 @@ class Slurm(LaunchEngine):
         nodes = num_nodes(settings, allocation)
         total, per_node = _tasks(settings, host, nodes)
         environment = base_environment(settings, host, per_node)
-        first = expand_host_list(allocation.get("SLURM_JOB_NODELIST", allocation.get("SLURM_NODELIST", "")))
+        listed = allocation.get("SLURM_JOB_NODELIST", allocation.get("SLURM_NODELIST", ""))
+        hosts = expand_host_list(listed)
         if not has_agents(settings):
             command, rendezvous = program.argv(), "the first node, by Slurm's variables"
         else:
-            rendezvous = f"{first[0] if first else host.name}:{_port(settings)}"
+            rendezvous = f"{hosts[0] if hosts else host.name}:{_port(settings)}"
             command = agent(settings, program, nodes, per_node, rendezvous, allocation["SLURM_JOB_ID"])
         return LaunchPlan(
             engine=f"{self.name}: {per_node} processes on each of {nodes} node(s) of job {allocation['SLURM_JOB_ID']}",
             argv=(*_srun(settings, nodes, total, per_node), *command),
             environment=environment,
             rendezvous=rendezvous,
-            engine_options={"nodes": ", ".join(first)} if first else {},
+            engine_options={"nodes": _shown(hosts, listed)} if hosts else {},
         )
 
     def _from_login_node(self, settings: Settings, program: Program, host: Host) -> LaunchPlan:
@@ -110,6 +114,12 @@ class Slurm(LaunchEngine):
         )
         text = batch_script(settings, plan, name, nodes, per_node, start)
         return replace(plan, files={path: text})
+
+
+def _shown(hosts: Sequence[str], listed: str) -> str:
+    """Return a few hosts by name, more as Slurm lists them, such as ``n[0001-2048]``, in one line at most."""
+    text = ", ".join(hosts) if len(hosts) <= _MAX_NAMED else f"{len(hosts):,}: {listed}"
+    return text if len(text) <= _MAX_LINE else f"{text[: _MAX_LINE - 3]}..."
 
 
 def in_batch_script(environment: Mapping[str, str]) -> bool:

@@ -1,0 +1,165 @@
+"""Launches on 2,048 hosts of eight devices: the plans, and what is said of a failure."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from accelerate.distributed.environment import expand_host_list
+from accelerate.distributed.failures import Failure, Traceback, report
+from accelerate.launch.kubernetes import Kubernetes
+from accelerate.launch.mpi import Mpirun
+from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.remote import hosts_of
+from accelerate.launch.slurm import Slurm
+from accelerate.launch.torchrun import Torchrun
+from tests.unit.launch.plans import GPU_HOST, PROGRAM, hosts_file, settings
+
+HOSTS = 2048
+RANKS = 8 * HOSTS
+NAMES = [f"node{number:04d}" for number in range(HOSTS)]
+LISTED = "node[0000-2047]"
+HOST = replace(GPU_HOST, num_devices=8)
+IN_JOB = replace(
+    HOST, environment={"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": str(HOSTS), "SLURM_JOB_NODELIST": LISTED}
+)
+
+
+def by_slurm(folder: Path) -> LaunchPlan:
+    return Slurm().plan(settings(launcher="slurm"), PROGRAM, IN_JOB)
+
+
+def by_slurm_with_agents(folder: Path) -> LaunchPlan:
+    return Slurm().plan(settings(launcher="slurm", max_restarts=1), PROGRAM, IN_JOB)
+
+
+def by_sbatch(folder: Path) -> LaunchPlan:
+    return Slurm().plan(settings(launcher="slurm", num_machines=HOSTS), PROGRAM, HOST)
+
+
+def by_torchrun(folder: Path) -> LaunchPlan:
+    given = settings(num_machines=HOSTS, num_processes=RANKS, machine_rank=7, main_process_ip="node0000")
+    return Torchrun().plan(given, PROGRAM, HOST)
+
+
+def by_mpirun(folder: Path) -> LaunchPlan:
+    given = settings(mpirun_hostfile=hosts_file(folder, *(f"{name} slots=8" for name in NAMES)))
+    return Mpirun(lambda: "openmpi").plan(given, PROGRAM, HOST)
+
+
+def by_jobset(folder: Path) -> LaunchPlan:
+    given = settings(launcher="kubernetes", k8s_kind="JobSet", k8s_image="image:1", num_machines=HOSTS)
+    return Kubernetes().plan(given, PROGRAM, HOST)
+
+
+def by_pytorchjob(folder: Path) -> LaunchPlan:
+    given = settings(launcher="kubernetes", k8s_image="image:1", num_machines=HOSTS)
+    return Kubernetes().plan(given, PROGRAM, HOST)
+
+
+PLANS = (by_slurm, by_slurm_with_agents, by_sbatch, by_torchrun, by_mpirun, by_jobset, by_pytorchjob)
+
+
+@pytest.mark.parametrize("made_by", PLANS)
+def test_a_plan_is_one_screen_and_one_short_command(made_by: Callable[[Path], LaunchPlan], tmp_path: Path) -> None:
+    made = made_by(tmp_path)
+    shown = made.show()
+    assert len(shown.splitlines()) < 150 and len(shown) < 8000  # a PyTorchJob spells its pods out twice
+    assert len("\0".join(made.argv)) < 4000  # the limit of Linux is 128 KiB an argument, of POSIX 4 KiB for all
+    assert "2048 node(s)" in made.engine or "2048 machine(s)" in made.engine or "2048 pod(s)" in made.engine
+    assert sum(name in shown for name in NAMES) <= 2
+
+
+def test_slurm_names_its_nodes_as_it_lists_them(tmp_path: Path) -> None:
+    assert by_slurm(tmp_path).engine_options == {"nodes": "2,048: node[0000-2047]"}
+    options = dict(pairwise(by_slurm(tmp_path).argv))
+    assert (options["--nodes"], options["--ntasks"], options["--ntasks-per-node"]) == ("2048", str(RANKS), "8")
+    assert dict(pairwise(by_slurm_with_agents(tmp_path).argv))["--rdzv-endpoint"] == "node0000:29500"
+    assert expand_host_list(LISTED) == NAMES
+    scattered = ",".join(NAMES[::2])
+    host = replace(IN_JOB, environment={**IN_JOB.environment, "SLURM_JOB_NODELIST": scattered})
+    nodes = str(Slurm().plan(settings(launcher="slurm"), PROGRAM, host).engine_options["nodes"])
+    assert len(nodes) == 100 and nodes.startswith("1,024: node0000,node0002,") and nodes.endswith("...")
+
+
+@pytest.mark.skipif(shutil.which("scontrol") is None, reason="Slurm's client programs aren't installed")
+def test_slurm_itself_lists_the_same_hosts(tmp_path: Path) -> None:
+    (tmp_path / "slurm.conf").write_text("ClusterName=tests\nSlurmctldHost=localhost\n")
+    environment = {**os.environ, "SLURM_CONF": str(tmp_path / "slurm.conf")}
+
+    def scontrol(*words: str) -> list[str]:
+        done = subprocess.run(["scontrol", "show", *words], env=environment, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            pytest.skip(f"this scontrol needs a cluster: {done.stderr.strip()[:100]}")
+        return done.stdout.split()
+
+    assert scontrol("hostlist", ",".join(NAMES)) == [LISTED]
+    assert scontrol("hostnames", LISTED) == expand_host_list(LISTED)
+    mixed = "gpu[001-003,007],cpu[1-2],login"
+    assert scontrol("hostnames", mixed) == expand_host_list(mixed)
+
+
+def test_a_batch_script_is_one_that_bash_reads(tmp_path: Path) -> None:
+    (text,) = by_sbatch(tmp_path).files.values()
+    assert "#SBATCH --nodes=2048" in text and len(text.splitlines()) < 60
+    assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=60).returncode == 0
+
+
+def test_torchs_own_parser_takes_the_command(tmp_path: Path) -> None:
+    from torch.distributed import run
+
+    parsed = run.parse_args(list(by_torchrun(tmp_path).argv[3:]))
+    assert (parsed.nnodes, parsed.node_rank, parsed.nproc_per_node) == (str(HOSTS), 7, "8")
+    assert parsed.master_addr == "node0000" and parsed.training_script == "train.py"
+
+
+def test_mpirun_gets_the_hosts_by_file(tmp_path: Path) -> None:
+    made = by_mpirun(tmp_path)
+    options = dict(pairwise(made.argv))
+    assert (options["-n"], options["--npernode"]) == (str(RANKS), "8")
+    assert hosts_of(Path(options["--hostfile"]).read_text()) == NAMES
+    assert made.environment["MASTER_ADDR"] == "node0000"
+
+
+@pytest.mark.parametrize("made_by", [by_jobset, by_pytorchjob])
+def test_a_manifest_counts_its_pods(made_by: Callable[[Path], LaunchPlan], tmp_path: Path) -> None:
+    (text,) = made_by(tmp_path).files.values()
+    job = yaml.safe_load(text)
+    if job["kind"] == "JobSet":
+        pods = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+        assert pods["parallelism"] == pods["completions"] == HOSTS
+    else:
+        replicas = job["spec"]["pytorchReplicaSpecs"]
+        assert replicas["Master"]["replicas"] + replicas["Worker"]["replicas"] == HOSTS
+
+
+def failure(rank: int, **values: object) -> Failure:
+    given = {"rank": rank, "host": NAMES[rank // 8], "pid": rank, "returncode": -15, "seconds": 100.0, "stopped": True}
+    return Failure(**{"traceback": None, **given, **values})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["stopped", "each with an error of its own"])
+def test_a_failure_of_one_rank_of_16384_is_one_screen(how: str) -> None:
+    first = Traceback((), "RuntimeError: the batch is empty")
+    failures = [failure(rank) for rank in range(RANKS)]
+    if how != "stopped":
+        failures = [
+            failure(rank, returncode=1, stopped=False, traceback=Traceback((), f"ValueError: of rank {rank}"))
+            for rank in range(RANKS)
+        ]
+    failures[9999] = failure(9999, returncode=1, seconds=50.0, stopped=False, traceback=first)
+    lines = report(failures, RANKS).splitlines()
+    assert len(lines) <= 14 and max(map(len, lines)) <= 240
+    assert lines[0].startswith("First cause: rank 9999 of 16384 (host node1249, ")
+    assert "RuntimeError: the batch is empty" in "\n".join(lines)
+    if how == "stopped":
+        assert f"stopped by the launcher with {signal.SIGTERM.name}" in "\n".join(lines)
