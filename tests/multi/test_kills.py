@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from accelerate.checkpointing import Background, agreement, list_checkpoints, read_checkpoint, write_checkpoint
 from accelerate.checkpointing.items import CheckpointItem
-from accelerate.checkpointing.sharded import ShardsItem
+from accelerate.checkpointing.shards_item import ShardsItem
 from accelerate.checkpointing.store import StagingDirectory
 from accelerate.distributed.world import World, join_world
 from accelerate.settings.training import ProjectOptions

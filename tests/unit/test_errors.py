@@ -235,7 +235,7 @@ OTHERWISE: Final[dict[str, str]] = {
     "checkpointing/agreement.py Ranks.agree kind": "a parameter: a class of CheckpointError",
     "checkpointing/agreement.py write_on_main error": "what this rank met itself, as it was",
     "checkpointing/codec.py _member pickle.UnpicklingError": "pickle's own protocol; caught in the same file",
-    "checkpointing/codec.py read_described_pickle.Reader.find_class pickle.UnpicklingError": (
+    "checkpointing/codec.py _DescribedReader.find_class pickle.UnpicklingError": (
         "pickle's own protocol; caught in the same file"
     ),
     "checkpointing/remote.py _all_at_once errors[0]": "what a transfer in a thread met, as it was",

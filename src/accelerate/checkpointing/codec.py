@@ -598,6 +598,23 @@ def read_pickle(
         raise CheckpointError(f"{file}: can't be read ({type(error).__name__}: {_first_line(error)})") from error
 
 
+@final
+class _DescribedReader(pickle.Unpickler):
+    """A reader of pickles that may name only the classes of ``allowed``."""
+
+    def __init__(self, source: IO[bytes], allowed: Mapping[str, tuple[str, ...]]) -> None:
+        super().__init__(source)
+        self._allowed = allowed
+
+    def find_class(self, module_name: str, global_name: str, /) -> object:
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _member
+        found = _attribute(module_name, global_name)
+        if global_name in self._allowed.get(module_name, ()) or isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"Unsupported class {module_name}.{global_name}")
+
+
 def read_described_pickle(source: Path | IO[bytes], allowed: Mapping[str, tuple[str, ...]], name: str = "") -> Any:
     """Read the object in a pickle that may name only the classes of ``allowed``: module -> names.
 
@@ -607,22 +624,11 @@ def read_described_pickle(source: Path | IO[bytes], allowed: Mapping[str, tuple[
         CheckpointError: it is broken, or names something else.
     """
     path = name or source
-
-    @final
-    class Reader(pickle.Unpickler):
-        def find_class(self, module_name: str, global_name: str, /) -> object:
-            if (module_name, global_name) == ("builtins", "getattr"):
-                return _member
-            found = _attribute(module_name, global_name)
-            if global_name in allowed.get(module_name, ()) or isinstance(found, torch.dtype):
-                return found
-            raise pickle.UnpicklingError(f"Unsupported class {module_name}.{global_name}")
-
     try:
         if not isinstance(source, Path):
-            return Reader(source).load()
+            return _DescribedReader(source, allowed).load()
         with open(source, "rb") as file:
-            return Reader(file).load()
+            return _DescribedReader(file, allowed).load()
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path}: refused, because reading it could run code ({error})") from error
     except (EOFError, ValueError, KeyError, TypeError, AttributeError, ImportError, IndexError) as error:

@@ -35,6 +35,7 @@ from .layout import (
     SCALER,
     SCHEDULER,
     StateFiles,
+    folder_of_rank,
     to_classic_streams,
     write_encoded,
 )
@@ -86,10 +87,11 @@ class WeightsItem(CheckpointItem):
 
 @final
 class StateItem(CheckpointItem):
-    """A state dict as a JSON document and tensors."""
+    """A state dict as a JSON document and tensors, in ``folder`` of the checkpoint (with a slash)."""
 
-    def __init__(self, stem: str, encoded: Encoded, *, beside: bool) -> None:
+    def __init__(self, stem: str, encoded: Encoded, *, beside: bool, folder: str = "") -> None:
         self._stem = stem
+        self._folder = folder
         self._encoded = encoded
         self._beside = beside or encoded.num_tensor_bytes > INLINE_LIMIT_BYTES
 
@@ -104,7 +106,7 @@ class StateItem(CheckpointItem):
 
     def write(self, create: Create) -> None:
         """Write ``{stem}.json``, and ``{stem}.safetensors`` where the tensors lie beside it."""
-        write_encoded(create, self._stem, self._encoded, beside=self._beside)
+        write_encoded(create, self._stem, self._encoded, beside=self._beside, folder=self._folder)
 
 
 @final
@@ -215,7 +217,8 @@ class RunItems:
             value["loaders"] = [state.get("own") if isinstance(state, Mapping) else None for state in states]
         items = [self._item(RANDOM, value, rank, "random streams")]
         if self.window is not None:  # never a pickle: the classic format of other programs has no name for it
-            items.append(StateItem(GRADIENTS.name(rank), encode(self.window, "gradients"), beside=True))
+            folder = folder_of_rank(rank, self.run.num_ranks)
+            items.append(StateItem(GRADIENTS.name(rank), encode(self.window, "gradients"), beside=True, folder=folder))
         return items
 
     @cached_property
@@ -243,7 +246,10 @@ class RunItems:
     ) -> CheckpointItem:
         if self.run.is_classic or is_pickle:
             return PickledItem(partial(state_files.write_pickle, value=value, number=number))
-        return StateItem(state_files.name(number), encode(value, what), beside=state_files.tensors_beside)
+        folder = folder_of_rank(number, self.run.num_ranks) if state_files.is_of_rank else ""
+        return StateItem(
+            state_files.name(number), encode(value, what), beside=state_files.tensors_beside, folder=folder
+        )
 
 
 # ------------------------------------------------------------------------------------------ of a late rank

@@ -10,7 +10,9 @@
 | gradients of a rank in an open window | `gradients_{rank}.safetensors` + `.json` | the same |
 | registered object | `custom_checkpoint_{i}.safetensors` + `.json` | `custom_checkpoint_{i}.pkl` |
 
-Further objects of a kind add `_1`, `_2`, ... to the stem.
+Further objects of a kind add `_1`, `_2`, ... to the stem. Of more than 1,024 ranks, what each rank has of its own lies
+in folders of a thousand ranks each, `ranks_00000/`, `ranks_01000/`, ...; but not in the classic format, which other
+programs read.
 """
 
 from __future__ import annotations
@@ -34,6 +36,18 @@ from .tensor_files import open_tensors, write_tensors
 
 #: State that is larger than this never goes into a JSON file itself.
 INLINE_LIMIT_BYTES: Final = 16 << 20
+#: The files of more ranks lie in folders by thousand: no file system likes tens of thousands of files in one.
+MAX_RANKS: Final = 1024
+_RANKS_IN_FOLDER: Final = 1000
+
+
+def folder_of_rank(rank: int, num_ranks: int) -> str:
+    """Return the folder, with a slash, of the files that ``rank`` of ``num_ranks`` has of its own; empty for few."""
+    return "" if num_ranks <= MAX_RANKS else _numbered_folder(rank)
+
+
+def _numbered_folder(rank: int) -> str:
+    return f"ranks_{rank // _RANKS_IN_FOLDER * _RANKS_IN_FOLDER:05d}/"
 
 
 def write_state(create: Create, stem: str, value: object, *, name: str, beside: bool) -> None:
@@ -46,14 +60,18 @@ def write_state(create: Create, stem: str, value: object, *, name: str, beside: 
     write_encoded(create, stem, encoded, beside=beside or encoded.num_tensor_bytes > INLINE_LIMIT_BYTES)
 
 
-def write_encoded(create: Create, stem: str, encoded: Encoded, *, beside: bool) -> None:
-    """Write an encoded state to ``{stem}.json``, and with ``beside`` its tensors to ``{stem}.safetensors``."""
+def write_encoded(create: Create, stem: str, encoded: Encoded, *, beside: bool, folder: str = "") -> None:
+    """Write an encoded state to ``{stem}.json``, and with ``beside`` its tensors to ``{stem}.safetensors``.
+
+    Args:
+        folder: where, with a slash; empty for the checkpoint itself.
+    """
     tensor_file = f"{stem}.safetensors"
     content = envelope(encoded.document, beside=tensor_file) if beside else inline(encoded)
     if beside:
-        with create(tensor_file) as file:
+        with create(f"{folder}{tensor_file}") as file:
             write_tensors(file, encoded.tensors, {"format": "pt"})
-    with create(f"{stem}.json") as file:
+    with create(f"{folder}{stem}.json") as file:
         file.write(json.dumps(content, separators=(",", ":")).encode())
 
 
@@ -93,6 +111,7 @@ class StateFiles:
     classic_extension: str
     tensors_beside: bool
     always_numbered: bool = False
+    is_of_rank: bool = False
 
     def _suffix(self, number: int) -> str:
         return f"_{number}" if number or self.always_numbered else ""
@@ -111,8 +130,14 @@ class StateFiles:
             write_pickle(value, file)
 
     def holds(self, folder: Path, number: int = 0) -> bool:
-        """Return whether ``folder`` has the state of object ``number``, in either format."""
-        return any((folder / name).is_file() for name in (f"{self.name(number)}.json", self.classic_name(number)))
+        """Return whether ``folder`` has the state of object (or rank) ``number``, in either format."""
+        return any((folder / name).is_file() for name in self.possible_names(number))
+
+    def possible_names(self, number: int = 0) -> tuple[str, ...]:
+        """Return all names, seen from the checkpoint, that the first file of object (or rank) ``number`` may have."""
+        name = f"{self.name(number)}.json"
+        by_thousand = (f"{_numbered_folder(number)}{name}",) if self.is_of_rank else ()
+        return (name, self.classic_name(number), *by_thousand)
 
     def read(self, folder: Path, number: int = 0, **pickle_options: Any) -> Any:
         """Read the state of object ``number``.
@@ -120,10 +145,13 @@ class StateFiles:
         Raises:
             CheckpointNotFound: ``folder`` has neither file.
         """
-        if (folder / f"{self.name(number)}.json").is_file():
-            return read_state(folder, self.name(number))
-        if (folder / self.classic_name(number)).is_file():
-            return read_pickle(folder / self.classic_name(number), **pickle_options)
+        for path in (folder / name for name in self.possible_names(number)):
+            if path.is_file():
+                return (
+                    read_state(path.parent, path.stem)
+                    if path.suffix == ".json"
+                    else read_pickle(path, **pickle_options)
+                )
         raise CheckpointNotFound(f"{folder} holds no {self.name(number)}.json and no {self.classic_name(number)}")
 
 
@@ -131,8 +159,12 @@ OPTIMIZER: Final = StateFiles(OPTIMIZER_NAME, OPTIMIZER_NAME, "bin", tensors_bes
 SCHEDULER: Final = StateFiles(SCHEDULER_NAME, SCHEDULER_NAME, "bin", tensors_beside=False)
 LOADER: Final = StateFiles(SAMPLER_NAME, "dl_state_dict", "bin", tensors_beside=False)
 SCALER: Final = StateFiles("scaler", "scaler", "pt", tensors_beside=False)
-RANDOM: Final = StateFiles(RNG_STATE_NAME, RNG_STATE_NAME, "pkl", tensors_beside=False, always_numbered=True)
-GRADIENTS: Final = StateFiles("gradients", "gradients", "pkl", tensors_beside=True, always_numbered=True)
+RANDOM: Final = StateFiles(
+    RNG_STATE_NAME, RNG_STATE_NAME, "pkl", tensors_beside=False, always_numbered=True, is_of_rank=True
+)
+GRADIENTS: Final = StateFiles(
+    "gradients", "gradients", "pkl", tensors_beside=True, always_numbered=True, is_of_rank=True
+)
 CUSTOM: Final = StateFiles(
     CUSTOM_CHECKPOINT_NAME, CUSTOM_CHECKPOINT_NAME, "pkl", tensors_beside=True, always_numbered=True
 )

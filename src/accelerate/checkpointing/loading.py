@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -296,7 +296,8 @@ def _is_foreign(store: Store) -> bool:
         managed = store.manifest() is not None
     except CheckpointError:
         managed = True
-    own = any(folder.glob(f"{RANDOM.stem}_*.json")) or (folder / UNFINISHED_NAME).exists()
+    files = f"{RANDOM.stem}_*.json"
+    own = any(folder.glob(files)) or any(folder.glob(f"ranks_*/{files}")) or (folder / UNFINISHED_NAME).exists()
     return all(store.ranks.all_gather(not managed and not own and folder.is_dir() and any(folder.iterdir())))
 
 
@@ -374,7 +375,7 @@ class Loading:
         shards = sharded.weights_folder(folder, index)
         if sharded.is_sharded(shards):
             sharded.read_model_shards(access, model, shards, **options)
-            return [f"{shards.name}/{path.name}" for path in shards.iterdir()]
+            return [] if self.manifest is None else [n for n in self.manifest.files if n.startswith(f"{shards.name}/")]
         classic = sharded.classic_weights(folder, index)
         if classic.is_file():
             access.load_target(model).load_state_dict(read_pickle(classic, **of_pickles), **options)
@@ -468,7 +469,8 @@ class Loading:
                 f"the main process saved it alone, without the random streams of rank {ranks} and their own parts of "
                 "loaders: they are derived from the main process's"
             )
-        return f"random streams of rank {_count(RANDOM, folder)} and up are derived: the saved run didn't have them"
+        num_saved = _count(RANDOM, folder) if self.manifest is None else _count_listed(RANDOM, self.manifest.files)
+        return f"random streams of rank {num_saved} and up are derived: the saved run didn't have them"
 
     def _log_notes(self) -> None:
         notes_of_all = [note for notes in self.ranks.all_gather(self.found.notes) for note in notes]
@@ -483,6 +485,14 @@ class Loading:
 def _count(state_files: StateFiles, folder: Path) -> int:
     number = 0
     while state_files.holds(folder, number):
+        number += 1
+    return number
+
+
+def _count_listed(state_files: StateFiles, names: Container[str]) -> int:
+    """Return how many of ``state_files`` are among ``names``: a question to no file system for each rank."""
+    number = 0
+    while any(name in names for name in state_files.possible_names(number)):
         number += 1
     return number
 

@@ -137,6 +137,11 @@ class RunState:
         """Whether states are saved as pickles under the classic names."""
         return self.project.checkpoint_format == "classic"
 
+    @property
+    def num_ranks(self) -> int:
+        """The processes of the run."""
+        return 1 if self.world is None else self.world.size
+
     def pickles(self, obj: object) -> bool:
         """Return whether the state of a registered object may be a pickle."""
         return any(obj is one for one in self.may_pickle)

@@ -7,14 +7,12 @@ tensors and DTensors is here.
 
 from __future__ import annotations
 
-import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 
@@ -24,154 +22,15 @@ from ..names import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from ..torch_private.distributed import shard_locally
 from ..torch_private.modules import loaded
 from .agreement import Ranks
-from .codec import read_described_pickle, write_plain_pickle
-from .dcp import DESCRIPTIONS, convert_torch_errors, is_distributed_checkpoint, read_into, read_metadata
-from .items import CheckpointItem
-from .manifest import measure
+from .dcp import is_distributed_checkpoint, read_into, read_metadata
+from .layout import MAX_RANKS
 from .run_state import StateDict, StrategyState
-from .store import Create, StagingDirectory
+from .shards_item import ShardsItem
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
-    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 
     from .weights import LoadedKeys, LoadTarget
-
-# -------------------------------------------------------------------------------------- the item of sharded state
-#
-# torch plans and writes the files; the messages between ranks are ours. So the ranks can exchange plans without the
-# training's process group, and the same state gives the same bytes whether the training waits for them or not.
-
-T = TypeVar("T")
-
-#: The classes that messages between ranks may name, besides those of an index.
-_PLANS = {
-    "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
-    "torch.distributed.checkpoint.storage": ("WriteResult",),
-}
-
-
-@final
-class ShardsItem(CheckpointItem):
-    """This rank's shards of one state, written as files of ``folder``.
-
-    Args:
-        state: nested dicts and lists; tensors may be whole, or DTensors and ShardedTensors.
-        ranks: the ranks that write the folder together.
-        staging: the staging directory that the folder is in.
-    """
-
-    def __init__(self, folder: Path, state: StateDict, ranks: Ranks, staging: StagingDirectory | None = None) -> None:
-        self._folder, self._ranks, self._staging = folder, ranks, staging
-        planner, writer = _save_classes()
-        self._planner: Any = planner()
-        self._writer: Any = writer(folder)
-        self._planner.set_up_planner(state, self._writer.storage_meta(), ranks.is_main)
-        self._plan = self._planner.create_local_plan()
-        self._planner.take(self._plan.items)
-
-    def tensors(self) -> Iterable[torch.Tensor]:
-        """Return this rank's shards."""
-        return [value for value in self._planner.values.values() if isinstance(value, torch.Tensor)]
-
-    def use_copies(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Replace the shards by the copies; entries that are no tensors are held as bytes already."""
-        values: dict[Any, Any] = self._planner.values
-        self._planner.values = {
-            index: copies[id(value)] if isinstance(value, torch.Tensor) else value for index, value in values.items()
-        }
-
-    def write(self, create: Create) -> None:
-        """Write the shards of all ranks into the folder; all ranks of the folder call this."""
-        with convert_torch_errors(f"save {self._folder}"):
-            self._write()
-
-    def _write(self) -> None:
-        is_main, plans, metadata = self._ranks.is_main, None, None
-        self._step(self._prepare)
-        local_plans = self._ranks.gather(_packed(self._plan))
-        if is_main:
-            plans, metadata = self._step(lambda: self._planned(local_plans))
-        else:
-            self._step(lambda: None)
-        mine = self._ranks.scatter(plans)
-        results = self._step(lambda: self._data(_unpacked(mine)))
-        all_results = self._ranks.gather(_packed(results))
-        self._step(
-            lambda: self._writer.finish(metadata, [_unpacked(one) for one in all_results or ()]) if is_main else None
-        )
-        names = {result.storage_data.relative_path for result in results}
-        self._step(lambda: self._record(names))
-
-    def _step(self, act: Callable[[], T]) -> T:
-        """Return the result of ``act()`` once it has succeeded on every rank; raise on all otherwise."""
-        error: Exception | None = None
-        result: Any = None
-        try:
-            result = act()
-        except Exception as problem:  # raised again on every rank by agree()
-            error = problem
-        self._ranks.agree(error, f"save {self._folder}")
-        return result
-
-    def _prepare(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._writer.set_up_storage_writer(self._ranks.is_main)
-        self._plan = self._writer.prepare_local_plan(self._plan)
-
-    def _planned(self, local_plans: list[bytes] | None) -> tuple[list[bytes], Metadata]:
-        plans, metadata = self._planner.create_global_plan([_unpacked(plan) for plan in local_plans or ()])
-        return [_packed(plan) for plan in self._writer.prepare_global_plan(plans)], metadata
-
-    def _data(self, plan: SavePlan) -> list[WriteResult]:
-        writing = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
-        writing.wait()
-        return writing.value()
-
-    def _record(self, names: Iterable[str]) -> None:
-        """Measure the files that this rank has written."""
-        if self._staging is None:
-            return
-        for name in names:
-            record = measure(self._folder / name)
-            self._staging.records[f"{self._folder.relative_to(self._staging.folder).as_posix()}/{name}"] = record
-            self._staging.progress.advance(record.size)
-
-
-def _packed(value: object) -> bytes:
-    buffer = io.BytesIO()
-    write_plain_pickle(value, buffer)
-    return buffer.getvalue()
-
-
-def _unpacked(data: bytes) -> Any:
-    return read_described_pickle(io.BytesIO(data), {**DESCRIPTIONS, **_PLANS}, "a message from another rank")
-
-
-@cache  # made when first needed: importing torch's part takes half a second
-def _save_classes() -> tuple[type, type]:
-    """Return a planner that holds the values to write, and a writer that records no time and no path."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.metadata import StorageMeta
-
-    @final
-    class Planner(DefaultSavePlanner):
-        def take(self, items: Iterable[WriteItem]) -> None:
-            self.values = {item.index: super(Planner, self).resolve_data(item) for item in items}
-
-        def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-            value: Any = self.values[write_item.index]
-            return value.detach().contiguous() if isinstance(value, torch.Tensor) else value
-
-    @final
-    class Writer(FileSystemWriter):
-        def storage_meta(self) -> StorageMeta:
-            return StorageMeta()
-
-    return Planner, Writer
-
 
 # ------------------------------------------------------------------------------------ saving and loading shards
 
@@ -295,6 +154,11 @@ def _alone() -> bool:
     return not (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
+def _reads_alone() -> bool:
+    """Return whether each rank plans its reading by itself: of many ranks, rank 0 would gather all of their plans."""
+    return _alone() or torch.distributed.get_world_size() > MAX_RANKS
+
+
 # ------------------------------------------------------------------------------------------------- reading
 
 
@@ -348,7 +212,7 @@ def read_optimizer_shards(
     Raises:
         CheckpointError: the folder holds state of parameters that the models don't have.
     """
-    layouts = access.layouts(models)
+    layouts, metadata = access.layouts(models), _metadata(folder)
     state: dict[str, Any] = {}
     target: dict[str, Any] = {"optimizer": state}
     for key, (root, *path) in _saved(folder).items():
@@ -359,7 +223,7 @@ def read_optimizer_shards(
         layout = layouts[str(path[1])] if path[0] == "state" else None
         if layout is not None and layout.is_meta:
             continue  # of another pipeline stage
-        _put(state, path, _empty(_metadata(folder)[key], layout))
+        _put(state, path, _empty(metadata[key], layout))
     _read(folder, target)
     access.load_optimizer_shards(optimizer, models, {"state": {}, "param_groups": [], **target["optimizer"]})
 
@@ -401,7 +265,7 @@ def _saved(folder: Path) -> dict[str, tuple[str | int, ...]]:
 
 
 def _read(folder: Path, state: StateDict) -> None:
-    read_into(folder, state, alone=_alone())
+    read_into(folder, state, alone=_reads_alone())
 
 
 # ------------------------------------------------------------------------- models of ordinary tensors and DTensors

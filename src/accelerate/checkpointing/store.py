@@ -19,7 +19,7 @@ import os
 import shutil
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -438,12 +438,13 @@ class CheckpointStore(Store):
         description: Manifest,
     ) -> None:
         recorded = {name: FileRecord(*record) for entry in gathered for name, record in entry[1].items()}
-        pickled = tuple(sorted({*(name for entry in gathered for name in entry[2]), *_shards(staging_path)}))
+        names = file_names(staging_path)
+        pickled = tuple(sorted({*(name for entry in gathered for name in entry[2]), *_shards(names)}))
         details = {**description.details}
         for entry in reversed(gathered):
             details.update(entry[3])
         files: dict[str, FileRecord] = {}
-        for name in file_names(staging_path):
+        for name in names:
             if name == MANIFEST_NAME:
                 raise CheckpointError(f"{name} in a checkpoint folder is this library's own; write another name")
             if name == PIN_NAME:
@@ -556,22 +557,25 @@ class CheckpointStore(Store):
         )
 
     def problem(self) -> str | None:
-        """Describe why the checkpoint here must not be loaded; the ranks of a node share the reading."""
+        """Describe why the checkpoint here must not be loaded; the ranks that see the same files share the reading."""
         reason: str | None = None
+        keys = self.ranks.all_gather(_identity_of(self.folder / MANIFEST_NAME))
+        mine = keys[self.ranks.rank] if len(keys) > 1 else keys[0]
+        readers = [rank for rank, key in enumerate(keys) if key == mine]
         try:
-            reason = self._problem_here()
+            reason = self._problem_here(readers.index(self.ranks.rank) if len(keys) > 1 else 0, len(readers))
         except CheckpointError as error:
             reason = str(error)
         found = self.ranks.all_gather(reason)
         return "; ".join(dict.fromkeys(text for text in found if text)) or None
 
-    def _problem_here(self) -> str | None:
+    def _problem_here(self, reader: int, num_readers: int) -> str | None:
         manifest = self.manifest()
         if manifest is None:
             return f"no {MANIFEST_NAME}: the save never finished, or another program wrote the folder"
-        # spread by size, so that no rank of the node reads most of the bytes
+        # spread by size, so that no rank reads most of the bytes
         names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-        names = names[self.ranks.local_rank :: self.ranks.local_size]
+        names = names[reader::num_readers]
         num_bytes = sum(manifest.files[name].size for name in names)
         with ByteProgress(f"Checking {self.folder.name}", num_bytes, shown=self.ranks.is_main) as progress:
             return (
@@ -617,16 +621,27 @@ class CheckpointStore(Store):
                 remove_lock_file(staging_path)
 
 
+def _identity_of(path: Path) -> tuple[int, int, int]:
+    """Return numbers that differ between files of one name on several disks, and are the same where it is one file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
 def file_names(folder: Path) -> list[str]:
+    """Return the files in ``folder`` and its subfolders, seen from it."""
     names: list[str] = []
     for parent, _, files in os.walk(folder):
-        names += [(Path(parent) / file).relative_to(folder).as_posix() for file in files]
+        place = Path(parent).relative_to(folder).as_posix()
+        names += files if place == "." else [f"{place}/{file}" for file in files]
     return sorted(names)
 
 
-def _shards(folder: Path) -> list[str]:
+def _shards(names: Iterable[str]) -> list[str]:
     """Return the files of torch's distributed checkpoints: their index and entries without tensors are pickles."""
-    return [name for name in file_names(folder) if name.endswith((".metadata", ".distcp"))]
+    return [name for name in names if name.endswith((".metadata", ".distcp"))]
 
 
 def fsync_path(path: Path) -> None:

@@ -328,7 +328,7 @@ PLACES: Final[dict[str, str]] = {
     "checkpointing/storage.py LocalStorage.read": OWN,
     "checkpointing/storage.py LocalStorage.write": OWN,
     "checkpointing/loading.py Loading._read_model": OWN,
-    "checkpointing/sharded.py _unpacked": "no file: what other ranks say",
+    "checkpointing/shards_item.py _unpacked": "no file: what other ranks say",
     "checkpointing/background.py _allocate_huge_pages": "no file: memory",
     "checkpointing/store.py fsync_path": OWN,
     "checkpointing/store.py write_durably": OWN,

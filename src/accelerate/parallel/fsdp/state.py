@@ -20,7 +20,8 @@ from torch.distributed.fsdp import (
 from ...checkpointing import StagingDirectory
 from ...checkpointing.items import CheckpointItem
 from ...checkpointing.run_state import StateDict, Stateful, StrategyState
-from ...checkpointing.sharded import ShardsItem, StateAccess, optimizer_folder, own_shards, weights_folder
+from ...checkpointing.sharded import StateAccess, optimizer_folder, own_shards, weights_folder
+from ...checkpointing.shards_item import ShardsItem
 from ...distributed.world import World
 from ...errors import CheckpointError
 from ...plugins.fsdp import FullyShardedDataParallelPlugin

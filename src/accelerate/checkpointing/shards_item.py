@@ -1,0 +1,279 @@
+"""The item of sharded state: every rank writes its own shards, as torch's distributed checkpoint has them.
+
+torch plans and writes the files; the messages between ranks are ours. So the ranks can exchange plans without the
+training's process group, and the same state gives the same bytes whether the training waits for them or not.
+
+What rank 0 plans grows with the pieces that are proposed to it. Of more than :data:`MAX_RANKS` ranks, each proposes
+only what no other does: a piece falls to one of its replicas by name, whole values to the first rank that has them.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import torch
+
+from ..errors import CheckpointError
+from .agreement import Ranks
+from .codec import read_described_pickle, write_plain_pickle
+from .dcp import DESCRIPTIONS, convert_torch_errors
+from .items import CheckpointItem
+from .layout import MAX_RANKS, folder_of_rank
+from .manifest import measure
+from .run_state import StateDict
+from .store import Create, StagingDirectory
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+    from torch.distributed.checkpoint.storage import WriteResult
+
+T = TypeVar("T")
+
+#: The classes that messages between ranks may name, besides those of an index.
+_MESSAGES = {
+    **DESCRIPTIONS,
+    "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
+    "torch.distributed.checkpoint.storage": ("WriteResult",),
+}
+
+
+@final
+class ShardsItem(CheckpointItem):
+    """This rank's shards of one state, written as files of ``folder``.
+
+    Args:
+        state: nested dicts and lists; tensors may be whole, or DTensors and ShardedTensors.
+        ranks: the ranks that write the folder together.
+        staging: the staging directory that the folder is in.
+    """
+
+    def __init__(self, folder: Path, state: StateDict, ranks: Ranks, staging: StagingDirectory | None = None) -> None:
+        self._folder, self._ranks, self._staging = folder, ranks, staging
+        planner, writer = _save_classes()
+        self._planner: Any = planner()
+        self._writer: Any = writer(folder)
+        self._planner.set_up_planner(state, self._writer.storage_meta(), ranks.is_main)
+        self._plan = self._planner.create_local_plan()
+        if ranks.size > MAX_RANKS:
+            self._plan = without_replicas(self._plan, self._planner.state_dict)
+        self._planner.take(self._plan.items)
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Return this rank's shards."""
+        return [value for value in self._planner.values.values() if isinstance(value, torch.Tensor)]
+
+    def use_copies(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Replace the shards by the copies; entries that are no tensors are held as bytes already."""
+        values: dict[Any, Any] = self._planner.values
+        self._planner.values = {
+            index: copies[id(value)] if isinstance(value, torch.Tensor) else value for index, value in values.items()
+        }
+
+    def write(self, create: Create) -> None:
+        """Write the shards of all ranks into the folder; all ranks of the folder call this."""
+        with convert_torch_errors(f"save {self._folder}"):
+            self._write()
+
+    def _write(self) -> None:
+        is_main, plans, metadata = self._ranks.is_main, None, None
+        self._step(self._prepare)
+        if self._ranks.size > MAX_RANKS:
+            is_first = is_first_alike(self._ranks, whole_values(self._plan))
+            self._plan = proposed(self._plan, is_first)
+        local_plans = self._ranks.gather(_packed(self._plan))
+        if is_main:
+            plans, metadata = self._step(lambda: self._planned(local_plans))
+        else:
+            self._step(lambda: None)
+        mine = self._ranks.scatter(plans)
+        results = self._step(lambda: self._data(_unpacked(mine)))
+        all_results = self._ranks.gather(_packed(results))
+        self._step(
+            lambda: self._writer.finish(metadata, [_unpacked(one) for one in all_results or ()]) if is_main else None
+        )
+        names = {result.storage_data.relative_path for result in results}
+        self._step(lambda: self._record(names))
+
+    def _step(self, act: Callable[[], T]) -> T:
+        """Return the result of ``act()`` once it has succeeded on every rank; raise on all otherwise."""
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = act()
+        except Exception as problem:  # raised again on every rank by agree()
+            error = problem
+        self._ranks.agree(error, f"save {self._folder}")
+        return result
+
+    def _prepare(self) -> None:
+        (self._folder / folder_of_rank(self._ranks.rank, self._ranks.size)).mkdir(parents=True, exist_ok=True)
+        self._writer.set_up_storage_writer(self._ranks.is_main)
+        self._plan = self._writer.prepare_local_plan(self._plan)
+
+    def _planned(self, local_plans: list[bytes] | None) -> tuple[list[bytes], Metadata]:
+        plans, metadata = self._planner.create_global_plan([_unpacked(plan) for plan in local_plans or ()])
+        return [_packed(plan) for plan in self._writer.prepare_global_plan(plans)], metadata
+
+    def _data(self, plan: SavePlan) -> list[WriteResult]:
+        writing = self._writer.write_data(self._planner.finish_plan(plan), self._planner)
+        writing.wait()
+        return writing.value()
+
+    def _record(self, names: Iterable[str]) -> None:
+        """Measure the files that this rank has written."""
+        if self._staging is None:
+            return
+        for name in names:
+            record = measure(self._folder / name)
+            self._staging.records[f"{self._folder.relative_to(self._staging.folder).as_posix()}/{name}"] = record
+            self._staging.progress.advance(record.size)
+
+
+def without_replicas(plan: SavePlan, state: Mapping[str, Any]) -> SavePlan:
+    """Return ``plan`` without the pieces of DTensors that another rank of their mesh, chosen by name, proposes."""
+    return replace(plan, items=[item for item in plan.items if _is_own(item.index.fqn, state.get(item.index.fqn))])
+
+
+def _is_own(name: str, value: Any) -> bool:
+    """Return whether this rank is the one of the replicas of its piece that ``name`` falls to."""
+    placements: Sequence[Any] = getattr(value, "placements", ())
+    if not placements:
+        return True  # no DTensor
+    own, count = 0, 1
+    for size, at, placement in zip(
+        value.device_mesh.shape, value.device_mesh.get_coordinate(), placements, strict=True
+    ):
+        if placement.is_replicate():
+            own, count = own * size + at, count * size
+    return zlib.crc32(name.encode()) % count == own
+
+
+def whole_values(plan: SavePlan) -> int:
+    """Return a checksum of the names of values that are whole in this rank's plan."""
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    names = sorted(item.index.fqn for item in plan.items if item.type != WriteItemType.SHARD)
+    return zlib.crc32("\n".join(names).encode())
+
+
+def is_first_alike(ranks: Ranks, checksum: int) -> bool:
+    """Return whether no rank before this one has the same checksum."""
+    return checksum not in ranks.all_gather(checksum)[: ranks.rank]
+
+
+def proposed(plan: SavePlan, is_first: bool) -> SavePlan:
+    """Return what this rank proposes: its pieces, and whole values if it is the first that has them."""
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    items = [item for item in plan.items if is_first or item.type == WriteItemType.SHARD]
+    names = {item.index.fqn for item in items}
+    paths: Mapping[str, Any] = plan.planner_data or {}
+    return replace(plan, items=items, planner_data={name: paths[name] for name in paths if name in names})
+
+
+def _packed(value: object) -> bytes:
+    buffer = io.BytesIO()
+    write_plain_pickle(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return read_described_pickle(io.BytesIO(data), _MESSAGES, "a message from another rank")
+
+
+@cache  # made when first needed: importing torch's part takes half a second
+def _save_classes() -> tuple[type, type]:
+    """Return a planner that holds the values to write, and a writer that records no time and no path."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    @final
+    class Planner(DefaultSavePlanner):
+        def take(self, items: Iterable[WriteItem]) -> None:
+            self.values = {item.index: super(Planner, self).resolve_data(item) for item in items}
+
+        def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+            value: Any = self.values[write_item.index]
+            return value.detach().contiguous() if isinstance(value, torch.Tensor) else value
+
+        def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+            """Plan as torch does; of many ranks in a time that grows with the pieces, not with their square."""
+            if len(all_plans) <= MAX_RANKS:
+                return super().create_global_plan(all_plans)
+            plans, metadata = create_default_global_save_plan(each_once(all_plans))
+            paths = {name: path for plan in all_plans[::-1] for name, path in (plan.planner_data or {}).items()}
+            self.metadata = replace(metadata, planner_data=paths)
+            require_whole(self.metadata)
+            return plans, self.metadata
+
+    @final
+    class Writer(FileSystemWriter):
+        def storage_meta(self) -> StorageMeta:
+            return StorageMeta()
+
+        def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+            """Name the files, of many ranks in folders by thousand."""
+            return [
+                replace(plan, storage_data=replace(data, prefix=f"{folder_of_rank(rank, len(plans))}{data.prefix}"))
+                for rank, plan in enumerate(super().prepare_global_plan(plans))
+                if (data := plan.storage_data)
+            ]
+
+    return Planner, Writer
+
+
+def each_once(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Return the plans with each piece in the first of the plans that have it."""
+    seen: set[Any] = set()
+    found: list[SavePlan] = []
+    for plan in plans:
+        items = [item for item in plan.items if item.index not in seen]
+        seen.update(item.index for item in items)
+        found.append(replace(plan, items=items))
+    return found
+
+
+def require_whole(metadata: Metadata) -> None:
+    """Raise unless the pieces of each tensor lie in it, don't overlap and fill it.
+
+    Raises:
+        CheckpointError: the text names the tensors.
+    """
+    wrong = [
+        name
+        for name, entry in metadata.state_dict_metadata.items()
+        if (chunks := getattr(entry, "chunks", None)) and not _is_filled(getattr(entry, "size", ()), chunks)
+    ]
+    if wrong:
+        raise CheckpointError(f"the ranks' pieces don't fill {', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}")
+
+
+def _is_filled(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> bool:
+    boxes = [
+        (tuple(chunk.offsets), tuple(at + length for at, length in zip(chunk.offsets, chunk.sizes, strict=True)))
+        for chunk in chunks
+    ]
+    if any(not 0 <= low <= high <= limit for box in boxes for low, high, limit in zip(*box, size, strict=True)):
+        return False
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        return False
+    if len(boxes) == 1:
+        return True
+    # Along the dimension that is cut into the most parts, few pieces lie beside each other.
+    along = max(range(len(size)), key=lambda dim: len({low[dim] for low, _ in boxes}))
+    active: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for low, high in sorted(boxes, key=lambda box: box[0][along]):
+        active = [box for box in active if box[1][along] > low[along]]
+        if any(all(a < d and c < b for a, b, c, d in zip(low, high, *box, strict=True)) for box in active):
+            return False
+        active.append((low, high))
+    return True
