@@ -53,6 +53,7 @@ def tensor_parallel(dp_shard_size: int = 1) -> ParallelismConfig:
 #: By name: ranks, options of FSDP, the mesh.
 LAYOUTS: dict[str, tuple[int, dict[str, Any] | None, Callable[[], ParallelismConfig] | None]] = {
     "one": (1, None, None),
+    "one rank": (1, V2, None),
     "two ranks": (2, V2, None),
     "four ranks": (4, V2, None),
     "offloaded": (2, {**V2, "cpu_offload": True}, None),
@@ -193,9 +194,10 @@ def alone() -> list[dict[str, Any]]:
     "layouts",
     [
         ["four ranks", "replicas of shards", "layers cut and shards", "experts apart"],
+        pytest.param(["one rank"], marks=slow),
         pytest.param(["two ranks", "offloaded", "gathered", "layers cut"], marks=slow),
     ],
-    ids=["four", "two"],
+    ids=["four", "one", "two"],
 )
 def test_the_update_has_the_bits_of_one_process(layouts: list[str], alone: list[dict[str, Any]]) -> None:
     found = run_on_ranks(lambda: {layout: train(layout) for layout in layouts}, LAYOUTS[layouts[0]][0])[0]
@@ -341,6 +343,41 @@ def test_a_group_that_needs_no_whole_matrices_is_updated_in_shards() -> None:
         return seen
 
     assert run_on_ranks(go, 2) == [[True] * 4] * 2
+
+
+class Both(torch.optim.Optimizer):
+    """A user's wrapper of two optimizers, which steps them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        rest = torch.optim.SGD([p for p in model.parameters() if p.ndim != 2], lr=0.1, momentum=0.9)
+        self.optimizers: list[torch.optim.Optimizer] = [muon(model), rest]
+        super().__init__([group for one in self.optimizers for group in one.param_groups], {})
+
+    @property
+    def state(self) -> Any:
+        """The states of both."""
+        return {parameter: state for one in self.optimizers for parameter, state in one.state.items()}
+
+    @state.setter
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Take nothing: torch's __init__ has none yet."""
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step both."""
+        for one in self.optimizers:
+            one.step()
+
+
+def test_muon_inside_of_a_users_own_optimizer_has_whole_matrices_too() -> None:
+    """Its state is saved through the user's optimizer."""
+
+    def go(layout: str) -> dict[str, Any]:
+        run, model, optimizer = begin(layout, Both)
+        steps(model, optimizer, range(3))
+        return everything(run, model, optimizer)
+
+    found, alone = run_on_ranks(go, 2, "two ranks")[0], run_on_ranks(go, 1, "one")[0]
+    assert len(found) == 1 + 9 + 9 and found == alone
 
 
 def test_a_closure_computes_the_gradients_and_a_step_that_raises_leaves_the_parameters(

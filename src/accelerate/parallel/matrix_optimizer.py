@@ -10,6 +10,7 @@ Training", 2025.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, final
 from weakref import WeakKeyDictionary
@@ -34,22 +35,37 @@ def needs_whole_matrices(optimizer: torch.optim.Optimizer) -> bool:
 def step_on_whole_matrices(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Register the hooks by which ``optimizer`` steps on whole matrices, if it needs them and trains sharded ones.
 
+    An optimizer that only steps others, which it keeps as attributes, is left alone, and these are looked at.
+
     Args:
         device: where this process communicates.
     """
-    if not needs_whole_matrices(optimizer) or optimizer in _STEPS:
-        return
-    if any(_is_split(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-        steps = _STEPS[optimizer] = WholeMatrixSteps(device)
-        optimizer.register_step_pre_hook(steps.begin)
-        optimizer.register_step_post_hook(steps.end)
+    is_declared = needs_whole_matrices(optimizer)
+    for one in _stepping(optimizer):
+        trained = [parameter for group in one.param_groups for parameter in group["params"]]
+        if one not in _STEPS and (is_declared or needs_whole_matrices(one)) and any(map(_is_split, trained)):
+            steps = _STEPS[one] = WholeMatrixSteps(device)
+            one.register_step_pre_hook(steps.begin)
+            one.register_step_post_hook(steps.end)
 
 
 def shard_state(optimizer: torch.optim.Optimizer) -> None:
     """Shard the state of ``optimizer`` that owners have whole as its parameters are; a collective."""
-    steps = _STEPS.get(optimizer)
-    if steps is not None:
-        steps.shard_state(optimizer)
+    for one in _stepping(optimizer):
+        steps = _STEPS.get(one)
+        if steps is not None:
+            steps.shard_state(one)
+
+
+def _stepping(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that ``optimizer`` has as attributes, by themselves or in lists and dicts; else itself."""
+
+    def values() -> Iterator[object]:
+        for value in vars(optimizer).values():
+            inside: Iterable[object] = value.values() if isinstance(value, dict) else [value]
+            yield from value if isinstance(value, (list, tuple)) else inside
+
+    return [value for value in values() if isinstance(value, torch.optim.Optimizer)] or [optimizer]
 
 
 @final
@@ -60,6 +76,8 @@ class WholeMatrixSteps:
         self._device = device
         self._exchanges: dict[DeviceMesh, MatrixExchange] = {}
         self._matrices: dict[torch.Tensor, Matrix] = {}
+        # The same object in every step: some optimizers keep things by parameter beside their state.
+        self._owned: dict[torch.Tensor, torch.nn.Parameter] = {}
         # Of the step that is running: the parameters of each group, and by parameter what takes its place.
         self._groups: list[list[torch.Tensor]] = []
         self._wholes: dict[torch.Tensor, torch.nn.Parameter] = {}
@@ -109,6 +127,7 @@ class WholeMatrixSteps:
         for parameter, whole in self._wholes.items():
             if whole in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(whole)
+            whole.data, whole.grad = whole.data.new_empty(0), None
         self._groups, self._wholes, self._shards = [], {}, []
 
     def _gather(self, parameters: list[DTensor], optimizer: torch.optim.Optimizer) -> None:
@@ -137,8 +156,9 @@ class WholeMatrixSteps:
         self, parameter: DTensor, value: torch.Tensor, gradient: torch.Tensor, optimizer: torch.optim.Optimizer
     ) -> None:
         """Put a whole parameter in the place of ``parameter``, with its state."""
-        whole = self._wholes[parameter] = torch.nn.Parameter(value, parameter.requires_grad)
-        whole.grad = gradient
+        whole = self._owned.setdefault(parameter, torch.nn.Parameter(value, parameter.requires_grad))
+        whole.data, whole.grad = value, gradient
+        self._wholes[parameter] = whole
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)
             optimizer.state[whole] = {
@@ -216,7 +236,9 @@ class _Shaped:
 
 def _is_split(parameter: torch.Tensor) -> bool:
     """Return whether a rank holds only a part of ``parameter``."""
-    return isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
+        return False
+    return not all(placement.is_replicate() for placement in parameter.placements)
 
 
 def _local(tensor: torch.Tensor | None, like: DTensor | None = None) -> torch.Tensor:
