@@ -185,6 +185,7 @@ class HangWatch:
                 with self._coordinator.waits.start(key, after=answer) as question:
                     while not question.is_over(self._tick_seconds):
                         if self._stopped.is_set():
+                            question.is_over(_JOIN_SECONDS)  # what ends it is on its way
                             return
                         self._look()
                     self._num_heard += 1
