@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.errors import PreparationError, SettingError
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.parallelism import ParallelismConfig
-from tests.mesh_runs import BATCH, V2, LanguageModel, samples, steps
+from tests.mesh_runs import BATCH, LENGTH, V2, LanguageModel, mean_loss, samples, steps
 from tests.ranks import run_on_ranks
 from tests.sharded_runs import assert_same_run
 
@@ -237,6 +237,39 @@ def test_what_is_saved_goes_on_in_another_layout(name: str, tmp_path: Path) -> N
     run_on_ranks(lambda: save(tmp_path / "one", whole, 1), 1)
     found = run_on_ranks(lambda: go_on(tmp_path / "one", shard, shares), ranks, timeout_seconds=180)
     assert_same_run(found[0], two_passes())
+
+
+@pytest.mark.parametrize("name", [*CELLS] if IS_SLOW else ["tp2"])
+def test_a_run_goes_on_inside_a_window_with_its_averaged_weights(name: str, tmp_path: Path) -> None:
+    """Bit by bit; metrics hear every sample once."""
+    ranks, shard, shares = CELLS[name]
+
+    def run_on(saves: bool, loads: bool) -> dict[str, Any]:
+        run = Accelerator(cpu=True, gradient_accumulation_steps=2, scheduler_mode="updates")
+        model, optimizer, schedule, loader = prepared(run, shard, shares, 3)
+        average = run.average_weights(model, decay=0.5)
+        if loads:
+            run.load_state(str(tmp_path / "saved"))
+        for number, (words, following) in enumerate(loader):
+            with run.accumulate(model):
+                places = torch.arange(LENGTH).repeat(len(words), 1)
+                run.backward(mean_loss(model(words, places), following))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                if run.sync_gradients:
+                    average.update()
+            assert run.gather_for_metrics(words).shape == (BATCH, LENGTH)
+            if saves and number == 2:  # one update, and half of the next
+                run.save_state(str(tmp_path / "saved"))
+                break
+        weights = run.get_state_dict(model)
+        averaged = average.weights()
+        return {name: (value.tolist(), averaged[name].tolist()) for name, value in weights.items()}
+
+    expected = run_on_ranks(lambda: run_on(saves=False, loads=False), ranks, timeout_seconds=180)
+    run_on_ranks(lambda: run_on(saves=True, loads=False), ranks, timeout_seconds=180)
+    assert run_on_ranks(lambda: run_on(saves=False, loads=True), ranks, timeout_seconds=180) == expected
 
 
 # -- what is said ----------------------------------------------------------------------------------------------

@@ -128,7 +128,13 @@ class WeightAverage:
             return {name: average.detach() for name, average in zip(self._names, self._averages, strict=True)}
         with self.applied():
             whole = self._access.full_model_state(self._held, True)
-        return {name: value for name, value in whole.items() if value.is_floating_point()}
+            # In host memory what isn't sharded is the model's own tensor, which gets its own values back.
+            own = {local.data_ptr() for local in self._local_parameters()}
+            return {
+                name: value.clone() if value.data_ptr() in own else value
+                for name, value in whole.items()
+                if value.is_floating_point()
+            }
 
     def collect(self, *_: object) -> None:
         """Gather the average for :meth:`state_dict` on the ranks that write. Every rank makes this call, before each
