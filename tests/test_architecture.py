@@ -130,7 +130,7 @@ VENDOR_FILES: Final = (
     "parallel/xla.py",
     # names that are data here:
     "settings/", "launch/", "commands/config", "tools/migrate/", "utils/", "optional.py", "test_utils/",
-    "tools/verify/observe.py",  # a script that names a device which isn't there runs on the CPU
+    "tools/doctor.py", "tools/verify/observe.py",  # the devices that a script names
 )  # fmt: skip
 
 STATE_FILES: Final = ("state.py", "test_utils/")

@@ -17,6 +17,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "plan": ("plan", "Propose how to spread a training run over GPUs, by the memory it needs."),
     "checkpoints": ("checkpoints", "List the checkpoints in a folder, and say which of them load."),
     "migrate": ("migrate", "Turn a raw PyTorch script into one for any number of processes."),
+    "doctor": ("doctor", "Say what an accelerated script does otherwise on several processes."),
     "monitor": ("monitor", "Show a run while it goes on: a live page, or the terminal."),
     "merge-weights": ("merge", "Merge the sharded weights of a checkpoint into one file."),
     "to-fsdp2": ("to_fsdp2", "Convert a configuration file from FSDP version 1 to version 2."),

@@ -1,0 +1,84 @@
+"""``accelerate doctor script.py``: what an accelerated script does otherwise on several processes than on one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from .estimate import count
+from .parser import Subparsers, command_parser, run_command, spellings, split_script_arguments
+
+_DESCRIPTION: Final = (
+    "Read a script that uses the Accelerator and say, line by line, what would hang, train otherwise or be lost on "
+    "several processes. Nothing of it runs, unless --run asks for a comparison of one process with two."
+)
+
+
+def doctor_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
+    """Create the parser of ``accelerate doctor``."""
+    parser = command_parser("doctor", _DESCRIPTION, subparsers)
+    parser.add_argument("script", type=Path, help="The Python file to read.")
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        help="Also train some steps on 1 process and on 2 that share each batch, on the CPU, and compare the losses. "
+        "The script's arguments follow after --.",
+    )
+    parser.add_argument(
+        *spellings("--num_steps"),
+        type=count,
+        default=8,
+        metavar="N",
+        help="How many steps of the optimizer to compare (default: 8).",
+    )
+    parser.set_defaults(func=doctor_command, script_args=[])
+    return parser
+
+
+def doctor_command(args: argparse.Namespace) -> int:
+    """Print the findings and return 1 if one of them is an error, else 0.
+
+    Raises:
+        Refused: the script can't be read, or doesn't use the Accelerator.
+    """
+    from ..tools.doctor import Severity, examine
+
+    findings = examine(args.script.read_text("utf-8"), str(args.script))
+    for finding in findings:
+        print(f"{args.script}:{finding.line}: {finding.severity}: {finding.text}")
+    counts = [(each.value, sum(finding.severity == each.value for finding in findings)) for each in Severity]
+    summary = ", ".join(f"{number} {name}{'s' * (number != 1)}" for name, number in counts if number)
+    print(f"{args.script}: {summary or 'nothing to say'}.")
+    failed = counts[0][1] > 0
+    return int(failed or (args.run and not _ranks_agree(args)))
+
+
+def _ranks_agree(args: argparse.Namespace) -> bool:
+    from ..tools.verify import VerificationError, compare_ranks
+
+    print(f"\nComparing {args.num_steps} steps on the CPU, without dropout ...", file=sys.stderr, flush=True)
+    try:
+        comparison = compare_ranks(args.script, args.script_args, args.num_steps)
+    except VerificationError as error:
+        print(f"accelerate doctor: {error}", file=sys.stderr)  # with what the run printed, however long
+        return False
+    print("\n" + comparison.text("Two processes train as one"))
+    return not comparison.differences
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``accelerate doctor`` and return its exit code, 2 where the script can't be read."""
+    own, script_args = split_script_arguments(arguments)
+    parser = doctor_command_parser()
+    parser.set_defaults(script_args=script_args)
+    try:
+        return run_command(parser, own)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
