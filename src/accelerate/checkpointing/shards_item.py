@@ -209,7 +209,7 @@ def _save_classes() -> tuple[type, type]:
             """Plan as torch does; of many ranks in a time that grows with the pieces, not with their square."""
             if len(all_plans) <= MAX_RANKS:
                 return super().create_global_plan(all_plans)
-            plans, metadata = create_default_global_save_plan(each_once(all_plans))
+            plans, metadata = create_default_global_save_plan(each_once(all_plans), rewrite_index_hints=False)
             paths = {name: path for plan in all_plans[::-1] for name, path in (plan.planner_data or {}).items()}
             self.metadata = replace(metadata, planner_data=paths)
             require_whole(self.metadata)
