@@ -95,6 +95,7 @@ HEAVY_FILES: Final = frozenset(
     [
         "estimate/",
         "tools/estimate/",
+        "tools/pretend/",
         "inference.py",
         "parallel/adopted.py",
         "parallel/expert_parallel.py",

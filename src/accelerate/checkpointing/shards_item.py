@@ -56,7 +56,8 @@ class ShardsItem(CheckpointItem):
     """
 
     def __init__(self, folder: Path, state: StateDict, ranks: Ranks, staging: StagingDirectory | None = None) -> None:
-        self._folder, self._ranks, self._staging = folder, ranks, staging
+        self.folder: Path = folder
+        self._ranks, self._staging = ranks, staging
         planner, writer = _save_classes()
         self._planner: Any = planner()
         self._writer: Any = writer(folder)
@@ -79,7 +80,7 @@ class ShardsItem(CheckpointItem):
 
     def write(self, create: Create) -> None:
         """Write the shards of all ranks into the folder; all ranks of the folder call this."""
-        with convert_torch_errors(f"save {self._folder}"):
+        with convert_torch_errors(f"save {self.folder}"):
             self._write()
 
     def _write(self) -> None:
@@ -110,11 +111,11 @@ class ShardsItem(CheckpointItem):
             result = act()
         except Exception as problem:  # raised again on every rank by agree()
             error = problem
-        self._ranks.agree(error, f"save {self._folder}")
+        self._ranks.agree(error, f"save {self.folder}")
         return result
 
     def _prepare(self) -> None:
-        (self._folder / folder_of_rank(self._ranks.rank, self._ranks.size)).mkdir(parents=True, exist_ok=True)
+        (self.folder / folder_of_rank(self._ranks.rank, self._ranks.size)).mkdir(parents=True, exist_ok=True)
         self._writer.set_up_storage_writer(self._ranks.is_main)
         self._plan = self._writer.prepare_local_plan(self._plan)
 
@@ -132,8 +133,8 @@ class ShardsItem(CheckpointItem):
         if self._staging is None:
             return
         for name in names:
-            record = measure(self._folder / name)
-            self._staging.records[f"{self._folder.relative_to(self._staging.folder).as_posix()}/{name}"] = record
+            record = measure(self.folder / name)
+            self._staging.records[f"{self.folder.relative_to(self._staging.folder).as_posix()}/{name}"] = record
             self._staging.progress.advance(record.size)
 
 

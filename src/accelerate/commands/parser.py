@@ -40,6 +40,7 @@ COMMON: Final = (
     "--module",
     "--debug",
     "--preflight",
+    "--pretend",
     "--explain",
     "--dry-run",
     "--help-all",

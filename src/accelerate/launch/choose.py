@@ -10,6 +10,7 @@ from .engine import LaunchEngine
 from .kubernetes import Kubernetes
 from .local import LocalProcesses, OneProcess
 from .mpi import Mpirun
+from .pretended import PretendedRank
 from .ray import RayTrain
 from .sagemaker import SageMaker
 from .slurm import Slurm
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _ONLY_TORCHRUN: Final = ("launch.num_machines", "launch.max_restarts", "launch.rdzv_backend", "launch.rdzv_conf")
 
 ORDER: Final[tuple[LaunchEngine, ...]] = (
+    PretendedRank(),
     SageMaker(),
     Kubernetes(),
     RayTrain(),
@@ -44,7 +46,7 @@ def choose(settings: Settings, host: Host) -> LaunchEngine:
         SettingError: the engine that was named can't do what else was asked for.
     """
     named = settings.cluster.launcher
-    if named is None:
+    if named is None or settings.launch.pretend is not None:
         return next(engine for engine in ORDER if engine.suits(settings, host))
     for address in _ONLY_TORCHRUN if named == "local" else ():
         if settings.was_given(address):

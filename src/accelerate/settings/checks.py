@@ -34,6 +34,7 @@ def check_launchable(settings: Settings, *, has_allocation: bool = False) -> Non
         or (has_allocation and settings.cluster.launcher is None and launch.main_process_ip is None)
         or settings.sagemaker
         or settings.tpu.tpu_use_cluster
+        or launch.pretend is not None
     )
     if launch.num_machines > 1 and not by_list and not by_engine:
         for name in ("main_process_ip", "main_process_port"):

@@ -117,6 +117,17 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
     no_python: bool = option(
         False, "Run the script as it is, without `python` in front.", key=None, switch=True, flag_default=None
     )
+    pretend: int | None = option(
+        None,
+        "Run the script here as one rank of a world of so many, without values and alone, and print what that rank "
+        "holds, reads, sends and saves.",
+        key=None,
+        minimum=1,
+    )
+    rank: int = option(0, "The rank that --pretend runs.", key=None, minimum=0, flag_default=0)
+    num_steps: int = option(
+        1, "The optimizer steps after which --pretend reports.", key=None, minimum=1, flag_default=1
+    )
     quiet: bool = option(
         False,
         "Show nothing of the launcher's own traceback on failure.",

@@ -41,8 +41,14 @@ def second_connection(store: Store) -> Store:
 
     Raises:
         AttributeError: this torch can't do that.
+        NotImplementedError: this store, written in Python, can't.
     """
-    return store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        return store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError as error:
+        if "pure virtual" in str(error):
+            raise NotImplementedError("clone") from error
+        raise
 
 
 def set_keys(store: Store, values: Mapping[str, str]) -> None:

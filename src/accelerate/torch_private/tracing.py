@@ -12,7 +12,7 @@ from .names import declare, uses
 
 __all__ = [
     "TorchDispatchMode", "TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
-    "attention_on_cpu", "attention_on_cpu_backward", "fake_tensor_mode", "grouped_mm_operator",
+    "attention_on_cpu", "attention_on_cpu_backward", "fake_tensor_class", "fake_tensor_mode", "grouped_mm_operator",
     "storage_key", "is_tracing_guard", "vector_instructions", "data_dependent_errors",
 ]  # fmt: skip
 
@@ -40,6 +40,14 @@ def fake_tensor_mode() -> AbstractContextManager[object]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@uses("torch._subclasses.fake_tensor:FakeTensor")
+def fake_tensor_class() -> type[torch.Tensor]:
+    """Return the class of fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
 
 
 @uses("torch.cpu:_is_avx2_supported", "torch.cpu:_is_avx512_supported")

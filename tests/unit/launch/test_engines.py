@@ -30,6 +30,7 @@ def plan(chosen: Settings, host: Host = CPU_HOST) -> LaunchPlan:
 
 def test_the_order_of_engines_can_be_read() -> None:
     assert [engine.name for engine in ORDER] == [
+        "pretended",
         "sagemaker",
         "kubernetes",
         "ray",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, final, get_args
 
 import torch
 
@@ -19,7 +19,8 @@ from ...torch_private.tracing import (
     vector_instructions,
 )
 
-Kind = Literal["weights", "buffers", "gradients", "optimizer", "other"]
+Kind = Literal["weights", "buffers", "gradients", "optimizer", "gathered", "other"]
+_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 #: Accelerators hand out memory in pieces of this size (torch's CUDA caching allocator: kMinBlockSize), the host any
 #: number of bytes.
@@ -36,7 +37,7 @@ class AllocationTracker(TorchDispatchMode):
         self._device_type = device.type
         self._piece = 1 if device.type == CPU.name else _PIECE_BYTES
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, Kind]] = {}
-        self.num_bytes: dict[Kind, int] = dict.fromkeys(("weights", "buffers", "gradients", "optimizer", "other"), 0)
+        self.num_bytes: dict[Kind, int] = dict.fromkeys(_KINDS, 0)
         #: Called after each allocation.
         self.on_growth: Callable[[], None] | None = None
 
@@ -73,8 +74,20 @@ class AllocationTracker(TorchDispatchMode):
                 self._known[key] = (found[0], found[1], kind)
         return grown
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count the memory of a storage anew, whose size has changed."""
+        found = self._known.get(storage_key(storage))
+        if found is not None:
+            reference, before, kind = found
+            num_bytes = self._rounded(storage.nbytes())
+            self._known[storage_key(storage)] = (reference, num_bytes, kind)
+            self.num_bytes[kind] += num_bytes - before
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._piece) * self._piece
+
     def _add(self, key: int, storage: torch.UntypedStorage, kind: Kind) -> None:
-        num_bytes = -(-storage.nbytes() // self._piece) * self._piece
+        num_bytes = self._rounded(storage.nbytes())
 
         def freed(_: object) -> None:
             _, size, last_kind = self._known.pop(key)

@@ -1,0 +1,78 @@
+"""A store that answers for ranks that aren't there, for a world of which one rank is computed alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Final, final
+
+from ..torch_private.distributed import Store
+
+#: By the last part of a key: what the other ranks would have set there.
+_ANSWERS: Final = {
+    "open": "1",
+    "decision": json.dumps({"all": True, "moment": "", "names": [], "address": ""}),
+    "outcome": json.dumps({"identity": "", "error": ""}),
+    "all_left": "1",
+}
+
+
+@final
+class AnsweringStore(Store):
+    """A store in memory in which every other rank of the world has always just done what this one does.
+
+    They are at each barrier already, agree with everything, and take part in each call.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Set the value of a key."""
+        self._values[key] = _as_bytes(value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key: the one that was set, else that of the other ranks."""
+        found = self._values.get(key)
+        if found is None:
+            found = _ANSWERS.get(_leaf(key), "").encode()
+        return found
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of several keys."""
+        return [self.get(key) for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys have a value."""
+        return all(key in self._values or _leaf(key) in _ANSWERS for key in keys)
+
+    def wait(self, keys: list[str], timeout: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return at once: nobody is waited for."""
+
+    def add(self, key: str, amount: int) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Add to a number and return it; all other ranks have arrived where arrivals are counted."""
+        with self._lock:
+            number = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(number).encode()
+        others = self._size - 1 if _leaf(key) == "arrived" and "/agreement/" not in key else 0
+        return number + others
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Set the key if it has the expected value, or none; return what it has then."""
+        with self._lock:
+            return self._values.setdefault(key, _as_bytes(desired))
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key and return whether there was one."""
+        return self._values.pop(key, None) is not None
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition("/")[2]
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

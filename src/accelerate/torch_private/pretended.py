@@ -1,0 +1,120 @@
+"""Private names of torch for a world of which one rank is there: groups that talk to nobody, and what waits in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload as Operator
+
+from .names import declare, uses
+
+__all__ = [
+    "Chunks", "Operator", "fake_backend", "group_of_collective", "is_number_read", "local_part", "operator_name",
+    "replicated_module", "returns_tensor", "returns_work_only", "sharded_module", "work_done",
+]  # fmt: skip
+
+_C10D = "torch._C._distributed_c10d"
+declare(__name__, "torch._ops:OpOverload")
+
+
+@uses("torch.testing._internal.distributed.fake_pg:FakeProcessGroup")
+def fake_backend() -> str:
+    """Return the name of the backend whose groups talk to nobody, which torch's own tests use."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers)
+
+    return "fake"
+
+
+# -- operators ---------------------------------------------------------------------------------------------
+
+
+def operator_name(func: Operator) -> str:
+    """Return the name of an operator without its namespace."""
+    return func.name().partition("::")[2].partition(".")[0]
+
+
+@uses("torch._ops:._schema")
+def returns_tensor(func: Operator) -> bool:
+    """Return whether the operator's only result is a tensor."""
+    returns = func._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor"
+
+
+@uses("torch._ops:._schema")
+def returns_work_only(func: Operator) -> bool:
+    """Return whether a collective's operator gives its work, and not its tensors too."""
+    return len(func._schema.returns) == 1
+
+
+@uses("torch.ops.aten:_local_scalar_dense")
+def is_number_read(func: Operator) -> bool:
+    """Return whether the operator reads a tensor's value as a number of Python's."""
+    return func is torch.ops.aten._local_scalar_dense.default
+
+
+@uses("torch.distributed.distributed_c10d:_resolve_process_group")
+def group_of_collective(args: Iterable[object]) -> dist.ProcessGroup | None:
+    """Return the group that is among the arguments of a collective's operator: the group itself, or its name."""
+    name: str | None = None
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):  # before the reduction, which is one too
+            return dist.ProcessGroup.unbox(arg)
+        name = arg if isinstance(arg, str) else name
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+    return None if name is None else resolve(name)
+
+
+@uses(f"{_C10D}:FakeWork")
+def work_done() -> object:
+    """Return the work of a collective that is done already, as operators return it."""
+    from torch._C._distributed_c10d import FakeWork
+
+    return FakeWork().boxed()
+
+
+# -- shards and replicas -----------------------------------------------------------------------------------
+
+
+@uses("torch.distributed.tensor._api:._local_tensor")
+def local_part(tensor: object) -> object:
+    """Return this rank's part of a DTensor; anything else as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+@uses(("torch.nn.parallel.distributed:_verify_param_shape_across_processes", "process_group, tensors, logger"))
+def replicated_module() -> ModuleType:
+    """Return the module of DistributedDataParallel, which compares the parameters of all ranks."""
+    import torch.nn.parallel.distributed as module
+
+    return module
+
+
+@uses(("torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty", "tensor, num_chunks, dim"))
+def sharded_module() -> ModuleType:
+    """Return the module of FSDP's parameters, which makes the shards of all ranks to take one."""
+    import torch.distributed.fsdp._fully_shard._fsdp_param as module
+
+    return module
+
+
+@final
+class Chunks(Sequence[torch.Tensor]):
+    """The shards of a tensor over many ranks, each made when it is asked for; ranks past the end have an empty one."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._num_chunks, self._dim = tensor, num_chunks, dim
+        self._length = -(-tensor.size(dim) // num_chunks)
+
+    def __len__(self) -> int:
+        return self._num_chunks
+
+    def __getitem__(self, rank: int) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        size = self._tensor.size(self._dim)
+        start = rank * self._length
+        if start >= size:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._length, size - start))

@@ -1,0 +1,133 @@
+"""`accelerate launch --pretend`: ordinary scripts as one rank of 16,384, and a model of 8 billion parameters."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.torch_needed import FSDP2_ON_CPU
+
+pytestmark = pytest.mark.timeout(900)
+slow = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="half a minute of a processor: RUN_SLOW=1 (make slow)")
+LLAMA = Path(__file__).with_name("llama_8b.py")
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(torch.nn.Sequential):
+    tp_plan = {f"{n}.{name}": kind for n in range(2) for name, kind in (("up", "colwise"), ("down", "rowwise"))}
+
+
+sizes = {name: int(size) for name, size in (each.split("=") for each in sys.argv[1:])}
+plugin = FullyShardedDataParallelPlugin(
+    fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Block"
+)
+torch.manual_seed(0)
+model = Stack(Block(), Block())
+optimizer = torch.optim.AdamW(model.parameters())
+data = TensorDataset(torch.randn(10000, 64), torch.randn(10000))
+loader = DataLoader(data, batch_size=2, shuffle=True)
+accelerator = Accelerator(
+    cpu=True,
+    fsdp_plugin=plugin if sizes else None,
+    parallelism_config=ParallelismConfig(**sizes) if sizes else None,
+)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+while True:
+    for x, y in loader:
+        loss = torch.nn.functional.mse_loss(model(x).mean(-1), y)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"loss {loss.item():.2f}, {accelerator.gather_for_metrics(loss.detach()).mean():.2f}, {len(x)} rows")
+        accelerator.save_state("never_written")
+"""
+
+
+def launch(folder: Path, script: str | Path, *flags: str, arguments: tuple[str, ...] = ()) -> str:
+    """Return what the launch printed; it ended well."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--pretend", *flags, str(script), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """An ordinary script, which has no end of its own."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_replicas_print_save_and_end(script: Path, tmp_path: Path) -> None:
+    out = launch(tmp_path, script, "16384", "--rank", "7777", "--num_steps", "2")
+    assert "loss 1.00, 1.00, 2 rows\n" in out
+    assert "Rank 7777 of 16384 (local rank 1 of 8 on host 972), DataParallel: 2 steps" in out
+    assert re.search(r"all-reduce +1 x +264.7 kB  \(16384 ranks on 2048 hosts\)", out)
+    assert re.search(r"parameters +264.7 kB of 264.7 kB", out) and re.search(r"optimizer state +529.[45] kB", out)
+    assert "Loader 0: a step of all ranks takes 32768 samples, and there are 10000" in out
+    assert "random_states_7777.json" in out and "model.safetensors" not in out
+    assert "save_state(never_written)" in out and not (tmp_path / "never_written").exists()
+
+
+@FSDP2_ON_CPU
+def test_shards_of_replicas_of_tensor_parallel_layers(script: Path, tmp_path: Path) -> None:
+    sizes = ("dp_replicate_size=32", "dp_shard_size=64", "tp_size=8")
+    out = launch(tmp_path, script, "16384", "--rank", "7777", arguments=sizes)
+    assert re.search(r"dp_replicate +15 of 32", out) and re.search(r"dp_shard +12 of 64", out)
+    assert re.search(r"tp +1 of 8 +ranks 7776, .*7783, on 1 host\n", out)
+    # Of 32 x 64 and 64 x 32 weights of a rank of 8, one row each, with its bias: 2 x (65 + 33) numbers of 4 bytes.
+    assert re.search(r"parameters +784 B of 264.7 kB", out)
+    assert re.search(r"dp_shard +all-gather +4 x", out) and re.search(r"dp_shard +reduce-scatter +2 x", out)
+    assert re.search(r"dp_replicate +all-reduce +2 x", out) and re.search(r"tp +all-reduce +4 x", out)
+    assert "optimizer_0/ranks_07000/__7777_0.distcp" in out
+
+
+@slow
+@FSDP2_ON_CPU
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (("dp_shard_size=16384",), "4 of 8 parameters have no shard on this rank|8 of 8 parameters have no shard"),
+        (("dp_shard_size=1024", "tp_size=16"), "tp_size=16: the group of this rank lies on 2 hosts of 8 processes"),
+        (("dp_replicate_size=32", "dp_shard_size=64", "cp_size=8"), r"dp_shard x cp +all-gather"),
+    ],
+    ids=["fsdp", "tp over hosts", "cp"],
+)
+def test_other_meshes(script: Path, tmp_path: Path, sizes: tuple[str, ...], words: str) -> None:
+    assert re.search(words, launch(tmp_path, script, "16384", "--rank", "7777", arguments=sizes))
+
+
+@slow
+@FSDP2_ON_CPU
+def test_a_model_of_8_billion_parameters_fits_into_4_gigabytes(tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    out = launch(tmp_path, LLAMA, "16384", "--rank", "7777")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_maxrss < 4 << 20  # kB
+    assert after.ru_utime - before.ru_utime < 60
+    assert re.search(r"parameters +120.2 MB of 32.1 GB", out)
+    assert re.search(r"tp +all-reduce +225 x", out)
