@@ -18,6 +18,7 @@ Each is also the built-in exception that callers of the documented interface alr
     ├── RunStopped            (RuntimeError)         all ranks agreed to end the run
     ├── CannotQuantize        (RuntimeError)         a model can't be quantized as asked
     ├── Refused               (ValueError)           a script can't be migrated
+    ├── VerificationError     (RuntimeError)         a script couldn't be run for a comparison
     ├── LaunchError           (RuntimeError)         processes couldn't be started, or died
     │   ├── ProcessFailed     (CalledProcessError)   the only process of a launch failed
     │   └── ProgramFailed                            the program failed under another engine

@@ -24,6 +24,7 @@ OUTSIDE_OF_THE_TREE: Final = {
     "SubprocessCallException": "documented name and base of the test helpers",
     "_PassAborted": "never leaves training/oom_retry.py: aborts a pass on all ranks",
     "_Reached": "never leaves tools/estimate/: ends a script where its model is known, so nothing may catch it",
+    "_Ended": "no error: it ends a script that is run as one rank of a world that isn't there",
 }
 
 #: Built-in exceptions that are raised as such: reason -> (file, function, exception).
@@ -71,6 +72,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "parallel/deepspeed/state.py _Receiver.load_state_dict RuntimeError",
         "parallel/gradient_norm.py scale_to RuntimeError",
         "parallel/pipeline/state.py _PipelineReceiver.load_state_dict RuntimeError",
+        "torch_private/distributed.py second_connection NotImplementedError",
     ),
     "a file of a command line that isn't there, which main() shows as one line": (
         "commands/parser.py configuration_path FileNotFoundError",

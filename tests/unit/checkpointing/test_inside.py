@@ -358,7 +358,7 @@ PLACES: Final[dict[str, str]] = {
 #: Packages whose files are the user's configuration, the machine's, or of a run that this user has started.
 _OTHER_PACKAGES: Final = (
     "commands", "launch", "settings", "plugins", "distributed", "tracking", "monitoring", "test_utils", "devices",
-    "cores.py", "tools/monitor",
+    "cores.py", "tools/monitor", "tools/verify",
 )  # fmt: skip
 
 

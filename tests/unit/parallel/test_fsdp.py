@@ -161,7 +161,8 @@ def test_on_cpu_a_torch_that_would_add_gradients_up_is_refused(
     monkeypatch.setattr(fsdp2, "OLDEST_ON_CPU", "99.0")
     expected = pytest.raises(MissingDependency, match=r"version 2 on CPU needs torch 99\.0.*installed is")
     with expected if refuses else nullcontext():
-        fsdp2.FullyShard(World(device=torch.device(device)), SimpleNamespace(mesh=object()))
+        options = SimpleNamespace(mesh=object(), plugins=SimpleNamespace(parallelism=None))
+        fsdp2.FullyShard(World(device=torch.device(device)), options)
 
 
 def test_a_strategy_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
