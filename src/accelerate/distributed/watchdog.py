@@ -209,7 +209,8 @@ class HangWatch:
         if self._request(lambda: self._store.add(f"hang/{number}/asking", 1)) > 1:
             return
         number = self._ask(range(self._size), _WHERE)
-        self._answer_to(number, _WHERE)(self._store)
+        answer = self._position_as_answer(number)
+        self._request(lambda: answer(self._store))
         self._log_verdict(number)
 
     def _stalled_seconds(self) -> float:
@@ -235,19 +236,33 @@ class HangWatch:
         return number
 
     def _answer_to(self, number: int, question: str) -> Callable[[Store], object]:
-        """Return the requests that publish this rank's position, or end it, as another rank has asked."""
-        keys_to_delete, answer = [self._question_key(self._rank, number)], ""
-        if question == _WHERE and number != self._num_answered:
-            answer = self._position()
-            keys_to_delete += [f"hang/{self._num_answered}/{self._rank}"] if self._num_answered else []
-            self._num_answered = number
-        elif question not in (_WHERE, _NOTHING):
+        """Return the requests that publish this rank's position, or end it, as another rank has asked.
+
+        They delete the question's key, which may only be done by the connection that has read it: a wait that is woken
+        by a key reads it with another request, and finds nothing where it is deleted between the two.
+        """
+        is_asked = question == _WHERE and number != self._num_answered
+        answer = self._position_as_answer(number) if is_asked else None
+        if question not in (_WHERE, _NOTHING, ""):
             self._end_process(question)
 
         def publish(store: Store) -> None:
-            if answer:
-                store.set(f"hang/{number}/{self._rank}", answer)
-            delete_keys(store, *keys_to_delete)
+            if answer is not None:
+                answer(store)
+            delete_keys(store, self._question_key(self._rank, number))
+
+        return publish
+
+    def _position_as_answer(self, number: int) -> Callable[[Store], None]:
+        """Return the requests that publish where this rank is now, in place of its answer to an earlier question."""
+        before, self._num_answered = self._num_answered, number
+        position = self._position()
+
+        def publish(store: Store) -> None:
+            if position:
+                store.set(f"hang/{number}/{self._rank}", position)
+            if before:
+                delete_keys(store, f"hang/{before}/{self._rank}")
 
         return publish
 

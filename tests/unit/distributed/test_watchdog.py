@@ -7,12 +7,13 @@ import time
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store, TCPStore
 
 from accelerate.distributed import watchdog
 from accelerate.distributed.store_client import Coordinator
 from accelerate.distributed.watchdog import HangWatch, StackPosition, verdict
 from accelerate.errors import SettingError
+from tests.ranks import free_port
 
 
 def at(rank: int, seconds: float = 60, place: str = "train.py:40", waits: bool = True) -> StackPosition:
@@ -47,7 +48,7 @@ def test_ranks_at_one_place_wait_for_no_rank() -> None:
     assert "all ranks are stuck at train.py:40" in verdict([at(0, waits=False), at(1, waits=False)], 30)
 
 
-def alone(store: HashStore) -> Coordinator:
+def alone(store: Store) -> Coordinator:
     return Coordinator(store, 0, 1, timedelta(seconds=10))
 
 
@@ -85,6 +86,26 @@ def test_a_stuck_thread_is_named_with_its_line_and_the_next_time_is_later(
     assert "test_watchdog.py:" in caplog.text
     assert "held.wait(10)" in caplog.text
     assert caplog.text.count("Verdict") <= 4  # 0.2 s, 0.4 s, 0.8 s, ...
+
+
+def test_the_rank_that_asks_is_not_ended_by_its_own_question(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wait that is woken by a key reads it with a second request, which must still find it."""
+    ended: list[str] = []
+    monkeypatch.setattr(HangWatch, "_end_process", lambda _, reason: ended.append(reason))
+    store = TCPStore("127.0.0.1", free_port(), 1, is_master=True)
+    loop, hang_watch = Loop(), HangWatch(alone(store), 0.02, threading.get_ident())
+    hang_watch.counters.add(loop)
+    position = hang_watch._position()
+    monkeypatch.setattr(HangWatch, "_position", lambda _: position)  # at once, and so what follows it
+    hang_watch.start()
+    until = time.monotonic() + 30
+    while caplog.text.count("Verdict") < 60 and time.monotonic() < until:
+        loop.progress += 1
+        time.sleep(0.05)  # long enough to be asked about, each time
+    hang_watch.stop()
+    assert caplog.text.count("Verdict") >= 60 and ended == []
 
 
 def test_leaving_ends_the_watch() -> None:
