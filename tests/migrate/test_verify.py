@@ -94,10 +94,16 @@ def test_runs_that_differ_by_design_are_excused_by_name() -> None:
     for wrong in (
         dataclasses.replace(same, losses=[1.0]),
         dataclasses.replace(same, losses=[1.0, float("nan")]),
+        dataclasses.replace(same, losses=[1.0, float("inf")]),
+        dataclasses.replace(same, weights=[(float("inf"), float("inf"))]),
         dataclasses.replace(same, weights=[(1.001, 2.0)]),
         dataclasses.replace(same, weights=[(1.0, 2.0), (0.0, 0.0)]),
     ):
         assert len(Comparison([one, wrong]).differences) == 1
+    diverged = [
+        dataclasses.replace(run, losses=[1.0, float("inf")], weights=[(float("nan"),) * 2]) for run in (one, same)
+    ]
+    assert not Comparison(diverged).differences
     rounded = dataclasses.replace(other, losses=[1.0, 2.05], is_rounded=True)
     assert not Comparison([one, rounded]).differences
 

@@ -60,6 +60,7 @@ while True:
         optimizer.zero_grad()
         print(f"loss {loss.item():.2f}, {accelerator.gather_for_metrics(loss.detach()).mean():.2f}, {len(x)} rows")
         accelerator.save_state("never_written")
+        torch.save(accelerator.unwrap_model(model).state_dict(), "best.pt")
 """
 
 
@@ -83,7 +84,9 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_replicas_print_save_and_end(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "best.pt").write_text("of an earlier run")
     out = launch(tmp_path, script, "16384", "--rank", "7777", "--num_steps", "2")
+    assert (tmp_path / "best.pt").read_text() == "of an earlier run" and "torch.save(best.pt)" in out
     assert "loss 1.00, 1.00, 2 rows\n" in out
     assert "Rank 7777 of 16384 (local rank 1 of 8 on host 972), DataParallel: 2 steps" in out
     assert re.search(r"all-reduce +1 x +264.7 kB  \(16384 ranks on 2048 hosts\)", out)

@@ -52,8 +52,8 @@ def doctor_command(args: argparse.Namespace) -> int:
     counts = [(each.value, sum(finding.severity == each.value for finding in findings)) for each in Severity]
     summary = ", ".join(f"{number} {name}{'s' * (number != 1)}" for name, number in counts if number)
     print(f"{args.script}: {summary or 'nothing to say'}.")
-    failed = counts[0][1] > 0
-    return int(failed or (args.run and not _ranks_agree(args)))
+    agree = _ranks_agree(args) if args.run else True
+    return int(counts[0][1] > 0 or not agree)
 
 
 def _ranks_agree(args: argparse.Namespace) -> bool:

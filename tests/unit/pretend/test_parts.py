@@ -61,7 +61,7 @@ def test_the_report_is_read_from_top_to_bottom() -> None:
         "Collectives of a step (of 2)",
         "all-reduce           8 x      3.6 kB  (8 ranks on 1 host)",
         "with the other 31 replicas",
-        "not written, though the script called save_state(out)",
+        "not done, though the script called save_state(out)",
         "Found at this size\n  Give more data.",
     ):
         assert part in text, part

@@ -194,5 +194,5 @@ def _files(files: list[WrittenFile], saves: list[str]) -> list[str]:
     if not files:
         lines.append("  none")
     if saves:
-        lines.append(f"  not written, though the script called {', '.join(saves)}")
+        lines.append(f"  not done, though the script called {', '.join(saves)}")
     return lines

@@ -7,9 +7,11 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -95,8 +97,15 @@ class PretendedRun:
             ("save_state", self._saving("save_state")),
             ("save_model", self._saving("save_model", 1)),
             ("save", self._saving("save", 1)),
+            ("export_model", self._saving("export_model", 1)),
+            ("load_state", self._saving("load_state")),
+            ("init_trackers", _do_nothing),
+            ("log", _do_nothing),
         ):
             held.enter_context(replaced(Accelerator, name, value))
+        # What has no values mustn't take the place of the user's files.
+        held.enter_context(replaced(torch, "save", partial(self._saving("torch.save", 1), None)))
+        held.enter_context(replaced(safetensors.torch, "save_file", partial(self._saving("save_file", 1), None)))
         held.enter_context(self.samples.recording())
         held.enter_context(self.memory.following_storages())
         held.enter_context(self.mode.around_script())
@@ -120,7 +129,7 @@ class PretendedRun:
         return prepared
 
     def _saving(self, name: str, position: int = 0) -> Callable[..., str]:
-        def saved(accelerator: Accelerator, *args: object, **kwargs: object) -> str:
+        def saved(accelerator: Accelerator | None, *args: object, **kwargs: object) -> str:
             del accelerator
             values = [*args, *kwargs.values()]
             target = str(values[position]) if len(values) > position else ""
@@ -159,6 +168,10 @@ class PretendedRun:
         prepared = {id(each.optimizer) for one in self.accelerators for each in one._optimizers}
         fewest = min((self._steps.get(each, 0) for each in prepared or self._steps), default=0)
         return fewest >= self.num_steps or self.steps >= 2 * self.num_steps
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    """Take the place of a call that would reach a tracking service."""
 
 
 def run_as_rank(program: Sequence[str], num_steps: int, *, is_module: bool = False) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -189,7 +190,7 @@ def _difference(original: Run, run: Run) -> str:
         return f"{run.title}: {len(run.weights)} parameters are trained, and {len(original.weights)} in {place}"
     for number, (before, after) in enumerate(zip(original.weights, run.weights, strict=True)):
         scale = max(before[1], after[1])
-        if not all(abs(one - other) <= limit * scale + 1e-6 for one, other in zip(before, after, strict=True)):
+        if not all(_are_within(one, other, limit * scale) for one, other in zip(before, after, strict=True)):
             return (
                 f"{run.title}: parameter {number} sums up to {after[0]:.9g} after the last step, and to "
                 f"{before[0]:.9g} in {place}"
@@ -198,4 +199,10 @@ def _difference(original: Run, run: Run) -> str:
 
 
 def _are_close(one: float, other: float, limit: float) -> bool:
-    return abs(one - other) <= limit * max(abs(one), abs(other)) + 1e-6 or (one != one and other != other)
+    return _are_within(one, other, limit * max(abs(one), abs(other)))
+
+
+def _are_within(one: float, other: float, distance: float) -> bool:
+    if not (math.isfinite(one) and math.isfinite(other)):  # both diverged, and in the same way
+        return one == other or (math.isnan(one) and math.isnan(other))
+    return abs(one - other) <= distance + 1e-6
