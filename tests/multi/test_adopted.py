@@ -384,3 +384,50 @@ def test_replicas_beside_shards_start_equal_and_stay_so() -> None:
 
     first, second = run_on_ranks(on_rank, 2)
     assert first == second
+
+
+def test_a_rank_whose_batch_uses_no_replica_averages_those_of_others() -> None:
+    """Behind and before the shards, prepared once more after free_memory, and trained only from some step on."""
+
+    def on_rank() -> tuple[list[float], list[int]]:
+        torch.manual_seed(0)
+        model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("before", "sharded", "behind")})
+        model["before"].requires_grad_(False)
+        fully_shard(model["sharded"], mesh=mesh_of(data=2))
+        hooks: list[int] = []
+        for _ in range(2):
+            run = Accelerator(cpu=True)
+            model = run.prepare(model)
+            hooks.append(len(model["behind"].weight._post_accumulate_grad_hooks))
+            run.free_memory()
+        model["before"].requires_grad_(True)
+        found: list[float] = []
+        for used in (("behind",), ("before",), ("before", "behind"), ()):
+            model.zero_grad()
+            hidden = torch.ones(4, 2)
+            for name in ("before", "sharded", "behind"):
+                if name == "sharded" or (name in used and run.process_index == 0):
+                    hidden = model[name](hidden)
+            run.backward(hidden.sum())
+            gradients = [model[name].bias.grad for name in ("before", "behind")]
+            found += [-1.0 if gradient is None else gradient.sum().item() for gradient in gradients]
+        return found, hooks
+
+    first, second = run_on_ranks(on_rank, 2)
+    assert first == second and first[1] == [1, 1]
+    found = first[0]
+    assert [found[0], found[1], found[3], found[5], *found[6:]] == [-1.0, 4.0, -1.0, 4.0, -1.0, -1.0]
+    assert found[2] not in (-1.0, 0.0)
+
+
+def test_a_part_of_a_tensor_that_is_no_dtensor_is_refused_by_name() -> None:
+    """The first rank's would be written over the others', which are of another size."""
+
+    def on_rank() -> str:
+        model = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 4, bias=False)})
+        parallelize_module(model, mesh_of(tp=2), {"up": ColwiseParallel()})
+        model["part"] = torch.nn.Linear(2, 2 + int(os.environ["RANK"]))
+        return said_by(lambda: Accelerator(cpu=True).prepare(model))
+
+    for words in run_on_ranks(on_rank, 2):
+        assert "'part.weight', which is no DTensor, differs in name, shape or dtype between ranks" in words

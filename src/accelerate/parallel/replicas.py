@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
+from zlib import crc32
 
 import torch
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..distributed.mesh import TOKEN_AXES, Mesh
 from ..distributed.random import synchronize_rng_state
@@ -26,6 +29,9 @@ BUCKET: Final = 25 * 2**18
 #: How far apart, relative to its size, the norms of one gradient may be on ranks that share samples.
 TOLERANCE: Final = 1e-2
 
+#: parameter -> the handle of its hook, which a later preparation of the model replaces.
+_handles: Final = WeakTensorKeyDictionary()
+
 
 def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], bool]) -> None:
     """Make the replicas of ``model`` equal, and average the gradients that ``fully_shard`` doesn't reduce.
@@ -39,17 +45,35 @@ def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], boo
         if isinstance(unit, FSDPModule):
             unit.reshard()  # else it shows unsharded parameters after a forward
     _make_replicas_equal(model, mesh)
-    managed, own = set(map(id, sharded_parameters(model))), set(mesh.ranks(*TOKEN_AXES))
+    reduced = sharded_parameters(model)
+    managed, own = set(map(id, reduced)), set(mesh.ranks(*TOKEN_AXES))
     named = {
         name: parameter
         for name, parameter in model.named_parameters()
         # Those that are sharded over ranks with other samples (experts that tokens are sent to) have no replicas.
-        if parameter.requires_grad
+        if parameter.is_floating_point()  # frozen ones too, which may be trained later
         and id(parameter) not in managed
         and not any(own.issuperset(axis) for axis in sharded_axes(parameter))
     }
+    for parameter in [*reduced, *named.values()]:
+        _remove_hook(parameter)  # of an earlier preparation, with its mesh and its no_sync
     if named and mesh.active(*TOKEN_AXES, "tp"):
-        ReplicaGradients(named, mesh, reduces)
+        ReplicaGradients(named, reduced, mesh, reduces)
+
+
+def _remove_hook(parameter: torch.Tensor) -> None:
+    """Remove the hook that an earlier :func:`train_in_place` gave ``parameter``."""
+    handle: RemovableHandle | None = _handles.pop(parameter, None)
+    if handle is not None:
+        handle.remove()
+
+
+def _add_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Let ``hook`` be called after gradients of ``parameter`` are accumulated, also if it is frozen until later."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes no hook on a frozen one
+    _handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(is_trained)
 
 
 def _make_replicas_equal(model: torch.nn.Module, mesh: Mesh) -> None:
@@ -58,7 +82,9 @@ def _make_replicas_equal(model: torch.nn.Module, mesh: Mesh) -> None:
     A collective.
     """
     world, neighbours = mesh.world, set(mesh.ranks("tp"))
-    for tensor in {id(one): one for one in [*model.parameters(), *model.buffers()]}.values():
+    named = {id(tensor): (name, tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    _refuse_different_shapes([(n, t) for n, t in named.values() if not t.is_meta and not isinstance(t, DTensor)], mesh)
+    for _, tensor in named.values():
         if tensor.is_meta:
             continue
         if not isinstance(tensor, DTensor):
@@ -71,6 +97,38 @@ def _make_replicas_equal(model: torch.nn.Module, mesh: Mesh) -> None:
         synchronize_rng_state("torch", world=mesh.within("tp"))
         if world.kind.name != "cpu":
             synchronize_rng_state(world.kind.name, world=mesh.within("tp"))
+
+
+def _refuse_different_shapes(named: Sequence[tuple[str, torch.Tensor]], mesh: Mesh) -> None:
+    """Raise if plain tensors differ in shape or dtype between ranks, for which a broadcast would hang or corrupt them.
+
+    A collective.
+
+    Raises:
+        PreparationError: the first of these tensors.
+    """
+    world = mesh.world
+
+    def differ(own: list[int]) -> list[bool]:
+        there = torch.tensor(own, dtype=torch.int64, device=world.device)
+        ends = torch.stack([there, -there])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, world.group)
+        return (ends[0] + ends[1] > 0).tolist()
+
+    prints = [crc32(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode()) for name, tensor in named]
+    has_other_count, has_others = differ([len(prints), crc32(repr(prints).encode())])
+    if has_other_count:  # else messages would differ in size below
+        raise PreparationError(
+            f"Ranks hold different numbers of tensors that aren't DTensors, rank {world.rank} {len(named)}. The model "
+            "has to be the same on all ranks."
+        )
+    if has_others:
+        name, tensor = next(one for one, is_other in zip(named, differ(prints), strict=True) if is_other)
+        raise PreparationError(
+            f"{name!r}, which is no DTensor, differs in name, shape or dtype between ranks: on rank {world.rank} it is "
+            f"{tuple(tensor.shape)} of {tensor.dtype}. A part of a tensor has to be a DTensor, and a whole one the "
+            "same on all ranks."
+        )
 
 
 def _broadcast(tensor: torch.Tensor, group: Any, device: torch.device) -> None:
@@ -87,17 +145,29 @@ class ReplicaGradients:
     """The gradients of replicated parameters, averaged over the ranks with samples of their own.
 
     Args:
-        named: the parameters that nothing else reduces.
+        named: the parameters that nothing else reduces; the frozen ones are left alone until they are trained.
+        reduced: those that ``fully_shard`` reduces, on all ranks in each backward pass.
         reduces: whether the gradients of the pass that ends are complete.
     """
 
-    def __init__(self, named: Mapping[str, torch.nn.Parameter], mesh: Mesh, reduces: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        named: Mapping[str, torch.nn.Parameter],
+        reduced: Iterable[torch.Tensor],
+        mesh: Mesh,
+        reduces: Callable[[], bool],
+    ) -> None:
         self._named, self._reduces, self._mesh = named, reduces, mesh
         self._group, self._size = mesh.group(*TOKEN_AXES), mesh.size(*TOKEN_AXES)
         self._is_checked = not mesh.active("tp")
         self._backward = -1
         for parameter in named.values():
-            parameter.register_post_accumulate_grad_hook(self._note)
+            _add_hook(parameter, self._note)
+        # A rank whose pass uses none of the replicas has to enter their collectives too. fully_shard calls these hooks
+        # itself once a gradient is reduced, for some units only after the backward pass.
+        for parameter in reduced:
+            if parameter.is_floating_point():
+                _add_hook(parameter, self._queue)
 
     def _note(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -105,16 +175,21 @@ class ReplicaGradients:
                 "A gradient is sparse, which isn't averaged beside sharded parameters. Give Embedding(sparse=False)."
             )
         _reduce_partial(parameter)
+        self._queue(parameter)
+
+    def _queue(self, _: torch.Tensor) -> None:
+        """Let the pass that runs end with the collectives, once."""
         if self._backward != current_backward() and self._reduces():
             self._backward = current_backward()
-            call_after_backward(self._finish)
+            # In two steps, so that on all ranks they come after those of fully_shard at the end of the pass, whichever
+            # parameter was first.
+            call_after_backward(lambda: call_after_backward(self._finish))
 
     def _finish(self) -> None:
-        self._backward = -1
         if not self._is_checked:
             self._check_equal()
         if self._group is not None:
-            for bucket in _buckets(self._named.values()):
+            for bucket in _buckets(p for p in self._named.values() if p.requires_grad):
                 self._average(bucket)
 
     def _average(self, bucket: list[torch.nn.Parameter]) -> None:
@@ -143,10 +218,10 @@ class ReplicaGradients:
         Raises:
             PreparationError: a gradient is that of a part of the samples, or of the sequence.
         """
-        self._is_checked = True
-        whole = {name: p for name, p in self._named.items() if not isinstance(p, DTensor)}
+        whole = {name: p for name, p in self._named.items() if p.requires_grad and not isinstance(p, DTensor)}
         if not whole:
             return
+        self._is_checked = True
         device = self._mesh.world.device
         norms = [0.0 if p.grad is None else p.grad.detach().float().norm().to(device) for p in whole.values()]
         own = torch.stack([torch.as_tensor(norm, device=device) for norm in norms])

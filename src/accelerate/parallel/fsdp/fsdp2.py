@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, final
+from weakref import WeakSet
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -41,6 +42,8 @@ from .wrapping import find_ignored, find_wrap_units
 
 #: The first torch whose fully_shard runs on CPU ranks; on accelerators 2.6 will do.
 OLDEST_ON_CPU: Final = "2.9.0"
+#: The models that were sharded here, whose other gradients are averaged since then.
+_own: Final[WeakSet[torch.nn.Module]] = WeakSet()
 
 
 @final
@@ -104,7 +107,7 @@ class FullyShard(ShardedStrategy):
     ) -> torch.nn.Module:
         """Convert ``model`` to its precision, add activation checkpointing, compile and shard it, in this order."""
         if evaluation_mode or isinstance(model, FSDPModule):
-            if not evaluation_mode:
+            if not evaluation_mode and model not in _own:
                 key = id(model)
                 train_in_place(model, self.mesh, lambda: key not in self._unreduced)
             return super().place_model(model, precision, device_placement, evaluation_mode=True)
@@ -174,6 +177,7 @@ class FullyShard(ShardedStrategy):
             if unit is model and keeps_outputs and "mp_policy" in options:
                 options["mp_policy"] = replace(options["mp_policy"], output_dtype=None)
             fully_shard(unit, **{**options, "mesh": own_mesh} if unit in experts else options)
+        _own.add(model)
         replicate_unsharded(model, mesh, self.world)
         average_ignored(ignored, self.world, lambda: key not in self._unreduced)
         average_expert_gradients(left_out, self.mesh, lambda: key not in self._unreduced)
