@@ -715,12 +715,12 @@ class Accelerator:
         """
         if id(model) in self._prepared_models:
             return self._prepared_models[id(model)]
+        self._adopt(model)
         if model.__dict__.get("_is_accelerate_prepared", False):  # by another Accelerator, or before free_memory()
             inner = self.strategy.unwrap(model, keep_torch_compile=False)
             self.precision.patch_forward(inner)
             self.precision.patch_wrapped(model)
             return self._register_model(inner, model)
-        self._adopt(model)
         placed = self.device_placement if device_placement is None else device_placement
         prepared: Any = self.strategy.place_model(model, self.precision, placed, evaluation_mode)
         if evaluation_mode:  # not marked: the same model may be prepared for training later
@@ -731,14 +731,20 @@ class Accelerator:
 
     def _adopt(self, model: torch.nn.Module) -> None:
         """Follow the mesh on which ``model`` lies, if it was sharded before it came here."""
-        if id(model) in self._prepared_models or model.__dict__.get("_is_accelerate_prepared", False):
-            return
-        strategy = parallel.adopt(self.strategy, model, is_in_use=bool(self._dataloaders or self._schedulers))
+        is_marked = model.__dict__.get(
+            "_is_accelerate_prepared", False
+        )  # maybe by another Accelerator, which adopted it
+        if id(model) not in self._prepared_models and (self.strategy.hands_over_shards or not is_marked):
+            self._follow(parallel.adopt(self.strategy, model, is_in_use=bool(self._dataloaders or self._schedulers)))
+
+    def _follow(self, strategy: parallel.Strategy) -> None:
         if strategy.mesh != self.mesh:
             self.mesh = strategy.mesh
             self._weights, self._metric_gather = WindowWeights(self.mesh), MetricGather(self.mesh, self.gradient_state)
-        if strategy is not self.strategy:
-            self.strategy, self.scaler = strategy, scaler_of_shards(self.scaler, self.world)
+        if strategy is not self.strategy and not strategy.hands_over_shards:
+            self.scaler = scaler_of_shards(self.scaler, self.world)  # the strategy before registered no hooks
+            parallel.register_step_hooks(strategy, [optimizer.optimizer for optimizer in self._optimizers])
+        self.strategy = strategy
 
     def _register_model(self, model: torch.nn.Module, prepared: Model) -> Model:
         _register(self._models, self.strategy.state.saved_model(model, prepared))
@@ -1418,14 +1424,13 @@ class Accelerator:
             if self._wrapped(model) is model:
                 self.precision.restore_forward(model)
                 model.__dict__.pop("_is_accelerate_prepared", None)
-        for registry in (self._models, self._optimizers, self._schedulers, self._dataloaders, self._custom_objects):
+        lists = self._models, self._optimizers, self._schedulers, self._dataloaders, self._custom_objects
+        for registry in (*lists, self._may_pickle, self._prepared_models):
             registry.clear()
-        self._may_pickle.clear()
         self._background.release_memory()
-        self._prepared_models.clear()
-        self._micro_batches = None
+        self._micro_batches, self.step = None, 0
         self.strategy.release()
-        self.step = 0
+        self._follow(parallel.unadopted(self.strategy))
         return release_memory(*objects)
 
     def clear(self, *objects: object) -> list[None]:

@@ -431,3 +431,50 @@ def test_a_part_of_a_tensor_that_is_no_dtensor_is_refused_by_name() -> None:
 
     for words in run_on_ranks(on_rank, 2):
         assert "'part.weight', which is no DTensor, differs in name, shape or dtype between ranks" in words
+
+
+# -- more than one Accelerator, and none of its models ----------------------------------------------------------
+
+
+def test_a_model_that_another_accelerator_prepared_is_adopted_by_the_second_too() -> None:
+    """Shares of the data are those of its mesh, and it isn't placed again."""
+
+    def on_rank() -> list[tuple[str, int]]:
+        model, found = sharded(tp, 2), []
+        for _ in range(2):
+            run = Accelerator(cpu=True)
+            assert run.prepare(model) is model
+            found.append((type(run.strategy).__name__, run.mesh.data_share().count))
+        run = Accelerator(cpu=True)
+        run.prepare_model(model)
+        return [*found, (type(run.strategy).__name__, run.mesh.data_share().count)]
+
+    assert run_on_ranks(on_rank, 2) == [[("Adopted", 1)] * 3] * 2
+
+
+def test_free_memory_ends_an_adoption() -> None:
+    """A plain model is replicated, and one on another mesh is taken."""
+
+    def on_rank() -> list[tuple[str, int]]:
+        run, found = Accelerator(cpu=True), []
+        for model in (sharded(tp, 2), torch.nn.Linear(2, 2), sharded(fsdp, 2)):
+            run.prepare(model)
+            found.append((type(run.strategy).__name__, run.mesh.data_share().count))
+            run.free_memory()
+        return found
+
+    plain = run_on_ranks(lambda: type(Accelerator(cpu=True).strategy).__name__, 2)[0]
+    assert run_on_ranks(on_rank, 2) == [[("Adopted", 1), (plain, 2), ("Adopted", 2)]] * 2
+
+
+def test_an_optimizer_that_was_prepared_before_its_sharded_model_gets_its_step_hooks() -> None:
+    """Once: AdamW updates parameter by parameter where some are sharded, and some are whole."""
+
+    def on_rank() -> list[object]:
+        model = sharded(layers_only, 2)
+        run = Accelerator(cpu=True)
+        optimizer: Any = run.prepare(torch.optim.AdamW(model.parameters()))
+        run.prepare(model)
+        return [group["foreach"] for group in optimizer.param_groups]
+
+    assert run_on_ranks(on_rank, 2) == [[False]] * 2

@@ -6,7 +6,7 @@ A strategy's file is imported when it is chosen, so that no strategy pays for th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -103,6 +103,7 @@ def adopt(strategy: Strategy, model: torch.nn.Module, *, is_in_use: bool) -> Str
     if not any(map(is_sharded, model.parameters())):
         return strategy
     known = strategy.mesh
+    before = strategy.before_adoption or (strategy, known, strategy.mesh_source)
     if strategy.hands_over_shards:
         strategy = _ADOPTED.load()(strategy.world, strategy.options)
     elif not strategy.adopts(model):
@@ -111,7 +112,23 @@ def adopt(strategy: Strategy, model: torch.nn.Module, *, is_in_use: bool) -> Str
 
     strategy.mesh = agreed_mesh(model, known, strategy.mesh_source, is_in_use=is_in_use)
     strategy.mesh_source = f"{type(model).__name__}, which came first,"
+    strategy.before_adoption = before
     return strategy
+
+
+def register_step_hooks(strategy: Strategy, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Register the hooks of ``strategy`` with ``optimizers`` that were prepared before it took over."""
+    for optimizer in optimizers:
+        strategy.register_step_hooks(optimizer)
+
+
+def unadopted(strategy: Strategy) -> Strategy:
+    """Return the strategy that there was before a model came sharded, with the mesh that it had."""
+    if strategy.before_adoption is None:
+        return strategy
+    before, mesh, source = strategy.before_adoption
+    before.mesh, before.mesh_source, before.before_adoption = mesh, source, None
+    return before
 
 
 __getattr__: Callable[[str], Any] = names_from(

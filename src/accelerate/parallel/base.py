@@ -74,6 +74,8 @@ class Strategy(ABC):
         self.mesh: Mesh = options.mesh or Mesh.of(world)
         #: The name of what says that the mesh is so; "": nothing does.
         self.mesh_source: str = "" if options.plugins.parallelism is None else "ParallelismConfig"
+        #: Strategy, mesh and source of the mesh as they were before a model came sharded; None: none has.
+        self.before_adoption: tuple[Strategy, Mesh, str] | None = None
         #: By which a batch is computed again when memory runs out; None: an engine updates parameters in ``backward``.
         self.retry: Retryable | None = Retryable(world)
 
