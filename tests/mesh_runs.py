@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -227,6 +228,19 @@ def steps(run: Accelerator, objects: Any, *, weighted: bool = False) -> dict[str
             optimizer.zero_grad()
         losses.append(float(run.reduce(loss.detach() / (following.numel() if weighted else 1), "mean")))
     return {"losses": losses, "norms": norms}
+
+
+def second_pass(run: Accelerator, objects: Any, folder: Path | None) -> dict[str, Any]:
+    """The pass after the one that was saved in ``folder``, by a run that loads it (None: that does both itself)."""
+    if folder is None:
+        steps(run, objects)
+    else:
+        with torch.no_grad():
+            for parameter in objects[0].parameters():
+                parameter.zero_()
+        run.load_state(str(folder))
+    found = steps(run, objects)
+    return {**found, "weights": {name: value.tolist() for name, value in run.get_state_dict(objects[0]).items()}}
 
 
 def train(

@@ -731,9 +731,7 @@ class Accelerator:
 
     def _adopt(self, model: torch.nn.Module) -> None:
         """Follow the mesh on which ``model`` lies, if it was sharded before it came here."""
-        is_marked = model.__dict__.get(
-            "_is_accelerate_prepared", False
-        )  # maybe by another Accelerator, which adopted it
+        is_marked = model.__dict__.get("_is_accelerate_prepared", False)  # maybe another Accelerator adopted it
         if id(model) not in self._prepared_models and (self.strategy.hands_over_shards or not is_marked):
             self._follow(parallel.adopt(self.strategy, model, is_in_use=bool(self._dataloaders or self._schedulers)))
 
@@ -743,7 +741,8 @@ class Accelerator:
             self._weights, self._metric_gather = WindowWeights(self.mesh), MetricGather(self.mesh, self.gradient_state)
         if strategy is not self.strategy and not strategy.hands_over_shards:
             self.scaler = scaler_of_shards(self.scaler, self.world)  # the strategy before registered no hooks
-            parallel.register_step_hooks(strategy, [optimizer.optimizer for optimizer in self._optimizers])
+            for optimizer in self._optimizers:
+                strategy.register_step_hooks(optimizer.optimizer)
         self.strategy = strategy
 
     def _register_model(self, model: torch.nn.Module, prepared: Model) -> Model:

@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.errors import PreparationError, SettingError
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.parallelism import ParallelismConfig
-from tests.mesh_runs import BATCH, LENGTH, V2, LanguageModel, mean_loss, samples, steps
+from tests.mesh_runs import BATCH, LENGTH, V2, LanguageModel, mean_loss, samples, second_pass, steps
 from tests.ranks import run_on_ranks
 from tests.sharded_runs import assert_same_run
 
@@ -199,15 +199,7 @@ def go_on(
     """The second pass, by a run that has loaded the first (None: that has done it)."""
     run = Accelerator(cpu=True, gradient_accumulation_steps=2, scheduler_mode="updates", **options)
     objects = prepared(run, shard, shares, 3)
-    if folder is None:
-        steps(run, objects)
-    else:
-        with torch.no_grad():
-            for parameter in objects[0].parameters():
-                parameter.zero_()
-        run.load_state(str(folder))
-    found = steps(run, objects)
-    return {**found, "weights": {name: value.tolist() for name, value in run.get_state_dict(objects[0]).items()}}
+    return second_pass(run, objects, folder)
 
 
 @functools.cache

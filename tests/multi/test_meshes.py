@@ -32,6 +32,7 @@ from tests.mesh_runs import (
     accelerator,
     prepared,
     samples,
+    second_pass,
     steps,
     train,
 )
@@ -159,15 +160,7 @@ def go_on(folder: Path | None, arguments: dict[str, Any]) -> dict[str, Any]:
     """The second pass, by a run that has loaded the first (None: that has done it)."""
     run = accelerator(**arguments, scheduler_mode="updates")
     objects = prepared(run, updates=3)
-    if folder is None:
-        steps(run, objects)
-    else:
-        with torch.no_grad():
-            for parameter in objects[0].parameters():
-                parameter.zero_()
-        run.load_state(str(folder))
-    found = steps(run, objects)
-    return {**found, "weights": {name: value.tolist() for name, value in run.get_state_dict(objects[0]).items()}}
+    return second_pass(run, objects, folder)
 
 
 @functools.cache

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from .estimate import count
-from .parser import Subparsers, command_parser, run_command, spellings, split_script_arguments
+from .parser import Subparsers, command_parser
+from .scripts import add_num_steps, read_script, run_with_script_arguments, runs_agree
 
 _DESCRIPTION: Final = (
     "Read a script that uses the Accelerator and say, line by line, what would hang, train otherwise or be lost on "
@@ -27,13 +27,7 @@ def doctor_command_parser(subparsers: Subparsers | None = None) -> argparse.Argu
         help="Also train some steps on 1 process and on 2 that share each batch, on the CPU, and compare the losses. "
         "The script's arguments follow after --.",
     )
-    parser.add_argument(
-        *spellings("--num_steps"),
-        type=count,
-        default=8,
-        metavar="N",
-        help="How many steps of the optimizer to compare (default: 8).",
-    )
+    add_num_steps(parser)
     parser.set_defaults(func=doctor_command, script_args=[])
     return parser
 
@@ -46,7 +40,7 @@ def doctor_command(args: argparse.Namespace) -> int:
     """
     from ..tools.doctor import Severity, examine
 
-    findings = examine(args.script.read_text("utf-8"), str(args.script))
+    findings = examine(read_script(args.script), str(args.script))
     for finding in findings:
         print(f"{args.script}:{finding.line}: {finding.severity}: {finding.text}")
     counts = [(each.value, sum(finding.severity == each.value for finding in findings)) for each in Severity]
@@ -57,25 +51,20 @@ def doctor_command(args: argparse.Namespace) -> int:
 
 
 def _ranks_agree(args: argparse.Namespace) -> bool:
-    from ..tools.verify import VerificationError, compare_ranks
+    from ..tools.verify import compare_ranks
 
-    print(f"\nComparing {args.num_steps} steps on the CPU, without dropout ...", file=sys.stderr, flush=True)
-    try:
-        comparison = compare_ranks(args.script, args.script_args, args.num_steps)
-    except VerificationError as error:
-        print(f"accelerate doctor: {error}", file=sys.stderr)  # with what the run printed, however long
-        return False
-    print("\n" + comparison.text("Two processes train as one"))
-    return not comparison.differences
+    return runs_agree(
+        "accelerate doctor",
+        args,
+        lambda: [compare_ranks(args.script, args.script_args, args.num_steps)],
+        "Two processes train as one",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate doctor`` and return its exit code, 2 where the script can't be read."""
-    own, script_args = split_script_arguments(arguments)
-    parser = doctor_command_parser()
-    parser.set_defaults(script_args=script_args)
     try:
-        return run_command(parser, own)
+        return run_with_script_arguments(doctor_command_parser(), arguments)
     except KeyboardInterrupt:
         return 130
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from .estimate import count
-from .parser import Subparsers, command_parser, run_command, spellings, split_script_arguments
+from .parser import Subparsers, command_parser
+from .scripts import add_num_steps, read_script, run_with_script_arguments, runs_agree
 
 if TYPE_CHECKING:
     from ..tools.migrate import Migration
@@ -33,13 +33,7 @@ def migrate_command_parser(subparsers: Subparsers | None = None) -> argparse.Arg
         help="Train some steps with the script and with the changed one, on 1 and on 2 processes of the CPU, show the "
         "losses side by side, and write nothing unless they agree. The script's arguments follow after --.",
     )
-    parser.add_argument(
-        *spellings("--num_steps"),
-        type=count,
-        default=8,
-        metavar="N",
-        help="How many steps of the optimizer to compare (default: 8).",
-    )
+    add_num_steps(parser)
     parser.set_defaults(func=migrate_command, script_args=[])
     return parser
 
@@ -52,7 +46,7 @@ def migrate_command(args: argparse.Namespace) -> int:
     """
     from ..tools.migrate import migrate
 
-    found = migrate(_read(args.script), str(args.script))
+    found = migrate(read_script(args.script), str(args.script))
     if args.diff:
         print(found.diff(), end="")
     else:
@@ -74,31 +68,16 @@ def migrate_command(args: argparse.Namespace) -> int:
 
 def _agree(found: Migration, args: argparse.Namespace) -> bool:
     """Compare the script with its conversion, show the result, and return whether they train the same."""
-    from ..tools.verify import VerificationError, verify
+    from ..tools.verify import verify
 
-    print(f"\nComparing {args.num_steps} steps on the CPU, without dropout ...", file=sys.stderr, flush=True)
-    try:
-        comparisons = verify(found, args.script, args.script_args, args.num_steps)
-    except VerificationError as error:
-        print(f"accelerate migrate: {error}", file=sys.stderr)  # with what the run printed, however long
-        return False
-    tables = [comparison.text("The conversion trains the same") for comparison in comparisons]
-    print("\n" + "\n\n".join(tables), file=sys.stderr if args.diff else sys.stdout)
-    differ = any(comparison.differences for comparison in comparisons)
-    if differ:
-        print("The conversion doesn't train the same; nothing was written.", file=sys.stderr)
-    return not differ
-
-
-def _read(path: Path) -> str:
-    from ..tools.migrate import Refused
-
-    if path.suffix == ".ipynb":
-        raise Refused(f"{path}:1: it is a notebook; export it as a script first (jupyter nbconvert --to script).")
-    try:
-        return path.read_bytes().decode("utf-8")  # line endings included
-    except UnicodeDecodeError as error:
-        raise Refused(f"{path}:1: it isn't text in UTF-8 ({error.reason} at byte {error.start}).") from None
+    return runs_agree(
+        "accelerate migrate",
+        args,
+        lambda: verify(found, args.script, args.script_args, args.num_steps),
+        "The conversion trains the same",
+        "The conversion doesn't train the same; nothing was written.",
+        aside=args.diff,
+    )
 
 
 def shown(found: Migration, *, colored: bool = False) -> str:
@@ -123,10 +102,7 @@ def shown(found: Migration, *, colored: bool = False) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate migrate`` and return its exit code, 2 where the script is refused."""
     try:
-        own, script_args = split_script_arguments(arguments)
-        parser = migrate_command_parser()
-        parser.set_defaults(script_args=script_args)
-        return run_command(parser, own)
+        return run_with_script_arguments(migrate_command_parser(), arguments)
     except KeyboardInterrupt:
         return 130
 

@@ -107,13 +107,6 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
     return code if isinstance(code, int) else 0
 
 
-def split_script_arguments(arguments: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Return a command's own arguments, and those for the script, which follow ``--``."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    end = given.index("--") if "--" in given else len(given)
-    return given[:end], given[end + 1 :]
-
-
 def complain(command: str, error: Exception) -> int:
     """Print at most five lines about the error and return the exit code 2."""
     text = str(error).strip() or type(error).__name__

@@ -14,7 +14,8 @@ from ..settings.option import Source
 from ..settings.run import collect
 from ..settings.tree import Settings
 from .estimate import PRECISIONS, count
-from .parser import Subparsers, command_parser, run_command, spellings, split_script_arguments
+from .parser import Subparsers, command_parser, spellings
+from .scripts import run_with_script_arguments
 
 if TYPE_CHECKING:
     from ..tools.estimate.plan import Candidate
@@ -50,7 +51,7 @@ def plan_command_parser(subparsers: Subparsers | None = None) -> argparse.Argume
         help="The configuration to write (default: accelerate_config.yaml; '' writes none).",
     )
     parser.epilog = "What follows -- are the script's own arguments."
-    parser.set_defaults(func=plan_command, arguments=[])
+    parser.set_defaults(func=plan_command, script_args=[])
     return parser
 
 
@@ -108,7 +109,7 @@ def _subject(args: argparse.Namespace) -> tuple[Traceable, str | OptimizerFactor
     if args.subject.endswith(".py"):
         from ..tools.estimate.subject import FromScript
 
-        script = FromScript(args.subject, args.arguments)
+        script = FromScript(args.subject, args.script_args)
         return script, script.optimizer or args.optimizer, script.batch_size or args.batch
     from ..tools.estimate.subject import find_subject
 
@@ -162,10 +163,7 @@ def settings_of(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accelerate plan`` and return its exit code."""
-    own, of_the_script = split_script_arguments(arguments)
-    parser = plan_command_parser()
-    parser.set_defaults(arguments=of_the_script)
-    return run_command(parser, own)
+    return run_with_script_arguments(plan_command_parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ A strategy's file is imported when it is chosen, so that no strategy pays for th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -114,12 +114,6 @@ def adopt(strategy: Strategy, model: torch.nn.Module, *, is_in_use: bool) -> Str
     strategy.mesh_source = f"{type(model).__name__}, which came first,"
     strategy.before_adoption = before
     return strategy
-
-
-def register_step_hooks(strategy: Strategy, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Register the hooks of ``strategy`` with ``optimizers`` that were prepared before it took over."""
-    for optimizer in optimizers:
-        strategy.register_step_hooks(optimizer)
 
 
 def unadopted(strategy: Strategy) -> Strategy:

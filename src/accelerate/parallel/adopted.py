@@ -6,8 +6,8 @@ distributed_config=...)``. Real on CPU ranks too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import final
 
 import torch
@@ -28,7 +28,7 @@ from .fsdp.state import checkpoint_state_of, shards_of
 from .gradients import ShardedGradients
 from .rebind import disable_foreach_across_meshes, inner_optimizer
 from .replicas import train_in_place
-from .sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, outer_units
+from .sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, without_reduction
 from .state import ModelState
 
 
@@ -110,20 +110,7 @@ class Adopted(ShardedStrategy):
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Enter a context in which backward passes leave gradients on each rank as they are."""
         replica = replica_in(model)
-        return self._without_reduction(uncompiled(model)) if replica is None else replica.no_sync()
-
-    @contextmanager
-    def _without_reduction(self, model: torch.nn.Module) -> Iterator[None]:
-        units = outer_units(model)
-        for unit in units:
-            unit.set_requires_gradient_sync(False)
-        self._unreduced.add(id(model))
-        try:
-            yield
-        finally:
-            self._unreduced.discard(id(model))
-            for unit in units:
-                unit.set_requires_gradient_sync(True)
+        return without_reduction(uncompiled(model), self._unreduced) if replica is None else replica.no_sync()
 
     # -- state ---------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -74,6 +75,21 @@ class ShardedRetry(Retryable):
         if not outer_units(model):
             return super().snapshot_gradients(model)
         return snapshot_sharded_gradients(uncompiled(model), snapshot_gradients)
+
+
+@contextmanager
+def without_reduction(model: torch.nn.Module, unreduced: set[int]) -> Iterator[None]:
+    """Enter a context in which the modules under ``fully_shard`` reduce nothing; ``unreduced`` holds the model's id."""
+    units = outer_units(model)
+    for unit in units:
+        unit.set_requires_gradient_sync(False)
+    unreduced.add(id(model))
+    try:
+        yield
+    finally:
+        unreduced.discard(id(model))
+        for unit in units:
+            unit.set_requires_gradient_sync(True)
 
 
 def outer_units(model: torch.nn.Module) -> list[FSDPModule]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple, final
 
-from .migrate.refuse import Refused
+from .migrate.refuse import Refused, parsed
 from .migrate.source import Placed, Script, dotted, method, targets
 from .migrate.survey import LOADER, MODEL, OPTIMIZER, SCHEDULER, Survey, Symbol
 
@@ -117,11 +117,7 @@ def examine(text: str, name: str) -> list[Finding]:
     Raises:
         Refused: it isn't Python, or doesn't use the Accelerator.
     """
-    try:
-        script = Script(text, name)
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None) or 1
-        raise Refused(f"{name}:{line}: it isn't valid Python ({getattr(error, 'msg', error)}).") from None
+    script = parsed(text, name)
     if not any(path.partition(".")[0] == "accelerate" for path in script.imported.values()):
         raise Refused(f"{name}:1: it doesn't use accelerate. `accelerate migrate {name}` shows what would change.")
     subject = Subject(script)

@@ -5,8 +5,8 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, final
 from weakref import WeakSet
@@ -33,7 +33,7 @@ from ..expert_parallel import average_expert_gradients, shard_experts
 from ..gradients import ShardedGradients
 from ..rebind import inner_optimizer
 from ..replicas import train_in_place
-from ..sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy
+from ..sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, without_reduction
 from ..state import ModelState
 from ..tensor_parallel import parallelize
 from .setup import average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
@@ -216,17 +216,7 @@ class FullyShard(ShardedStrategy):
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Enter a context in which backward passes accumulate unsharded gradients on each rank."""
         sharded = uncompiled(model)
-        return self._without_reduction(sharded) if isinstance(sharded, FSDPModule) else nullcontext()
-
-    @contextmanager
-    def _without_reduction(self, model: FSDPModule) -> Iterator[None]:
-        model.set_requires_gradient_sync(False)
-        self._unreduced.add(id(model))
-        try:
-            yield
-        finally:
-            self._unreduced.discard(id(model))
-            model.set_requires_gradient_sync(True)
+        return without_reduction(sharded, self._unreduced) if isinstance(sharded, FSDPModule) else nullcontext()
 
     # -- state ---------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from typing import final
 
 from . import devices, distributed, evaluation, saving, setup, steps
 from .plan import LOADER, Note, Plan
-from .refuse import Refused, check, check_left
-from .source import Edit, Script, apply, chosen
+from .refuse import Refused, check, check_left, parsed
+from .source import Edit, apply, chosen
 from .survey import Survey
 
 
@@ -54,11 +54,7 @@ def migrate(text: str, name: str) -> Migration:
     """
     if not text.strip():
         raise Refused(f"{name}:1: the file is empty.")
-    try:
-        script = Script(text, name)
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None) or 1
-        raise Refused(f"{name}:{line}: it isn't valid Python ({getattr(error, 'msg', error)}).") from None
+    script = parsed(text, name)
     survey = Survey(script)
     check(script, survey)
     plan = Plan(script, survey)

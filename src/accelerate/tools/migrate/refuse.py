@@ -37,6 +37,19 @@ class Refused(AccelerateError, ValueError):
     """The script isn't migrated; the text begins with the file and line of the reason."""
 
 
+def parsed(text: str, name: str) -> Script:
+    """Return the script with this text.
+
+    Raises:
+        Refused: it isn't Python.
+    """
+    try:
+        return Script(text, name)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise Refused(f"{name}:{line}: it isn't valid Python ({getattr(error, 'msg', error)}).") from None
+
+
 def check(script: Script, survey: Survey) -> None:
     """Raise unless the script has a loop of its own that can be changed.
 
