@@ -23,8 +23,8 @@ os.environ.update(
         "MPLBACKEND": "Agg",
     }
 )
-# The server of torch's store looks up the name of every host that connects and serves nobody meanwhile: 5 s each where no
-# name server answers, after which ranks that leave or give up after 10 s are gone.
+# The server of torch's store looks up the name of every host that connects and serves nobody meanwhile: 5 s
+# each where no name server answers.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 ROOT = Path(__file__).resolve().parent.parent

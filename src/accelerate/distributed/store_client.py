@@ -48,8 +48,9 @@ _LONGEST_PAUSE_SECONDS: Final = 30.0
 #: How long the process that serves the store may take to respond before it counts as unreachable.
 _STORE_TIMEOUT_SECONDS: Final = 10.0
 _LEAVE_SECONDS: Final = 2.0
-#: How long a rank that serves the store to all others stays for them when its own program has ended.
-_READERS_SECONDS: Final = 10.0
+#: How long a rank that serves the store to all others stays for them when its own program has ended. torch's
+#: server looks up the name of each host that connects, and serves nobody for the 5 s in which no name server answers.
+_READERS_SECONDS: Final = 30.0
 #: Up to this many ranks, each publishes every operation that it begins; beyond, only those in which it has to wait.
 _NUM_PUBLISHING: Final = 128
 #: Requests a second of all ranks together, while they wait for one that doesn't come.
@@ -264,7 +265,7 @@ class Coordinator:
             self._stop()
 
     def wait_for_readers(self) -> None:
-        """Serve the store until all other ranks have left too, or for 10 s: they may still read from it.
+        """Serve the store until all other ranks have left too, or for 30 s: they may still read from it.
 
         Slower ranks would otherwise lose the value that they are waiting for. Called after `leave`, when the process
         group is destroyed, which wakes a rank that waits in it.

@@ -30,6 +30,8 @@ _WITHOUT_LIMIT: Final = timedelta(days=20)
 #: So many ranks connect to the store in a second, in their order: its host's queue holds as many.
 _CONNECTIONS_PER_SECOND: Final = 4096
 _GIVE_UP_SECONDS: Final = 2.0
+#: How often it is looked whether a store that is being connected to is still there.
+_CONNECTION_CHECK_SECONDS: Final = 1.0
 _NO_KEY: Final = "nothing"
 _SHORTEST_SLEEP_SECONDS: Final = 5e-5
 _LONGEST_SLEEP_SECONDS: Final = 0.02
@@ -257,17 +259,39 @@ class WaitingConnections:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        store = self._store
         if self._has_clones:
             # Connecting to a store that is silent would wait without limit; this request doesn't.
-            self._request(lambda: store.check([_NO_KEY]))
+            self._request(lambda: self._store.check([_NO_KEY]))
             time.sleep(self._delay_seconds)
+            thread = RequestThread("accelerate store waits")
+            if (store := self._connect(thread)) is not None:
+                return store, thread
+            self._has_clones = False
+            thread.stop()
+        return self._store, RequestThread("accelerate store waits")
+
+    def _connect(self, thread: RequestThread) -> Store | None:
+        """Connect once more in `thread`, where the store can do that, for as long as the first connection works.
+
+        torch tries to reach a store that has ended meanwhile again and again, for all of the process group's timeout.
+        """
+
+        def connect() -> Store | None:
             try:
                 store = second_connection(self._store)
                 store.set_timeout(_WITHOUT_LIMIT)
             except (AttributeError, NotImplementedError):  # a torch, or a store, without that
-                self._has_clones, store = False, self._store
-        return store, RequestThread("accelerate store waits")
+                return None
+            return store
+
+        connecting = thread.start(connect)
+        try:
+            while not connecting.is_done(_CONNECTION_CHECK_SECONDS):
+                self._request(lambda: self._store.check([_NO_KEY]))
+            return self._request(connecting.response)
+        except BaseException:  # raised again
+            thread.has_timed_out = True
+            raise
 
 
 def set_missing(store: Store, keys: list[str], value: str) -> None:

@@ -257,6 +257,26 @@ def test_many_keys_are_set_and_waited_for_by_requests_that_the_server_reads_well
     assert counts == {"multi_set": 3, "multi_get": 3, "check": 1}
 
 
+def test_a_store_that_ends_while_it_is_connected_to_is_given_up() -> None:
+    """torch would try to reach it for all of the process group's timeout."""
+    is_connecting, end = threading.Event(), threading.Event()
+
+    def clone() -> None:
+        is_connecting.set()
+        end.wait(60)
+
+    def check(keys: list[str]) -> bool:
+        if is_connecting.is_set():
+            raise RuntimeError("Connection reset by peer")
+        return False
+
+    store: Any = SimpleNamespace(check=check, clone=clone)
+    with pytest.raises(RuntimeError, match="reset by peer"), WaitingConnections(store).start("key"):
+        pass
+    assert not end.is_set()
+    end.set()
+
+
 def test_the_verdict_about_many_ranks_fits_on_a_screen() -> None:
     positions: list[StackPosition | None] = [
         StackPosition(rank, 60, "train.py:40", "loss.backward()", True) for rank in range(1000)
