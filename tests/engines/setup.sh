@@ -31,6 +31,7 @@ environment() {
 }
 
 environment kubernetes kmock==0.8 "kubernetes>=37,<38"
+environment kubernetes_schemas kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 kubeflow-training==1.9.4
 DS_BUILD_OPS=0 environment deepspeed --no-build-isolation deepspeed==0.19.8
 environment ray "ray[train]==2.60.0"
 moto="moto[server,sagemaker,s3,iam,sts,logs]>=5.2,<6"

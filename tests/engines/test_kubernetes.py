@@ -1,4 +1,7 @@
-"""The official client of Kubernetes against an emulator of its API (kmock): objects are kept, no pod runs."""
+"""The official client of Kubernetes against an emulator of its API (kmock): objects are kept, no pod runs.
+
+What a cluster would refuse, the emulator keeps: manifests are held against the schemas of the API too.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,36 @@ from kubernetes import client, config
 config.load_kube_config()
 found = client.CustomObjectsApi().get_namespaced_custom_object(*sys.argv[1:])
 print(json.dumps(found))
+"""
+READ = """\
+import sys
+import kubernetes_validate, yaml
+
+job = yaml.safe_load(sys.stdin)
+if job["kind"] == "JobSet":
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
+    read = JobsetV1alpha2JobSet.from_dict(job).to_dict()
+    known = [{"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "one"}, **replicated["template"]}
+             for replicated in job["spec"]["replicatedJobs"]]
+else:
+    from kubeflow.training import KubeflowOrgV1PyTorchJob
+    from kubeflow.training.api_client import ApiClient
+
+    client = ApiClient()
+    read = client.sanitize_for_serialization(client._ApiClient__deserialize(job, KubeflowOrgV1PyTorchJob))
+    known = [{"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "one"}, "template": replicas["template"]}
+             for replicas in job["spec"]["pytorchReplicaSpecs"].values()]
+
+def keys(value):
+    if isinstance(value, dict):
+        return {key: keys(each) for key, each in value.items()}
+    return [keys(each) for each in value] if isinstance(value, list) else None
+
+assert keys(read) == keys(job), "a key that the API doesn't know"
+for each in known:
+    kubernetes_validate.validate(each, "1.37", strict=True)
+print("read", job["kind"], "with", len(known))
 """
 GIVEN = ("--launcher", "kubernetes", "--cpu", "--num_machines", "2", "--num_processes", "4", "--k8s_image", "image:1")
 
@@ -97,3 +130,21 @@ def test_a_dry_run_writes_the_manifest_and_submits_nothing(cluster: Launch) -> N
     assert code == 0 and (cluster.folder / "job.yaml").exists(), output
     with pytest.raises(subprocess.CalledProcessError):
         fetched(cluster, "kubeflow.org", "v1", "default", "pytorchjobs", "who")
+
+
+def read_by_the_api(manifest: str) -> subprocess.CompletedProcess[str]:
+    words = [python_of("kubernetes_schemas"), "-c", READ]
+    return subprocess.run(words, input=manifest, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("kind", ["PyTorchJob", "JobSet"])
+def test_the_schemas_of_the_api_take_a_manifest_of_2048_hosts(launch: Launch, kind: str) -> None:
+    given = ("--launcher", "kubernetes", "--num_machines", "2048", "--k8s_image", "image:1", "--k8s_kind", kind)
+    code, output = launch(*given, "--num_processes", "16384", "--k8s_manifest", "job.yaml", "--dry-run", "who.py")
+    assert code == 0, output
+    manifest = (launch.folder / "job.yaml").read_text()
+    done = read_by_the_api(manifest)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["read", kind, "with", "2" if kind == "PyTorchJob" else "1"]
+    for wrong in (manifest.replace("mountPath", "mountpath"), manifest.replace("restartPolicy", "restartpolicy")):
+        assert wrong != manifest and read_by_the_api(wrong).returncode != 0
