@@ -115,6 +115,31 @@ def results_of(message: bytes) -> bytes:
     )
 
 
+def write_shards(folder: Path, save: Save) -> None:
+    """Write real files of shards, each by the rank that the plan has for it, and the index; row r holds r."""
+    planner_class, writer_class = shards_item._save_classes()
+    messages, metadata = plan_by_rank_0(folder, [save.quick_proposal_of(rank) for rank in range(save.ranks)])
+    rows = torch.arange(ROWS, dtype=torch.bfloat16)[:, None].expand(ROWS, COLUMNS)
+    writer = writer_class(folder, single_file_per_rank=True, thread_count=1)
+    writer.set_up_storage_writer(True)
+    folder.mkdir(parents=True)
+    results: list[bytes] = []
+    for message in messages:
+        plan = shards_item._unpacked(message)
+        if not plan.items:
+            continue
+        (folder / plan.storage_data.prefix).parent.mkdir(exist_ok=True)
+        planner = planner_class()
+        planner.values = {
+            item.index: rows[item.index.offset[0] :][: ROWS // save.shards]
+            if item.type is WriteItemType.SHARD
+            else torch.tensor(7.0)
+            for item in plan.items
+        }
+        results.append(shards_item._packed(writer.write_data(plan, planner).wait()))
+    writer.finish(metadata, [shards_item._unpacked(message) for message in results])
+
+
 def write_index(folder: Path, metadata: Any, results: list[bytes]) -> None:
     """Write the index as rank 0 does at the end."""
     _, writer_class = shards_item._save_classes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from accelerate.checkpointing.store import CheckpointStore, StagingDirectory
 from accelerate.checkpointing.weights import EVERYTHING
 from accelerate.distributed.world import World
 from accelerate.errors import CheckpointError
+from tests.ranks import run_on_ranks
 from tests.unit.checkpointing.many_ranks import (
+    COLUMNS,
     NAMES,
     ROWS,
     Save,
@@ -42,6 +45,7 @@ from tests.unit.checkpointing.many_ranks import (
     results_of,
     staged_by,
     write_index,
+    write_shards,
 )
 
 slow = pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="full size: RUN_SLOW=1")
@@ -217,6 +221,58 @@ def bytes_checked(
     reason = CheckpointStore(folder, ranks=ranks).problem()
     monkeypatch.undo()
     return sum(read), reason
+
+
+@dataclass
+class Load:
+    """What one rank reads of a folder of shards, as bytes."""
+
+    needed: int
+    read: int
+    is_right: bool
+
+
+def load_as(rank: int, folder: Path, save: Save) -> Load:
+    """Load `folder` as `rank` of a world of `save`'s ranks that isn't there; /proc counts the bytes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    def state() -> dict[str, Any]:
+        local = torch.zeros(ROWS // save.shards, COLUMNS, dtype=torch.bfloat16)
+        placements = [Replicate(), Shard(0)]
+        shards = {name: DTensor.from_local(local.clone(), mesh, placements, run_check=False) for name in names}
+        return {**shards, **{f"{name}.step": torch.tensor(0.0) for name in names}}
+
+    torch.distributed.init_process_group("fake", rank=rank, world_size=save.ranks, store=FakeStore())
+    mesh = init_device_mesh("cpu", (save.ranks // save.shards, save.shards))
+    names = NAMES[: save.tensors]
+    read_into(folder, state(), alone=True)  # imports what it takes
+    values, before = state(), bytes_read()
+    read_into(folder, values, alone=True)
+    read = bytes_read() - before
+    torch.distributed.destroy_process_group()
+    first = rank % save.shards * (ROWS // save.shards)
+    expected = torch.arange(first, first + ROWS // save.shards, dtype=torch.bfloat16)[:, None].expand(-1, COLUMNS)
+    tensors = [values[name].to_local() for name in names]
+    is_right = all(torch.equal(tensor, expected) for tensor in tensors) and values[f"{names[0]}.step"] == 7
+    return Load(sum(tensor.nbytes for tensor in tensors), read, is_right)
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system counts no bytes by process")
+def test_a_rank_of_8192_reads_what_it_needs_of_what_16384_saved(tmp_path: Path) -> None:
+    write_shards(tmp_path / "shards", Save(16_384, 4, shards=64))
+    index = (tmp_path / "shards" / ".metadata").stat().st_size
+    for rank, shards in ((0, 64), (4097, 64), (8191, 64), (77, 32), (77, 128)):
+        # In a process of its own: torch keeps the shares of a mesh, whichever rank asked.
+        [load] = run_on_ranks(lambda: load_as(rank, tmp_path / "shards", Save(8192, 4, shards)), 1)  # noqa: B023
+        whole = load.needed * max(1, shards // 64)  # a piece that was saved is read whole
+        assert load.is_right
+        pieces = 4 * max(1, 64 // shards) + 4  # each a small archive
+        assert whole <= load.read - index < whole + 16_384 * pieces, (load, shards, index)
 
 
 def test_each_file_is_checked_by_one_rank_of_those_that_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
