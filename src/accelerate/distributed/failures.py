@@ -38,7 +38,8 @@ _MARKERS = re.compile(r"^\s*[~^\s]+$")
 #: Messages that report that another process went away: a consequence, never a first cause.
 _LOST_PEER = re.compile(
     r"connection (?:was )?(?:closed|reset|aborted|refused)|broken pipe|remote process exited|"
-    r"socket (?:closed|timeout)|recvvalue failed|failed to recv|heartbeat|monitoredbarrier",
+    r"socket (?:closed|timeout)|recvvalue failed|failed to recv|heartbeat|monitoredbarrier|"
+    r"has ended \(or left the world\)|keeps the ranks' store",
     re.IGNORECASE,
 )
 _SHOWN_FRAMES = 3

@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
-from ..distributed.failures import Failure, parse_traceback, report
+from ..distributed.failures import Failure, numbered, parse_traceback, report
 from ..errors import LaunchError, SettingError
 from ..ports import DEFAULT_PORT
 from .engine import LaunchEngine, PortInUse, base_environment, count_processes, device_notes
@@ -21,6 +21,9 @@ from .plan import LaunchPlan, Program
 if TYPE_CHECKING:
     from ..settings.tree import Settings
     from .preflight import Host
+
+
+_LINE_WIDTH: Final = 240
 
 
 @final
@@ -143,15 +146,33 @@ def _run_agent(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     started = time.time()
+    options = run.parse_args(list(arguments))
     try:
-        run.run(run.parse_args(list(arguments)))
+        run.run(options)
     except ChildFailedError as error:
         failures = failures_of(error.failures, started)
-        print(report(failures, len(failures)), file=sys.stderr)
+        num_hosts = int(str(options.nnodes).rpartition(":")[2])
+        print(report_of_host(failures, num_hosts, num_hosts * int(options.nproc_per_node)), file=sys.stderr)
         return failures[0].exit_code if failures else 1
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def report_of_host(failures: Sequence[Failure], num_hosts: int, num_processes: int) -> str:
+    """Report the failures of one host's ranks: in one line where they only follow from one of another host's.
+
+    Thousands of hosts may write to one log, in which the one that failed first has to be found.
+    """
+    first = failures[0] if failures else None
+    if num_hosts == 1 or first is None or not (first.stopped or first.is_consequence):
+        return report(failures, num_processes)
+    reason = f" ({first.traceback.exception})" if first.traceback is not None else ""
+    text = (
+        f"{numbered(sorted(failure.rank for failure in failures)).capitalize()} of {num_processes} (host {first.host}) "
+        f"ended after {first.seconds:.1f} s because a rank of another host was gone: see that host's report{reason}."
+    )
+    return text if len(text) <= _LINE_WIDTH else text[: _LINE_WIDTH - 3] + "..."
 
 
 def failures_of(found: Mapping[int, Any], started: float) -> list[Failure]:

@@ -16,12 +16,13 @@ import yaml
 
 from accelerate.distributed.environment import expand_host_list
 from accelerate.distributed.failures import Failure, Traceback, report
+from accelerate.distributed.verdicts import RankState, Verdict
 from accelerate.launch.kubernetes import Kubernetes
 from accelerate.launch.mpi import Mpirun
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.remote import hosts_of
 from accelerate.launch.slurm import Slurm
-from accelerate.launch.torchrun import Torchrun
+from accelerate.launch.torchrun import Torchrun, report_of_host
 from tests.unit.launch.plans import GPU_HOST, PROGRAM, hosts_file, settings
 
 HOSTS = 2048
@@ -163,3 +164,19 @@ def test_a_failure_of_one_rank_of_16384_is_one_screen(how: str) -> None:
     assert "RuntimeError: the batch is empty" in "\n".join(lines)
     if how == "stopped":
         assert f"stopped by the launcher with {signal.SIGTERM.name}" in "\n".join(lines)
+
+
+def test_a_host_whose_ranks_only_lost_another_hosts_says_so_in_one_line() -> None:
+    """2,048 agents may write to one log."""
+    lost = Traceback((), "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:4711")
+    own = [failure(rank, returncode=1, stopped=False, traceback=lost) for rank in range(8, 16)]
+    [line] = report_of_host(own, HOSTS, RANKS).splitlines()
+    assert line.startswith("Ranks 8, 9, 10, 11, 12, 13, 14, 15 of 16384 (host node0001) ended after 100.0 s because a ")
+    assert "Connection closed by peer" in line and len(line) <= 240
+    assert "see that host's report" in report_of_host([failure(8)], HOSTS, RANKS)
+    gone = Verdict("left", 3).explain(8, RankState(7, "wait_for_everyone"))
+    left = failure(8, returncode=1, stopped=False, traceback=Traceback((), f"CollectiveError: {gone}"))
+    assert len(report_of_host([left], HOSTS, RANKS).splitlines()) == 1
+    assert report_of_host(own, 1, 8) == report(own, 8)
+    cause = failure(9, returncode=1, stopped=False, traceback=Traceback((), "ValueError: no data"))
+    assert report_of_host([cause, *own], HOSTS, RANKS).startswith("First cause: rank 9 of 16384 (host node0001")
