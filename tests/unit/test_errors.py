@@ -20,6 +20,7 @@ PACKAGE: Final = Path(accelerate.__file__).parent
 #: Exceptions that hang elsewhere, and why.
 OUTSIDE_OF_THE_TREE: Final = {
     "CannotTrace": "never leaves parallel/: a model that can't be traced is split another way",
+    "StepBack": "never leaves commands/config/: the question before is asked again",
     "StoreTimeout": "never leaves distributed/ and checkpointing/agreement.py, which say which rank didn't answer",
     "SubprocessCallException": "documented name and base of the test helpers",
     "_PassAborted": "never leaves training/oom_retry.py: aborts a pass on all ranks",
@@ -89,6 +90,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "checkpointing/manifest.py _refuse_name ValueError",
         "checkpointing/storage.py LocalStorage.read FileNotFoundError",
         "checkpointing/storage.py RemoteStorage.upload.put OSError",
+        "commands/config/ask.py Asker.ask.read_required ValueError",
         "commands/config/ask.py Asker.choose.read ValueError",
         "commands/config/ask.py Asker.whole_number.read ValueError",
         "commands/config/ask.py Asker.yes.read ValueError",
@@ -119,7 +121,7 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "checkpointing/store.py CheckpointStore._make_staging NotADirectoryError",
     ),
     "an interruption that is passed on": (
-        "commands/config/ask.py Asker._menu KeyboardInterrupt",
+        "commands/config/terminal.py _keys.read_key KeyboardInterrupt",
         "launch/functions.py run_ranks KeyboardInterrupt",
     ),
 }

@@ -13,6 +13,7 @@ from typing import Any, Final
 from ..errors import SettingError
 from ..settings import env, file
 from ..settings.document import read_whole_layer
+from ..settings.option import options_of
 from ..settings.run import check_launchable, collect
 from ..settings.tree import Settings, launch_options_of
 from . import preflight
@@ -21,6 +22,14 @@ from .slurm import in_batch_script
 
 #: torchrun's words for one process per device.
 PER_DEVICE: Final = ("auto", "gpu")
+#: What chooses a distributed type on a command line; the others are `--multi_gpu`.
+_FLAGS_OF_TYPE: Final[Mapping[str, tuple[str, ...]]] = {
+    "MULTI_CPU": ("--cpu",),
+    "FSDP": ("--use_fsdp",),
+    "DEEPSPEED": ("--use_deepspeed",),
+    "MEGATRON_LM": ("--use_megatron_lm",),
+    "XLA": ("--tpu",),
+}
 _NO_COMMAND: Final = "there is no such command on the PATH"
 
 
@@ -69,6 +78,26 @@ def complete(args: argparse.Namespace, settings: Settings) -> None:
     for name, value in filled.items():
         setattr(args, name, value)
     args.filled_in = filled
+
+
+def flags_of(settings: Settings) -> list[str]:
+    """Return the command line of a launch that has these settings without a file: what differs from its defaults."""
+    kind = settings.launch.distributed_type or "NO"
+    flags: dict[str, list[str]] = {flag: [flag] for flag in _FLAGS_OF_TYPE.get(kind, ())}
+    if kind.startswith("MULTI_") and not flags:
+        flags["--multi_gpu"] = ["--multi_gpu"]
+    for group, options in settings.groups():
+        for option in options_of(type(options)):
+            value = getattr(options, option.name)
+            if option.flag is None or value == option.launched or not settings.was_given(f"{group}.{option.name}"):
+                continue
+            written = option.write(value)
+            if option.switch:
+                flag = option.flag if value else option.off_flag
+                flags.update({flag: [flag]} if flag is not None else {})
+            elif written is not None:
+                flags.setdefault(option.flag, [option.flag, written])
+    return [word for words in flags.values() for word in words]
 
 
 def config_path(args: argparse.Namespace) -> Path | None:

@@ -189,15 +189,20 @@ class Settings:
 
 
 class Explanation(list[tuple[str, str, Any, Source]]):
-    """Rows of (group, option, value, source), printed as a table."""
+    """Rows of (group, option, value, source), printed as a table: what was given first, under the flags' names."""
 
     def __str__(self) -> str:
-        # given values come last: a terminal still shows them when the rest has scrolled by
-        rows = sorted(self, key=lambda row: row[3].kind != "default")
-        lines = [(f"{group}.{name}", str(value), str(source)) for group, name, value, source in rows]
+        lines = [(_flag_or_address(group, name), str(value), str(source)) for group, name, value, source in self]
+        lines = list(dict.fromkeys(lines))  # a flag may belong to several groups
         first, second = (max((len(line[column]) for line in lines), default=0) for column in (0, 1))
         second = min(second, 40)
+        lines.sort(key=lambda line: line[2] == str(DEFAULT))
         return "\n".join(f"{name:<{first}}  {value:<{second}}  {source}".rstrip() for name, value, source in lines)
+
+
+def _flag_or_address(group: str, name: str) -> str:
+    option = option_of(GROUPS[group], name)
+    return option.flag or option.key or f"{group}.{name}"
 
 
 def encode_settings(settings: Settings) -> dict[str, str]:

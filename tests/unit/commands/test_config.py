@@ -18,7 +18,9 @@ from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfi
 from accelerate.commands.config.default import write_basic_config
 from accelerate.commands.config.questions import Questionnaire, machine_types
 from accelerate.commands.launch import launch_command_parser, plan_launch
+from accelerate.launch.arguments import flags_of, settings_of
 from accelerate.settings import file
+from accelerate.settings.tree import Settings
 
 ROOT = Path(__file__).resolve().parents[3]
 SEED_ANSWERS = ["0", "2", "1", "no", "no", "2", "no"]
@@ -39,6 +41,12 @@ def dialogue(answers: list[str], *, advanced: bool = False) -> tuple[dict[str, o
     asker = Asker(io.StringIO("".join(f"{answer}\n" for answer in answers)), output)
     content = file.to_document(Questionnaire(asker, advanced=advanced).run())
     return content, output.getvalue(), asker.num_asked
+
+
+def ask(answers: list[str], *, old: Settings | None = None) -> Settings:
+    """The settings that the answers describe."""
+    asker = Asker(io.StringIO("".join(f"{answer}\n" for answer in answers)), io.StringIO())
+    return Questionnaire(asker, old=old or Settings()).run()
 
 
 def test_the_common_path_asks_exactly_the_seven_questions_in_their_order() -> None:
@@ -190,6 +198,94 @@ def test_a_word_that_several_choices_contain_names_none() -> None:
     assert match("7", choices) is None
 
 
+# Going back, what was answered before, and what comes of it
+
+
+def test_a_step_back_asks_again_with_the_answer_as_it_was() -> None:
+    content, shown, num_asked = dialogue(["0", "2", "3", "<", "", "<", "1", "no", "no", "4", "bf16"])
+    assert (content["num_machines"], content["num_processes"], content["mixed_precision"]) == (1, 4, "bf16")
+    assert shown.count("How many different machines will you use (use more than 1 for multi-node training)? [3]: ") == 2
+    assert shown.count(SEED_QUESTIONS[0]) == 1, "questions before it aren't asked again"
+    assert num_asked == 9
+
+
+def test_a_step_back_from_the_first_question_asks_it_again() -> None:
+    content, shown, _ = dialogue(["<", *SEED_ANSWERS])
+    assert content["num_processes"] == 2 and shown.count(SEED_QUESTIONS[0]) == 2
+
+
+def test_a_number_that_a_step_back_made_too_small_is_raised() -> None:
+    answers = ["0", "2", "1", "no", "no", "2", "<", "<", "<", "<", "4", "0", "10.0.0.1", "", "yes", "no"]
+    content, _, _ = dialogue([*answers, "no", "no", "", "no"])
+    assert (content["num_machines"], content["num_processes"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        SEED_ANSWERS,
+        ["0", "1", "1", "2", "bf16"],
+        ["0", "0", "yes", "no"],
+        ["0", "2", "1", "no", "yes", "2", "no", "yes", "0", "no", "Block,Head", "2", "yes", "yes", "4", "bf16"],
+        ["0", "2", "1", "no", "yes", "1", "1", "no", "1", "9", "0", "0", "no", "yes", "no", "no", "no", "4", "no"],
+        ["0", "2", "1", "yes", "no", "3", "cpu", "nvme", "/disk", "4", "yes", "0.5", "yes", "yes", "no", "2", "fp16"],
+        ["0", "2", "2", "1", "10.0.0.1", "", "no", "c10d", "no", "no", "no", "4", "bf16"],
+        [*SEED_ANSWERS[:-1], "fp8", "TE", "yes", "1", "2", "E4M3", "16", "max", "no"],
+        ["0", "3", "8", "train", "bf16"],
+        ["1", "me", "eu-west-1", "role", "no", "yes", "inputs.tsv", "no", "1", "ml.p4d.24xlarge", "no", "3", "no"],
+    ],
+)
+def test_old_answers_are_proposed_so_that_empty_lines_keep_them_and_flags_say_the_same(
+    answers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ask(answers)
+    assert ask([""] * len(answers), old=first) == first
+    again = file.parse(file.to_document(first), "c.yaml")
+    assert file.to_document(ask([""] * len(answers), old=again)) == file.to_document(first)
+    if first.sagemaker is None:
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        launched = settings_of(launch_command_parser().parse_args([*flags_of(first), "script.py"]))
+        launched.run.gradient_accumulation_steps = 1  # the flag of DeepSpeed's option is this one's too
+        launched.run.gradient_clipping, launched.accumulation.num_steps = None, 1
+        assert launched == first
+
+
+def test_a_flag_that_is_shared_by_two_groups_reaches_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    answers = ["0", "2", "1", "yes", "no", "2", "", "", "4", "yes", "0.5", "no", "no", "2", "no"]
+    launched = settings_of(launch_command_parser().parse_args([*flags_of(ask(answers)), "script.py"]))
+    assert launched.deepspeed is not None
+    assert (launched.deepspeed.gradient_accumulation_steps, launched.deepspeed.gradient_clipping) == (4, 0.5)
+
+
+@pytest.mark.parametrize("kind", ["1", "2", "7"])
+@pytest.mark.parametrize("engine", [[], ["no", "no"], ["no", "yes"], ["yes"]])
+def test_one_number_of_processes_is_proposed_whatever_was_answered(kind: str, engine: list[str]) -> None:
+    if (kind == "1") != (not engine):
+        return
+    asker = Asker(
+        io.StringIO("".join(f"{answer}\n" for answer in ["0", kind, "1", *engine, *[""] * 20])), io.StringIO()
+    )
+    assert Questionnaire(asker).run().launch.num_processes == 2
+
+
+def test_the_parallelism_config_is_asked_for_under_everything() -> None:
+    fsdp = ["no", "yes", "2", "", "", "", "", "", "", ""]
+    content, _, _ = dialogue(
+        ["0", "2", "1", "no", "no", *fsdp, "yes", "2", "2", "", "", "", "", "", "all", "no", "no"], advanced=True
+    )
+    section = content["parallelism_config"]
+    assert isinstance(section, dict)
+    assert (section["parallelism_config_dp_replicate_size"], section["parallelism_config_dp_shard_size"]) == (2, 2)
+    assert content["num_processes"] == 4, "their product is proposed"
+
+
+def test_devices_of_this_machine_are_marked_and_keep_their_numbers() -> None:
+    here = [choice.label for choice in machine_types("MULTI_NPU") if choice.is_here]
+    assert here == ["No distributed training", "multi-CPU", "multi-NPU"]
+    assert [choice.value for choice in machine_types("MULTI_NPU")] == [choice.value for choice in machine_types()]
+
+
 # As a command
 
 
@@ -235,6 +331,55 @@ def test_the_same_answers_typed_in_a_terminal_write_the_same_file(tmp_path: Path
     assert child.exitstatus == 0
     content = yaml.safe_load((tmp_path / "accelerate/default_config.yaml").read_text())
     assert content == yaml.safe_load(yaml.safe_dump(dialogue(SEED_ANSWERS)[0]))
+
+
+def test_esc_goes_back_j_and_k_move_and_the_help_stands_below_the_open_question_only(tmp_path: Path) -> None:
+    pexpect = pytest.importorskip("pexpect")
+    child = pexpect.spawn(
+        COMMAND[0], COMMAND[1:], env=environment(tmp_path), timeout=20, encoding="utf-8", dimensions=(12, 70)
+    )
+    help = "machines that train together over the network"
+    for expected, keys in (
+        ("where the training will run", "\r"),
+        (SEED_QUESTIONS[1], "jj"),
+        ("> [2] multi-GPU", "kk"),
+        ("> [0] No distributed training", "j"),
+        ("> [1] multi-CPU", "\r"),
+        (help, "\x1b"),  # Esc: back to the type of machine, with multi-CPU marked
+        ("> [1] multi-CPU", "\x1b[B"),
+        ("> [2] multi-GPU", "\r"),
+        (help, "2\x7f1\r"),  # a digit is taken back
+        (SEED_QUESTIONS[3], "maybe\r"),
+        ("'maybe' is neither", "no\r"),
+        (SEED_QUESTIONS[4], "\r"),
+        (SEED_QUESTIONS[5], "é4\x15" + "4\r"),  # a line is erased
+        (SEED_QUESTIONS[6], "\x1b[F"),
+        ("> [3] fp8", "\x1b[A"),
+        ("> [2] bf16", "\r"),
+        ("accelerate launch --multi_gpu --mixed_precision bf16 --num_processes 4 script.py", ""),
+    ):
+        child.expect_exact(expected)
+        child.send(keys)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    content = yaml.safe_load((tmp_path / "accelerate/default_config.yaml").read_text())
+    assert (content["distributed_type"], content["num_machines"], content["num_processes"]) == ("MULTI_GPU", 1, 4)
+
+
+def test_the_old_file_is_proposed_and_one_that_cant_be_read_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 6\nmixed_precision: bf16\n")
+    command = [*COMMAND, "--config_file", str(path)]
+    for typed, expected in (("\n" * 7, "is proposed"), ("0\n1\n\n\n\n", "aren't proposed, because")):
+        run = subprocess.run(
+            command, input=typed, capture_output=True, text=True, env=environment(tmp_path), timeout=60
+        )
+        assert run.returncode == 0, run.stderr
+        assert expected in run.stdout
+        content = yaml.safe_load(path.read_text())
+        assert content["num_processes"] == (6 if expected == "is proposed" else 2)
+        path.write_text("distributed_type: MULTI_GPU\nnum_proceses: 6\n")
 
 
 def test_interrupting_a_menu_writes_nothing_and_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:

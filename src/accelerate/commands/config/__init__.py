@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from ...errors import SettingError
+from ...launch.arguments import flags_of
 from ...settings import file
+from ...settings.tree import Settings
 from ..parser import Subparsers, command_parser, configuration_path, run_command, spellings
 from . import config_args
 from .ask import Asker
@@ -88,10 +91,27 @@ def config_command(args: argparse.Namespace) -> None:
     path = configuration_path(args.config_file)
     _check_writable(path)
     asker = Asker()
-    file.save(Questionnaire(asker, advanced=args.advanced).run(), path)
+    settings = Questionnaire(asker, args.advanced, _old_answers(path, asker)).run()
+    file.save(settings, path)
     asker.write_line(f"\nThe configuration is at {path}:\n\n{path.read_text().rstrip()}\n")
     named = "" if args.config_file is None else f" --config_file {path}"
     asker.write_line(f"Run a script with it:\n\n  accelerate launch{named} script.py")
+    if settings.sagemaker is None:
+        flags = shlex.join(flags_of(settings))
+        asker.write_line(f"\nor, on a machine without this file:\n\n  accelerate launch {flags} script.py")
+
+
+def _old_answers(path: Path, asker: Asker) -> Settings:
+    """Return what the file to replace says, or nothing, with a remark, where it can't be read."""
+    if not path.is_file():
+        return Settings()
+    try:
+        old = file.load(path)
+    except SettingError as error:
+        asker.write_line(f"The answers in {path} aren't proposed, because it can't be read: {error}")
+        return Settings()
+    asker.write_line(f"What {path} says is proposed.")
+    return old
 
 
 def _check_writable(path: Path) -> None:

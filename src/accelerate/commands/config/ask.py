@@ -1,60 +1,29 @@
-"""Questions to a user: menus with arrow keys in a terminal, lines of text everywhere else, the same answers in both.
+"""Questions to a user: menus and lines in a terminal, lines of text everywhere else, the same answers in both.
 
 A choice is given by its number, its label, its value or text that only it contains. Every question shows its default
-and, where there is one, an explanation. After an invalid answer the reason is printed and the question asked again.
+and, where there is one, an explanation. After an invalid answer the reason is printed and the question asked
+again; Esc in a terminal, ``<`` in a line of text, asks the question before again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final, Generic, TextIO, TypeVar, final
+from collections.abc import Callable, Sequence
+from typing import Final, TextIO, TypeVar, cast, final
 
 from ...errors import SettingError
-from ...settings import env
+from .choices import Choice, match
+from .terminal import StepBack, Terminal, is_usable
+
+__all__ = ["Asker", "BulletMenu", "Choice", "InputEnded", "match"]
 
 Value = TypeVar("Value")
 
-_UP: Final = ("\x1b[A", "\x1bOA")
-_DOWN: Final = ("\x1b[B", "\x1bOB")
-_HOME: Final = "\x1b[H"
-_END: Final = "\x1b[F"
-_ERASE_BELOW: Final = "\x1b[J"
-_DIM: Final = "\x1b[2m"
-_BOLD: Final = "\x1b[1m"
-_PLAIN: Final = "\x1b[0m"
-
-
-@final
-@dataclass(frozen=True)
-class Choice(Generic[Value]):
-    """One entry of a menu: the value it stands for and how it is shown."""
-
-    value: Value
-    label: str
+_BACK: Final = "<"
 
 
 class InputEnded(SettingError):
     """The answers on the standard input ended before the questions did."""
-
-
-def match(text: str, choices: Sequence[Choice[Value]]) -> Value | None:
-    """Return the value of the choice that ``text`` names, or None when it names none or several."""
-    typed = text.strip().lower()
-    if typed.isdigit() and int(typed) < len(choices) and typed not in {str(choice.value) for choice in choices}:
-        return choices[int(typed)].value
-    exact = [choice.value for choice in choices if typed in (choice.label.lower(), str(choice.value).lower())]
-    if len(exact) == 1:
-        return exact[0]
-    found = [
-        choice.value
-        for choice in choices
-        if len(typed) > 1 and (typed in choice.label.lower() or typed in str(choice.value).lower())
-    ]
-    return found[0] if len(found) == 1 else None
 
 
 @final
@@ -64,10 +33,33 @@ class Asker:
     def __init__(self, input: TextIO | None = None, output: TextIO | None = None) -> None:
         self._input = input if input is not None else sys.stdin
         self._output = output if output is not None else sys.stdout
+        self._terminal = Terminal(self._input, self._output) if is_usable(self._input, self._output) else None
         self.num_asked: int = 0
-        self._menus = (
-            self._input.isatty() and self._output.isatty() and env.read("TERM", "dumb") != "dumb" and _has_termios()
-        )
+        #: The answers so far, each with its question.
+        self._given: list[tuple[str, object]] = []
+        #: Answers from before a step back, which are taken again without a question.
+        self._repeated: list[object] = []
+        #: Answers that steps back have taken back, by question: what is proposed there now.
+        self._taken_back: dict[str, object] = {}
+
+    def dialogue(self, questions: Callable[[], Value]) -> Value:
+        """Return what ``questions`` returns; a step back calls it again, with all answers but the last one.
+
+        In a terminal, answers that contradict each other are explained, and the last question is asked again.
+        """
+        while True:
+            try:
+                return questions()
+            except StepBack:
+                pass
+            except SettingError as error:
+                if self._terminal is None or not self._given:
+                    raise
+                self._terminal.explain(f"{error} Esc goes back to what is to be changed.")
+            if self._given:
+                question, answer = self._given.pop()
+                self._taken_back[question] = answer
+            self._repeated, self._given = [answer for _, answer in self._given], []
 
     # kinds of questions
 
@@ -75,30 +67,30 @@ class Asker:
         self, question: str, choices: Sequence[Choice[Value]], default: Value, *, why: str = "", brief: bool = False
     ) -> Value:
         """Ask for one of the choices and return its value; ``brief`` shows the values instead of numbered labels."""
-        self._why(why)
-        marked = next((index for index, choice in enumerate(choices) if choice.value == default), 0)
-        if self._menus:
-            self.num_asked += 1
-            return self._menu(question, choices, marked)
-        if brief:
-            shown = "/".join(choice.label.upper() if i == marked else choice.label for i, choice in enumerate(choices))
-            prompt = f"{question} [{shown}]: "
-        else:
-            shown = ", ".join(f"[{index}] {choice.label}" for index, choice in enumerate(choices))
-            prompt = f"{question} ({shown}) [{marked}]: "
-        legal = ", ".join(f"{index} ({choice.label})" for index, choice in enumerate(choices))
+
+        def ask(default: Value) -> Value:
+            marked = next((index for index, choice in enumerate(choices) if choice.value == default), 0)
+            if self._terminal is not None:
+                return self._terminal.choose(question, choices, marked, why)
+            if brief:
+                labels = (choice.label.upper() if i == marked else choice.label for i, choice in enumerate(choices))
+                shown = f"[{'/'.join(labels)}]"
+            else:
+                labels = (f"[{index}] {choice.label}" for index, choice in enumerate(choices))
+                shown = f"({', '.join(labels)}) [{marked}]"
+            return self._text(f"{question} {shown}: ", read, choices[marked].value, why)
 
         def read(text: str) -> Value:
             value = match(text, choices)
             if value is None:
+                legal = ", ".join(f"{index} ({choice.label})" for index, choice in enumerate(choices))
                 raise ValueError(f"{text!r} is none of them. Answer with a number or a name: {legal}.")
             return value
 
-        return self._line(prompt, read, default)
+        return self._answer(question, ask, default)
 
     def yes(self, question: str, default: bool = False, *, why: str = "") -> bool:
         """Ask a yes/no question and return the answer."""
-        self._why(why)
 
         def read(text: str) -> bool:
             answer = text.lower()
@@ -108,15 +100,38 @@ class Asker:
                 return False
             raise ValueError(f"{text!r} is neither: answer yes or no.")
 
-        return self._line(f"{question} [{'YES/no' if default else 'yes/NO'}]: ", read, default)
+        def ask(default: bool) -> bool:
+            return self._line(question, "YES/no" if default else "yes/NO", read, default, why)
+
+        return self._answer(question, ask, default)
 
     def ask(
-        self, question: str, read: Callable[[str], Value], default: Value, *, shown: str | None = None, why: str = ""
+        self,
+        question: str,
+        read: Callable[[str], Value],
+        default: Value,
+        *,
+        write: Callable[[Value], str | None] = str,
+        why: str = "",
+        required: bool = False,
     ) -> Value:
-        """Ask and return the answer as converted by ``read``, which raises ValueError with a reason where it can't."""
-        self._why(why)
-        text = shown if shown is not None else ("" if default is None else str(default))
-        return self._line(f"{question} [{text}]: " if text else f"{question}: ", read, default)
+        """Ask and return the answer as converted by ``read``, which raises ValueError with a reason where it can't.
+
+        ``write`` is the opposite of ``read``; an empty answer is ``default``, unless there is none and one is
+        ``required``.
+        """
+
+        def read_required(text: str) -> Value:
+            if not text:
+                raise ValueError("An answer is needed here.")
+            return read(text)
+
+        def ask(proposed: Value) -> Value:
+            shown = "" if proposed is None else write(proposed) or ""
+            needs_answer = required and not shown
+            return self._line(question, shown, read_required if needs_answer else read, proposed, why, needs_answer)
+
+        return self._answer(question, ask, default)
 
     def whole_number(self, question: str, default: int, *, at_least: int = 0, why: str = "") -> int:
         """Ask for a whole number of at least ``at_least``."""
@@ -130,33 +145,58 @@ class Asker:
                 raise ValueError(f"{text!r} won't do: give a whole number of at least {at_least}.")
             return number
 
-        return self.ask(question, read, default, why=why)
+        # what a step back has taken back may be less than is possible after the new answers
+        taken_back = self._taken_back.get(question)
+        if isinstance(taken_back, int):
+            self._taken_back[question] = max(taken_back, at_least)
+        return self.ask(question, read, max(default, at_least), why=why)
 
     def text(self, question: str, default: str = "", *, required: bool = False, why: str = "") -> str:
         """Ask for a text and return it as typed."""
-
-        def read(text: str) -> str:
-            return text
-
-        while True:
-            answer = self.ask(question, read, default, why=why)
-            if answer or not required:
-                return answer
-            self.write_line("An answer is needed here.")
+        return self.ask(question, lambda text: text, default, why=why, required=required)
 
     def write_line(self, text: str) -> None:
         """Print a line."""
         self._output.write(f"{text}\n")
         self._output.flush()
 
-    # one line
+    # one question
 
-    def _why(self, why: str) -> None:
+    def _answer(self, question: str, ask: Callable[[Value], Value], default: Value) -> Value:
+        """Return the answer from before a step back where there is one, or else ask, and remember the answer."""
+        if self._repeated:
+            value = cast("Value", self._repeated.pop(0))
+        else:
+            value = ask(cast("Value", self._taken_back.get(question, default)))
+            self.num_asked += 1
+        self._given.append((question, value))
+        return value
+
+    def _line(
+        self,
+        question: str,
+        shown: str,
+        read: Callable[[str], Value],
+        default: Value,
+        why: str,
+        needs_answer: bool = False,
+    ) -> Value:
+        if self._terminal is None:
+            prompt = f"{question} [{shown}]: " if shown else f"{question}: "
+            return self._text(prompt, read, default, why, needs_answer)
+
+        def read_typed(text: str) -> tuple[Value, str]:
+            value = read(text) if text or needs_answer else default
+            return value, ("yes" if value else "no") if isinstance(value, bool) else text or shown
+
+        return self._terminal.line(question, shown, read_typed, why)
+
+    def _text(
+        self, prompt: str, read: Callable[[str], Value], default: Value, why: str, needs_answer: bool = False
+    ) -> Value:
+        """Ask in a line of text, of a pipe or a terminal that can only print."""
         if why:
-            self.write_line(f"{_DIM}{why}{_PLAIN}" if self._menus else f"  ({why})")
-
-    def _line(self, prompt: str, read: Callable[[str], Value], default: Value) -> Value:
-        self.num_asked += 1
+            self.write_line(f"  ({why})")
         while True:
             self._output.write(prompt)
             self._output.flush()
@@ -170,51 +210,14 @@ class Asker:
             answer = line.strip()
             if not self._input.isatty():
                 self.write_line(answer)  # piped input isn't echoed: a transcript has the answers too
-            if not answer:
+            if answer == _BACK:
+                raise StepBack
+            if not answer and not needs_answer:
                 return default
             try:
                 return read(answer)
             except ValueError as reason:
                 self.write_line(str(reason))
-
-    # menus
-
-    def _menu(self, question: str, choices: Sequence[Choice[Value]], marked: int) -> Value:
-        """Let the user choose by arrow keys, digits or first letters; Enter takes the marked line."""
-        self._output.write(f"{question}\n")
-        typed, note = "", f"{_DIM}arrows or a number, then Enter{_PLAIN}"
-        with _keys(self._input) as read_key:
-            while True:
-                self._draw(choices, marked, typed, note)
-                key = read_key()
-                if key in ("\r", "\n"):
-                    value = match(typed, choices) if typed else choices[marked].value
-                    if value is not None:
-                        break
-                    typed, note = "", f"{typed!r} is none of them"
-                elif key in ("\x7f", "\b"):
-                    typed = typed[:-1]
-                elif key in _UP or key in _DOWN or key in (_HOME, _END):
-                    typed, marked = "", _moved(marked, key, len(choices))
-                elif key in ("\x03", ""):
-                    raise KeyboardInterrupt
-                elif key.isprintable():
-                    typed += key
-                    marked = _jump(typed, choices, marked)
-                self._output.write(f"\x1b[{len(choices) + 1}A\r{_ERASE_BELOW}")
-        chosen = next(choice.label for choice in choices if choice.value == value)
-        self._output.write(f"\x1b[{len(choices) + 2}A\r{_ERASE_BELOW}{question} {_BOLD}{chosen}{_PLAIN}\n")
-        self._output.flush()
-        return value
-
-    def _draw(self, choices: Sequence[Choice[Value]], marked: int, typed: str, note: str) -> None:
-        lines = [
-            f"{_BOLD}> [{index}] {choice.label}{_PLAIN}" if index == marked else f"  [{index}] {choice.label}"
-            for index, choice in enumerate(choices)
-        ]
-        lines.append(f"  {typed}" if typed else f"  {note}")
-        self._output.write("\r\n".join(lines) + "\r\n")
-        self._output.flush()
 
 
 @final
@@ -228,55 +231,5 @@ class BulletMenu:
     def run(self, default_choice: int = 0) -> int:
         """Return the index of the choice that was made."""
         entries = [Choice(index, str(text)) for index, text in enumerate(self.choices)]
-        return Asker().choose(self.prompt or "Which one?", entries, default_choice)
-
-
-def _moved(marked: int, key: str, count: int) -> int:
-    if key == _HOME:
-        return 0
-    if key == _END:
-        return count - 1
-    return (marked + (1 if key in _DOWN else -1)) % count
-
-
-def _jump(typed: str, choices: Sequence[Choice[Value]], marked: int) -> int:
-    """Return the index of the line that the typed text marks: by number, or the first that begins with it."""
-    value = match(typed, choices)
-    for index, choice in enumerate(choices):
-        if value is not None and choice.value == value:
-            return index
-    for index, choice in enumerate(choices):
-        if choice.label.lower().startswith(typed.lower()):
-            return index
-    return marked
-
-
-def _has_termios() -> bool:
-    try:
-        import termios  # noqa: F401  (absent on Windows: lines of text there)
-    except ImportError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _keys(stream: TextIO) -> Iterator[Callable[[], str]]:
-    """Switch the terminal to single keys in this block and yield a function that reads one key."""
-    import termios
-    import tty
-
-    descriptor = stream.fileno()
-    before = termios.tcgetattr(descriptor)
-
-    def read_key() -> str:
-        key = os.read(descriptor, 1).decode(errors="replace")
-        if key == "\x1b":
-            key += os.read(descriptor, 2).decode(errors="replace")
-        return key
-
-    try:
-        tty.setcbreak(descriptor, termios.TCSADRAIN)
-        yield read_key
-    finally:
-        # TCSADRAIN keeps what was typed ahead for the next question
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        asker = Asker()
+        return asker.dialogue(lambda: asker.choose(self.prompt or "Which one?", entries, default_choice))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Final, final
 
 from ...devices.table import CPU, KINDS, present
@@ -18,7 +19,7 @@ from ...settings.fp8 import Fp8Options
 from ...settings.fsdp import FsdpOptions
 from ...settings.launch_options import LaunchOptions, MpiOptions
 from ...settings.megatron import MegatronOptions
-from ...settings.option import OptionGroup, Source, option_of
+from ...settings.option import OptionGroup, Source, option_of, options_of
 from ...settings.parallelism import ContextParallelOptions, ParallelismOptions
 from ...settings.run import collect
 from ...settings.run_options import RunOptions
@@ -36,38 +37,47 @@ COMPUTE_ENVIRONMENTS: Final = (
     Choice("AMAZON_SAGEMAKER", "AWS (Amazon SageMaker)"),
 )
 PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
+#: Distributed types that name an engine, not a machine.
+ENGINES: Final = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 
 
-def machine_types() -> tuple[Choice[str], ...]:
-    """Return the machine types: none, CPUs, GPUs and TPUs first, then the other devices in the device table's order."""
-    first = [
-        Choice("NO", "No distributed training"),
-        Choice("MULTI_CPU", "multi-CPU"),
-        Choice("MULTI_GPU", "multi-GPU"),
-        Choice("XLA", "TPU"),
-    ]
-    known = {choice.value for choice in first}
-    others = {kind.label: kind.name for kind in KINDS if kind.label.startswith("MULTI_") and kind.label not in known}
-    return (*first, *(Choice(label, f"multi-{name.upper()}") for label, name in others.items()))
+def machine_types(found: str = "") -> tuple[Choice[str], ...]:
+    """Return the machine types, numbered as documented: none, CPUs, GPUs, TPUs, then the device table's other devices.
+
+    ``found`` is the type of this machine's devices.
+    """
+    labels = {"NO": "No distributed training", "MULTI_CPU": "multi-CPU", "MULTI_GPU": "multi-GPU", "XLA": "TPU"}
+    for kind in KINDS:
+        if kind.label.startswith("MULTI_"):
+            labels.setdefault(kind.label, f"multi-{kind.name.upper()}")
+    here = ("NO", "MULTI_CPU", found)
+    return tuple(Choice(label, text, is_here=label in here) for label, text in labels.items())
 
 
 @final
 @dataclass
 class Questionnaire:
-    """One dialogue; ``answers`` holds a value for each "group.option" that was asked."""
+    """One dialogue; ``answers`` holds a value for each "group.option" that was asked, and ``old`` what is proposed."""
 
     asker: Asker
     advanced: bool = False
+    old: Settings = field(default_factory=Settings)
     answers: Answers = field(default_factory=dict)
     num_machines: int = 1
 
     def run(self, environment: str | None = None) -> Settings:
         """Ask the questions and return the checked settings; ``environment`` is asked for where it isn't given."""
+        return self.asker.dialogue(lambda: self._all(environment))
+
+    def _all(self, environment: str | None) -> Settings:
+        """Ask all questions from the beginning and return the checked settings."""
+        self.answers.clear()
+        self.num_machines = 1
         if environment is None:
             environment = self.asker.choose(
                 "In which compute environment are you running?",
                 COMPUTE_ENVIRONMENTS,
-                "LOCAL_MACHINE",
+                self.old.launch.compute_environment,
                 why="where the training will run",
             )
         self._put(LaunchOptions, "compute_environment", environment)
@@ -83,13 +93,17 @@ class Questionnaire:
         kind, num_devices = present()
         if kind is CPU:
             num_devices = 0
-        label = kind.label if num_devices > 1 else "NO"
         found = f"{num_devices} {kind.name} device(s)" if num_devices else "no accelerator"
-        choices = machine_types()
+        choices = machine_types(kind.label)
+        types = [choice.value for choice in choices]
+        several = kind.label if kind.label in types and num_devices > 0 else "MULTI_GPU"  # under an engine's name
+        proposed = str(self._proposal(LaunchOptions, "distributed_type", kind.label if num_devices > 1 else "NO"))
+        if proposed in ENGINES:
+            proposed = several
         chosen = self.asker.choose(
             "Which type of machine are you using?",
             choices,
-            label if any(choice.value == label for choice in choices) else "NO",
+            proposed if proposed in types else "NO",
             why=f"this machine has {found}",
         )
         self._put(LaunchOptions, "distributed_type", chosen)
@@ -104,7 +118,7 @@ class Questionnaire:
         is_accelerated = chosen not in ("NO", "MULTI_CPU", "XLA")
         if is_accelerated:
             self._paradigm(chosen)
-        self._processes(chosen, num_devices)
+        self._processes(chosen, num_devices if chosen == kind.label else 0)
         if self.advanced:
             if chosen != "XLA":
                 self._one(LaunchOptions, "gpu_ids", default="all")
@@ -117,7 +131,7 @@ class Questionnaire:
     def _machines(self) -> None:
         number = self.asker.whole_number(
             f"{option_of(LaunchOptions, 'num_machines').question}",
-            1,
+            int(self._proposal(LaunchOptions, "num_machines", 1)),
             at_least=1,
             why="machines that train together over the network",
         )
@@ -131,7 +145,9 @@ class Questionnaire:
                     raise ValueError(f"{text!r} won't do: machines are counted from 0 to {number - 1}.")
                 return int(text)
 
-            machine_rank = self.asker.ask(f"{rank.question}", read_rank, 0, why=rank.help)
+            earlier = int(self._proposal(LaunchOptions, "machine_rank", 0))
+            proposed = earlier if earlier < number else 0
+            machine_rank = self.asker.ask(f"{rank.question}", read_rank, proposed, why=rank.help)
             self._put(LaunchOptions, "machine_rank", machine_rank)
             self._one(LaunchOptions, "main_process_ip", required=True)
             self._one(LaunchOptions, "main_process_port", default=29500)
@@ -141,43 +157,70 @@ class Questionnaire:
             self._one(RunOptions, "debug")
 
     def _mpi(self) -> None:
-        if self.advanced and self.asker.yes("Do you want accelerate to launch mpirun?"):
+        question = "Do you want accelerate to launch mpirun?"
+        if self.advanced and self._wants(question, MpiOptions, "mpirun_hostfile"):
             self._one(MpiOptions, "mpirun_hostfile", default="~/hostfile")
 
     def _compile(self) -> None:
-        if not self.advanced or not self.asker.yes("Do you wish to optimize your script with torch dynamo?"):
+        compiles = self._proposal(DynamoOptions, "backend", "NO") != "NO"
+        question = "Do you wish to optimize your script with torch dynamo?"
+        if not self.advanced or not self.asker.yes(question, compiles):
             return
         self._one(DynamoOptions, "backend", default="INDUCTOR")
-        if self.asker.yes("Do you want to customize the defaults sent to torch.compile?"):
+        customizes = self._had(DynamoOptions, "mode")
+        if self.asker.yes("Do you want to customize the defaults sent to torch.compile?", customizes):
             self._several(DynamoOptions, ("mode", "fullgraph", "dynamic", "use_regional_compilation"))
 
     def _paradigm(self, chosen: str) -> None:
-        if self.asker.yes("Do you want to use DeepSpeed?", why="an engine that shards and offloads; a package"):
+        engine = self._proposal(LaunchOptions, "distributed_type", None)
+        why = "an engine that shards and offloads; a package"
+        if self.asker.yes("Do you want to use DeepSpeed?", engine == "DEEPSPEED", why=why):
             self._put(LaunchOptions, "distributed_type", "DEEPSPEED")
             self._deepspeed()
             return
         why = "torch's own sharding of models that one device can't hold"
-        if self.asker.yes("Do you want to use FullyShardedDataParallel?", why=why):
+        if self.asker.yes("Do you want to use FullyShardedDataParallel?", engine == "FSDP", why=why):
             self._put(LaunchOptions, "distributed_type", "FSDP")
             self._fsdp()
             return
-        if self.advanced and chosen == "MULTI_GPU" and self.asker.yes("Do you want to use Megatron-LM?"):
+        question = "Do you want to use Megatron-LM?"
+        if self.advanced and chosen == "MULTI_GPU" and self.asker.yes(question, engine == "MEGATRON_LM"):
             self._put(LaunchOptions, "distributed_type", "MEGATRON_LM")
             self._megatron()
 
+    def _parallelism(self, *degrees: str) -> None:
+        """Ask for these degrees of parallelism."""
+        question = "Do you want to use the parallelism config?"
+        why = "copies, shards, and parts of layers and sequences; their product is the number of processes"
+        if not self.advanced or not self.asker.yes(question, self.old.parallelism is not None, why=why):
+            return
+        self._several(ParallelismOptions, degrees)
+        if self._degree("cp_size") > 1:
+            self._one(ContextParallelOptions, "cp_comm_strategy")
+        elif self._degree("sp_size") > 1:
+            self._one(ParallelismOptions, "sp_backend")
+
+    def _degree(self, name: str) -> int:
+        return int(self.answers.get(f"parallelism.{name}", (1, _SOURCE))[0])
+
     def _processes(self, chosen: str, num_devices: int) -> None:
+        """Ask for the number of processes; this machine has ``num_devices`` of the chosen type."""
         machines = self.num_machines
         if chosen == "NO":
             self._put(LaunchOptions, "num_processes", 1)
             return
         name = {"MULTI_CPU": "CPU(s)", "XLA": "TPU cores"}.get(chosen, f"{chosen.removeprefix('MULTI_')}(s)")
-        sharded = self.answers["launch.distributed_type"][0] != chosen
-        fewest = machines if machines > 1 or chosen == "XLA" or sharded else 2
-        default = max(fewest, num_devices * machines, 8 if chosen == "XLA" else 1)
+        is_engine = self.answers["launch.distributed_type"][0] in ENGINES
+        fewest = machines if machines > 1 or chosen == "XLA" or is_engine else 2
+        # one for each device of every machine; where this one has none of the type, the fewest that are several
+        default = (num_devices or (8 if chosen == "XLA" else 2)) * machines
+        degrees = prod(self._degree(option.name) for option in options_of(ParallelismOptions) if option.kind == "int")
+        if degrees > 1:
+            default = degrees
         over = f" over the {machines} machines" if machines > 1 else ""
         number = self.asker.whole_number(
             f"How many {name} should be used for distributed training?",
-            default,
+            int(self._proposal(LaunchOptions, "num_processes", default)),
             at_least=fewest,
             why=f"one process is started for each{over}",
         )
@@ -187,7 +230,7 @@ class Questionnaire:
         precision = self.asker.choose(
             "Do you wish to use FP16 or BF16 (mixed precision)?",
             [Choice(value, value) for value in PRECISIONS],
-            "no",
+            str(self._proposal(RunOptions, "mixed_precision", "no")),
             why="half the memory of activations and faster arithmetic; weights stay fp32",
             brief=True,
         )
@@ -198,8 +241,8 @@ class Questionnaire:
     # DeepSpeed, FSDP, Megatron-LM, fp8
 
     def _deepspeed(self) -> None:
-        by_file = self.asker.yes("Do you want to specify a json file to a DeepSpeed config?")
-        if by_file:
+        question = "Do you want to specify a json file to a DeepSpeed config?"
+        if self._wants(question, DeepSpeedOptions, "hf_ds_config"):
             self._one(DeepSpeedOptions, "hf_ds_config", required=True)
         else:
             stage = int(self._one(DeepSpeedOptions, "zero_stage", default=2))
@@ -208,20 +251,23 @@ class Questionnaire:
                     if self._one(DeepSpeedOptions, f"offload_{what}_device") == "nvme":
                         self._one(DeepSpeedOptions, f"offload_{what}_nvme_path", default="/nvme")
             self._one(DeepSpeedOptions, "gradient_accumulation_steps", default=1)
-            if self.asker.yes("Do you want to use gradient clipping?"):
+            if self._wants("Do you want to use gradient clipping?", DeepSpeedOptions, "gradient_clipping"):
                 self._one(DeepSpeedOptions, "gradient_clipping", default=1.0)
             if stage == 3:
                 self._one(DeepSpeedOptions, "zero3_save_16bit_model")
         self._one(DeepSpeedOptions, "zero3_init_flag", default=False)
-        if self.asker.yes("Do you want to enable Mixture-of-Experts training (MoE)?"):
+        question = "Do you want to enable Mixture-of-Experts training (MoE)?"
+        if self._wants(question, DeepSpeedOptions, "transformer_moe_cls_names"):
             self._one(DeepSpeedOptions, "transformer_moe_cls_names", required=True)
+        self._parallelism("sp_size")
         if self.num_machines > 1:
             launcher = self._one(DeepSpeedLaunchOptions, "deepspeed_multinode_launcher", default="pdsh")
             if launcher != "standard":
                 self._one(DeepSpeedLaunchOptions, "deepspeed_hostfile", required=True)
                 for which in ("exclusion", "inclusion"):
-                    if self.asker.yes(f"Do you want to specify {which} filter string?"):
-                        self._one(DeepSpeedLaunchOptions, f"deepspeed_{which}_filter", required=True)
+                    name = f"deepspeed_{which}_filter"
+                    if self._wants(f"Do you want to specify {which} filter string?", DeepSpeedLaunchOptions, name):
+                        self._one(DeepSpeedLaunchOptions, name, required=True)
 
     def _fsdp(self) -> None:
         version = int(self._one(FsdpOptions, "fsdp_version", default=2))
@@ -229,13 +275,15 @@ class Questionnaire:
             self._one(FsdpOptions, "sharding_strategy", default="FULL_SHARD")
         else:
             reshard = option_of(FsdpOptions, "reshard_after_forward")
-            answer = self.asker.yes(f"{reshard.question}", True, why=reshard.help)
+            proposed = bool(self._proposal(FsdpOptions, "reshard_after_forward", True))
+            answer = self.asker.yes(f"{reshard.question}", proposed, why=reshard.help)
             self._put(FsdpOptions, "reshard_after_forward", answer)
         self._one(FsdpOptions, "cpu_offload")
         policy = self._one(FsdpOptions, "auto_wrap_policy", default="TRANSFORMER_BASED_WRAP")
         if policy == "TRANSFORMER_BASED_WRAP":
             question = "Do you want to use the model's `_no_split_modules` to wrap?"
-            if not self.asker.yes(question, True, why="only transformers' models name such layers"):
+            by_model = not self._had(FsdpOptions, "transformer_cls_names_to_wrap")
+            if not self.asker.yes(question, by_model, why="only transformers' models name such layers"):
                 self._one(FsdpOptions, "transformer_cls_names_to_wrap", required=True)
         elif policy == "SIZE_BASED_WRAP":
             self._one(FsdpOptions, "min_num_params", default=100_000_000)
@@ -250,10 +298,8 @@ class Questionnaire:
         elif version == 1:
             self._one(FsdpOptions, "sync_module_states", default=True)
         self._one(FsdpOptions, "activation_checkpointing")
-        if version == 2 and self.advanced and self.asker.yes("Do you want to use the parallelism config?"):
-            self._several(ParallelismOptions, ("dp_replicate_size", "dp_shard_size", "tp_size"))
-            if int(self._one(ParallelismOptions, "cp_size")) > 1:
-                self._one(ContextParallelOptions, "cp_comm_strategy")
+        if version == 2:
+            self._parallelism("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
 
     def _megatron(self) -> None:
         degrees = self._several(MegatronOptions, ("tp_degree",))
@@ -295,17 +341,18 @@ class Questionnaire:
             self._one(TpuOptions, "tpu_name", required=True)
             self._one(TpuOptions, "tpu_zone", required=True)
             self._one(TpuOptions, "tpu_use_sudo")
-            if self.asker.yes("Do you have code you wish to run on startup in each pod?"):
-                if self.asker.yes("Is this code located in a bash script?"):
+            has_file, has_commands = (self._had(TpuOptions, name) for name in ("command_file", "commands"))
+            if self.asker.yes("Do you have code you wish to run on startup in each pod?", has_file or has_commands):
+                if self.asker.yes("Is this code located in a bash script?", has_file):
                     self._one(TpuOptions, "command_file", required=True)
                 else:
-                    self._put(TpuOptions, "commands", self._list("What command should be run? (empty: no more)"))
+                    self._put(TpuOptions, "commands", self._list("What command should be run"))
         if self.advanced:
             self._one(RunOptions, "downcast_bf16")
 
     def _list(self, question: str) -> list[str]:
         found: list[str] = []
-        while answer := self.asker.text(question):
+        while answer := self.asker.text(f"{question} as number {len(found) + 1}? (empty: no more)"):
             found.append(answer)
         return found
 
@@ -318,7 +365,7 @@ class Questionnaire:
             ("sagemaker_inputs_file", "Do you want to provide SageMaker input channels with data locations?"),
             ("sagemaker_metrics_file", "Do you want to enable SageMaker metrics?"),
         ):
-            if self.asker.yes(question):
+            if self._wants(question, SageMakerOptions, name):
                 self._one(SageMakerOptions, name, required=True)
         mode = self._one(SageMakerOptions, "distributed_type", choices=("NO", "DATA_PARALLEL"))
         self._compile()
@@ -345,25 +392,40 @@ class Questionnaire:
     ) -> Any:
         """Ask an option's own question in the form of its kind of value, store the answer and return it."""
         option = option_of(group, name)
-        if default is None:
-            default = option.launched
+        proposed = self._proposal(group, name, option.launched if default is None else default)
         question = f"{option.question or option.help}"
         legal = choices or option.choices
         value: Any
         if option.kind == "bool":
-            value = self.asker.yes(question, bool(default), why=option.help)
+            value = self.asker.yes(question, bool(proposed), why=option.help)
         elif legal is not None:
             rows = [Choice(choice, choice) for choice in legal]
-            value = self.asker.choose(question, rows, str(default), why=option.help)
-            value = option.read(value)
-        elif required:
-            value = option.read(self.asker.text(question, required=True))
+            value = option.read(self.asker.choose(question, rows, str(option.write(proposed)), why=option.help))
         else:
             value = self.asker.ask(
-                question, lambda text: option.read(text, Source("argument", name)), default, why=option.help
+                question,
+                lambda text: option.read(text, Source("argument", name)),
+                proposed,
+                write=option.write,
+                why="" if required else option.help,
+                required=required,
             )
         self._put(group, name, value)
         return value
+
+    def _wants(self, question: str, group: type[OptionGroup], name: str) -> bool:
+        """Ask a yes/no question before an option's own; yes is proposed where it had a value."""
+        return self.asker.yes(question, self._had(group, name))
+
+    def _had(self, group: type[OptionGroup], name: str) -> bool:
+        """Return whether the old answers have a value for the option."""
+        return bool(self._proposal(group, name, None))
+
+    def _proposal(self, group: type[OptionGroup], name: str, default: object) -> Any:
+        """Return the old answer, or ``default`` where there is none."""
+        options = getattr(self.old, _NAMES[group])
+        value = getattr(options, name, None) if self.old.was_given(f"{_NAMES[group]}.{name}") else None
+        return default if value is None else value
 
     def _put(self, group: type[OptionGroup], name: str, value: object) -> None:
         """Store the value as an answer unless it is None."""
