@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     )
     from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+    from .plugins.preemption import PreemptionPolicy
     from .precision.base import ConversionReport, Precision
     from .settings.labels import DynamoBackend, PrecisionType, RNGType
     from .settings.run import Settings
@@ -96,6 +97,7 @@ class Accelerator:
             ``"updates"`` (once per optimizer update; the same curve on any number of processes).
         parameter_dtype: true half or true double: prepared models keep parameters, gradients and optimizer states
             in this dtype, and compute in it. It takes the place of ``mixed_precision``.
+        preemption: save on all ranks at one step, and end, when a rank gets a signal or a notice of preemption.
 
     Raises:
         SettingError: contradictory or impossible values, with where they came from.
@@ -144,6 +146,7 @@ class Accelerator:
         *,
         scheduler_mode: Literal["samples", "updates"] = "samples",
         parameter_dtype: torch.dtype | None = None,
+        preemption: PreemptionPolicy | None = None,
         **old: object,
     ) -> None:
         construction.install_exception_hooks()
@@ -195,9 +198,7 @@ class Accelerator:
         self.log_with = [] if log_with is None else tracking.filter_trackers(log_with, self.logging_dir)
         self.flag_tensor: torch.Tensor | None = None
         self._is_distributed = self.world.size > 1
-        from .distributed.watchdog import watch_for_hangs
-
-        watch_for_hangs(self.world, self.gradient_state)
+        construction.watch_for_hangs(self.world, self.gradient_state)
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
@@ -206,6 +207,7 @@ class Accelerator:
         self._may_pickle: list[object] = []
         self._noted_watch: Mapping[str, Any] | None = None
         self._start_in_process()
+        self._preemption = construction.preemption(preemption, self)
 
     def _start_in_process(self) -> None:
         """Create what belongs to this process, and is left out of a copy for another one."""
@@ -219,6 +221,7 @@ class Accelerator:
         self._prepared_models: dict[int, Any] = {}
         self._save_hooks, self._load_hooks = checkpointing.Hooks(), checkpointing.Hooks()
         self._background = checkpointing.Background()
+        self._preemption = None
 
     # == who am I ==========================================================================================
 
@@ -1055,13 +1058,13 @@ class Accelerator:
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
         """Clip the global norm of the unscaled gradients to at most ``max_norm``, and return the norm before."""
-        parameters = _as_list(parameters)
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._unscale_owners_of(parameters)
         return self.strategy.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp every element of the unscaled gradients to [-``clip_value``, ``clip_value``]."""
-        parameters = _as_list(parameters)
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._unscale_owners_of(parameters)
         self.strategy.clip_grad_value(parameters, clip_value)
 
@@ -1287,9 +1290,17 @@ class Accelerator:
             pin=pin,
             asynchronous=project.save_asynchronously if asynchronous is None else asynchronous,
         )
-        if self._run is not None:
-            self._run.saved(folder, perf_counter() - began)
+        monitoring.after_save(self._run, folder, perf_counter() - began, (details or {}).get("preempted"))
         return folder
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the run is to end because a rank got a notice of preemption; true on all ranks at the same question.
+
+        With a ``PreemptionPolicy(save_on_signal=False)`` the script asks, on all ranks equally often, saves and ends.
+        Otherwise it becomes true when the run saves by itself.
+        """
+        return self._preemption is not None and self._preemption.check()
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is being saved in the background, if there is one, is committed.
@@ -1565,7 +1576,7 @@ class Accelerator:
 
     def __getstate__(self) -> dict[str, object]:
         # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
-        left = ("world", "mesh", "trackers", "_run_log", "_weights", "_micro_batches", "_window", "_run")
+        left = ("world", "mesh", "trackers", "_run_log", "_weights", "_micro_batches", "_window", "_run", "_preemption")
         left += ("_save_hooks", "_load_hooks", "_background", "_metric_gather")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
         state["strategy"] = replace(self.strategy.options, mesh=None)
@@ -1596,7 +1607,3 @@ def _module_attribute(name: str) -> Any:
 
 
 __getattr__: Callable[[str], Any] = names_from(__name__, "accelerate", construction.NAMES_OF_ACCELERATOR)
-
-
-def _as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -35,10 +35,13 @@ if TYPE_CHECKING:
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
     from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+    from .plugins.preemption import PreemptionPolicy
     from .precision.fp8 import Fp8Functions, Fp8Request
     from .settings.labels import RNGType
     from .settings.megatron import MegatronOptions
     from .settings.run import Settings
+    from .training.accumulation import GradientState
+    from .training.preemption import Preemption, SavedRun
 
 
 Config = TypeVar("Config")
@@ -516,3 +519,39 @@ def parallelism(
 def join_options(handler: InitProcessGroupKwargs | None, settings: Settings) -> dict[str, Any]:
     """Return the arguments of ``join_world``: about the process group, and whether one program drives all devices."""
     return {**({} if handler is None else handler.to_kwargs()), "spmd": settings.fsdp is not None}
+
+
+def watch_for_hangs(world: World, gradient_state: GradientState) -> None:
+    """Watch the calling thread for hangs of its loop."""
+    from .distributed import watchdog
+
+    watchdog.watch_for_hangs(world, gradient_state)
+
+
+def preemption(policy: PreemptionPolicy | None, run: SavedRun) -> Preemption | None:
+    """Return the listening part of ``policy``, or of what the launcher was asked for; None where nobody asked.
+
+    Raises:
+        SettingError: the run is to save by itself, and has no folder.
+    """
+    from .plugins.preemption import PreemptionPolicy
+
+    source, asked = "Accelerator(preemption=...)", run.settings.preemption.save_on_signal
+    policy = _of_class("preemption", policy, PreemptionPolicy)
+    if policy is None:
+        if not asked:
+            return None
+        policy, source = PreemptionPolicy(), run.settings.quote("preemption.save_on_signal")
+    if policy.save_on_signal and run.project_configuration.project_dir is None:
+        raise SettingError(
+            f"{source} saves when a notice of preemption comes, but the run has no folder. Give "
+            "Accelerator(project_dir=...), and let the script call `accelerator.resume()` before its loop."
+        )
+    from .distributed.notices import is_listening
+    from .training.preemption import Preemption
+
+    if is_listening(policy.signals):  # the process's first Accelerator does
+        return None
+    found = Preemption(policy, run)
+    found.start()
+    return found

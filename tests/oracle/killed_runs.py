@@ -102,6 +102,14 @@ def read_notes(notes: Path, num_ranks: int) -> list[list[tuple[str, Any]]]:
 # -- real processes ----------------------------------------------------------------------------------------
 
 
+def _exit_code_of(function: Callable[[], None]) -> int:
+    try:
+        function()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    return 0
+
+
 def _child(function: Callable[[], None], environment: dict[str, str], log: str) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -110,12 +118,12 @@ def _child(function: Callable[[], None], environment: dict[str, str], log: str) 
     with open(log, "a") as errors:
         os.dup2(errors.fileno(), 2)
         try:
-            function()
             from accelerate.distributed.world import leave_world
 
+            code = _exit_code_of(function)
             leave_world()
-            code = 0
         except BaseException:
+            code = 1
             traceback.print_exc(file=errors)
         finally:
             sys.stdout.flush()

@@ -75,6 +75,9 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "parallel/pipeline/state.py _PipelineReceiver.load_state_dict RuntimeError",
         "torch_private/distributed.py second_connection NotImplementedError",
     ),
+    "the end of a run that was preempted and has saved, with its exit code; `finally` blocks run": (
+        "training/preemption.py Preemption._save_and_exit SystemExit",
+    ),
     "a file of a command line that isn't there, which main() shows as one line": (
         "commands/parser.py configuration_path FileNotFoundError",
     ),

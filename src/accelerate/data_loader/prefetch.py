@@ -191,6 +191,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     def __iter__(self) -> Generator[Any, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         progress, gradient_state = self.progress, self.gradient_state
+        if gradient_state.between_batches is not None:
+            gradient_state.between_batches(self, True)
         saved = self._begin_pass()
         device_prefetch = self._active_prefetch = self._prefetch_of_pass()
         batches = self._read(saved)
@@ -217,6 +219,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
                 if gradient_state.active_dataloader is not self:  # another loop has read in between
                     gradient_state._add_dataloader(self, is_interleaved=True)
                 yield batch
+                if gradient_state.between_batches is not None and not batch_info.is_last:
+                    gradient_state.between_batches(self, False)
                 asked = perf_counter()
             progress.finish(epoch)
         finally:

@@ -302,12 +302,18 @@ class RunWatch:
         self.report()
         return {"updates": self.updates}
 
-    def saved(self, folder: str, seconds: float) -> None:
-        """Record that a checkpoint was written in ``seconds``, which don't count as time of a step."""
+    def saved(self, folder: str, seconds: float, preempted_by: object = None) -> None:
+        """Record that a checkpoint was written in ``seconds``, which don't count as time of a step.
+
+        Args:
+            preempted_by: the notice because of which the run ends with it.
+        """
         self._timer.exclude(seconds)
         self._record.event("save", folder=folder, step=self.updates, seconds=round(seconds, 3))
         for callback in self.callbacks:
             callback.on_save(self, folder)
+        if preempted_by is not None:
+            self._record.event("preempted", text=str(preempted_by), folder=folder, step=self.updates)
 
     def resume(self, saved_state: Mapping[str, Any]) -> None:
         """Continue the count from the state in a checkpoint."""
@@ -358,6 +364,12 @@ def before_save(run: RunWatch | None, *, alone: bool = False) -> dict[str, objec
     if run is None:
         return {}
     return {"watch": {"updates": run.updates} if alone else run.before_save()}
+
+
+def after_save(run: RunWatch | None, folder: str, seconds: float, preempted_by: object) -> None:
+    """Tell the watch, if there is one, what was saved; and the notice of preemption because of which."""
+    if run is not None:
+        run.saved(folder, seconds, preempted_by)
 
 
 def after_load(run: RunWatch | None, loaded: Any) -> Mapping[str, Any] | None:

@@ -15,6 +15,7 @@ from .launch_options import LaunchOptions, MpiOptions
 from .megatron import MegatronOptions
 from .option import DEFAULT, OptionGroup, OptionInfo, Source, option_of, options_of
 from .parallelism import ContextParallelOptions, ParallelismOptions, SequenceParallelOptions, TensorParallelOptions
+from .preemption import PreemptionOptions
 from .run_options import ParadigmOptions, RunOptions, SwitchOptions
 from .training import AccumulationOptions, DataLoaderOptions, DynamoOptions, ProjectOptions
 
@@ -27,6 +28,7 @@ GROUPS: Final[dict[str, type[OptionGroup]]] = {
     "paradigm": ParadigmOptions,
     "switches": SwitchOptions,
     "launch": LaunchOptions,
+    "preemption": PreemptionOptions,
     "mpi": MpiOptions,
     "cluster": ClusterOptions,
     "slurm": SlurmOptions,
@@ -87,6 +89,7 @@ class Settings:
     paradigm: ParadigmOptions = field(default_factory=ParadigmOptions)
     switches: SwitchOptions = field(default_factory=SwitchOptions)
     launch: LaunchOptions = field(default_factory=LaunchOptions)
+    preemption: PreemptionOptions = field(default_factory=PreemptionOptions)
     mpi: MpiOptions = field(default_factory=MpiOptions)
     cluster: ClusterOptions = field(default_factory=ClusterOptions)
     slurm: SlurmOptions = field(default_factory=SlurmOptions)

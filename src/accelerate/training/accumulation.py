@@ -61,6 +61,9 @@ class GradientState:
     plugin_kwargs: dict[str, Any]
     dataloader_references: list[weakref.ReferenceType[Any] | None]
     has_assumed_loader: bool  # a warning was given: values between batches of several loaders could be those of any
+    #: Called with a prepared loader, between its batches; and with True, where a pass over it begins. Where a loop
+    #: reads none, called with this state as a micro-batch begins.
+    between_batches: Callable[[object, bool], None] | None
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
         newest = GradientState._newest
@@ -86,6 +89,7 @@ class GradientState:
         gradient_state._restored_open = False
         gradient_state._num_backwards = 0
         gradient_state.has_assumed_loader = False
+        gradient_state.between_batches = None
         GradientState._newest = gradient_state
         return gradient_state
 
@@ -144,6 +148,8 @@ class GradientState:
 
     def advance(self, key: Hashable = ()) -> bool:
         """Begin a micro-batch of ``key`` (the models of the window); return whether it synchronises gradients."""
+        if self.between_batches is not None and self.dataloader_references[-1] is None:
+            self.between_batches(self, False)
         window = self._windows.get(key)
         if window is None:
             is_open = self._restored_open

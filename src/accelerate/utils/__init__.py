@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from ..plugins.parallelism import TorchTensorParallelConfig
     from ..plugins.parallelism import TorchTensorParallelPlugin
     from ..plugins.parallelism import PipelineParallelConfig
+    from ..plugins.preemption import PreemptionPolicy
     from ..plugins.handlers import AutocastKwargs, GradScalerKwargs
     from ..plugins.handlers import InitProcessGroupKwargs
     from ..plugins.handlers import ProfileKwargs
@@ -186,6 +187,7 @@ _DEFINED_IN = {
     "SCALER_NAME": "names", "SCHEDULER_NAME": "names", "SageMakerDistributedType": "settings.labels",
     "TERecipeKwargs": "plugins.fp8", "TORCH_DISTRIBUTED_OPERATION_TYPES": "distributed.collectives",
     "TORCH_LAUNCH_PARAMS": "launch.prepared", "TensorInformation": "nested",
+    "PreemptionPolicy": "plugins.preemption",
     "TorchContextParallelConfig": "plugins.parallelism", "ExpertParallelConfig": "plugins.parallelism",
     "PipelineParallelConfig": "plugins.parallelism", "TorchDynamoPlugin": "plugins.handlers",
     "TorchTensorParallelConfig": "plugins.parallelism", "TorchTensorParallelPlugin": "plugins.parallelism",
@@ -306,7 +308,8 @@ __all__ = [
     "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME",
     "SCALER_NAME", "SCHEDULER_NAME", "SageMakerDistributedType", "TERecipeKwargs",
     "TORCH_DISTRIBUTED_OPERATION_TYPES", "TORCH_LAUNCH_PARAMS", "TensorInformation",
-    "ExpertParallelConfig", "PipelineParallelConfig", "TorchContextParallelConfig", "TorchDynamoPlugin",
+    "PreemptionPolicy", "ExpertParallelConfig", "PipelineParallelConfig", "TorchContextParallelConfig",
+    "TorchDynamoPlugin",
     "TorchTensorParallelConfig", "TorchTensorParallelPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
     "WEIGHTS_PATTERN_NAME",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "add_model_config_to_megatron_parser", "align_module_device",

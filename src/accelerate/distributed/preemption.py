@@ -1,0 +1,260 @@
+"""The agreement of all ranks on the point of their loops at which they stop, once one of them got a notice.
+
+A thread of each rank waits for notices, its own and those of other ranks. With one, each thread publishes the last
+point that its rank's loop has passed; a loop that comes to a later one waits there until all have answered, which
+depends on no loop's progress. Then all know the point that the furthest has passed, and stop at the first one after it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final, final
+
+from ..torch_private.distributed import set_keys
+from .store_requests import read_present, some_ranks
+
+if TYPE_CHECKING:
+    from .notices import Notices
+    from .store_client import Coordinator
+
+#: A point of a loop: backward passes so far, and batches (or questions) since the last one.
+Point = tuple[int, int]
+
+_log = logging.getLogger(__name__)
+_LISTEN_SECONDS: Final = 0.2
+_JOIN_SECONDS: Final = 1.0
+#: Of the grace period, so much is for coming together; saving takes the rest.
+_SHARE_TO_MEET: Final = 0.8
+#: A rank that is late itself waits so long for the others.
+_LATE_SECONDS: Final = 10.0
+#: The outcome of a round in which a rank has given up.
+_NONE: Final = "none"
+_ALL_THERE: Final = "1"
+
+
+@final
+@dataclass(frozen=True)
+class Notice:
+    """The announcement of a preemption, and the rank that got it."""
+
+    rank: int
+    host: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.reason} to rank {self.rank} on {self.host}"
+
+
+@final
+@dataclass(frozen=True)
+class Agreed:
+    """The last point that any rank had passed, as all ranks know in this round."""
+
+    point: Point
+    number: int
+
+
+@final
+class StopAgreement:
+    """One rank's part in the agreement.
+
+    The loop's thread sets :attr:`passed` at each point before it reads :attr:`is_asked`; this object's thread does it
+    the other way around, so that a point which the loop has passed unasked is never later than what is published.
+    """
+
+    def __init__(self, notices: Notices, coordinator: Coordinator | None, grace_seconds: float) -> None:
+        self._notices, self._coordinator = notices, coordinator
+        self._rank, self._size = (coordinator.rank, coordinator.size) if coordinator is not None else (0, 1)
+        self._seconds = grace_seconds * _SHARE_TO_MEET
+        self.passed: Point = (0, 0)
+        self.is_asked: bool = False
+        self.notice: Notice | None = None
+        self._number = 0  # of the round: one for each notice
+        self._own: Point | None = None  # what this rank has published
+        self._has_published = threading.Event()
+        self._agreed: Agreed | None = None
+        self._is_decided = threading.Event()
+        self._is_there = False  # at the agreed point
+        self._is_late = False  # for it
+        self._deadline = 0.0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="accelerate preemption", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; for the end of the world."""
+        self._stopped.set()
+        self._notices.stop()
+        self._thread.join(_JOIN_SECONDS)
+        if not self._thread.is_alive():
+            self._notices.close()
+
+    # -- the loop's thread ---------------------------------------------------------------------------------
+
+    def wait_for_decision(self, point: Point) -> Agreed | None:
+        """Return what all ranks agreed on, where this rank's loop mustn't pass ``point`` without knowing it.
+
+        None where it may, or where there is no agreement.
+        """
+        self._has_published.wait(self._seconds_left())
+        if self._own is not None and point <= self._own:
+            return None
+        self._is_decided.wait(self._seconds_left() + _JOIN_SECONDS)
+        return self._agreed
+
+    def meet(self, agreed: Agreed, where: str) -> bool:
+        """Wait until all ranks have come to the agreed point; False where one doesn't within the grace period.
+
+        Args:
+            where: the point in words, to be the same on all ranks.
+        """
+        coordinator, self._is_there = self._coordinator, True
+        if coordinator is None:
+            return True
+        name = f"preemption/{agreed.number}/met"
+
+        def arrive() -> int:
+            coordinator.store.set(f"{name}/{self._rank}", where)
+            return coordinator.store.add(f"{name}/arrived", 1)
+
+        if coordinator.request(arrive) == self._size:
+            are_equal = len(set(self._values(name).values())) == 1
+            self._settle(f"{name}/open", _ALL_THERE if are_equal else _NONE)
+        if self._wait_for(f"{name}/open") == _ALL_THERE:
+            return True
+        _log.error("Preemption (%s): nothing is saved, because %s. The run goes on.", self.notice, self._reason(name))
+        self._begin_again()
+        return False
+
+    def _reason(self, name: str) -> str:
+        points = self._values(name)
+        absent = set(range(self._size)) - points.keys()
+        if absent:
+            return f"{some_ranks(absent, 16)} didn't come to the step within {self._seconds:.0f} s"
+        return "the ranks came to different steps: " + ", ".join(f"rank {r}: {p}" for r, p in sorted(points.items()))
+
+    # -- this object's thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (notice := self._next_notice()) is not None:
+                self._decide(notice)
+                while self.is_asked and not self._stopped.wait(_LISTEN_SECONDS):
+                    self._complain()
+        except RuntimeError:  # the store has ended, which every other call reports
+            self.is_asked = False
+
+    def _complain(self) -> None:
+        """Say once that this rank hasn't come to the agreed point in time."""
+        if not (self._is_there or self._is_late) and time.monotonic() > self._deadline:
+            self._is_late = True
+            _log.error(
+                "Preemption (%s): rank %d hasn't come to the end of a step within %.0f s; it saves when it does, if "
+                "nobody ends it before.",
+                self.notice, self._rank, self._seconds,
+            )  # fmt: skip
+
+    def _next_notice(self) -> Notice | None:
+        """Return the next notice to any rank; None at the end of the world."""
+        coordinator = self._coordinator
+        if coordinator is None:
+            while not self._stopped.is_set():
+                if (reason := self._notices.take(_LISTEN_SECONDS)) is not None:
+                    return Notice(0, socket.gethostname(), reason)
+            return None
+        with coordinator.waits.start(self._key(f"notice/{self._rank}")) as heard:
+            while not heard.is_over(0.0):
+                if self._stopped.is_set():
+                    return None
+                if (reason := self._notices.take(_LISTEN_SECONDS)) is not None:
+                    self._tell_all(Notice(self._rank, socket.gethostname(), reason))
+                    heard.is_over(_JOIN_SECONDS)
+            text = heard.response()[0]
+        return Notice(**json.loads(text)) if text else None
+
+    def _tell_all(self, notice: Notice) -> None:
+        coordinator = self._coordinator
+        assert coordinator is not None
+        if coordinator.request(lambda: coordinator.store.add(self._key("num_notices"), 1)) > 1:
+            return
+        text = json.dumps(asdict(notice))
+        keys = {self._key(f"notice/{rank}"): text for rank in range(self._size)}
+        coordinator.request(lambda: set_keys(coordinator.store, keys))
+
+    def _decide(self, notice: Notice) -> None:
+        """Publish how far this rank is, and find out how far the furthest is."""
+        self._has_published.clear()
+        self._is_decided.clear()
+        self._own = self._agreed = None
+        self.notice, self._deadline = notice, time.monotonic() + self._seconds
+        self.is_asked = True  # from here on the loop waits at its next point
+        self._own = self.passed
+        self._has_published.set()
+        self._agreed = self._agree(self._own)
+        if self._agreed is None:
+            self._begin_again()
+        self._is_decided.set()
+
+    def _agree(self, own: Point) -> Agreed | None:
+        coordinator = self._coordinator
+        if coordinator is None:
+            return Agreed(own, self._number)
+        name = self._key("passed")
+
+        def answer() -> int:
+            coordinator.store.set(f"{name}/{self._rank}", json.dumps(own))
+            return coordinator.store.add(f"{name}/answered", 1)
+
+        if coordinator.request(answer) == self._size:
+            self._settle(f"{name}/furthest", json.dumps(max(map(json.loads, self._values(name).values()))))
+        outcome = self._wait_for(f"{name}/furthest")
+        if outcome != _NONE:
+            backwards, batches = json.loads(outcome)
+            return Agreed((backwards, batches), self._number)
+        absent = set(range(self._size)) - self._values(name).keys()
+        if not self._stopped.is_set():
+            _log.error(
+                "Preemption (%s): nothing is saved, because %s didn't answer within %.0f s. The run goes on.",
+                self.notice, some_ranks(absent, 16) if absent else "a rank", self._seconds,
+            )  # fmt: skip
+        return None
+
+    def _begin_again(self) -> None:
+        """Give up this round; the next notice begins another one."""
+        self._number += 1
+        self.is_asked = self._is_there = self._is_late = False
+
+    # -- the store -----------------------------------------------------------------------------------------
+
+    def _settle(self, key: str, outcome: str) -> None:
+        coordinator = self._coordinator
+        assert coordinator is not None
+        coordinator.request(lambda: coordinator.store.compare_set(key, "", outcome))
+
+    def _wait_for(self, key: str) -> str:
+        """Return what a round comes to, the same on all ranks; a rank that gives up settles that it is nothing."""
+        coordinator = self._coordinator
+        assert coordinator is not None
+        with coordinator.waits.start(key, given_up=_NONE) as outcome:
+            outcome.is_over(max(self._seconds_left(), min(self._seconds, _LATE_SECONDS)))
+        return coordinator.request(lambda: coordinator.store.get(key)).decode()
+
+    def _seconds_left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _key(self, name: str) -> str:
+        return f"preemption/{self._number}/{name}"
+
+    def _values(self, name: str) -> dict[int, str]:
+        coordinator = self._coordinator
+        assert coordinator is not None
+        found = read_present(coordinator.store, [f"{name}/{rank}" for rank in range(self._size)], coordinator.request)
+        return {int(key.rpartition("/")[2]): text for key, text in found.items()}

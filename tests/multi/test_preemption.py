@@ -1,0 +1,288 @@
+"""A notice of preemption to one rank, at any instant: all ranks save the same step, end, and go on bit for bit.
+
+Real processes and real signals, in training, evaluation, waiting for data, accumulation and background saves. A handful
+of signals by default; ``make kills`` sends 200.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.checkpointing import list_checkpoints
+from accelerate.errors import SettingError
+from accelerate.utils import DataLoaderConfiguration, PreemptionPolicy, ProjectConfiguration, set_seed
+from tests.oracle.killed_runs import Attempt, Augmented, digest, noter, read_notes
+from tests.ranks import run_on_ranks
+
+IS_SLOW = "RUN_SLOW" in os.environ
+EPOCHS = 2
+CODE = 75
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Slow(Augmented):
+    """Rows that take a while to read, now and then."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        if index % 11 == 0:
+            time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def train(folder: str, notes: str, num_workers: int, accumulates: bool, **options: Any) -> None:
+    """The loop of a script: every rank notes each step and each batch of an evaluation, then a hash of the weights."""
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2, save_asynchronously=True)
+    accelerator = Accelerator(
+        cpu=True,
+        project_config=project,
+        gradient_accumulation_steps=3 if accumulates else 1,
+        dataloader_config=DataLoaderConfiguration(),
+        preemption=PreemptionPolicy(**options),
+    )
+    set_seed(5, device_specific=True)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    training = DataLoader(Slow(), batch_size=2, shuffle=True, num_workers=num_workers)
+    evaluation = DataLoader(list(range(24)), batch_size=2)
+    model, optimizer, schedule, training, evaluation = accelerator.prepare(
+        model, optimizer, schedule, training, evaluation
+    )
+    accelerator.resume()
+    note = noter(f"{notes}.{accelerator.process_index}")
+    note("begin", os.getpid())
+    while training.iteration < EPOCHS:
+        for ids, rows in training:
+            with accelerator.accumulate(model):
+                loss = model(rows).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            place = training.state_dict()
+            note(f"{place['epoch']}/{place['rounds']}", [ids.tolist(), loss.item().hex(), schedule.get_last_lr()])
+            if place["rounds"] % 4 == 0:
+                accelerator.save_state(details={"by": "the script"})
+        num_seen = 0
+        for numbers in evaluation:
+            num_seen += len(accelerator.gather_for_metrics(numbers))
+            time.sleep(0.003)
+        note(f"{training.iteration}/evaluated", num_seen)
+    accelerator.wait_for_checkpoint()
+    note("end", digest(model))
+
+
+def wait_until(is_so: Callable[[], bool], attempt: Attempt, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline and not any(p.exitcode for p in attempt.processes), attempt.failures()
+        time.sleep(0.01)
+
+
+def begun(notes: Path, num_ranks: int) -> list[int]:
+    """How often each rank has begun its loop."""
+    return [sum(step == "begin" for step, _ in one) for one in read_notes(notes, num_ranks)]
+
+
+def signalled(folder: Path, attempt: Attempt, num_ranks: int, chance: random.Random, delay_seconds: float) -> bool:
+    """Sends a signal to one rank, or to all, some time after the loop began; whether the run had not ended before.
+
+    It ends within 30 s, with the exit code of a run that is to be started again, on all ranks.
+    """
+    time.sleep(chance.uniform(0.0, delay_seconds))
+    number = chance.choice(SIGNALS)
+    victims = range(num_ranks) if chance.random() < 0.2 else [chance.randrange(num_ranks)]
+    if any(not attempt.processes[victim].is_alive() for victim in victims):
+        return False
+    for victim in victims:
+        os.kill(attempt.processes[victim].pid, number)
+    assert attempt.wait(30.0), attempt.kill() and attempt.failures()
+    codes = [process.exitcode for process in attempt.processes]
+    assert codes in ([CODE] * num_ranks, [0] * num_ranks), (codes, attempt.failures())
+    return codes[0] == CODE
+
+
+def start(folder: Path, num_ranks: int, num_workers: int, accumulates: bool) -> Attempt:
+    function = partial(train, str(folder), str(folder / "notes"), num_workers, accumulates)
+    return Attempt(function, num_ranks, folder / "log")
+
+
+def saved_by_notice(folder: Path) -> list[str]:
+    """The numbered checkpoints that hold a preemption's save, whole; the newest last."""
+    entries = [entry for entry in list_checkpoints(folder) if entry.problem is None and entry.manifest is not None]
+    return [entry.name for entry in entries if "preempted" in entry.manifest.details]
+
+
+def undisturbed(folder: Path, num_ranks: int, num_workers: int, accumulates: bool) -> tuple[list[dict], float]:
+    attempt = start(folder, num_ranks, num_workers, accumulates)
+    wait_until(lambda: begun(folder / "notes", num_ranks) == [1] * num_ranks, attempt)
+    began = time.monotonic()
+    assert attempt.wait(120.0), attempt.kill() and attempt.failures()
+    seconds = time.monotonic() - began
+    return [dict(one) for one in read_notes(folder / "notes", num_ranks)], seconds
+
+
+#: ranks, workers, whether it accumulates, signals
+PLAN = [(2, 0, False, 25), (2, 0, True, 25), (2, 2, False, 25), (2, 2, True, 25)]
+PLAN += [(4, 0, False, 25), (4, 0, True, 25), (4, 2, False, 25), (4, 2, True, 25)]
+QUICK_PLAN = [(2, 0, True, 2), (2, 2, False, 1)]
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(("num_ranks", "num_workers", "accumulates", "num_signals"), PLAN if IS_SLOW else QUICK_PLAN)
+def test_a_preempted_run_is_the_undisturbed_one(
+    num_ranks: int, num_workers: int, accumulates: bool, num_signals: int, tmp_path: Path
+) -> None:
+    chance = random.Random(100 * num_ranks + 10 * num_workers + accumulates)
+    (tmp_path / "undisturbed").mkdir()
+    expected, seconds = undisturbed(tmp_path / "undisturbed", num_ranks, num_workers, accumulates)
+    sent = trial = 0
+    while sent < num_signals:
+        folder = tmp_path / f"trial_{trial}"
+        folder.mkdir()
+        seconds *= 0.95  # a machine that is less busy than before would be done before the signal
+        sent += preempted(folder, num_ranks, num_workers, accumulates, chance, seconds, min(3, num_signals - sent))
+        compare(folder / "notes", expected)
+        trial += 1
+
+
+def preempted(
+    folder: Path, num_ranks: int, num_workers: int, accumulates: bool, chance: random.Random, seconds: float, most: int
+) -> int:
+    """Runs to the end through at most ``most`` signals; returns how many there were."""
+    num_signals = 0
+    for number in range(1, 2 * most + 2):
+        attempt = start(folder, num_ranks, num_workers, accumulates)
+        wait_until(lambda n=number: begun(folder / "notes", num_ranks) == [n] * num_ranks, attempt)
+        is_wanted = num_signals < most
+        if is_wanted and signalled(folder, attempt, num_ranks, chance, seconds / most):
+            num_signals += 1
+            assert saved_by_notice(folder), attempt.failures()
+            continue
+        assert attempt.wait(120.0), attempt.kill() and attempt.failures()
+        assert all(process.exitcode == 0 for process in attempt.processes), attempt.failures()
+        return num_signals
+    raise AssertionError("the run didn't end")
+
+
+def compare(notes: Path, expected: list[dict[str, Any]]) -> None:
+    """All ranks noted each step once, as the undisturbed run did; an evaluation that was left is missing, not cut."""
+    for rank, (found, right) in enumerate(zip(read_notes(notes, len(expected)), expected, strict=True)):
+        noted = [(step, what) for step, what in found if step != "begin"]
+        assert len({step for step, _ in noted}) == len(noted), f"rank {rank} did a step twice: {noted}"
+        assert [one for one in noted if right.get(one[0]) != one[1]] == []
+        missing = set(right) - {step for step, _ in noted} - {"begin"}
+        assert all(step.endswith("evaluated") for step in missing), (rank, missing)
+
+
+# -- other ways --------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_appears_on_a_host_is_a_notice(tmp_path: Path) -> None:
+    notice = tmp_path / "notice"
+
+    def run() -> tuple[int, Any]:
+        policy = PreemptionPolicy(signals=(), notice_file=str(notice), exit_code=76)
+        accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), preemption=policy)
+        loader = accelerator.prepare(DataLoader(list(range(4)), batch_size=1))
+        num_steps = 0
+        try:
+            while True:
+                for _ in loader:
+                    num_steps += 1
+                    accelerator.wait_for_everyone()
+                    if num_steps == 3 and accelerator.is_last_process:
+                        notice.write_text("")
+        except SystemExit as end:
+            assert accelerator.preempted
+            return num_steps, end.code
+
+    (first, first_code), (second, second_code) = run_on_ranks(run, 2)
+    assert first == second >= 3 and first_code == second_code == 76
+    assert saved_by_notice(tmp_path) == ["checkpoint_0"]
+
+
+def test_a_loop_without_prepared_loaders_stops_where_a_window_begins(tmp_path: Path) -> None:
+    def run() -> int:
+        accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), preemption=PreemptionPolicy())
+        number = 0
+        model = accelerator.prepare(nn.Linear(1, 1))
+        with pytest.raises(SystemExit):
+            for number in range(100_000):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.ones(1, 1)).sum())
+                if number == 3 and accelerator.is_main_process:
+                    os.kill(os.getpid(), signal.SIGUSR2)
+        return number
+
+    first, second = run_on_ranks(run, 2)
+    assert first == second > 3
+    assert saved_by_notice(tmp_path) == ["checkpoint_0"]
+
+
+def test_a_script_can_decide_itself() -> None:
+    def run() -> tuple[int, bool]:
+        accelerator = Accelerator(cpu=True, preemption=PreemptionPolicy(save_on_signal=False))
+        num_asked = 0
+        while not accelerator.preempted:
+            num_asked += 1
+            if num_asked == 3 and accelerator.is_last_process:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.002)
+        return num_asked, accelerator.preempted
+
+    (first, first_says), (second, second_says) = run_on_ranks(run, 2)
+    assert first == second >= 3
+    assert first_says and second_says
+
+
+def test_a_rank_that_does_not_come_is_named_and_nothing_is_saved() -> None:
+    def run() -> str:
+        accelerator = Accelerator(cpu=True, preemption=PreemptionPolicy(save_on_signal=False, grace_seconds=2.0))
+        lines = _logged()
+        if accelerator.is_main_process:
+            os.kill(os.getpid(), signal.SIGTERM)
+            until = time.monotonic() + 5.0
+            while not lines and time.monotonic() < until:
+                assert not accelerator.preempted
+                time.sleep(0.001)
+        accelerator.wait_for_everyone()
+        return "".join(lines)
+
+    told, late = run_on_ranks(run, 2)
+    assert "SIGTERM to rank 0" in told and "rank 1 didn't come to the step within 2 s" in told
+    assert not late or "rank 1 hasn't come to the end of a step" in late
+
+
+def _logged() -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
+    logging.getLogger("accelerate.distributed.preemption").addHandler(handler)
+    return lines
+
+
+def test_a_run_without_a_folder_is_refused() -> None:
+    with pytest.raises(
+        SettingError, match=r"Accelerator\(preemption=...\) .* has no folder. Give Accelerator\(project_dir"
+    ):
+        Accelerator(cpu=True, preemption=PreemptionPolicy())
+    with pytest.raises(TypeError, match="PreemptionPolicy"):
+        Accelerator(cpu=True, preemption=True)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SettingError, match="names such as 'SIGTERM'"):
+        PreemptionPolicy(signals=("15",))

@@ -1,0 +1,92 @@
+"""Notices of preemption to one process: signals, an address that gives one, and forked children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from accelerate.distributed import notices as module
+from accelerate.distributed.notices import Notices, is_listening
+from tests.ranks import run_on_ranks
+
+
+def taken(notices: Notices, seconds: float = 10.0) -> str | None:
+    """The next notice."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if (found := notices.take(0.05)) is not None:
+            return found
+    return None
+
+
+def test_a_signal_is_noticed_and_handlers_are_restored() -> None:
+    def run() -> tuple[str | None, bool, bool]:
+        before = signal.getsignal(signal.SIGUSR1)
+        notices = Notices(("SIGUSR1", "SIGNONE"))
+        assert notices.start() and is_listening(("SIGUSR1",)) and not is_listening(("SIGUSR2",))
+        assert notices.take(0.0) is None
+        notices.stop()
+        is_restored = signal.getsignal(signal.SIGUSR1) == before and signal.set_wakeup_fd(-1) == -1
+        again = Notices(("SIGUSR1",))
+        again.start()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        found = taken(again)
+        again.stop()
+        os.kill(os.getpid(), signal.SIGUSR1)  # a scheduler that insists doesn't disturb the end
+        return found, is_restored, is_listening(("SIGUSR1",))
+
+    assert run_on_ranks(run, 1) == [("SIGUSR1", True, True)]
+
+
+@pytest.mark.parametrize(("to_parent", "code"), [(True, 7), (False, -signal.SIGTERM)])
+def test_a_forked_child_lives_on_where_its_parent_was_signalled_too(to_parent: bool, code: int) -> None:
+    def run() -> tuple[str | None, int]:
+        notices = Notices(("SIGTERM",))
+        notices.start()
+        ready, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write_end, b"1")
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                time.sleep(0.05)
+            os._exit(7)
+        os.read(ready, 1)
+        for pid in (child, os.getpid()) if to_parent else (child,):
+            os.kill(pid, signal.SIGTERM)
+        found = taken(notices, 10.0 if to_parent else 0.3)
+        return found, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert run_on_ranks(run, 1) == [("SIGTERM" if to_parent else None, code)]
+
+
+def test_an_address_gives_a_notice_once_its_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_URL_SECONDS", 0.02)
+    answers = [(404, b""), (200, b"FALSE"), (200, b'{"action": "terminate"}')]
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, text = answers.pop(0) if len(answers) > 1 else answers[0]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        notices = Notices((), url=f"http://127.0.0.1:{server.server_port}/action")
+        notices.start()
+        assert taken(notices) == f"the notice at http://127.0.0.1:{server.server_port}/action"
+        assert len(answers) == 1
+        notices.stop()
+    finally:
+        server.shutdown()
+        server.server_close()
