@@ -36,12 +36,14 @@ if TYPE_CHECKING:
     from .plugins.fsdp import FullyShardedDataParallelPlugin
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
     from .plugins.parallelism import ParallelismConfig, PipelineParallelConfig
+    from .plugins.recompute import ActivationCheckpointing
     from .settings.labels import DDPCommunicationHookType, DistributedType
     from .state import PartialState
 
 # Name -> the module that defines it.
 _DEFINED_IN = {
     "Accelerator": "accelerator",
+    "ActivationCheckpointing": "plugins.recompute",
     "AutocastKwargs": "plugins.handlers",
     "DDPCommunicationHookType": "settings.labels",
     "DataLoaderConfiguration": "plugins.data",
@@ -96,6 +98,7 @@ _MODULES = (
 
 __all__ = [
     "Accelerator",
+    "ActivationCheckpointing",
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",

@@ -172,7 +172,7 @@ class Accelerator:
             "parallelism_config": construction.parallelism(parallelism_config, torch_tp_plugin),
         }
         self.settings, plugins = construction.settings_and_plugins(self, arguments, parameter_dtype, known)
-        plugins.torch_tp = torch_tp_plugin
+        plugins.torch_tp, plugins.recompute = torch_tp_plugin, self._handlers.recompute
         run = self.settings.run
         self.world = join_world(
             cpu=run.use_cpu, debug=run.debug, **construction.join_options(self._handlers.init, self.settings)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .plugins.preemption import PreemptionPolicy
+    from .plugins.recompute import ActivationCheckpointing
     from .precision.fp8 import Fp8Functions, Fp8Request
     from .settings.labels import RNGType
     from .settings.megatron import MegatronOptions
@@ -72,6 +73,7 @@ class Handlers:
     init: InitProcessGroupKwargs | None = None
     autocast: AutocastKwargs | None = None
     profile: ProfileKwargs | None = None
+    recompute: ActivationCheckpointing | None = None
     fp8: FP8RecipeKwargs | None = None
     ao: AORecipeKwargs | None = None
     te: TERecipeKwargs | None = None
@@ -83,6 +85,7 @@ def _kinds() -> tuple[tuple[str, type], ...]:
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
+    from .plugins.recompute import ActivationCheckpointing
 
     return (
         ("ddp", DistributedDataParallelKwargs),
@@ -90,6 +93,7 @@ def _kinds() -> tuple[tuple[str, type], ...]:
         ("init", InitProcessGroupKwargs),
         ("autocast", AutocastKwargs),
         ("profile", ProfileKwargs),
+        ("recompute", ActivationCheckpointing),
         ("fp8", FP8RecipeKwargs),
         ("ao", AORecipeKwargs),
         ("te", TERecipeKwargs),

@@ -10,14 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import wraps
-from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, final
 
 import torch
-from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from ..distributed.mesh import Mesh
@@ -34,6 +30,7 @@ from ..settings.labels import DistributedType
 from ..training.accumulation import GradientState
 from ..training.oom_retry import Retryable
 from ..training.optimizer import AcceleratedOptimizer, Closure
+from ..training.recompute import chosen_modules, recompute_activations
 from ..training.scheduler import AcceleratedScheduler
 from .compile import compile_model
 from .rebind import unwrap
@@ -104,6 +101,8 @@ class Strategy(ABC):
     ) -> torch.nn.Module:
         """Return ``model`` in its precision, on its device, wrapped (unless ``evaluation_mode``) and compiled."""
         model = precision.convert(model)
+        if not evaluation_mode:
+            self.recompute(model)
         precision.patch_forward(model)
         if device_placement and not _must_not_move(model, self.world.device):
             model = moved(model, self.world.device)
@@ -112,6 +111,15 @@ class Strategy(ABC):
         precision.patch_wrapped(model)
         plugin = self.options.plugins.dynamo
         return model if plugin is None else compile_model(model, plugin)
+
+    def recompute(self, model: torch.nn.Module, units: Sequence[torch.nn.Module] = ()) -> None:
+        """Add the activation checkpointing that was asked for: to ``units``, where no modules were named."""
+        options, plugin = self.options.plugins.recompute, self.options.plugins.fsdp
+        if options is not None:
+            chosen = chosen_modules(model, options, units)
+            recompute_activations(chosen, offload=options.offload, save_ops=options.save_ops)
+        elif plugin is not None and plugin.activation_checkpointing:
+            recompute_activations(units, offload=plugin.activation_checkpointing_offload)
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap ``model`` in the container that trains it over the processes, and return that."""
@@ -380,41 +388,3 @@ class SteppedScheduler(AcceleratedScheduler, ABC):
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Do nothing: the engine steps its scheduler when it steps."""
-
-
-# --------------------------------------------------------------------------------------------------
-# Activation checkpointing
-#
-# Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
-
-_RECOMPUTES = "_recomputes_activations"
-
-
-def recompute_activations(modules: Iterable[torch.nn.Module], *, offload: bool = False) -> None:
-    """Make each module recompute its activations in backward from its inputs, kept in CPU memory with ``offload``.
-
-    Names and classes stay: only the instances' ``forward`` changes.
-    """
-    for module in modules:
-        if module.__dict__.get(_RECOMPUTES, False):
-            continue
-        module.forward = _recomputing(module, module.forward, offload)
-        module.__dict__[_RECOMPUTES] = True
-
-
-def _recomputing(module: torch.nn.Module, original: Callable[..., object], offload: bool) -> Callable[..., object]:
-    is_method = isinstance(original, MethodType)
-    function = original.__func__ if is_method else original
-
-    @wraps(function)
-    def forward(*args: object, **kwargs: Any) -> object:
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        if not offload:
-            return checkpoint(function, *args, use_reentrant=False, **kwargs)
-        # Inside, the checkpoint's own hooks take the activations; this context saves only its inputs.
-        with save_on_cpu(pin_memory=torch.accelerator.is_available()):
-            return checkpoint(function, *args, use_reentrant=False, **kwargs)
-
-    # A method stays one, so that a deep copy of the module runs the copy's own forward.
-    return MethodType(forward, module) if is_method else forward

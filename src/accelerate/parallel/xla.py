@@ -24,7 +24,8 @@ from ..nested import recursively_apply, send_to_device
 from ..precision import Precision
 from ..settings import env
 from ..settings.labels import DistributedType
-from .base import Strategy, StrategyOptions, recompute_activations
+from ..training.recompute import recompute_activations
+from .base import Strategy, StrategyOptions
 from .compile import compile_model
 from .fsdp.wrapping import find_ignored, find_wrap_units
 from .state import ModelState
@@ -96,8 +97,10 @@ class XlaDevices(Strategy):
         if plugin is not None:
             plugin.set_auto_wrap_policy(model)
             units = find_wrap_units(model, plugin.auto_wrap_policy, find_ignored(plugin.ignored_modules, model))
-            if plugin.activation_checkpointing:
-                recompute_activations(units)
+        if self.options.plugins.recompute is not None and not evaluation_mode:
+            self.recompute(model, units)
+        elif plugin is not None and plugin.activation_checkpointing:
+            recompute_activations(units)
         precision.patch_forward(model)
         if device_placement or plugin is not None:
             model = moved(model, self.world.device)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .handlers import TorchDynamoPlugin
     from .megatron import MegatronLMPlugin
     from .parallelism import ParallelismConfig, TorchTensorParallelPlugin
+    from .recompute import ActivationCheckpointing
 
 
 @final
@@ -27,3 +28,4 @@ class Plugins:
     parallelism: ParallelismConfig | None = None
     dynamo: TorchDynamoPlugin | None = None
     torch_tp: TorchTensorParallelPlugin | None = None
+    recompute: ActivationCheckpointing | None = None

@@ -208,6 +208,15 @@ class AccumulationOptions(OptionGroup, title="Gradient accumulation"):
 
 
 @dataclass
+class RecomputeOptions(OptionGroup, title="Activation checkpointing"):
+    """Options of computing activations again in the backward pass."""
+
+    modules: Any = option(None, "The modules that do so; None: FSDP's wrap units, or repeated blocks.", kind="object")
+    save_ops: Any = option((), "The operators whose results are kept, or a policy.", kind="object")
+    offload: bool = option(False, "Keep the inputs of these modules in CPU memory.")
+
+
+@dataclass
 class ProfileOptions(OptionGroup, title="Profiler"):
     """Arguments of torch's profiler."""
 

@@ -7,7 +7,7 @@ has to exchange an entry: torch's pickles and state dicts rest on them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,19 @@ def current_backward() -> int:
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call ``function`` at the end of the backward pass that runs in this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@uses("torch._ops:._schema")
+def draws_numbers(operator: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Return whether a call of ``operator`` draws random numbers; attention draws none without dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return False
+    assert isinstance(operator, torch._ops.OpOverload)  # only they have tags
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return given != 0.0
+    return True
 
 
 @uses("torch:_has_compatible_shallow_copy_type")

@@ -15,12 +15,12 @@ from accelerate import parallel as strategies
 from accelerate.distributed.world import World
 from accelerate.errors import MissingDependency, SettingError
 from accelerate.parallel import Strategy
-from accelerate.parallel.base import recompute_activations
 from accelerate.parallel.fsdp import fsdp2
 from accelerate.parallel.fsdp.wrapping import find_ignored, find_wrap_units
 from accelerate.parallel.gradient_norm import clip_sharded_grad_norm
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.settings.labels import DistributedType
+from accelerate.training.recompute import recompute_activations
 from accelerate.utils.fsdp_utils import (
     ensure_weights_retied,
     fsdp2_canonicalize_names,

@@ -120,6 +120,7 @@ class DeepSpeed(Strategy):
         self._clips_as_called = plugin.deepspeed_config.get("gradient_clipping") == "auto"
         document.complete(plugin, prepared, self.world, gradient_state)
         model = precision.convert(argument.current)
+        self.recompute(model)
         precision.patch_forward(model)
         plugin.set_moe_leaf_modules(model)
         kwargs = self._initialize_kwargs(plugin, prepared, arguments)

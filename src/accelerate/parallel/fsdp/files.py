@@ -27,7 +27,7 @@ from ...checkpointing.sharded import (
 from ...distributed.world import join_world
 from ...errors import CheckpointNotFound, PreparationError
 from ...settings import env
-from ..base import recompute_activations
+from ...training.recompute import recompute_activations
 from ..rebind import canonical_name, inner_optimizer
 from .wrapping import find_ignored, find_wrap_units
 

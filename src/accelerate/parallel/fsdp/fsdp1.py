@@ -36,7 +36,7 @@ from ...torch_private.fsdp import (
 from ...torch_private.modules import takes_data_of
 from ...training.oom_retry import Retryable, RetryMode, snapshot_gradients
 from ...training.open_window import GradientHolder
-from ..base import PreparedArguments, Role, Strategy, StrategyOptions, recompute_activations
+from ..base import PreparedArguments, Role, Strategy, StrategyOptions
 from ..compile import compile_model, uncompiled
 from ..gradient_norm import Axes, scale_to, total_norm
 from ..gradients import HeldGradients, gradients_of, load_gradients
@@ -106,8 +106,7 @@ class FlatShard(Strategy):
         precision.patch_forward(model)
         plugin.set_auto_wrap_policy(model)
         ignored = find_ignored(plugin.ignored_modules, model)
-        if plugin.activation_checkpointing:
-            recompute_activations(find_wrap_units(model, plugin.auto_wrap_policy, ignored))
+        self.recompute(model, find_wrap_units(model, plugin.auto_wrap_policy, ignored))
         key = id(model)
         names = names_of(model)
         with warnings.catch_warnings():  # torch announces changes of the user's options

@@ -26,7 +26,7 @@ from ...torch_private.distributed import concatenated
 from ...training.oom_retry import RetryMode
 from ...training.open_window import GradientHolder
 from ...versions import is_torch_version
-from ..base import PreparedArguments, Role, StrategyOptions, is_sharded, recompute_activations
+from ..base import PreparedArguments, Role, StrategyOptions, is_sharded
 from ..compile import compile_model, compile_regions_fsdp2, uncompiled
 from ..context_parallel import prepare_attention
 from ..expert_parallel import average_expert_gradients, shard_experts
@@ -108,6 +108,7 @@ class FullyShard(ShardedStrategy):
         """Convert ``model`` to its precision, add activation checkpointing, compile and shard it, in this order."""
         if evaluation_mode or isinstance(model, FSDPModule):
             if not evaluation_mode and model not in _own:
+                self.recompute(model)
                 key = id(model)
                 train_in_place(model, self.mesh, lambda: key not in self._unreduced)
             return super().place_model(model, precision, device_placement, evaluation_mode=True)
@@ -123,8 +124,7 @@ class FullyShard(ShardedStrategy):
         plugin.set_auto_wrap_policy(model)
         ignored = find_ignored(plugin.ignored_modules, model)
         units = find_wrap_units(model, plugin.auto_wrap_policy, ignored)
-        if plugin.activation_checkpointing:
-            recompute_activations(units, offload=plugin.activation_checkpointing_offload)
+        self.recompute(model, units)
         precision.patch_forward(model)
         self._compile_regions(model)
         units = [*experts, *(unit for unit in units if unit not in experts)]

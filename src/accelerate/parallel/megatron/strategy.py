@@ -93,6 +93,11 @@ class Megatron(Strategy):
         argument = next((one for one in arguments.of(Role.MODEL) if not isinstance(one.current, MegatronEngine)), None)
         if argument is None:
             return
+        if self.options.plugins.recompute is not None:
+            raise PreparationError(
+                "ActivationCheckpointing has no effect in Megatron-LM, whose layers recompute by its own options. "
+                "Leave it out, and set MegatronLMPlugin(recompute_activations=True)."
+            )
         optimizers = list(arguments.of(Role.OPTIMIZER))
         schedulers = list(arguments.of(Role.SCHEDULER))
         loaders = list(arguments.of(Role.LOADER))

@@ -23,11 +23,13 @@ from ...errors import NotBuilt, PreparationError, SettingError
 from ...modules import move_in_place
 from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...plugins.parallelism import PipelineParallelConfig
+from ...plugins.recompute import ActivationCheckpointing
 from ...precision import Precision
 from ...settings.labels import DistributedType, DynamoBackend
 from ...training.oom_retry import Retryable, RetryMode
 from ...training.open_window import GradientHolder
-from ..base import PreparedArguments, Role, Strategy, StrategyOptions, recompute_activations
+from ...training.recompute import chosen_modules, recompute_activations
+from ..base import PreparedArguments, Role, Strategy, StrategyOptions
 from ..compile import compile_model, compile_regions_fsdp2
 from ..fsdp.setup import broadcast_from_main, upcast_trainable
 from ..fsdp.state import checkpoint_state_of, gathered_state
@@ -197,6 +199,8 @@ class Pipeline(Strategy):
             used = {id(tensor) for stage in stages for tensor in _tensors(stage)}
             kept |= {id(tensor) for tensor in _tensors(model)} - used
         drop_other_stages(model, kept)
+        if self.options.plugins.recompute is not None:
+            self._recompute_chosen(mine, model, self.options.plugins.recompute)
         for number, stage in mine.items():
             move_in_place(stage, self.world.device)
             _broadcast_to_replicas(stage, self.mesh.within("dp_replicate"))
@@ -214,6 +218,14 @@ class Pipeline(Strategy):
                 self._shared[parameter] = True
         pipeline_schedule = PipelineSchedule(self.world, self.mesh, self.config, len(stages), mine)
         return PipelinedModel(model, pipeline_schedule, owners, self._shapes_of_shared(model, owners))
+
+    def _recompute_chosen(self, mine: Mapping[int, Stage], model: nn.Module, options: ActivationCheckpointing) -> None:
+        """Add activation checkpointing to the chosen modules; to a whole stage, if an export left no modules in it."""
+        chosen = chosen_modules(model, options)
+        for stage in mine.values():
+            own = set(stage.modules())
+            inside = [module for module in chosen if module in own] if stage.is_symbolic else [stage]
+            recompute_activations(inside, offload=options.offload, save_ops=options.save_ops)
 
     def _shapes_of_shared(self, model: nn.Module, owners: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Return the local shapes of trained parameters that several stages have; a collective."""
@@ -276,7 +288,7 @@ class Pipeline(Strategy):
         units = find_wrap_units(model, plugin.auto_wrap_policy)
         replicas = mesh.active("dp_replicate")
         for stage in mine.values():
-            if plugin.activation_checkpointing:
+            if plugin.activation_checkpointing and self.options.plugins.recompute is None:
                 own = set(stage.modules())  # of a traced model, the units are in no stage
                 inside = [unit for unit in units if unit in own] or [stage]
                 recompute_activations(inside, offload=plugin.activation_checkpointing_offload)

@@ -13,8 +13,8 @@ from torch import nn
 from ...devices.table import available_kind
 from ...errors import PreparationError, SettingError
 from ...nested import honor_type
-from ...parallel.base import recompute_activations
 from ...torch_private.tracing import data_dependent_errors, fake_tensor_mode
+from ...training.recompute import recompute_activations, repeated_blocks
 from .allocations import AllocationTracker
 
 #: Layers whose weights tensor parallelism divides.
@@ -350,16 +350,6 @@ def _moved(inputs: ModelInputs, device: torch.device) -> ModelInputs:
     if isinstance(inputs, Mapping):
         return {name: move(value) for name, value in inputs.items()}
     return honor_type(inputs, map(move, inputs))
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that a deep model repeats: those that it names, else the members of its longest module list."""
-    named: Any = getattr(model, "_no_split_modules", None)
-    if named:
-        return [module for module in model.modules() if type(module).__name__ in named]
-    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
-    longest = max(lists, key=lambda each: (len(each), sum(p.numel() for p in each.parameters())), default=None)
-    return [] if longest is None else [block for block in longest if any(True for _ in block.parameters())]
 
 
 def recompute_blocks(model: nn.Module) -> None:

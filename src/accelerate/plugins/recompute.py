@@ -1,0 +1,35 @@
+"""The options of activation checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ..errors import SettingError
+from ..settings.training import RecomputeOptions
+from .handlers import KwargsHandler, canonicalize
+
+#: (torch's SelectiveCheckpointContext, operator, its arguments) -> torch's CheckpointPolicy for the result.
+SavePolicy: TypeAlias = Callable[..., Any]
+
+
+@dataclass
+class ActivationCheckpointing(RecomputeOptions, KwargsHandler):
+    """The modules that compute their activations again in the backward pass, and which of these are kept.
+
+    ``modules`` is a regular expression for whole module names, or a list of modules, classes and class names; None
+    chooses FSDP's wrap units, or the blocks that the model repeats. ``save_ops`` lists operators whose results are
+    kept: "mm", "sdpa", "conv", names like "aten.mm", operators; or it is a policy function as torch's
+    ``create_selective_checkpoint_contexts`` takes it.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        canonicalize(self, "offload")
+        if isinstance(self.save_ops, str):
+            raise SettingError(
+                f"ActivationCheckpointing(save_ops={self.save_ops!r}): give a list of names, as ({self.save_ops!r},)."
+            )
+        if isinstance(self.modules, (list, tuple, set)) and not self.modules:
+            raise SettingError("ActivationCheckpointing(modules=[]) chooses no module: leave it out, or name some.")

@@ -1,0 +1,200 @@
+"""Activation checkpointing: which modules compute their activations again in backward, and what of them is kept.
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022, keep what is expensive to compute and small.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ..errors import SettingError
+from ..torch_private.modules import draws_numbers
+
+if TYPE_CHECKING:
+    from ..plugins.recompute import ActivationCheckpointing, SavePolicy
+
+#: Called in every forward; returns the contexts of the forward and of its repetition.
+Contexts: TypeAlias = Callable[[], Any]
+
+_RECOMPUTES: Final = "_recomputes_activations"
+#: The arguments by which transformers' layers get their cache.
+_CACHES: Final = ("past_key_values", "past_key_value")
+
+#: Short names of operators whose results are worth their memory: each stands for torch's kernels of one operation.
+OPERATIONS: Final[dict[str, tuple[str, ...]]] = {
+    "mm": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
+    "sdpa": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    ),
+    "conv": ("convolution",),
+}
+
+
+def recompute_activations(
+    modules: Iterable[torch.nn.Module], *, offload: bool = False, save_ops: Sequence[object] | SavePolicy = ()
+) -> None:
+    """Make each module recompute its activations in backward from its inputs, kept in CPU memory with ``offload``.
+
+    Names and classes stay: only the instances' ``forward`` changes.
+
+    Args:
+        save_ops: operators whose results are kept, or a policy as torch's selective checkpointing takes it.
+
+    Raises:
+        SettingError: there is no operator of a name in ``save_ops``.
+    """
+    contexts = _contexts(save_ops)
+    for module in modules:
+        if module.__dict__.get(_RECOMPUTES, False):
+            continue
+        module.forward = _recomputing(module.forward, offload, {} if contexts is None else {"context_fn": contexts})
+        module.__dict__[_RECOMPUTES] = True
+
+
+def chosen_modules(
+    model: torch.nn.Module, options: ActivationCheckpointing, units: Sequence[torch.nn.Module] = ()
+) -> list[torch.nn.Module]:
+    """Return the modules of ``model`` that ``options`` choose.
+
+    Args:
+        units: what is chosen where ``options`` name no modules; empty: the blocks that the model repeats.
+
+    Raises:
+        SettingError: nothing is chosen.
+    """
+    if options.modules is not None:
+        chosen = _outermost(model, _named(model, options.modules))
+    else:
+        chosen = list(units) or _outermost(model, repeated_blocks(model))
+    if not chosen:
+        raise SettingError(
+            f"ActivationCheckpointing(modules={options.modules!r}) chooses no module of {type(model).__name__}: give "
+            "a regular expression for whole names as model.named_modules() gives them, or classes of its layers."
+        )
+    return chosen
+
+
+def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the blocks that a deep model repeats: those that it names, else the members of its longest module list."""
+    named: Any = getattr(model, "_no_split_modules", None)
+    if named:
+        return [module for module in model.modules() if type(module).__name__ in named]
+    lists = [module for module in model.modules() if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))]
+    longest = max(lists, key=lambda each: (len(each), sum(p.numel() for p in each.parameters())), default=None)
+    return [] if longest is None else [block for block in longest if any(True for _ in block.parameters())]
+
+
+def _named(model: torch.nn.Module, wanted: str | Iterable[object]) -> list[torch.nn.Module]:
+    """Return the modules whose whole name the expression ``wanted`` matches, or that it lists by class or class name.
+
+    Raises:
+        SettingError: the expression is none.
+    """
+    if isinstance(wanted, str):
+        try:
+            pattern = re.compile(wanted)
+        except re.error as error:
+            raise SettingError(f"modules={wanted!r} is no regular expression: {error}.") from error
+        return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    listed = list(wanted)
+    return [part for part in model.modules() if any(each in listed for each in (part, type(part), type(part).__name__))]
+
+
+def _outermost(model: torch.nn.Module, chosen: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return those of ``chosen`` that lie in no other one: what a module computes again is computed again once."""
+    kept, inside = list(dict.fromkeys(chosen)), set[torch.nn.Module]()
+    for module in kept:
+        inside.update(part for part in module.modules() if part is not module)
+    return [module for module in kept if module not in inside]
+
+
+def _recomputing(original: Callable[..., object], offload: bool, options: dict[str, Contexts]) -> Callable[..., object]:
+    is_method = isinstance(original, MethodType)
+    function = original.__func__ if is_method else original
+
+    @wraps(function)
+    def forward(*args: object, **kwargs: Any) -> object:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        _leave_out_empty_cache(kwargs)
+        if not offload:
+            return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+        # Inside, the checkpoint's own hooks take the activations; this context saves only its inputs.
+        with save_on_cpu(pin_memory=torch.accelerator.is_available()):
+            return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+
+    # A method stays one, so that a deep copy of the module runs the copy's own forward.
+    return MethodType(forward, original.__self__) if isinstance(original, MethodType) else forward
+
+
+def _leave_out_empty_cache(kwargs: dict[str, Any]) -> None:
+    """Replace a cache of keys and values without any by None: a second forward would find those of the first there."""
+    for name in _CACHES:
+        length = getattr(kwargs.get(name), "get_seq_length", None)
+        if length is not None and length() == 0:
+            kwargs[name] = None
+
+
+# --------------------------------------------------------------------------------------------------
+# What is kept
+
+
+def _contexts(save_ops: Sequence[object] | SavePolicy) -> Contexts | None:
+    """Return what makes the contexts of a forward that keeps ``save_ops``; None where it keeps nothing."""
+    if callable(save_ops):
+        return partial(create_selective_checkpoint_contexts, save_ops)
+    operators = frozenset(found for wanted in save_ops for found in _operators(wanted))
+    return partial(create_selective_checkpoint_contexts, _keeping(operators)) if operators else None
+
+
+def _keeping(operators: frozenset[object]) -> SavePolicy:
+    def policy(_: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        # Of a kept result no random number is drawn again, and those after it would be others.
+        if operator in operators and not draws_numbers(operator, args, kwargs):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _operators(wanted: object) -> list[object]:
+    """Return the operators, one for each overload, that ``wanted`` stands for.
+
+    Raises:
+        SettingError: it stands for none.
+    """
+    if not isinstance(wanted, str):
+        overloads: Any = getattr(wanted, "overloads", None)  # of an operator with all of its overloads
+        return [wanted] if overloads is None else [getattr(wanted, name) for name in overloads()]
+    if wanted in OPERATIONS:
+        return [found for name in OPERATIONS[wanted] for found in _registered(f"aten::{name}")]
+    found = _registered(wanted if "::" in wanted else wanted.replace(".", "::", 1))
+    if not found:
+        raise SettingError(
+            f"ActivationCheckpointing(save_ops=...): there is no operator {wanted!r}. Give {', '.join(OPERATIONS)}, "
+            "a registered operator ('aten.mm', 'mylib::attention'), or the operator itself (torch.ops.aten.mm)."
+        )
+    return found
+
+
+def _registered(name: str) -> list[object]:
+    """Return the overloads of the operator ``namespace::name`` or ``namespace::name.overload``; empty without one."""
+    namespace, _, rest = name.partition("::")
+    own, _, overload = rest.partition(".")
+    packet: Any = getattr(getattr(torch.ops, namespace), own, None) if own else None
+    if packet is None:
+        return []
+    return [getattr(packet, each) for each in packet.overloads() if overload in ("", each)]
