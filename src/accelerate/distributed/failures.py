@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import final
 
 from ..callers import is_own
+from ..settings.preemption import PREEMPTED_EXIT_CODE
 
 LOGS_HINT = "Its whole output is above; for one file a rank: accelerate launch --log_dir DIRECTORY ..."
 TRACEBACK_START = "Traceback (most recent call last):"
@@ -161,6 +162,11 @@ class Failure:
         return self.traceback is not None and _LOST_PEER.search(self.traceback.message) is not None
 
     @property
+    def is_preempted(self) -> bool:
+        """Whether the rank has saved because of a notice of preemption, and wants to be started again."""
+        return self.returncode == PREEMPTED_EXIT_CODE
+
+    @property
     def exit_code(self) -> int:
         """The exit code that a shell would give: 128 + the signal for a process that a signal ended."""
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
@@ -175,17 +181,34 @@ def signal_name(number: int) -> str:
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
-    """Return the failure that the others follow from: the earliest, except lost connections and ranks we stopped."""
+    """Return the failure that the others follow from: the earliest, except lost connections and ranks we stopped.
+
+    One that has saved because it was preempted is it only where all others have, or were stopped.
+    """
     if not failures:
         return None
     return min(
         failures,
         key=lambda failure: (
-            failure.stopped and failure.traceback is None,
+            failure.stopped and failure.traceback is None and not failure.is_preempted,
+            failure.is_preempted and any(not one.is_preempted and not one.stopped for one in failures),
             failure.is_consequence,
             failure.seconds,
             failure.rank,
         ),
+    )
+
+
+def ended_preempted(failures: Sequence[Failure]) -> str:
+    """Return one sentence about the ranks that saved because of a notice of preemption; empty without any."""
+    saved = sorted(failure.rank for failure in failures if failure.is_preempted)
+    if not saved:
+        return ""
+    others = sorted(failure.rank for failure in failures if not failure.is_preempted)
+    rest = f"; {numbered(others)} ended otherwise" if others else ""
+    return (
+        f"preempted: {numbered(saved)} saved, and ended with exit code {PREEMPTED_EXIT_CODE}{rest}. Started again, the "
+        "script goes on where it calls `accelerator.resume()`."
     )
 
 

@@ -6,6 +6,7 @@ to at once, and another thread reads it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import mmap
 import os
@@ -52,6 +53,7 @@ class Notices:
         self._wakeup_before = -1
         self._is_noticed = mmap.mmap(-1, 1)  # shared with forked children
         self._stopped = threading.Event()
+        self._is_ending = False
 
     def start(self) -> bool:
         """Begin to listen; return whether signals are among it, which only the main thread can arrange."""
@@ -62,17 +64,21 @@ class Notices:
         for number in self._numbers:
             self._before[number] = signal.signal(number, self._handle)
         self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        atexit.register(self._note_end)
         reference: weakref.ref[Notices] = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(reference))
         return True
 
     def stop(self) -> None:
-        """Restore the former handlers, unless there was a notice: the process is about to end then."""
+        """Restore the former handlers, unless the process is about to end, with a notice or at its program's end: a
+        signal doesn't make that a failure any more.
+        """
         self._stopped.set()
         with contextlib.suppress(OSError):
             os.write(self._write_end, b"\0")  # wakes who waits in `take`
-        if self._is_noticed[0] or threading.current_thread() is not threading.main_thread():
+        if self._is_noticed[0] or self._is_ending or threading.current_thread() is not threading.main_thread():
             return
+        atexit.unregister(self._note_end)
         self._restore()
 
     def close(self) -> None:
@@ -96,6 +102,9 @@ class Notices:
         if found is not None:
             self._is_noticed[0] = 1
         return found
+
+    def _note_end(self) -> None:
+        self._is_ending = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         """Do what a signal makes this process's own thread do: nothing, as the wake-up descriptor has told."""

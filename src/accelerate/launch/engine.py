@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,6 +114,10 @@ def base_environment(settings: Settings, host: Host, per_host: int) -> dict[str,
         environment["OMP_NUM_THREADS"] = str(threads)
     elif "OMP_NUM_THREADS" not in host.environment:
         environment["OMP_NUM_THREADS"] = str(threads_per_rank(per_host, host.num_cores) if cpu else 1)
+    if settings.preemption.save_on_signal:  # torch's agents pass on only the signals that they are told
+        signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2"
+        environment |= dict.fromkeys(("TORCHELASTIC_SIGNALS_TO_HANDLE", "PET_SIGNALS_TO_HANDLE"), signals)
+        environment["PET_SHUTDOWN_TIMEOUT"] = str(math.ceil(settings.preemption.grace_seconds))
     if cpu:
         # Read by Intel's OpenMP only. Threads are pinned for one process only; several would share their cores.
         environment.update({"KMP_BLOCKTIME": "1"} if "KMP_BLOCKTIME" not in host.environment else {})

@@ -6,6 +6,7 @@ of the user's is doubled, which it turns back into one.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from copy import deepcopy
@@ -191,6 +192,8 @@ def _pod(settings: Settings, environment: dict[str, str], command: Sequence[str]
         "containers": [container],
         "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
     }
+    if settings.preemption.save_on_signal:
+        spec["terminationGracePeriodSeconds"] = math.ceil(settings.preemption.grace_seconds)
     if options.service_account is not None:
         spec["serviceAccountName"] = options.service_account
     return {"spec": spec}
@@ -217,7 +220,7 @@ def _manifest(settings: Settings, name: str, pod: dict[str, Any], per_pod: int) 
         failures = {"maxRestarts": settings.launch.max_restarts}
         return {**head, "spec": {"failurePolicy": failures, "replicatedJobs": [workers]}}
     # Kubeflow's own restart policy stands above the template's.
-    restarts = "OnFailure" if settings.launch.max_restarts else "Never"
+    restarts = "OnFailure" if settings.launch.max_restarts or settings.preemption.save_on_signal else "Never"
     replicas = {"Master": {"replicas": 1, "restartPolicy": restarts, "template": pod}}
     if machines > 1:
         # A copy, so that the manifest spells it out instead of pointing back.

@@ -47,6 +47,7 @@ class LocalProcesses(LaunchEngine):
             rendezvous=f"{shared['MASTER_ADDR']}:{port} (static)",
             logs=logs_of(settings),
             notes=(*notes, *device_notes(settings, host, size)),
+            grace_seconds=settings.preemption.grace_seconds,
         )
 
     def run(self, plan: LaunchPlan) -> int:
@@ -114,11 +115,13 @@ class OneProcess(LaunchEngine):
             process = subprocess.Popen(plan.argv, env=environment, cwd=plan.cwd)
         except OSError as error:
             raise LaunchError(f"{plan.argv[0]} can't be started: {error}") from error
-        # Ctrl-C reaches the child by the terminal; SIGTERM to us is passed on.
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        # Ctrl-C reaches the child by the terminal; these to us are passed on.
+        passed_on = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, *passed_on)}
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, lambda number, _frame: process.send_signal(number))
+            for number in passed_on:
+                signal.signal(number, lambda received, _frame: process.send_signal(received))
         except ValueError:  # not the main thread: Python keeps the handlers as they are
             before = {}
         try:

@@ -108,6 +108,8 @@ class LaunchPlan:
     files: Mapping[str, str] = field(default_factory=dict)
     #: Decisions made for the user; printed once before the start.
     notes: tuple[str, ...] = ()
+    #: How long ranks that are signaled to stop may go on.
+    grace_seconds: float = 30.0
 
     def environments(self, base: Mapping[str, str]) -> Iterator[dict[str, str]]:
         """Yield the whole environment of each process of this host."""

@@ -6,6 +6,7 @@ rendezvous, srun starts one of torch's agents a node instead.
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from ..errors import SettingError
 from ..ports import DEFAULT_PORT
+from ..settings.preemption import PREEMPTED_EXIT_CODE
 from .engine import LaunchEngine, base_environment, is_cpu_run
 from .plan import LaunchPlan, Program
 from .remote import job_name, run_command, spread, write_files
@@ -224,8 +226,11 @@ def batch_script(settings: Settings, plan: LaunchPlan, name: str, nodes: int, pe
         "output": slurm.output,
         "chdir": str(plan.cwd),
     }
+    saves, grace = settings.preemption.save_on_signal, math.ceil(settings.preemption.grace_seconds)
+    asked["signal"] = f"USR1@{grace}" if saves else None  # before the time limit, to the ranks
     lines = ["#!/bin/bash", "# Written by `accelerate launch`."]
     lines += [f"#SBATCH --{key}={_quoted(value, key)}" for key, value in asked.items() if value is not None]
+    lines += ["#SBATCH --requeue"] if saves else []
     lines += [f"#SBATCH {_argument(text)}" for text in slurm.arguments or ()]
     lines += ["", *(slurm.setup or ())]
     lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(plan.environment.items())]
@@ -233,7 +238,10 @@ def batch_script(settings: Settings, plan: LaunchPlan, name: str, nodes: int, pe
         lines.append(f"mkdir -p -- {shlex.quote(settings.launch.log_dir)}")
     if has_agents(settings):
         lines.append(f'{_FIRST_HOST}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)')
-    return "\n".join([*lines, f"exec {start}", ""])
+    if not saves:
+        return "\n".join([*lines, f"exec {start}", ""])
+    again = f'if [ "$code" -eq {PREEMPTED_EXIT_CODE} ]; then scontrol requeue "$SLURM_JOB_ID"; fi'
+    return "\n".join([*lines, start, "code=$?", again, 'exit "$code"', ""])
 
 
 def _quoted(value: str, key: str) -> str:

@@ -2,7 +2,7 @@
 
 Torch-free. Every rank leads a session (so a process group) of its own; on Linux the kernel kills it when this
 process dies, and everywhere a reaper process kills its whole group. SIGINT, SIGTERM and SIGHUP are passed on to
-every rank, which then has a grace period. When one rank fails, the others are stopped.
+every rank, which then has a grace period, SIGUSR1 and SIGUSR2 without one. When one rank fails, the others are stopped.
 """
 
 from __future__ import annotations
@@ -22,8 +22,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, Protocol, final
 
-from ..distributed.failures import Failure, MemoryWatch, numbered, parse_traceback, report, signal_name
+from ..distributed.failures import (
+    Failure,
+    MemoryWatch,
+    ended_preempted,
+    first_cause,
+    numbered,
+    parse_traceback,
+    report,
+    signal_name,
+)
 from ..errors import LaunchError
+from ..settings.preemption import PREEMPTED_EXIT_CODE
 from .plan import LaunchPlan, Stream
 from .streams import HOLD_SECONDS, OutputStream, write_all
 
@@ -37,6 +47,8 @@ OUTPUT_GRACE_SECONDS: Final = 0.3
 STRAGGLER_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.05
 _FORWARDED: Final = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+#: Notices, which are passed on: what ranks do with them is theirs.
+_NOTICES: Final = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -314,7 +326,8 @@ class Supervisor:
         self._report_stragglers(ended)
         for rank in ended:
             if rank.returncode != 0 and self._stop is None:
-                grace = OUTPUT_GRACE_SECONDS
+                has_saved = rank.returncode == PREEMPTED_EXIT_CODE  # as the others are about to have
+                grace = self.stop_grace_seconds if has_saved else OUTPUT_GRACE_SECONDS
                 self._stop = _Stop(time.monotonic() + grace)
             if rank.returncode != 0:
                 rank.kill_group()
@@ -340,8 +353,15 @@ class Supervisor:
     # stopping
 
     def _receive(self, number: int) -> None:
-        """Pass a signal from outside on to all ranks; the second one kills them."""
+        """Pass a signal from outside on to all ranks; the second one kills them, unless these are notices."""
         now = time.monotonic()
+        if number in _NOTICES:
+            self._print(
+                f"accelerate launch: received {signal_name(number)}, passed on to {self._count_running()} process(es)."
+            )
+            for rank in self._ranks:
+                rank.send(number)
+            return
         if self._stop is not None and self._stop.received is not None:
             self._stop.deadline = now
             return
@@ -384,9 +404,12 @@ class Supervisor:
                 stream.drain()
                 stream.flush()
         self.failures = [failure for rank in self._ranks if (failure := self._failure_of(rank, memory)) is not None]
+        if preempted := ended_preempted(self.failures):
+            self._print(f"accelerate launch: {preempted}")
         if self._stop is not None and self._stop.received is not None:
             return
-        if self.failures and self.report_failures:
+        first = first_cause(self.failures)
+        if first is not None and not first.is_preempted and self.report_failures:
             is_inside_line = any(stream.is_inside_line for rank in self._ranks for stream in rank.streams)
             self._print("\n" * is_inside_line + report(self.failures, self.plan.num_processes))
 
@@ -416,8 +439,6 @@ class Supervisor:
 
     def _exit_code(self) -> int:
         """Return the exit code of the first cause, 0 without one."""
-        from ..distributed.failures import first_cause
-
         first = first_cause(self.failures)
         return 0 if first is None else first.exit_code
 
@@ -444,7 +465,7 @@ class Supervisor:
 
         before: dict[int, signal.Handlers | Callable[..., object] | int | None] = {}
         if threading.current_thread() is threading.main_thread():  # elsewhere Python forbids it
-            for number in _FORWARDED:
+            for number in (*_FORWARDED, *_NOTICES):
                 before[number] = signal.signal(number, note)
         try:
             yield read_end
@@ -478,5 +499,5 @@ def open_channel(like: int) -> tuple[int, int]:
 
 def supervise(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[int, Sequence[Failure]]:
     """Run the plan's command once for each of its ranks and return (exit code, failures)."""
-    supervisor = Supervisor(plan, start_command(plan), environment)
+    supervisor = Supervisor(plan, start_command(plan), environment, stop_grace_seconds=plan.grace_seconds)
     return supervisor.run(), supervisor.failures

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from ..distributed.failures import Failure, numbered, parse_traceback, report
 from ..errors import LaunchError, SettingError
 from ..ports import DEFAULT_PORT
+from ..settings.preemption import PREEMPTED_EXIT_CODE
 from .engine import LaunchEngine, PortInUse, base_environment, count_processes, device_notes
 from .plan import LaunchPlan, Program
 
@@ -155,7 +156,9 @@ def _run_agent(arguments: Sequence[str]) -> int:
         print(report_of_host(failures, num_hosts, num_hosts * int(options.nproc_per_node)), file=sys.stderr)
         return failures[0].exit_code if failures else 1
     except SignalException as error:
-        return 128 + int(error.sigval)
+        from ..settings import env
+
+        return PREEMPTED_EXIT_CODE if env.flag("ACCELERATE_SAVE_ON_SIGNAL") else 128 + int(error.sigval)
     return 0
 
 

@@ -152,3 +152,13 @@ def test_every_argument_arrives_as_it_was(arguments: list[str]) -> None:
 @pytest.mark.parametrize("text", [*NASTY, "$$", "$(HOME)", "$$(HOME)", "a$", "$$$(x"])
 def test_kubernetes_replaces_nothing_in_a_value(text: str) -> None:
     assert expanded(escape(text), {"HOME": "/root"}) == text
+
+
+def test_pods_that_save_on_signals_have_the_time_for_it_and_start_again() -> None:
+    job = manifest(plan(num_machines=2, num_processes=8, save_on_signal=True, grace_seconds=120))
+    for replica in job["spec"]["pytorchReplicaSpecs"].values():
+        spec = replica["template"]["spec"]
+        assert spec["terminationGracePeriodSeconds"] == 120 and replica["restartPolicy"] == "OnFailure"
+        variables = {variable["name"]: variable["value"] for variable in spec["containers"][0]["env"]}
+        assert variables["ACCELERATE_SAVE_ON_SIGNAL"] == "true" and variables["PET_SHUTDOWN_TIMEOUT"] == "120"
+        assert "SIGUSR1" in variables["PET_SIGNALS_TO_HANDLE"]

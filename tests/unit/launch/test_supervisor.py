@@ -340,3 +340,43 @@ def test_an_unhandled_signal_gives_the_shells_exit_code(write: Write) -> None:
     launcher.send_signal(signal.SIGTERM)
     launcher.communicate(timeout=20)
     assert launcher.returncode == 128 + signal.SIGTERM
+
+
+SAVING = """
+    def save(number, frame):
+        time.sleep(0.3 * rank)
+        os.write(1, f"saved {rank}\\n".encode())
+        os._exit(75)
+    for name in ("SIGTERM", "SIGUSR1"):
+        signal.signal(getattr(signal, name), save)
+    print("ready", flush=True)
+    time.sleep(60)
+    """
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_preempted_run_says_so_and_gives_the_code_for_another_start(write: Write, number: int) -> None:
+    launcher = launch(write(SAVING))
+    read_lines(launcher, 2)
+    launcher.send_signal(number)
+    out, err = launcher.communicate(timeout=20)
+    assert sorted(out.splitlines()) == ["saved 0", "saved 1"]
+    assert launcher.returncode == 75
+    assert f"received {signal.Signals(number).name}, passed on to 2 process(es)" in err
+    assert "preempted: ranks 0, 1 saved, and ended with exit code 75. Started again, the script goes on" in err
+    assert "First cause" not in err
+
+
+def test_a_rank_that_was_preempted_alone_gives_the_others_time_to_save(write: Write) -> None:
+    launcher = launch(write("time.sleep(1.0 * rank); print(rank, flush=True); sys.exit(75)"))
+    out, err = launcher.communicate(timeout=20)
+    assert sorted(out.splitlines()) == ["0", "1"]
+    assert launcher.returncode == 75 and "ranks 0, 1 saved" in err
+
+
+def test_a_rank_that_failed_while_another_was_preempted_is_the_cause(write: Write) -> None:
+    launcher = launch(write("time.sleep(0.5 * rank); sys.exit(75 if rank == 0 else 3)"))
+    _, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 3
+    assert "preempted: rank 0 saved, and ended with exit code 75; rank 1 ended otherwise." in err
+    assert "First cause: rank 1 of 2" in err
