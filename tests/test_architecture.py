@@ -107,6 +107,7 @@ HEAVY_FILES: Final = frozenset(
         "parallel/matrix_exchange.py",
         "parallel/matrix_optimizer.py",
         "parallel/layout.py",
+        "parallel/replica_check.py",
         "parallel/pipeline/schedule.py",
         "parallel/pipeline/sharded_stages.py",
         "parallel/pipeline/state.py",

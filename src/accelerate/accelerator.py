@@ -1261,6 +1261,7 @@ class Accelerator:
         Raises:
             CheckpointError: on every rank, when writing failed on any, now or in the save before.
             CollectiveError: on every rank, when all are needed and one doesn't make the call.
+            ReplicaError: with ``ProjectConfiguration(compare_replicas="raise")``, when :meth:`compare_replicas` does.
         """
         project = self.project_configuration
         if self.world.is_main:
@@ -1273,6 +1274,8 @@ class Accelerator:
             needs_all=not self.strategy.state.is_whole(),
             moment=self._moment,
         )
+        if participants.has_all:
+            self.compare_replicas(project.compare_replicas)
         noted, began = monitoring.before_save(self._run, alone=not participants.has_all), perf_counter()
         folder = checkpointing.save_run(
             self._run_state,
@@ -1301,6 +1304,17 @@ class Accelerator:
         Otherwise it becomes true when the run saves by itself.
         """
         return self._preemption is not None and self._preemption.check()
+
+    def compare_replicas(self, action: Literal["warn", "raise", "no"] = "raise") -> None:
+        """Warn or raise if ranks that should hold the same parameters and optimizer states don't. A collective.
+
+        Raises:
+            ReplicaError: on every rank; the text names the first tensor that differs, and the ranks.
+        """
+        self._replicas().check(action)
+
+    def _replicas(self) -> parallel.Replicas:
+        return parallel.Replicas(self.strategy.state, self._wrapped_models, self._optimizers, self.world)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is being saved in the background, if there is one, is committed.
@@ -1503,6 +1517,7 @@ class Accelerator:
         flops: monitoring.Flops | None = None,
         print_line: bool = False,
         log: bool = True,
+        compare_replicas: bool | int = True,
     ) -> monitoring.RunWatch:
         """Report the loop's numbers every ``every`` updates; call ``step(loss)`` of the result after each micro-batch.
 
@@ -1516,26 +1531,15 @@ class Accelerator:
                 infinite loss; None never does.
             flops: the floating-point operations of the model, for MFU.
             print_line: whether the main process prints a line for each report.
+            compare_replicas: end the run, too, when ranks that should hold the same parameters don't; looked at in the
+                first report, and in one every ``n`` updates if a number is given.
         """
-        self._run = monitoring.RunWatch(
-            self.world,
-            self.gradient_state,
-            self._optimizers,
-            every=every,
-            callbacks=callbacks,
-            total_steps=total_steps,
-            rules=monitoring.LossRules() if rules is _NOT_GIVEN else rules,
-            flops=flops or monitoring.Flops(),
-            folder=monitoring.folder_of(self.logging_dir),
-            log=self.log if log else None,
-            show=self.print if print_line and self.world.is_main else None,
-            facts={
-                "device": str(self.device),
-                "precision": self.mixed_precision,
-                "strategy": DistributedType(self.distributed_type).value,
-            },
-            resumed=self._noted_watch,
-        )
+        rules = monitoring.LossRules() if rules is _NOT_GIVEN else rules
+        self._run = monitoring.watch(
+            self, self._optimizers, every=every, callbacks=callbacks, total_steps=total_steps, rules=rules, flops=flops,
+            print_line=print_line, log=log, resumed=self._noted_watch, compare_replicas=compare_replicas,
+            difference=lambda: self._replicas().difference(),
+        )  # fmt: skip
         return self._run
 
     def average_weights(

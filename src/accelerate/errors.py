@@ -16,6 +16,7 @@ Each is also the built-in exception that callers of the documented interface alr
     │   └── UnequalTensors                           the same operation, with tensors of different shapes
     ├── MemoryExhausted       (RuntimeError)         memory ran out, and smaller parts don't help
     ├── RunStopped            (RuntimeError)         all ranks agreed to end the run
+    ├── ReplicaError          (RuntimeError)         ranks that should hold the same parameters don't
     ├── CannotQuantize        (RuntimeError)         a model can't be quantized as asked
     ├── Refused               (ValueError)           a script can't be migrated
     ├── VerificationError     (RuntimeError)         a script couldn't be run for a comparison
@@ -72,6 +73,10 @@ class RunStopped(AccelerateError, RuntimeError):
     """All ranks have agreed to end the run, because of its loss or because a rank asked for it."""
 
 
+class ReplicaError(AccelerateError, RuntimeError):
+    """Ranks that should hold the same parameters and optimizer states don't; the text names tensor and rank."""
+
+
 class LaunchError(AccelerateError, RuntimeError):
     """Processes couldn't be started, or died."""
 
@@ -86,6 +91,10 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError, ValueError):
 
 #: The documented name of :class:`CollectiveError`.
 DistributedOperationException = CollectiveError
+
+
+class ReplicaWarning(UserWarning):
+    """Ranks that should hold the same parameters and optimizer states don't; the text names tensor and rank."""
 
 
 class ResumeWarning(UserWarning):

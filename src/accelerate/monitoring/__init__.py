@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..lazy import names_from
 
 if TYPE_CHECKING:
-    from .run_monitor import LossRules, RunCallback, RunWatch, after_load, after_save, before_save, folder_of
+    from .run_monitor import LossRules, RunCallback, RunWatch, after_load, after_save, before_save, folder_of, watch
     from .throughput import Flops, StepReport, count_flops
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "before_save",
     "count_flops",
     "folder_of",
+    "watch",
 ]
 
 __getattr__: Callable[[str], Any] = names_from(
@@ -33,6 +34,6 @@ __getattr__: Callable[[str], Any] = names_from(
     "accelerate",
     {
         "monitoring.throughput": "Flops StepReport count_flops",
-        "monitoring.run_monitor": "RunCallback LossRules RunWatch after_load after_save before_save folder_of",
+        "monitoring.run_monitor": "RunCallback LossRules RunWatch after_load after_save before_save folder_of watch",
     },
 )

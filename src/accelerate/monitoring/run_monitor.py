@@ -12,10 +12,11 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import torch
 
@@ -60,9 +61,15 @@ class RunWatch:
         show: Callable[[str], None] | None,
         facts: Mapping[str, object],
         resumed: Mapping[str, Any] | None = None,
+        difference: Callable[[], object | None] | None = None,
+        compare_replicas: bool | int = False,
     ) -> None:
         if every < 1:
             raise SettingError(f"watch_run(every={every}): a report is made of at least one update.")
+        if compare_replicas < 0:
+            raise SettingError(
+                f"watch_run(compare_replicas={compare_replicas}): replicas are compared every n updates."
+            )
         self.updates: int = 0
         self.last_report: StepReport | None = None
         self.total_steps = total_steps
@@ -78,6 +85,9 @@ class RunWatch:
         self._tokens: list[int | torch.Tensor] = []
         self._values: dict[str, Any] = {}
         self._reason: str | None = None
+        self._difference = difference if compare_replicas else None
+        self._compare_every = math.inf if compare_replicas is True else compare_replicas
+        self._next_comparison, self._equal_at = 0.0, -1
         self._loader: Any = None
         self._samples_per_batch = 0.0
         self._warned = False
@@ -204,7 +214,7 @@ class RunWatch:
         times.reset()
         if report is not None:
             self._publish(report)
-        reason = self._verdict(rows, report)
+        reason = self._verdict(rows, report) or self._compare_replicas()
         if reason is not None:
             self._end(reason)
         return report
@@ -282,6 +292,16 @@ class RunWatch:
             return "; ".join(dict.fromkeys(filter(None, self._reasons())))
         return None
 
+    def _compare_replicas(self) -> str | None:
+        """Return how replicas differ, at the first report and in the intervals that were asked for. A collective."""
+        if self._difference is None or self.updates < self._next_comparison:
+            return None
+        found, before = self._difference(), self._equal_at
+        self._next_comparison, self._equal_at = self.updates + self._compare_every, self.updates
+        if found is None:
+            return None
+        return f"{found}; they were {'never compared before' if before < 0 else f'equal at step {before}'}"
+
     def _reasons(self) -> list[str | None]:
         return gather_object([self._reason], world=self._world) if self._world.size > 1 else [self._reason]
 
@@ -337,6 +357,65 @@ class RunWatch:
             self._record.event("non_finite", text=f"the loss is not finite since step {step}", step=step)
         self._losses.clear()
         self._record.finish()
+
+
+class WatchedRun(Protocol):
+    """The parts of an Accelerator whose loop is watched."""
+
+    world: World
+    gradient_state: GradientState
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision by name."""
+        ...
+
+    @property
+    def distributed_type(self) -> Enum:
+        """The kind of parallelism."""
+        ...
+
+    @property
+    def logging_dir(self) -> str | PathLike[str] | None:
+        """The folder of logs."""
+        ...
+
+    def log(self, values: dict[str, object], step: int | None) -> None:
+        """Send ``values`` to the trackers."""
+        ...
+
+    def print(self, *values: object) -> None:
+        """Print on the main process."""
+        ...
+
+
+def watch(
+    run: WatchedRun,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    rules: LossRules | None,
+    flops: Flops | None,
+    print_line: bool,
+    log: bool,
+    **options: Any,
+) -> RunWatch:
+    """Return the watch of the loop of ``run``, with the ``options`` of :class:`RunWatch`."""
+    return RunWatch(
+        run.world,
+        run.gradient_state,
+        optimizers,
+        rules=rules,
+        flops=flops or Flops(),
+        folder=folder_of(run.logging_dir),
+        log=run.log if log else None,
+        show=run.print if print_line and run.world.is_main else None,
+        facts={
+            "device": str(run.world.device),
+            "precision": run.mixed_precision,
+            "strategy": type(run.distributed_type)(run.distributed_type).value,
+        },
+        **options,
+    )
 
 
 def _seconds_between(world: World) -> float:

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from ..settings.tree import Settings
     from .base import Strategy, StrategyOptions, is_placed_by_map
     from .ddp import reduction_orders, restore_reduction_orders
+    from .replica_check import Replicas
 
 __all__ = [
-    "ORDER", "Candidate", "Strategy", "StrategyOptions", "adopt", "choose", "is_placed_by_map",
+    "ORDER", "Candidate", "Replicas", "Strategy", "StrategyOptions", "adopt", "choose", "is_placed_by_map",
     "reduction_orders", "restore_reduction_orders",
 ]  # fmt: skip
 
@@ -131,5 +132,6 @@ __getattr__: Callable[[str], Any] = names_from(
     {
         "base": "Strategy StrategyOptions is_placed_by_map",
         "ddp": "reduction_orders restore_reduction_orders",
+        "replica_check": "Replicas",
     },
 )

@@ -218,11 +218,22 @@ class ProjectConfiguration(ProjectOptions):
 
     Of numbered checkpoints the newest ``total_limit`` are kept (None: all), and besides: every ``keep_every``-th, the
     ``keep_best`` by ``best_metric``, and those that were saved with ``pin=True``.
+
+    ``save_state`` compares what replicas hold; ``compare_replicas`` says whether it warns or raises if they differ.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        canonicalize(self, "total_limit", "iteration", "checkpoint_format", "keep_every", "best_mode", "keep_best")
+        canonicalize(
+            self,
+            "total_limit",
+            "iteration",
+            "checkpoint_format",
+            "keep_every",
+            "best_mode",
+            "keep_best",
+            "compare_replicas",
+        )
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:

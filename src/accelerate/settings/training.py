@@ -72,6 +72,11 @@ class ProjectOptions(OptionGroup, title="Project"):
     )
     keep_best: int = option(1, "How many of the best checkpoints are kept.", minimum=1)
     save_asynchronously: bool = option(False, "save_state() returns as soon as the state is copied to host memory.")
+    compare_replicas: Literal["warn", "raise", "no"] = option(
+        "warn",
+        "What save_state() does where ranks that should hold the same parameters don't.",
+        choices=("warn", "raise", "no"),
+    )
 
 
 # --------------------------------------------------------------------------------------------------
