@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import sys
@@ -224,6 +225,14 @@ def _how(failure: Failure) -> str:
     return f"{'raised and ' if failure.traceback else ''}exited with code {failure.returncode}"
 
 
+def how_it_ended(failure: Failure) -> str:
+    """Return how a rank ended, in one line, with what the kernel says about its memory."""
+    parts = [f"the process {_how(failure)}"]
+    if failure.traceback is not None:
+        parts.append(failure.traceback.exception)
+    return ". ".join([*parts, failure.memory] if failure.memory else parts)
+
+
 def _where(failure: Failure) -> list[str]:
     """Return the source lines or the last output lines of a failure."""
     if failure.traceback is None:
@@ -351,8 +360,13 @@ class MemoryWatch:
                 return limit / 2**20
         return None
 
-    def evidence(self) -> str:
-        """Return one sentence that says whether the kernel killed for memory since this object was made."""
+    def evidence(self, pid: int | None = None) -> str:
+        """Return one sentence that says whether the kernel killed for memory since this object was made.
+
+        Of the process ``pid`` it is the kernel's own line, where this process may read its log.
+        """
+        if pid is not None and (line := _kernel_line(pid)):
+            return f"Out of memory: {line}"
         limit = self.limit_mib()
         bound = f" The memory limit is {limit:.0f} MiB." if limit is not None else ""
         now = self._counts()
@@ -363,6 +377,32 @@ class MemoryWatch:
         if not now:
             return f"The kernel's count of out-of-memory kills can't be read here.{bound}"
         return f"The kernel counted no out-of-memory kill during this run: something else sent SIGKILL.{bound}"
+
+
+_KERNEL_LOG = "/dev/kmsg"
+
+
+def _kernel_line(pid: int) -> str:
+    """Return the newest line of the kernel's log about the process being killed; empty without one."""
+    found = ""
+    try:
+        log = os.open(_KERNEL_LOG, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except OSError:  # not on this system, or not for this user
+        return found
+    try:
+        while True:
+            try:
+                record = os.read(log, 8192).decode(errors="replace")
+            except BrokenPipeError:  # overwritten while it was read
+                continue
+            if f"Killed process {pid} " in record:
+                found = record.partition(";")[2].partition("\n")[0].removeprefix("Out of memory: ")
+            elif not record:
+                return found
+    except OSError:  # the end
+        return found
+    finally:
+        os.close(log)
 
 
 _ERROR_FILES = ("ACCELERATE_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")

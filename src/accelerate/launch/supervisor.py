@@ -35,6 +35,7 @@ from ..distributed.failures import (
 from ..errors import LaunchError
 from ..settings.preemption import PREEMPTED_EXIT_CODE
 from .plan import LaunchPlan, Stream
+from .records import EndRecords
 from .streams import HOLD_SECONDS, OutputStream, write_all
 
 #: A rank that is stopped by the user or the scheduler may save its work for this long.
@@ -198,6 +199,7 @@ class Supervisor:
     #: Print the first cause at the end; callers that raise it leave it to the exception.
     report_failures: bool = True
     failures: list[Failure] = field(default_factory=list)
+    _records: EndRecords = field(default_factory=EndRecords)
     _ranks: list[_Rank] = field(default_factory=list)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _stop: _Stop | None = None
@@ -243,11 +245,13 @@ class Supervisor:
                     os.waitpid(rank.pid, 0)
             reaper.close()
             self._close()
+            self._records.close()
         return self._exit_code()
 
     def _start_all(self, reaper: Reaper) -> None:
         self._started_at = time.monotonic()
         for local_rank, environment in enumerate(self.plan.environments(self.environment)):
+            environment |= self._records.environment
             number = int(environment.get("RANK", local_rank))
             with contextlib.ExitStack() as child_side:
                 streams, stdout, stderr = self._streams(local_rank, number, child_side)
@@ -404,6 +408,7 @@ class Supervisor:
                 stream.drain()
                 stream.flush()
         self.failures = [failure for rank in self._ranks if (failure := self._failure_of(rank, memory)) is not None]
+        self._records.write(self.failures)
         if preempted := ended_preempted(self.failures):
             self._print(f"accelerate launch: {preempted}")
         if self._stop is not None and self._stop.received is not None:
@@ -432,7 +437,7 @@ class Supervisor:
             traceback=traceback,
             last_lines=tuple(line for line in errors.text().splitlines()[-8:] if line.strip()),
             peak_memory_mib=rank.peak_memory_mib if killed else None,
-            memory=memory.evidence() if killed else "",
+            memory=memory.evidence(rank.pid) if killed else "",
             stopped=stopped,
             log=rank.log,
         )

@@ -18,6 +18,7 @@ from ..ports import DEFAULT_PORT
 from ..settings.preemption import PREEMPTED_EXIT_CODE
 from .engine import LaunchEngine, PortInUse, base_environment, count_processes, device_notes
 from .plan import LaunchPlan, Program
+from .records import EndRecords
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
@@ -86,8 +87,9 @@ class Torchrun(LaunchEngine):
         """Run the agent of this host and return its exit code: the first cause's where it knows one."""
         from ..settings import env
 
-        with env.patched(**plan.environment):
-            return _run_agent(plan.argv[3:])
+        records = EndRecords()
+        with env.patched(**plan.environment, **records.environment):
+            return _run_agent(plan.argv[3:], records)
 
 
 def _rendezvous(settings: Settings, host: Host) -> tuple[dict[str, str], str, tuple[str, ...]]:
@@ -141,7 +143,7 @@ def _rendezvous(settings: Settings, host: Host) -> tuple[dict[str, str], str, tu
     return options, f"{address}:{port} ({launch.rdzv_backend})", notes
 
 
-def _run_agent(arguments: Sequence[str]) -> int:
+def _run_agent(arguments: Sequence[str], records: EndRecords) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -7,11 +7,13 @@ reads them all. A restarted run adds to the files of the first one.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import math
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -20,9 +22,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, final
 
+from ..settings.env import read
+
 #: The folder of the files in the project, and their names.
 FOLDER: Final = "monitor"
 FILE_PATTERN: Final = "rank_{}.jsonl"
+#: Events after which a process writes no more.
+ENDINGS: Final = ("end", "error", "stop", "preempted", "killed")
+_KIND: Final = re.compile(r'"event": "(\w+)"')
+_END_BYTES: Final = 65536
+_FOLDER_VARIABLE: Final = "ACCELERATE_RECORDS_FOLDER"
 _MAX_WARNINGS: Final = 200
 _JOIN_SECONDS: Final = 2.0
 
@@ -56,7 +65,10 @@ class RankRecord:
         self._listener = _Listener(self)
         logging.getLogger().addHandler(self._listener)
         atexit.register(_end, weakref.ref(self))
+        if (lost := _unfinished(self.path)) is not None:
+            self.event("killed", text=lost)  # the writer has ended the last line, if it was torn
         self.event("start", pid=os.getpid(), **facts)
+        _tell_launcher(self.path)
 
     def numbers(self, values: Mapping[str, object]) -> None:
         """Write ``values`` as one line of the file, unless the last such line is very recent."""
@@ -95,13 +107,49 @@ class RankRecord:
     def _write(self) -> None:
         assert self.path is not None
         try:
+            is_torn = _is_torn(self.path)
             with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n" * is_torn)
                 while (line := self._lines.get()) is not None:
                     file.write(json.dumps(line, default=str) + "\n")
                     if self._lines.empty():
                         file.flush()
         except OSError as error:
             print(f"accelerate: {self.path} can't be written ({error}); the run goes on.", file=sys.stderr)
+
+
+def _is_torn(path: Path) -> bool:
+    """Return whether the file's last line isn't whole: its process died while it was written."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:  # no file, or an empty one
+        return False
+
+
+def _unfinished(path: Path) -> str | None:
+    """Return what to say of the process that wrote to the file before, if it hasn't recorded its end; else None."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:  # the first one
+        return None
+    has_ended = not lines
+    for kind in (found[1] for line in lines if (found := _KIND.search(line))):
+        has_ended = kind in ENDINGS or (has_ended and kind != "start")
+    if has_ended:
+        return None
+    return "the process before ended without a word: it was killed, or its machine was lost"
+
+
+def _tell_launcher(path: Path) -> None:
+    """Tell the launcher, if there is one here, which file this process keeps: it records an end that this one can't."""
+    folder = read(_FOLDER_VARIABLE)
+    if folder is not None and os.path.isdir(folder):
+        with contextlib.suppress(OSError):
+            (Path(folder) / str(os.getpid())).write_text(str(path.resolve()), encoding="utf-8")
 
 
 @final

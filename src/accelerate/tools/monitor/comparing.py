@@ -24,27 +24,31 @@ _TEXTS: Final = {
     "memory_bytes": "{:+.0%} memory",
 }
 _NEWEST_STEPS: Final = 600
+#: By the event that ended a rank.
+_STATES: Final = {
+    "error": "failed", "killed": "failed", "stop": "stopped", "preempted": "preempted", "end": "finished",
+}  # fmt: skip
 
 
 def state_of(run: RunFiles, now: float) -> str:
-    """Return empty, running, silent, finished, stopped or failed."""
+    """Return empty, running, silent, finished, preempted, stopped or failed."""
     ranks = list(run.ranks.values())
     if not ranks:
         return "empty"
     endings = {rank.ending for rank in ranks}
-    for ending, state in (("error", "failed"), ("stop", "stopped")):
+    for ending in ("error", "killed", "stop", "preempted"):
         if ending in endings:
-            return state
+            return _STATES[ending]
     if endings == {"end"}:
         return "finished"
     return "silent" if now - max(rank.last_time for rank in ranks) > SILENT_SECONDS else "running"
 
 
 def state_of_rank(rank: Rank, now: float) -> str:
-    """Return running, silent, finished, stopped or failed."""
+    """Return running, silent, finished, preempted, stopped or failed."""
     if rank.ending is None:
         return "silent" if now - rank.last_time > SILENT_SECONDS else "running"
-    return {"error": "failed", "stop": "stopped", "end": "finished"}[rank.ending]
+    return _STATES[rank.ending]
 
 
 def skew(run: RunFiles) -> Skew | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, cast, final
 
 from ...errors import SettingError
-from ...monitoring.records import FILE_PATTERN, FOLDER
+from ...monitoring.records import ENDINGS, FILE_PATTERN, FOLDER
 from .document import Event, Facts
 
 _PREFIX, _SUFFIX = FILE_PATTERN.split("{}")
@@ -37,7 +37,7 @@ _NUM_TURNS: Final = 16
 _END_BYTES: Final = 4096
 _STALE_SECONDS: Final = 40.0
 #: Events that all ranks report alike, shown once.
-SAME_ON_ALL_RANKS: Final = ("epoch", "save", "load", "stop", "start", "restart", "end")
+SAME_ON_ALL_RANKS: Final = ("epoch", "save", "load", "stop", "start", "restart", "end", "preempted")
 
 
 def number(value: object) -> float | None:
@@ -172,10 +172,8 @@ class Rank:
         elif kind == "load":
             for curve in self.curves.values():
                 curve.cut(int(number(line.get("step")) or 0) + 1)
-        elif kind in ("end", "error"):
-            self.ending = "stop" if self.ending == "stop" else str(kind)
-        elif kind == "stop":
-            self.ending = "stop"
+        elif kind in ENDINGS and self.ending not in ("stop", "preempted"):
+            self.ending = str(kind)
         return event
 
     def _report(self, line: Facts) -> None:

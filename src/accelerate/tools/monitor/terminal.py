@@ -22,9 +22,10 @@ _DOTS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _SIGNS: Final = {
     "save": "✓", "load": "↺", "restart": "↻", "start": "▸", "stop": "■", "error": "✗", "non_finite": "✗",
     "warning": "▲", "epoch": "·", "end": "◂", "note": "•",
+    "killed": "✗", "preempted": "↻",
 }  # fmt: skip
 _COLORS: Final = {
-    "RUNNING": 32, "FINISHED": 34, "STOPPED": 31, "FAILED": 31, "SILENT": 33,
+    "RUNNING": 32, "FINISHED": 34, "STOPPED": 31, "FAILED": 31, "SILENT": 33, "PREEMPTED": 33,
     "✓": 32, "✗": 31, "■": 31, "▲": 33, "▸": 34,
 }  # fmt: skip
 _COLORED: Final = re.compile(rf"(?<=  )({'|'.join(state for state in _COLORS if state.isalpha())})\b|^[✓✗■▲▸](?= )")
@@ -230,7 +231,7 @@ def _events(events: Sequence[ShownEvent], num_ranks: int, width: int) -> list[st
         who = "" if event["num_ranks"] == num_ranks else named
         text = f"{_SIGNS.get(event['event'], '·')} {at}  {describe(event)}{where}{who}"
         # Errors are shown in full; other events have one line.
-        ending = event["event"] in ("error", "stop")
+        ending = event["event"] in ("error", "stop", "killed", "preempted")
         lines += textwrap.wrap(text, width, subsequent_indent=" " * 12) if ending else [text]
     return lines
 
@@ -248,6 +249,8 @@ def describe(event: ShownEvent) -> str:
         "end": "finished",
         "stop": f"stopped: {event.get('text')}",
         "error": f"failed: {event.get('text')}",
+        "killed": f"ended: {event.get('text')}",
+        "preempted": f"preempted by {event.get('text')}, after {folder} was saved",
     }
     return texts.get(str(kind)) or str(event.get("text") or kind)
 

@@ -1,0 +1,61 @@
+"""The ends of ranks that couldn't record them, written by their launcher for ``accelerate monitor``.
+
+A rank that keeps such a file says so in a folder of the launcher's, under its process id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, final
+
+from ..distributed.failures import Failure, how_it_ended
+
+#: Tells ranks the launcher's folder.
+VARIABLE: Final = "ACCELERATE_RECORDS_FOLDER"
+_ENDINGS: Final = ('"event": "error"', '"event": "stop"', '"event": "preempted"')
+_END_BYTES: Final = 8192
+
+
+@final
+class EndRecords:
+    """The launcher's folder, for one run; its ranks get :attr:`environment`."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variable by which ranks find the folder."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="accelerate_records_"))
+        return {VARIABLE: str(self._folder)}
+
+    def write(self, failures: Sequence[Failure]) -> None:
+        """Record how each of these ranks ended, unless it has recorded that itself."""
+        folder = self._folder
+        if folder is None:
+            return
+        for failure in failures:
+            try:
+                record = Path((folder / str(failure.pid)).read_text(encoding="utf-8"))
+                with record.open("rb+") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+                    last = file.read().decode(errors="replace")
+                    text = last[last.rfind('"event": "start"') + 1 :]
+                    if not any(ending in text for ending in _ENDINGS):
+                        line = {"time": round(time.time(), 3), "event": "killed", "text": how_it_ended(failure)}
+                        torn = b"" if last.endswith("\n") or not last else b"\n"
+                        file.write(torn + json.dumps(line).encode() + b"\n")
+            except OSError:  # it has no record, or not here
+                continue
+
+    def close(self) -> None:
+        """Remove the folder."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
