@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Final, final
 
 _FILE_SECONDS: Final = 0.5
+_SIGNAL_SECONDS: Final = 60.0
 _URL_SECONDS: Final = 5.0
 _URL_TIMEOUT_SECONDS: Final = 2.0
 #: How long a forked child waits for its parent to say that the signal went to it too.
@@ -70,16 +71,23 @@ class Notices:
         return True
 
     def stop(self) -> None:
-        """Restore the former handlers, unless the process is about to end, with a notice or at its program's end: a
-        signal doesn't make that a failure any more.
-        """
+        """Restore the former handlers, unless the program is at its end, which a signal doesn't make a failure."""
         self._stopped.set()
         with contextlib.suppress(OSError):
             os.write(self._write_end, b"\0")  # wakes who waits in `take`
-        if self._is_noticed[0] or self._is_ending or threading.current_thread() is not threading.main_thread():
+        if self._is_ending or threading.current_thread() is not threading.main_thread():
             return
         atexit.unregister(self._note_end)
         self._restore()
+
+    def ignore(self) -> None:
+        """Ignore the signals until the process has ended, also while the interpreter is taken down.
+
+        A scheduler, or srun when the first rank has ended, may send more of them.
+        """
+        self._is_ending = True
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
 
     def close(self) -> None:
         """Close the descriptors, once nobody listens any more."""
@@ -87,8 +95,13 @@ class Notices:
             os.close(self._read_end)
             os.close(self._write_end)
 
-    def take(self, seconds: float) -> str | None:
-        """Return what the next notice is, after waiting for it for up to ``seconds``; None where there is none."""
+    def take(self, seconds: float | None = None) -> str | None:
+        """Return what the next notice is, after waiting for it for up to ``seconds``; None where there is none.
+
+        Without ``seconds`` it waits until a signal comes, or it is time to look at the file; or :meth:`stop`.
+        """
+        if seconds is None:
+            seconds = _SIGNAL_SECONDS if self._file is None else _FILE_SECONDS
         ready, _, _ = select.select([self._read_end], [], [], seconds)
         found: str | None = None
         for number in os.read(self._read_end, 256) if ready else b"":

@@ -1,14 +1,16 @@
 """The agreement of all ranks on the point of their loops at which they stop, once one of them got a notice.
 
-A thread of each rank waits for notices, its own and those of other ranks. With one, each thread publishes the last
+Threads of each rank wait for notices, its own and those of other ranks. With one, each rank's thread publishes the last
 point that its rank's loop has passed; a loop that comes to a later one waits there until all have answered, which
 depends on no loop's progress. Then all know the point that the furthest has passed, and stop at the first one after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import queue
 import socket
 import threading
 import time
@@ -28,6 +30,7 @@ Point = tuple[int, int]
 _log = logging.getLogger(__name__)
 _LISTEN_SECONDS: Final = 0.2
 _JOIN_SECONDS: Final = 1.0
+_WAIT_SECONDS: Final = 60.0
 #: Of the grace period, so much is for coming together; saving takes the rest.
 _SHARE_TO_MEET: Final = 0.8
 #: A rank that is late itself waits so long for the others.
@@ -83,18 +86,29 @@ class StopAgreement:
         self._is_late = False  # for it
         self._deadline = 0.0
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="accelerate preemption", daemon=True)
+        self._heard: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()  # where this rank is the only one
+        self._threads = [
+            threading.Thread(target=target, name="accelerate preemption", daemon=True)
+            for target in (self._listen, self._run)
+        ]
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the threads: one waits for this rank's notices, one for those of any rank."""
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """End the thread; for the end of the world."""
+        """End the threads; for the end of the world."""
         self._stopped.set()
         self._notices.stop()
-        self._thread.join(_JOIN_SECONDS)
-        if not self._thread.is_alive():
+        coordinator, key = self._coordinator, self._key(f"notice/{self._rank}")
+        self._heard.put(None)
+        if coordinator is not None:
+            with contextlib.suppress(RuntimeError):  # the store has ended
+                coordinator.request(lambda: coordinator.store.compare_set(key, "", _NONE))
+        for thread in self._threads:
+            thread.join(_JOIN_SECONDS)
+        if not any(thread.is_alive() for thread in self._threads):
             self._notices.close()
 
     # -- the loop's thread ---------------------------------------------------------------------------------
@@ -166,23 +180,26 @@ class StopAgreement:
         """Return the next notice to any rank; None at the end of the world."""
         coordinator = self._coordinator
         if coordinator is None:
-            while not self._stopped.is_set():
-                if (reason := self._notices.take(_LISTEN_SECONDS)) is not None:
-                    return Notice(0, socket.gethostname(), reason)
-            return None
-        with coordinator.waits.start(self._key(f"notice/{self._rank}")) as heard:
-            while not heard.is_over(0.0):
+            return self._heard.get()
+        with coordinator.waits.start(self._key(f"notice/{self._rank}"), given_up=_NONE) as heard:
+            while not heard.is_over(_WAIT_SECONDS):
                 if self._stopped.is_set():
                     return None
-                if (reason := self._notices.take(_LISTEN_SECONDS)) is not None:
-                    self._tell_all(Notice(self._rank, socket.gethostname(), reason))
-                    heard.is_over(_JOIN_SECONDS)
             text = heard.response()[0]
-        return Notice(**json.loads(text)) if text else None
+        return None if text == _NONE else Notice(**json.loads(text))
+
+    def _listen(self) -> None:
+        """Tell all ranks of each notice to this one."""
+        with contextlib.suppress(RuntimeError):  # the store has ended
+            while not self._stopped.is_set():
+                if (reason := self._notices.take()) is not None:
+                    self._tell_all(Notice(self._rank, socket.gethostname(), reason))
 
     def _tell_all(self, notice: Notice) -> None:
         coordinator = self._coordinator
-        assert coordinator is not None
+        if coordinator is None:
+            self._heard.put(notice)
+            return
         if coordinator.request(lambda: coordinator.store.add(self._key("num_notices"), 1)) > 1:
             return
         text = json.dumps(asdict(notice))

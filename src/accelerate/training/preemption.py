@@ -136,4 +136,5 @@ class Preemption:
                 f"{self._backwards} backward passes of this process, and end with exit code {code}.",
                 file=sys.stderr,
             )
+        self._notices.ignore()
         raise SystemExit(code)
