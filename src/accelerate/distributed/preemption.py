@@ -30,6 +30,8 @@ Point = tuple[int, int]
 _log = logging.getLogger(__name__)
 _LISTEN_SECONDS: Final = 0.2
 _JOIN_SECONDS: Final = 1.0
+#: A thread that waits in the store when the interpreter ends would abort the process.
+_LEAVE_SECONDS: Final = 5.0
 _WAIT_SECONDS: Final = 60.0
 #: Of the grace period, so much is for coming together; saving takes the rest.
 _SHARE_TO_MEET: Final = 0.8
@@ -101,13 +103,13 @@ class StopAgreement:
         """End the threads; for the end of the world."""
         self._stopped.set()
         self._notices.stop()
-        coordinator, key = self._coordinator, self._key(f"notice/{self._rank}")
         self._heard.put(None)
-        if coordinator is not None:
+        if self._coordinator is not None:
             with contextlib.suppress(RuntimeError):  # the store has ended
-                coordinator.request(lambda: coordinator.store.compare_set(key, "", _NONE))
+                for name in (f"notice/{self._rank}", "passed/furthest", "met/open"):  # what a thread may wait for
+                    self._settle(self._key(name), _NONE)
         for thread in self._threads:
-            thread.join(_JOIN_SECONDS)
+            thread.join(_LEAVE_SECONDS)
         if not any(thread.is_alive() for thread in self._threads):
             self._notices.close()
 
@@ -159,7 +161,7 @@ class StopAgreement:
 
     def _run(self) -> None:
         try:
-            while (notice := self._next_notice()) is not None:
+            while not self._stopped.is_set() and (notice := self._next_notice()) is not None:
                 self._decide(notice)
                 while self.is_asked and not self._stopped.wait(_LISTEN_SECONDS):
                     self._complain()
