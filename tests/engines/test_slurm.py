@@ -140,3 +140,40 @@ def test_a_failing_job_gives_its_code(launch: Launch, cluster: dict[str, str]) -
     given = ("--cpu", "--launcher", "slurm", "--num_machines", "2", "--num_processes", "2", "--slurm_wait")
     code, output = launch(*given, "--slurm_output", "out.txt", "who.py", "--fail_rank", "0")
     assert code != 0, output
+
+
+def test_a_preempted_job_saves_is_queued_again_and_goes_on(launch: Launch, cluster: dict[str, str]) -> None:
+    launch.variables |= cluster
+    shutil.copy(Path(__file__).with_name("preempted.py"), launch.folder)
+    one = ("--cpu", "--num_processes", "2", "preempted.py")
+    for name in ("undisturbed", "run"):
+        (launch.folder / name).mkdir()
+    code, output = launch(*one, "undisturbed")
+    assert code == 0, output
+    given = ("--cpu", "--launcher", "slurm", "--num_machines", "2", "--num_processes", "2", "--slurm_wait")
+    more = ("--save_on_signal", "--slurm_output", "out.txt", "preempted.py", "run")
+    running = launch.start(*given, *more)
+    starts = launch.folder / "run" / "starts_1.txt"
+    wait_until(starts.exists, 60)
+    time.sleep(1)
+    environment = {**os.environ, **cluster}
+    queue = subprocess.run(["squeue", "-h", "-o", "%A"], env=environment, capture_output=True, text=True)
+    job = queue.stdout.split()[0]
+    subprocess.run(["scancel", "--signal", "USR1", job], env=environment, check=True)
+    wait_until(lambda: "exit code 75" in out(launch), 30)
+    wait_until(lambda: len(starts.read_text().splitlines()) == 2, 250)  # Slurm holds the job back for two minutes
+    code, output = running.ended(60)
+    assert code == 0, output + out(launch)
+    assert [line.partition(" ")[2].rpartition("/")[2] for line in starts.read_text().splitlines()] == [
+        "None",
+        "checkpoint_0",
+    ]
+    for rank in (0, 1):
+        weights = [(launch.folder / name / f"weights_{rank}.txt").read_text() for name in ("undisturbed", "run")]
+        assert weights[0] == weights[1]
+
+
+def out(launch: Launch) -> str:
+    """What the job has printed so far."""
+    path = launch.folder / "out.txt"
+    return path.read_text() if path.exists() else ""
