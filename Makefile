@@ -77,7 +77,7 @@ clients: setup   ## install transformers, diffusers, imagen-pytorch, skorch, ...
 		"$$(.clients/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torchvision_on_cpu.pth"
 	PYTHONPATH=$(CURDIR)/src .clients/bin/python -m pytest -q tests/clients --record docs/clients.md \
 		tests/unit/test_big_models_of_transformers.py tests/unit/estimate/test_of_transformers.py tests/unit/test_quantize.py \
-		$(wildcard tests/multi/test_*_of_transformers.py tests/multi/test_adapters.py)
+		$(wildcard tests/multi/test_*_of_transformers.py tests/multi/test_adapters.py tests/multi/test_qlora.py)
 
 trackers: setup  ## install the nine tracking services beside .venv, log to each offline, read back, kill backends (minutes)
 	$(call beside,.trackers)

@@ -163,6 +163,8 @@ FOREIGN_PRIVATE: Final[dict[str, str]] = {
     "_consolidated_16bit_state_dict": "deepspeed",
     "_release_sequence_parallel_groups": "deepspeed",
     "_is_fp8": "transformer_engine",
+    "_new_buffer": "torchao: makes the state of its optimizers",
+    "_subclass_zeros": "torchao: makes state in few bits",
     "_no_split_modules": "transformers: what its models say of themselves",
     "_tie_weights": "transformers",
     "_tp_plan": "transformers",

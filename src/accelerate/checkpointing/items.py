@@ -40,6 +40,7 @@ from .layout import (
     write_encoded,
 )
 from .manifest import PIN_NAME, FileRecord, Manifest, measure, read_manifest
+from .quantized_state import split_optimizer
 from .run_state import RunState, StateDict, StrategyState
 from .storage import LocalStorage, Storage, storage_of
 from .store import Create, StagingDirectory, file_names
@@ -201,7 +202,10 @@ class RunItems:
             for number, obj in enumerate(objects):
                 what = f"{kind} {number} ({type(obj).__qualname__}).state_dict()"
                 is_pickle = state_files is CUSTOM and self.run.pickles(obj)
-                items.append(self._item(state_files, obj.state_dict(), number, what, is_pickle))
+                state = obj.state_dict()
+                if state_files is OPTIMIZER and isinstance(state, Mapping):
+                    state = split_optimizer(state, getattr(obj, "optimizer", obj))
+                items.append(self._item(state_files, state, number, what, is_pickle))
         for number, state in self.loader_states.items():
             items.append(self._item(LOADER, state, number, f"data loader {number}.state_dict()"))
         if self.run.scaler is not None:

@@ -24,6 +24,8 @@ from ..torch_private.modules import loaded
 from .agreement import Ranks
 from .dcp import is_distributed_checkpoint, read_into, read_metadata
 from .layout import MAX_RANKS
+from .packed_weights import is_statistic, load_statistics
+from .quantized_state import is_split, join_state, split_optimizer, split_state
 from .run_state import StateDict, StrategyState
 from .shards_item import ShardsItem
 
@@ -173,13 +175,18 @@ def read_model_shards(
     shards = access.model_shards(model)
     saved = {path[1]: key for key, path in _saved(folder).items() if path[0] == "model" and len(path) > 1}
     ties = _shared(shards)
-    missing = [name for name in shards if name not in saved and ties.get(name) not in saved]
+    missing = [name for name in shards if name not in saved and ties.get(name) not in saved and not is_statistic(name)]
     unexpected = [name for name in saved if name not in shards]
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{folder} doesn't fit the model: {_listed('missing', missing)}{_listed('unexpected', unexpected)}"
         )
-    found = {name: value for name, value in own_shards(shards).items() if name in saved}
+    metadata = _metadata(folder)
+    found = {
+        name: _empty(metadata[saved[name]], None) if is_statistic(name) else value
+        for name, value in own_shards(shards).items()
+        if name in saved
+    }
     _read(folder, {"model": found})
     access.load_model_shards(model, {**shards, **found})
 
@@ -290,7 +297,7 @@ class InPlace(StateAccess):
         before_gathering: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> None:
         self._named = named_parameters or _named_parameters
-        self._canonical = canonical or str
+        self.canonical: Callable[[str], str] = canonical or str
         self._restores = restores
         self._before_gathering = before_gathering
 
@@ -320,10 +327,11 @@ class InPlace(StateAccess):
         """Return the live tensors, detached from gradients; tied names have the same object."""
         state = model.state_dict(keep_vars=True)
         detached = {id(value): value.detach() if isinstance(value, torch.Tensor) else value for value in state.values()}
-        return {self._canonical(name): detached[id(value)] for name, value in state.items()}
+        return {self.canonical(name): detached[id(value)] for name, value in state.items()}
 
     def load_model_shards(self, model: torch.nn.Module, shards: StateDict) -> None:
-        """Do nothing: the tensors are the model's own and have been read in place."""
+        """Set what packed weights need; the other tensors are the model's own and have been read in place."""
+        load_statistics(model, shards, self.canonical)
 
     def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         """Return the parameters themselves, detached."""
@@ -356,7 +364,10 @@ class InPlace(StateAccess):
             {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
             for group in optimizer.param_groups
         ]
-        return {"state": {names[id(p)]: dict(state) for p, state in optimizer.state.items()}, "param_groups": groups}
+        return {
+            "state": {names[id(p)]: split_state(state, optimizer) for p, state in optimizer.state.items()},
+            "param_groups": groups,
+        }
 
     def load_optimizer_shards(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], shards: StateDict
@@ -371,9 +382,9 @@ class InPlace(StateAccess):
             held = [names[id(parameter)] for parameter in group["params"]]
             saved = next((settings[name] for name in held if name in settings), group)
             groups.append({**saved, "params": list(range(number, number + len(held)))})
-            for name in held:
+            for name, parameter in zip(held, group["params"], strict=True):
                 if name in shards["state"]:
-                    state[number] = shards["state"][name]
+                    state[number] = join_state(shards["state"][name], parameter, optimizer)
                 number += 1
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -383,7 +394,7 @@ class InPlace(StateAccess):
         """Return the optimizer's state dict with every tensor whole, on the CPU."""
         if self._before_gathering is not None:
             self._before_gathering(optimizer)
-        state = optimizer.state_dict()
+        state = split_optimizer(optimizer.state_dict(), optimizer)
         gathered = {
             number: {name: gather_to_cpu(value, keeps) for name, value in entries.items()}
             for number, entries in state["state"].items()
@@ -403,13 +414,15 @@ class InPlace(StateAccess):
             }
             self.load_optimizer_shards(optimizer, models, {**state, "state": named})
             return
-        if not any(map(_is_dtensor, parameters)):
+        if not any(map(_is_dtensor, parameters)) and not is_split(state):
             optimizer.load_state_dict(state)
             return
-        cut = {
-            number: {name: shard_like(value, parameters[number]) for name, value in entries.items()}
-            for number, entries in state["state"].items()
-        }
+        inner = getattr(optimizer, "optimizer", optimizer)
+        cut: dict[int, StateDict] = {}
+        for number, entries in state["state"].items():
+            parameter = parameters[number]
+            own = {name: shard_like(value, parameter) for name, value in entries.items()}
+            cut[number] = join_state(own, parameter, inner)
         optimizer.load_state_dict({**state, "state": cut})
 
 
@@ -427,7 +440,8 @@ class _ShardedModel:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True, **_: object) -> LoadedKeys:
         """Copy to every tensor its shard of the value of its name."""
-        own = self.state_dict()
+        state = load_statistics(self._model, state, self._access.canonical)
+        own = {name: value for name, value in self.state_dict().items() if not is_statistic(name)}
         filled = {id(own[name]) for name in state if name in own}  # a tied tensor comes under one of its names
         missing = [name for name, tensor in own.items() if id(tensor) not in filled]
         unexpected = [name for name in state if name not in own]

@@ -27,6 +27,7 @@ from ..errors import CheckpointError, CheckpointNotFound, SettingError
 from ..names import MODEL_NAME, SAFE_MODEL_NAME
 from .agreement import Ranks, write_on_main
 from .codec import read_pickle, write_pickle
+from .packed_weights import load_statistics
 from .run_state import StateDict
 from .storage import inside
 from .store import Create, DurableFile, fsync_path
@@ -459,6 +460,8 @@ def load_weights(
         state |= {name: state[first] for name, first in ties.items() if first in state and name not in state}
         if may_lack is not None:
             state |= {name: value for name, value in own.items() if name not in state and may_lack(name)}
+        if isinstance(model, torch.nn.Module):
+            state = load_statistics(model, state)
         try:
             keys = model.load_state_dict(state, strict=strict, **load_state_dict_options)
         except RuntimeError as error:

@@ -43,6 +43,7 @@ from ..gradients import HeldGradients, gradients_of, load_gradients
 from ..matrix_optimizer import needs_whole_matrices
 from ..rebind import ensure_weights_retied, inner_optimizer
 from ..state import ModelState
+from .packed import refuse_cast
 from .setup import average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
 from .state import FlatAccess, checkpoint_state_of, flat_parameters, names_of
 from .wrapping import find_ignored, find_wrap_units
@@ -103,6 +104,7 @@ class FlatShard(Strategy):
         if precision.label != "no":
             plugin.set_mixed_precision(precision.label)
             upcast_trainable(model)
+        refuse_cast(model, getattr(plugin.mixed_precision_policy, "param_dtype", None))
         precision.patch_forward(model)
         plugin.set_auto_wrap_policy(model)
         ignored = find_ignored(plugin.ignored_modules, model)

@@ -36,6 +36,7 @@ from ..replicas import train_in_place
 from ..sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, without_reduction
 from ..state import ModelState
 from ..tensor_parallel import parallelize
+from .packed import attach_statistics, broadcast_statistics, check_packed, store_as
 from .setup import average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
 from .state import checkpoint_state_of
 from .wrapping import find_ignored, find_wrap_units
@@ -121,6 +122,10 @@ class FullyShard(ShardedStrategy):
         parallelize(model, self.mesh, None if config is None else config.tp_handler)
         prepare_attention(model, self.mesh)
         experts = shard_experts(model, self.mesh, None if config is None else config.ep_handler)
+        if plugin.cpu_ram_efficient_loading:
+            broadcast_statistics(model, self.world)
+        check_packed(model)
+        store_as(model, getattr(plugin.mixed_precision_policy, "param_dtype", None))
         plugin.set_auto_wrap_policy(model)
         ignored = find_ignored(plugin.ignored_modules, model)
         units = find_wrap_units(model, plugin.auto_wrap_policy, ignored)
@@ -178,6 +183,7 @@ class FullyShard(ShardedStrategy):
                 options["mp_policy"] = replace(options["mp_policy"], output_dtype=None)
             fully_shard(unit, **{**options, "mesh": own_mesh} if unit in experts else options)
         _own.add(model)
+        attach_statistics(model)
         replicate_unsharded(model, mesh, self.world)
         average_ignored(ignored, self.world, lambda: key not in self._unreduced)
         average_expert_gradients(left_out, self.mesh, lambda: key not in self._unreduced)

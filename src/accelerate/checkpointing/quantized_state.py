@@ -1,0 +1,181 @@
+"""Optimizer state in few bits (torchao's 8-bit and fp8 optimizers) as plain tensors in checkpoints, for any ranks.
+
+Such a tensor is codes and, for each block of them, a scale; blocks begin with each rank's own shard. In a checkpoint
+``exp_avg`` is ``exp_avg.codes``, of the parameter's shape, and ``exp_avg.scale``, which has the scales of each row, as
+often as their blocks begin anew in one: both can be cut along the rows. Where blocks lie on the reading ranks as they
+did on those that wrote, the state is the same bit by bit; elsewhere it is quantized anew.
+
+Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from ..errors import CheckpointError
+from ..torch_private.distributed import shard_locally
+
+_CODES: Final = ".codes"
+_SCALE: Final = ".scale"
+#: What ranks hold whose shards aren't quantized, beside others whose are; zeros elsewhere.
+_VALUES: Final = ".values"
+#: The scale of numbers that aren't quantized.
+_WHOLE: Final = -1.0
+
+
+def split_state(entries: Mapping[str, object], optimizer: object) -> dict[str, object]:
+    """Return the state of one parameter with plain tensors in place of those in few bits.
+
+    Raises:
+        CheckpointError: one is sharded otherwise than along its rows.
+    """
+    found: dict[str, object] = {}
+    for name, value in entries.items():
+        if _is_packed(value) or _is_packed_elsewhere(value, optimizer):
+            found |= {f"{name}{part}": tensor for part, tensor in _split(name, value, optimizer).items()}
+        else:
+            found[name] = value
+    return found
+
+
+def split_optimizer(state: Mapping[str, object], optimizer: object) -> dict[str, Any]:
+    """Return an optimizer's state dict with plain tensors in place of those in few bits."""
+    states = state.get("state")
+    if not isinstance(states, Mapping) or not all(isinstance(entries, Mapping) for entries in states.values()):
+        return dict(state)
+    return {**state, "state": {key: split_state(entries, optimizer) for key, entries in states.items()}}
+
+
+def is_split(state: Mapping[str, object]) -> bool:
+    """Return whether :func:`split_optimizer` found tensors in few bits in the optimizer's state dict ``state``."""
+    states = state.get("state")
+    entries = states.values() if isinstance(states, Mapping) else ()
+    return any(str(name).endswith(_CODES) for one in entries if isinstance(one, Mapping) for name in one)
+
+
+def join_state(entries: Mapping[str, object], parameter: torch.Tensor, optimizer: Any) -> dict[str, object]:
+    """Return what :func:`split_state` was given, for ``parameter`` as it lies on this rank.
+
+    Raises:
+        CheckpointError: ``optimizer`` keeps no state in few bits.
+    """
+    found = {name: value for name, value in entries.items() if not name.endswith((_CODES, _SCALE, _VALUES))}
+    for name in [name.removesuffix(_CODES) for name in entries if name.endswith(_CODES)]:
+        if not _keeps_few_bits(optimizer):
+            raise CheckpointError(
+                f"{name!r} was saved by an optimizer that keeps it in few bits, which {type(optimizer).__name__} "
+                "doesn't. Make the optimizer that saved it (torchao.optim.AdamW8bit, ...), or leave the optimizer out."
+            )
+        fresh = optimizer._new_buffer(parameter, name == "exp_avg")
+        _fill(_local(fresh), parameter, entries, name, optimizer)
+        found[name] = fresh
+    return found
+
+
+def _keeps_few_bits(optimizer: object) -> bool:
+    return callable(getattr(optimizer, "_subclass_zeros", None)) and callable(getattr(optimizer, "_new_buffer", None))
+
+
+def _local(value: Any) -> Any:
+    """Return this rank's shard of ``value``; a tensor that isn't sharded as it is."""
+    return value.to_local() if _is_dtensor(value) else value
+
+
+def _is_dtensor(value: object) -> bool:
+    return type(value).__name__ == "DTensor"
+
+
+def _is_packed(value: object) -> bool:
+    local = _local(value)
+    codes = getattr(local, "codes", None) if isinstance(local, torch.Tensor) else None
+    return codes is not None and codes.shape == local.shape
+
+
+def _is_packed_elsewhere(value: Any, optimizer: object) -> bool:
+    """Return whether shards of ``value`` differ in size, so that other ranks' may be quantized where this one isn't."""
+    if not _is_dtensor(value) or not _keeps_few_bits(optimizer) or value.ndim == 0:
+        return False
+    return _is_uneven(value) and value.numel() >= _block(optimizer)
+
+
+def _is_uneven(value: Any) -> bool:
+    cuts = zip(value.placements, value.device_mesh.shape, strict=True)
+    return value.shape[0] % math.prod(size for placement, size in cuts if placement.is_shard()) != 0
+
+
+def _block(optimizer: object) -> int:
+    return int(getattr(optimizer, "block_size", 0))
+
+
+def _segment(shape: torch.Size, block: int) -> int:
+    """Return the length of the longest parts of rows that lie in one block each, wherever the rows are cut."""
+    return math.gcd(math.prod(shape[1:]), block)
+
+
+def _split(name: str, value: Any, optimizer: object) -> dict[str, torch.Tensor]:
+    if _is_dtensor(value) and any(not (one.is_replicate() or one.is_shard(0)) for one in value.placements):
+        raise CheckpointError(
+            f"{name!r} of {type(optimizer).__name__} is in few bits and sharded as {value.placements}: only shards "
+            "along the first dimension, as FSDP2 makes them, can be saved. Use an optimizer with full state there."
+        )
+    local = _local(value)
+    packed = _is_packed(local)
+    block = local.block_size if packed else _block(optimizer)
+    segment = _segment(value.shape, block)
+    rows = (local.shape[0], math.prod(value.shape[1:]) // segment)
+    if packed:
+        scale = local.scale.repeat_interleave(block // segment).reshape(rows)
+    else:
+        scale = torch.full(rows, _WHOLE, device=local.device)
+    codes = local.codes if packed else torch.zeros(local.shape, dtype=_code_dtype(optimizer), device=local.device)
+    found = {_CODES: codes, _SCALE: scale}
+    if _is_dtensor(value) and _is_uneven(value):
+        found[_VALUES] = torch.zeros(local.shape, device=local.device) if packed else local
+    return {part: _sharded_as(value, tensor) for part, tensor in found.items()}
+
+
+def _code_dtype(optimizer: Any) -> torch.dtype:
+    block = _block(optimizer)
+    return optimizer._subclass_zeros(torch.empty(block), True, block).codes.dtype
+
+
+def _sharded_as(value: Any, local: torch.Tensor) -> torch.Tensor:
+    if not _is_dtensor(value):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((value.shape[0], *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _fill(fresh: Any, parameter: Any, entries: Mapping[str, object], name: str, optimizer: Any) -> None:
+    """Set the shard ``fresh``, in few bits or not, to what ``entries`` say of ``name``."""
+    block = _block(optimizer)
+    segment = _segment(parameter.shape, block)
+    codes, scale = (_own(entries[f"{name}{part}"], parameter) for part in (_CODES, _SCALE))
+    values = _own(entries[f"{name}{_VALUES}"], parameter) if f"{name}{_VALUES}" in entries else None
+    if _is_packed(fresh):
+        blocks = scale.reshape(-1, block // segment)
+        if bool((blocks == blocks[:, :1]).all()) and bool((blocks[:, 0] != _WHOLE).all()):
+            fresh.codes.copy_(codes)
+            fresh.scale.copy_(blocks[:, 0])
+            return
+    table = getattr(optimizer._subclass_zeros(torch.empty(block), name == "exp_avg", block), "qmap", None)
+    numbers = codes.float() if table is None else table.to(codes.device)[codes.int()]
+    scales = scale.repeat_interleave(segment, dim=1).reshape(codes.shape)
+    numbers = numbers * scales
+    fresh.copy_(numbers if values is None else torch.where(scales == _WHOLE, values.float(), numbers))
+
+
+def _own(value: Any, parameter: Any) -> torch.Tensor:
+    """Return of ``value``, sharded or whole, what belongs to this rank's shard of ``parameter``."""
+    if _is_dtensor(value) or not _is_dtensor(parameter):
+        return _local(value)
+    return _local(
+        shard_locally(value.to(parameter.device_mesh.device_type), parameter.device_mesh, parameter.placements)
+    )

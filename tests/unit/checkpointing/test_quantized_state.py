@@ -1,0 +1,103 @@
+"""Optimizer state in 8 bits comes out of a checkpoint as it went in, on any number of ranks (torchao)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.checkpointing.quantized_state import is_split, join_state, split_optimizer, split_state
+from accelerate.errors import CheckpointError
+from tests.ranks import run_on_ranks
+
+optim: Any = pytest.importorskip("torchao.optim", reason="the extra fp8 installs it")
+pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own
+
+
+def state_of(optimizer: Any, parameter: torch.Tensor) -> dict[str, Any]:
+    """The state after some steps, without the compiler that a step waits for."""
+    torch.manual_seed(7)
+    state = {"step": torch.tensor(3.0)}
+    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        numbers = torch.randn(parameter.shape)
+        buffer = optimizer._new_buffer(parameter, signed)
+        local = getattr(buffer, "_local_tensor", buffer)
+        whole: Any = numbers if signed else numbers.square()
+        if local is not buffer:
+            whole = shard(whole, buffer.device_mesh)._local_tensor
+        local.copy_(whole)
+        state[name] = buffer
+    return state
+
+
+def shard(whole: torch.Tensor, mesh: Any) -> Any:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(whole, mesh, [Shard(0)])
+
+
+def numbers(value: Any) -> torch.Tensor:
+    """The numbers of this rank's shard."""
+    local = getattr(value, "_local_tensor", value)
+    return local.dequantize() if hasattr(local, "dequantize") and hasattr(local, "codes") else local
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamWFp8"])
+@pytest.mark.parametrize("shape", [(128, 64), (64, 384), (8192,), (16, 16, 20)])
+def test_one_process_gets_the_same_bits(kind: str, shape: tuple[int, ...]) -> None:
+    parameter = nn.Parameter(torch.randn(shape))
+    optimizer = getattr(optim, kind)([parameter])
+    state = state_of(optimizer, parameter)
+    split = split_state(state, optimizer)
+    assert all(type(value) is torch.Tensor for value in split.values()) and "exp_avg.codes" in split
+    joined: dict[str, Any] = dict(join_state(split, parameter, optimizer))
+    assert sorted(joined) == sorted(state)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert type(joined[name]) is type(state[name])
+        assert torch.equal(joined[name].codes, state[name].codes) and torch.equal(joined[name].scale, state[name].scale)
+
+
+def test_plain_state_is_left_alone_and_another_optimizer_is_refused() -> None:
+    parameter = nn.Parameter(torch.randn(128, 64))
+    plain = torch.optim.AdamW([parameter])
+    parameter.sum().backward()
+    plain.step()
+    assert split_optimizer(plain.state_dict(), plain)["state"][0].keys() == plain.state_dict()["state"][0].keys()
+    assert not is_split(split_optimizer(plain.state_dict(), plain))
+    low = optim.AdamW8bit([parameter])
+    split = split_state(state_of(low, parameter), low)
+    assert is_split({"state": {0: split}})
+    with pytest.raises(CheckpointError, match=r"'exp_avg' was saved by an optimizer that keeps it in few bits"):
+        join_state(split, parameter, plain)
+
+
+@pytest.mark.parametrize("rows", [256, 86 * 3 - 2])
+def test_shards_come_back_bit_by_bit_and_go_to_other_ranks(rows: int) -> None:
+    """Also where only the last rank's shard fills whole blocks, so that the others' aren't quantized."""
+
+    def run() -> bool:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (3,))
+        parameter: Any = nn.Parameter(shard(torch.zeros(rows, 64), mesh))
+        optimizer = optim.AdamW8bit([parameter])
+        state = state_of(optimizer, parameter)
+        split = split_state(state, optimizer)
+        again = join_state(split, parameter, optimizer)
+        same = all(torch.equal(numbers(again[name]), numbers(state[name])) for name in ("exp_avg", "exp_avg_sq"))
+        shards: dict[str, Any] = dict(split)
+        whole = {name: shards[name].full_tensor() if name != "step" else shards[name] for name in shards}
+        from_whole = join_state(whole, parameter, optimizer)
+        same &= all(torch.equal(numbers(from_whole[name]), numbers(state[name])) for name in ("exp_avg", "exp_avg_sq"))
+        # One process has other blocks: equal to what 8 bits can say.
+        alone = nn.Parameter(torch.zeros(rows, 64))
+        one = join_state(whole, alone, optim.AdamW8bit([alone]))
+        torch.manual_seed(7)
+        expected = torch.randn(rows, 64)
+        return bool(same) and bool((numbers(one["exp_avg"]) - expected).abs().max() < 0.15)
+
+    assert run_on_ranks(run, 3) == [True, True, True]
