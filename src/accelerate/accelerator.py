@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from time import perf_counter
 from typing import IO, TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, overload
 
@@ -814,7 +814,7 @@ class Accelerator:
             torch_device_mesh=self.torch_device_mesh,
             gradient_state=self.gradient_state,
             share=self.mesh.data_share(),
-            **asdict(self.dataloader_config),
+            **{option.name: getattr(self.dataloader_config, option.name) for option in fields(self.dataloader_config)},
         )
         self.strategy.configure_loader(prepared)
         _register(self._dataloaders, prepared)

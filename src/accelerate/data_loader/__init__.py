@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .prepare import SkipDataLoader, prepare_data_loader, skip_first_batches
     from .sampling import BatchCoverage, IndexFreeSampler, SeedableRandomSampler, SkipBatchSampler
     from .sharding import BatchSamplerShard, IterableDatasetShard
+    from .token_batches import TokenBatchSampler
 
 __all__ = [
     "AlreadyShardedWarning",
@@ -32,6 +33,7 @@ __all__ = [
     "SeedableRandomSampler",
     "SkipBatchSampler",
     "SkipDataLoader",
+    "TokenBatchSampler",
     "UndividedStreamWarning",
     "get_sampler",
     "prepare_data_loader",
@@ -49,5 +51,6 @@ __getattr__: Callable[[str], Any] = names_from(
         "prefetch": "PreparedLoader DataLoaderShard get_sampler",
         "prepare": "prepare_data_loader SkipDataLoader skip_first_batches",
         "sharding": "BatchSamplerShard IterableDatasetShard",
+        "token_batches": "TokenBatchSampler",
     },
 )

@@ -128,7 +128,8 @@ class MetricGather:
         return with_tensors(joined, [tensor.to(tensors[0].device) for tensor in tensors_of(joined)])
 
     def _padding_remover(self, loader: RunningLoader | None, coverage: BatchCoverage | None) -> _PaddingRemover:
-        nominal = getattr(loader, "total_batch_size", None) if coverage is not None else None
+        is_equal = coverage is not None and getattr(loader, "planned_batches", None) is None
+        nominal = getattr(loader, "total_batch_size", None) if is_equal else None
         if loader is None or nominal is None or coverage is None:
             return _PaddingRemover(None, 0, is_short=False)
         history = self._histories.setdefault(loader, _RowHistory())

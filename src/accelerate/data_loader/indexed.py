@@ -217,6 +217,7 @@ class IndexReader:
         saved = None if self.num_skipped else self.saved
         if isinstance(root, BatchSamplerShard):
             remaining = batches_from(root.batch_sampler, position, root.batches_per_step)
+            loader.progress.position = remaining.position
             draws = root.assign(remaining)
         else:
             dp_size = loader.presharded_size  # a rank-aware sampler counts the samples of its own rank

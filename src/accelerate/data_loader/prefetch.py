@@ -32,7 +32,18 @@ from .indexed import IndexReader, RecordingSampler, is_on_host
 from .iterable import StreamEnd, StreamReader, StreamSource
 from .random_streams import SampleSeed
 from .resume import PositionState, Progress, SavedPosition
-from .sampling import BEGINNING, BatchInfo, Order, OrderState, ResumePosition, SkipBatchSampler, samplers_of, unskipped
+from .sampling import (
+    BEGINNING,
+    UNKNOWN,
+    BatchInfo,
+    Order,
+    OrderState,
+    PositionedBatchSampler,
+    ResumePosition,
+    SkipBatchSampler,
+    samplers_of,
+    unskipped,
+)
 from .sharding import BatchSamplerShard, CoverageFunction, IterableDatasetShard, hidden_generators
 
 if TYPE_CHECKING:
@@ -316,12 +327,16 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         """Return where the pass begins; batches that were skipped by hand are counted from the epoch's beginning."""
         if skipped:
             num_batches = skipped * (root.batches_per_step if isinstance(root, BatchSamplerShard) else 1)
-            return ResumePosition(skipped, num_batches, skipped * self._global_batch_size(root))
+            is_planned = self.planned_batches is not None
+            num_samples = UNKNOWN if is_planned else skipped * self._global_batch_size(root)
+            return ResumePosition(skipped, num_batches, num_samples)
         if saved is None:
             return BEGINNING
         return saved.position_for(self._dp_size(), self._global_batch_size(root))
 
     def _global_batch_size(self, root: Iterable[object]) -> int:
+        if self.planned_batches is not None:
+            return self.total_batch_size
         size = getattr(root, "batch_size", None) or 1
         return size * (root.batches_per_step if isinstance(root, BatchSamplerShard) else self.presharded_size)
 
@@ -401,6 +416,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             {} if self.progress.is_inside else self._ready_stream() if is_stream else self.order().capture()
         )
         ready.pop("streams", None)  # between epochs the next order is drawn from the streams of the process
+        ready.pop("plan", None)  # and batches are planned for its ranks
         own = self.progress.state(self._dp_size(), ready)
         return {**self._torchdata_state(), **own} if self.use_stateful_dataloader else {**own}
 
@@ -513,11 +529,20 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return self.presharded_rank if own is None else own
 
     @property
+    def planned_batches(self) -> PositionedBatchSampler | None:
+        """The sampler of batches with different numbers of samples, where one plans them."""
+        root, _ = unskipped(self.index_sampler)
+        inner = root.batch_sampler if isinstance(root, BatchSamplerShard) else root
+        return inner if isinstance(inner, PositionedBatchSampler) else None
+
+    @property
     def total_batch_size(self) -> int:
-        """Samples that all ranks take in one step."""
+        """Samples that all ranks take in one step; on average, where batches differ by plan."""
         root, _ = unskipped(self.index_sampler)
         if isinstance(root, BatchSamplerShard):
-            return (root.batch_size or 1) * root.batches_per_step
+            planned = self.planned_batches
+            size = root.batch_size if planned is None else planned.mean_batch_size
+            return (size or 1) * root.batches_per_step
         if isinstance(self.dataset, IterableDatasetShard):
             return self.dataset.global_batch_size
         return (getattr(root, "batch_size", None) or self.batch_size or 1) * self.presharded_size
@@ -536,7 +561,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return max(length - self.skip_batches, 0) if isinstance(self.dataset, IterableDataset) else length
 
     def _known_remainder(self) -> int:
-        if self._drop_last:
+        if self._drop_last or self.planned_batches is not None:
             return -1
         try:
             return self.total_dataset_length % self.total_batch_size

@@ -30,6 +30,7 @@ from .prefetch import DataLoaderShard, PreparedLoader
 from .random_streams import SampleSeed
 from .sampling import IndexFreeSampler, SeedableRandomSampler, SkipBatchSampler
 from .sharding import BatchSamplerShard, IterableDatasetShard
+from .token_batches import LengthOf, TokenBatchSampler, with_token_budget
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -101,6 +102,9 @@ def prepare_data_loader(
     prefetch_to_device: int = 0,
     augment_by_sample: bool = False,
     already_sharded: bool | None = None,
+    token_budget: int | None = None,
+    length_of: LengthOf | None = None,
+    packed: bool = False,
 ) -> PreparedLoader:
     """Make a loader over the same data that gives every process its part, on its device.
 
@@ -129,6 +133,10 @@ def prepare_data_loader(
         already_sharded: whether what each rank's loader reads is that rank's own part already, so that nothing is
             divided here. Default: samplers and datasets that name a rank and a number of ranks are taken to be
             divided, other samplers and datasets not; of a stream, where that is a guess, one warning says so.
+        token_budget: batches hold at most so many tokens, instead of the loader's number of samples.
+        length_of: the number of tokens of each sample, needed for that: a function of a sample, the lengths of all
+            samples, or the name of the dataset's column of them.
+        packed: the lengths of a batch add up; otherwise each counts as the longest one, to which it is padded.
 
     Raises:
         PreparationError: the settings contradict each other or the loader.
@@ -155,6 +163,8 @@ def prepare_data_loader(
         common["sample_seed"] = SampleSeed(data_seed if data_seed is not None else torch.initial_seed())
     is_reseeded = use_seedable_sampler or index_free_shuffle
     sampler = _seedable(dataloader, data_seed, index_free_shuffle) if is_reseeded else None
+    if token_budget is not None:
+        sampler = with_token_budget(dataloader, sampler, token_budget, length_of, packed)
     is_own = reads_by_itself(dataloader)
     is_stream = isinstance(dataloader.dataset, IterableDataset)
     aware = None if already_sharded is False else rank_aware_part(dataloader, dp_rank.count)
@@ -165,12 +175,14 @@ def prepare_data_loader(
             is_sharded_stream=is_stream and dp_rank.count > 1 and not dispatch_batches and not is_presharded,
             use_stateful_dataloader=use_stateful_dataloader,
         )
+    root = sampler if sampler is not None else _index_sampler(dataloader)
+    _check_planned(root, split_batches, bool(dispatch_batches), is_presharded)
     if is_presharded:
         prepared = _presharded(dataloader, aware, dp_rank, common, warn=not already_sharded)
     elif dispatch_batches:
         if already_sharded is None:
             warn_if_sharded_here(dataloader, dp_rank.count)
-        sampling = _sampling(dataloader, sampler or _index_sampler(dataloader))
+        sampling = _sampling(dataloader, root)
         prepared = DataLoaderDispatcher(
             dataloader.dataset,
             split_batches=split_batches,
@@ -185,7 +197,6 @@ def prepare_data_loader(
             warn_if_sharded_here(dataloader, dp_rank.count)
         prepared = _sharded_stream(dataloader, dp_rank, split_batches, common)
     else:
-        root = sampler or _index_sampler(dataloader)
         prepared = _sharded_map(dataloader, root, sampler, dp_rank, split_batches, even_batches, common)
     prepared.own_loader = dataloader if is_own else None
     return prepared
@@ -241,6 +252,22 @@ def _check_split(dataloader: DataLoader[object], split_batches: bool, count: int
             f"split_batches=True cuts each batch into {count} equal parts (one per process), but the batch size is "
             f"{size}. Use a multiple of {count}, or split_batches=False, where each process gets whole batches."
         )
+
+
+def _check_planned(root: object, split_batches: bool, dispatch_batches: bool, is_presharded: bool) -> None:
+    if not isinstance(root, TokenBatchSampler):
+        return
+    refused = {
+        "split_batches=True, which cuts every batch": split_batches,
+        "dispatch_batches=True, which joins batches of one shape": dispatch_batches,
+        "a sampler that divides the data between ranks already": is_presharded,
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            raise PreparationError(
+                f"Batches of at most {root.plan.token_budget} tokens are divided between the ranks by their lengths. "
+                f"This doesn't go with {what}. Leave that out, or token_budget."
+            )
 
 
 # -- construction ------------------------------------------------------------------------------------------
@@ -323,14 +350,18 @@ def _sharded_map(
     even_batches: bool,
     common: PreparedArguments,
 ) -> PreparedLoader:
-    if dp_rank.count > 1:
+    is_planned = isinstance(root, TokenBatchSampler)
+    if isinstance(root, TokenBatchSampler):
+        root = root.for_ranks(dp_rank.count)
+    if dp_rank.count > 1 or is_planned:
         root = BatchSamplerShard(root, dp_rank.count, dp_rank.index, split_batches, even_batches)
         _keep_order(common)
     prepared = DataLoaderShard(dataloader.dataset, **_sampling(dataloader, root), **common)
     size = getattr(root, "batch_size", dataloader.batch_size) if dp_rank.count > 1 else dataloader.batch_size
     if size is not None and dataloader.batch_sampler is not None and dataloader.batch_size is not None:
         size = size // dp_rank.count if split_batches else size
-    return _shown(prepared, dataloader, sampler, size if dataloader.batch_size is not None else None)
+    is_fixed = dataloader.batch_size is not None and not is_planned
+    return _shown(prepared, dataloader, sampler, size if is_fixed else None)
 
 
 def _sharded_stream(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
@@ -290,9 +291,10 @@ class ResumePosition:
 
     steps: int = 0
     batches: int = 0
-    samples: int = 0
+    samples: int = 0  # UNKNOWN where batches of any size were skipped by hand
 
 
+UNKNOWN: Final = -1
 BEGINNING = ResumePosition()
 
 
@@ -352,11 +354,34 @@ class RemainingBatches:
         return self.read_first()
 
 
+class PositionedBatchSampler(BatchSampler, ABC):
+    """A batch sampler that finds a position of the epoch by itself, in the plan that the epoch began with."""
+
+    @abstractmethod
+    def remaining(self, position: ResumePosition, num_first: int) -> RemainingBatches:
+        """Return the batches from ``position`` on, whose number of samples may be unknown."""
+
+    @abstractmethod
+    def plan_state(self) -> list[int]:
+        """Return what decides the batches of the next epoch, beside its order."""
+
+    @abstractmethod
+    def continue_plan(self, state: Sequence[int]) -> None:
+        """Make the next pass that of an epoch which began with the plan ``state``."""
+
+    @property
+    @abstractmethod
+    def mean_batch_size(self) -> int:
+        """About how many samples a batch has."""
+
+
 def batches_from(batch_sampler: Iterable[object], position: ResumePosition, num_first: int = 0) -> RemainingBatches:
     """Return the batches of ``batch_sampler`` from ``position`` on, without touching the data of what is skipped.
 
-    Torch's own batch sampler is resumed at the sample, others at the batch.
+    Torch's own batch sampler is resumed at the sample, others at the batch, or where they find the position themselves.
     """
+    if isinstance(batch_sampler, PositionedBatchSampler):
+        return batch_sampler.remaining(position, num_first)
     if type(batch_sampler) is BatchSampler:
         order = known_order(batch_sampler.sampler)
         if order is not None:
@@ -498,6 +523,7 @@ class OrderState(TypedDict, total=False):
     generator: torch.Tensor
     sampler: Any  # the user's own, where that keeps a state
     sample_seed: int
+    plan: list[int]  # of batches that depend on more than the order of the samples
     dataset: Any  # a stream's own, where that keeps a state
     rank: list[int] | None  # of the only rank, and the number of ranks, that can use the stream's state
 
@@ -524,7 +550,10 @@ class Order:
         self.seedable: SeedableRandomSampler | IndexFreeSampler | None = next(
             (sampler for sampler in samplers if isinstance(sampler, _SEEDED)), None
         )
-        foreign = [sampler for sampler in samplers if not isinstance(sampler, ours)]
+        self.planned: PositionedBatchSampler | None = next(
+            (sampler for sampler in samplers if isinstance(sampler, PositionedBatchSampler)), None
+        )
+        foreign = [sampler for sampler in samplers if not isinstance(sampler, (PositionedBatchSampler, *ours))]
         self.stateful: Any = next((sampler for sampler in foreign if _has_state(sampler)), None)
         self.streams: tuple[str, ...] = _streams_of(foreign)
         self._torch_samplers: list[Any] = [
@@ -564,6 +593,8 @@ class Order:
             state["sampler"] = self.stateful.state_dict()
         if self.sample_seed is not None:
             state["sample_seed"] = self.sample_seed.value
+        if self.planned is not None:
+            state["plan"] = self.planned.plan_state()
         return state
 
     def adopt(self, state: OrderState) -> None:
@@ -578,6 +609,8 @@ class Order:
             self.stateful.load_state_dict(state.get("sampler"))
         if self.sample_seed is not None and "sample_seed" in state:
             self.sample_seed.value = state["sample_seed"]
+        if self.planned is not None and "plan" in state:
+            self.planned.continue_plan(state["plan"])
 
     def starting_from(self, state: OrderState) -> AbstractContextManager[None]:
         """Enter a context in which an iteration over the sampler begins as in the epoch of ``state``."""

@@ -182,7 +182,8 @@ class BatchSamplerShard(BatchSampler):
             following = list(islice(remaining.batches, size))
             steps += 1
             batches += len(step_batches)
-            taken = take(step_batches, remaining.first_batches, not following)
+            first_batches = [] if following else remaining.first_batches
+            taken = take(step_batches, first_batches, not following)
             if taken is not None:
                 indices, coverage = taken
                 samples += coverage.num_samples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +40,17 @@ class DataLoaderOptions(OptionGroup, title="Data loaders"):
     already_sharded: bool | None = option(
         None,
         "Each process's loader reads its own part of the data already, so nothing is divided; None: find out.",
+    )
+    token_budget: int | None = option(
+        None, "Make batches of at most so many tokens, instead of a number of samples.", minimum=1
+    )
+    length_of: Callable[[Any], int] | Sized | str | None = option(
+        None,
+        "The number of tokens of a sample: a function of it, all lengths, or the name of a column.",
+        kind="object",
+    )
+    packed: bool = option(
+        False, "The samples of a batch of token_budget are laid end to end, and not padded to the longest one."
     )
 
 

@@ -102,7 +102,15 @@ def test_constructor_has_the_documented_arguments_in_order(cls: type) -> None:
     assert found[: len(documented)] == documented
     ours = {
         AutocastKwargs: ["output_dtype"],
-        DataLoaderConfiguration: ["index_free_shuffle", "prefetch_to_device", "augment_by_sample", "already_sharded"],
+        DataLoaderConfiguration: [
+            "index_free_shuffle",
+            "prefetch_to_device",
+            "augment_by_sample",
+            "already_sharded",
+            "token_budget",
+            "length_of",
+            "packed",
+        ],
         ProjectConfiguration: [
             "checkpoint_format",
             "keep_every",

@@ -1,0 +1,274 @@
+"""Give batches of equal tokens from the order of a sampler, and find any position among them again.
+
+The batches of an epoch follow from the order, the lengths and the plan alone, whoever reads them: every rank computes
+the same ones. What is kept of a position is the plan that the epoch began with.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, cast, final
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from ..distributed.random import capture_host_streams, host_streams
+from ..errors import PreparationError, ResumeWarning
+from .random_streams import derived_seed
+from .sampling import (
+    BEGINNING,
+    UNKNOWN,
+    KnownOrder,
+    PositionedBatchSampler,
+    RemainingBatches,
+    ResumePosition,
+    known_order,
+    order_fingerprint,
+)
+from .token_plan import TokenPlan
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: From a sample to its length, or the lengths of all samples, or the name of the dataset's column of them.
+LengthOf = Callable[[Any], int] | Sized | str
+
+#: So many windows are planned to estimate how many batches an epoch has.
+_NUM_ESTIMATED: Final = 2
+
+
+@final
+class TokenBatchSampler(PositionedBatchSampler):
+    """Batches of the samples of ``sampler`` that hold about as many tokens each, and at most ``token_budget``.
+
+    Each sample comes once, in another order than the sampler's: inside of a window of some thousand samples, those that
+    fill a batch come together. ``len`` is that of one such epoch; another one may have a percent more or fewer batches.
+
+    Args:
+        sampler: the order of the samples' indices.
+        lengths: the number of tokens of each sample, by its index. An empty sample counts as one token.
+        token_budget: how many tokens a batch has at most.
+        packed: a batch's samples are laid end to end, so that their lengths add up; otherwise they are padded, and a
+            batch has as many tokens as the longest sample times their number.
+
+    Raises:
+        PreparationError: a sample is longer than the budget, or the lengths aren't whole numbers.
+    """
+
+    def __init__(  # pyright: ignore[reportMissingSuperCall]
+        self, sampler: Iterable[int], lengths: Sized, token_budget: int, packed: bool = False
+    ) -> None:
+        self.sampler: Any = sampler
+        self.lengths: NDArray[np.int64] = _checked(lengths, token_budget)
+        self.plan: TokenPlan = TokenPlan(token_budget, packed, 1)
+        self.batch_size: Any = None
+        self.drop_last: bool = False
+        self._saved_plan: TokenPlan | None = None  # of the epoch that is continued
+
+    @property
+    def mean_batch_size(self) -> int:
+        """Samples of mean length that fill a batch."""
+        return max(round(self.plan.token_budget / self._mean_length), 1)
+
+    def __len__(self) -> int:
+        return self._num_batches(len(self.sampler))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.remaining(BEGINNING, 0).batches)
+
+    # -- positions -------------------------------------------------------------------------------------
+
+    def remaining(self, position: ResumePosition, num_first: int) -> RemainingBatches:
+        """Return the batches from ``position`` on; only the window that it lies in is planned for that."""
+        order, plan = self._order(), self._saved_plan or self.plan
+        if self._saved_plan is not None and replace(plan, num_ranks=self.plan.num_ranks) != self.plan:
+            warnings.warn(
+                f"token_budget={self.plan.token_budget}, packed={self.plan.packed} count from the next epoch on: this "
+                f"one goes on with token_budget={plan.token_budget}, packed={plan.packed}, with which it began.",
+                ResumeWarning,
+                stacklevel=2,
+            )
+        # The window of the sample before the position, whose batch makes the fingerprint.
+        window = max(position.samples - 1, 0) // self._window_size(order, plan)
+        num_samples, num_batches, last = window * self._window_size(order, plan), 0, None
+        batches = self._batches(order, plan, window)
+        while num_batches < position.batches if position.samples == UNKNOWN else num_samples < position.samples:
+            batch = next(batches, None)
+            if batch is None:
+                break
+            last, num_samples, num_batches = batch, num_samples + len(batch), num_batches + 1
+
+        def to_the_end() -> Iterator[list[int]]:
+            try:
+                yield from batches
+                order.finish()
+            finally:
+                self._saved_plan = None
+
+        return RemainingBatches(
+            to_the_end(),
+            lambda: list(islice(self._batches(order, plan, 0), num_first)),
+            replace(position, samples=num_samples),
+            order_fingerprint(last),
+        )
+
+    def for_ranks(self, num_ranks: int) -> TokenBatchSampler:
+        """Return the sampler of the same order, whose batches are planned for ``num_ranks`` at a time."""
+        sampler = copy(self)  # the user's own object keeps its plan
+        sampler.plan = replace(self.plan, num_ranks=num_ranks)
+        return sampler
+
+    def plan_state(self) -> list[int]:
+        """Return the plan that the epoch begins with, for a checkpoint."""
+        return [self.plan.token_budget, int(self.plan.packed), self.plan.num_ranks]
+
+    def continue_plan(self, state: Sequence[int]) -> None:
+        """Give the batches of the epoch that began with the plan ``state``, and those of one's own from the next."""
+        token_budget, packed, num_ranks = state
+        self._saved_plan = TokenPlan(token_budget, bool(packed), num_ranks)
+
+    # -- batches ---------------------------------------------------------------------------------------
+
+    def _order(self) -> KnownOrder:
+        """Return the order that the sampler begins now; one of an unknown sampler is drawn as a whole."""
+        order = known_order(self.sampler)
+        if order is not None:
+            return order
+        indices = torch.tensor(list(self.sampler), dtype=torch.int64, device="cpu")
+        return KnownOrder(len(indices), lambda positions: indices[positions], lambda: None)
+
+    def _window_size(self, order: KnownOrder, plan: TokenPlan) -> int:
+        return plan.window_size(order.length, self._mean_length)
+
+    @cached_property
+    def _mean_length(self) -> float:
+        return float(self.lengths.mean()) if len(self.lengths) else 1.0
+
+    def _batches(self, order: KnownOrder, plan: TokenPlan, window: int) -> Iterator[list[int]]:
+        size = self._window_size(order, plan)
+        for number, start in enumerate(range(window * size, order.length, size), window):
+            indices = order.at(torch.arange(start, min(start + size, order.length), device="cpu")).numpy()
+            # Counted from what is known on every rank, and another one in every epoch that is shuffled.
+            seed = derived_seed(int(indices[0]), int(indices[-1]), number)
+            for positions in plan.batches(self.lengths[indices], seed):
+                yield cast("list[int]", indices[positions].tolist())
+
+    def _num_batches(self, num_samples: int) -> int:
+        """Return about how many batches ``num_samples`` make, from windows of the order, or of another shuffled one."""
+        key = (num_samples, self.plan)
+        if self._estimate is None or self._estimate[0] != key:
+            self._estimate = (key, self._estimated(num_samples))
+        return self._estimate[1]
+
+    _estimate: tuple[object, int] | None = None
+
+    def _estimated(self, num_samples: int) -> int:
+        size = self.plan.window_size(num_samples, self._mean_length)
+        num_windows = -(-num_samples // size)
+        if type(self.sampler) is SequentialSampler:
+            indices = np.arange(num_samples)
+        else:
+            shuffled = torch.randperm(len(self.lengths), generator=torch.Generator().manual_seed(0)).numpy()
+            indices = np.resize(shuffled, num_samples)
+            num_windows = min(num_windows, _NUM_ESTIMATED)
+        taken = indices[: num_windows * size]
+        windows = [taken[start : start + size] for start in range(0, len(taken), size)]
+        planned = sum(len(self.plan.batches(self.lengths[window], 0)) for window in windows)
+        return math.ceil(planned * num_samples / max(len(taken), 1))
+
+
+def with_token_budget(
+    dataloader: DataLoader[object],
+    sampler: Iterable[object] | None,
+    token_budget: int,
+    length_of: LengthOf | None,
+    packed: bool,
+) -> TokenBatchSampler:
+    """Return a sampler of batches of equal tokens in the order of the loader, or in that of ``sampler``.
+
+    Raises:
+        PreparationError: the loader makes batches of its own, or the lengths don't fit the dataset or the budget.
+    """
+    dataset, batch_sampler = (
+        dataloader.dataset,
+        cast("Any", sampler if sampler is not None else dataloader.batch_sampler),
+    )
+    advice = (
+        "For one loader of several, give that one a batch sampler instead: DataLoader(dataset, batch_sampler="
+        "TokenBatchSampler(sampler, lengths, token_budget)), from accelerate.data_loader."
+    )
+    asked = f"DataLoaderConfiguration(token_budget={token_budget})"
+    if isinstance(dataset, IterableDataset):
+        raise PreparationError(
+            f"{asked} makes batches of a known number of tokens, but {type(dataset).__name__} is a stream: nobody "
+            f"knows how long its next sample is. {advice}"
+        )
+    if type(batch_sampler) is not BatchSampler:
+        made_by = "doesn't batch (batch_size=None)" if batch_sampler is None else f"has {type(batch_sampler).__name__}"
+        raise PreparationError(f"{asked} makes the batches, but this loader {made_by}. {advice}")
+    if length_of is None:
+        raise PreparationError(
+            f"{asked} needs length_of: a function of a sample, all lengths, or the name of a column."
+        )
+    lengths = lengths_of(dataset, length_of)
+    made = TokenBatchSampler(batch_sampler.sampler, lengths, token_budget, packed)
+    made.drop_last = batch_sampler.drop_last
+    return made
+
+
+def lengths_of(dataset: object, length_of: LengthOf) -> Sized:
+    """Return the number of tokens of every sample of ``dataset``.
+
+    Raises:
+        PreparationError: there are as many lengths as samples, or no such column.
+    """
+    num_samples = len(cast("Sized", dataset))
+    if isinstance(length_of, str):
+        try:
+            found: Any = cast("Any", dataset)[length_of]
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise PreparationError(
+                f"length_of={length_of!r} is the name of a column of lengths, but {type(dataset).__name__} has none "
+                f"({type(error).__name__}: {error}). Give the lengths themselves, or a function of a sample."
+            ) from error
+    elif callable(length_of):
+        with host_streams(capture_host_streams()):  # reading a sample to measure it draws nothing of the run's
+            found = [length_of(cast("Any", dataset)[index]) for index in range(num_samples)]
+    else:
+        found = length_of
+    if len(found) != num_samples:
+        raise PreparationError(
+            f"length_of gives {len(found):,} lengths, but {type(dataset).__name__} has {num_samples:,} samples. Give "
+            "one length for each sample, by its index; a function of a sample serves several datasets."
+        )
+    return found
+
+
+def _checked(lengths: Sized, token_budget: int) -> NDArray[np.int64]:
+    """Return the lengths as an array, none of them less than one or above the budget."""
+    found = np.asarray(lengths.numpy(force=True) if isinstance(lengths, torch.Tensor) else lengths)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise PreparationError(
+            f"The lengths of samples are whole numbers, one for each; these are {found.dtype} of shape {found.shape}."
+        )
+    if not found.size:
+        return found.astype(np.int64)
+    if (shortest := int(found.min())) < 0:
+        raise PreparationError(
+            f"Sample {int(found.argmin())} has a length of {shortest}; give the number of its tokens."
+        )
+    if (longest := int(found.max())) > token_budget:
+        too_long = int((found > token_budget).sum())
+        raise PreparationError(
+            f"Sample {int(found.argmax())} has {longest:,} tokens, more than token_budget={token_budget:,} lets a "
+            f"batch hold ({too_long:,} of {len(found):,} samples are too long). Cut or leave out such samples, or "
+            "raise the budget."
+        )
+    return np.maximum(found, 1).astype(np.int64, copy=False) if shortest < 1 else found.astype(np.int64, copy=False)

@@ -1,0 +1,138 @@
+"""Plan batches of equal tokens: which samples of a window of the order go into one batch, and which batches into one
+step.
+
+The batches of a window fit the budget and, as far as the lengths allow, fill it equally. Those of one step are alike in
+what they cost, the attention over long samples included; the steps come in random order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, cast, final
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: The steps of a window, of few ranks at least so many batches: among many batches similar ones are found for a step.
+STEPS_PER_WINDOW: Final = 32
+MIN_WINDOW_BATCHES: Final = 1024
+#: The batches of a window are divided by the length of their samples, and inside of that by their cost.
+NUM_LENGTH_GROUPS: Final = 4
+NUM_COST_CLASSES: Final = 50
+
+
+@final
+@dataclass(frozen=True)
+class TokenPlan:
+    """The rule of the batches of an epoch: with the order and the lengths of the samples it decides them."""
+
+    token_budget: int  # tokens that a batch holds at most
+    packed: bool  # a batch costs the sum of its lengths; otherwise the longest one times their number
+    num_ranks: int  # batches of one step
+
+    def window_size(self, num_samples: int, mean_length: float) -> int:
+        """Return into how many samples at a time an order of ``num_samples`` is divided; the windows are equal."""
+        num_batches = max(STEPS_PER_WINDOW * self.num_ranks, MIN_WINDOW_BATCHES)
+        num_windows = max(round(num_samples * mean_length / (num_batches * self.token_budget)), 1)
+        return max(-(-num_samples // num_windows), 1)
+
+    def batches(self, lengths: NDArray[np.int64], seed: int) -> list[NDArray[np.int64]]:
+        """Return the batches of a window of samples of these lengths ``[samples]``, as positions in the window.
+
+        Batch ``step * num_ranks + rank`` is that of the rank in the step. No length is above the budget.
+        """
+        batch_of = self._packed(lengths) if self.packed else self._padded(lengths)
+        positions = np.argsort(batch_of, kind="stable")
+        starts = np.flatnonzero(np.diff(batch_of[positions], prepend=-1))
+        parts = np.split(positions, starts[1:])
+        return [parts[number] for number in self._arranged(lengths[positions], starts, seed).tolist()]
+
+    def cost(self, lengths: NDArray[np.int64]) -> int:
+        """Return how many tokens a batch of samples of these lengths counts against the budget."""
+        return int(lengths.sum() if self.packed else lengths.max(initial=0) * len(lengths))
+
+    # -- batches ---------------------------------------------------------------------------------------
+
+    def _whole_steps(self, num_batches: int, num_samples: int) -> int:
+        return min(-(-num_batches // self.num_ranks) * self.num_ranks, num_samples)
+
+    def _packed(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the batch of each sample: as few as hold the tokens, the longest sample first into the emptiest."""
+        by_length = np.argsort(-lengths, kind="stable")
+        descending, budget = lengths[by_length], self.token_budget
+        num_batches = self._whole_steps(-(-int(lengths.sum()) // budget), len(lengths))
+        batches, fullest = _into_emptiest(descending, num_batches)
+        while fullest > budget:
+            more = max(int(num_batches * (fullest / budget - 1) / 4), 1)
+            num_batches = self._whole_steps(num_batches + more, len(lengths))
+            batches, fullest = _into_emptiest(descending, num_batches)
+        batch_of = np.empty_like(batches)
+        batch_of[by_length] = batches
+        return batch_of
+
+    def _padded(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the batch of each sample: neighbours by length, so that little is padded."""
+        by_length = np.argsort(-lengths, kind="stable")
+        descending = cast("list[int]", lengths[by_length].tolist())
+        sizes: list[int] = []
+        start = 0
+        while start < len(descending):
+            sizes.append(min(self.token_budget // descending[start], len(descending) - start))
+            start += sizes[-1]
+        missing = self._whole_steps(len(sizes), len(lengths)) - len(sizes)
+        while missing:  # the last step is completed by halves of the batches of most samples
+            largest = sorted(range(len(sizes)), key=sizes.__getitem__)[-missing:]
+            for number in sorted((number for number in largest if sizes[number] > 1), reverse=True):
+                half = sizes[number] // 2
+                sizes[number : number + 1] = [half, sizes[number] - half]
+                missing -= 1
+        batch_of = np.empty(len(lengths), dtype=np.int64)
+        batch_of[by_length] = np.repeat(np.arange(len(sizes)), sizes)
+        return batch_of
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    def _arranged(self, lengths: NDArray[np.int64], starts: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+        """Return the numbers of the batches, those of one step one after the other.
+
+        Args:
+            lengths: of all samples, batch by batch.
+            starts: where each batch begins.
+        """
+        costs, squares = np.add.reduceat(lengths, starts), np.add.reduceat(lengths.astype(np.float64) ** 2, starts)
+        if not self.packed:
+            longest = np.maximum.reduceat(lengths, starts)
+            costs = longest * np.diff(starts, append=len(lengths))
+            squares = longest.astype(np.float64)
+        num_batches = len(starts)
+        group = np.empty(num_batches, dtype=np.int64)
+        group[np.argsort(squares, kind="stable")] = np.arange(num_batches) * NUM_LENGTH_GROUPS // num_batches
+        order = np.lexsort((squares, costs * NUM_COST_CLASSES // self.token_budget, group))
+        num_steps = num_batches // self.num_ranks
+        shuffled = torch.randperm(num_steps, generator=torch.Generator().manual_seed(seed)).numpy()
+        whole, rest = np.split(order, [num_steps * self.num_ranks])
+        return np.concatenate([whole.reshape(num_steps, self.num_ranks)[shuffled].ravel(), rest])
+
+
+def _into_emptiest(descending: NDArray[np.int64], num_batches: int) -> tuple[NDArray[np.int64], int]:
+    """Return the batch of each sample where each goes into the emptiest, and the tokens of the fullest one.
+
+    This is the rule of the longest processing time first; samples that can't meet in a batch are assigned at once.
+    """
+    loads = np.zeros(num_batches, dtype=np.int64)
+    batch_of = np.empty(len(descending), dtype=np.int64)
+    start = 0
+    while start < len(descending):
+        emptiest = np.argsort(loads, kind="stable")
+        shortest = descending[min(start + num_batches, len(descending)) - 1]
+        # A batch that gets a sample is fuller than these, so that each of them gets one before any gets two.
+        num_at_once = int(np.searchsorted(loads[emptiest], loads[emptiest[0]] + shortest))
+        stop = min(start + num_at_once, len(descending))
+        taken = emptiest[: stop - start]
+        batch_of[start:stop] = taken
+        loads[taken] += descending[start:stop]
+        start = stop
+    return batch_of, int(loads.max(initial=0))
