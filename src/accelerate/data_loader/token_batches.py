@@ -26,6 +26,7 @@ from .sampling import (
     BEGINNING,
     UNKNOWN,
     KnownOrder,
+    Permutation,
     PositionedBatchSampler,
     RemainingBatches,
     ResumePosition,
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
 #: From a sample to its length, or the lengths of all samples, or the name of the dataset's column of them.
 LengthOf = Callable[[Any], int] | Sized | str
 
-#: So many windows are planned to estimate how many batches an epoch has.
+#: So many windows are planned to estimate how many batches an epoch has; of an order without shuffling up to so many.
 _NUM_ESTIMATED: Final = 2
+_NUM_COUNTED: Final = 64
 
 
 @final
@@ -170,18 +172,18 @@ class TokenBatchSampler(PositionedBatchSampler):
     _estimate: tuple[object, int] | None = None
 
     def _estimated(self, num_samples: int) -> int:
-        size = self.plan.window_size(num_samples, self._mean_length)
+        size, num_lengths = self.plan.window_size(num_samples, self._mean_length), len(self.lengths)
         num_windows = -(-num_samples // size)
-        if type(self.sampler) is SequentialSampler:
-            indices = np.arange(num_samples)
-        else:
-            shuffled = torch.randperm(len(self.lengths), generator=torch.Generator().manual_seed(0)).numpy()
-            indices = np.resize(shuffled, num_samples)
-            num_windows = min(num_windows, _NUM_ESTIMATED)
-        taken = indices[: num_windows * size]
-        windows = [taken[start : start + size] for start in range(0, len(taken), size)]
-        planned = sum(len(self.plan.batches(self.lengths[window], 0)) for window in windows)
-        return math.ceil(planned * num_samples / max(len(taken), 1))
+        is_known = type(self.sampler) is SequentialSampler and num_windows <= _NUM_COUNTED
+        shuffled = None if is_known else Permutation(num_lengths, 0)
+        num_planned = num_windows if is_known else min(num_windows, _NUM_ESTIMATED)
+        planned = 0
+        for start in range(0, num_planned * size, size):
+            indices = torch.arange(start, min(start + size, num_samples), device="cpu")
+            if shuffled is not None:
+                indices = shuffled.at(indices % num_lengths)
+            planned += len(self.plan.batches(self.lengths[indices.numpy()], 0))
+        return math.ceil(planned * num_samples / max(min(num_planned * size, num_samples), 1))
 
 
 def with_token_budget(

@@ -144,6 +144,12 @@ def test_fewer_samples_than_ranks_follow_even_batches(even_batches: bool) -> Non
         assert sorted(flat(steps_of(loaders))) == [0, 1, 2]
 
 
+def test_the_number_of_steps_is_known_without_shuffling() -> None:
+    lengths = log_normal(5000)
+    loader = loader_of(lengths, 0, 2, shuffle=False, use_seedable_sampler=False)
+    assert len(loader) == sum(1 for _ in loader)
+
+
 def test_an_empty_dataset_has_no_batches() -> None:
     assert list(loader_of(np.zeros(0, dtype=np.int64), shuffle=False)) == []
 
