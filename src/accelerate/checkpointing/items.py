@@ -240,6 +240,10 @@ class RunItems:
         """The gradients of this rank, if the run is saved between two updates."""
         return None if self.run.open_window is None else self.run.open_window.state_dict()
 
+    def updates(self) -> int:
+        """Return the number of updates that the optimizer with the most has made; 0 where nothing counts them."""
+        return max((getattr(optimizer, "num_updates", 0) for optimizer in self.run.optimizers), default=0)
+
     def epoch(self) -> int | None:
         """Return the epoch of the first loader that knows it."""
         found = [state.get("epoch") for state in self.loader_states.values() if isinstance(state, Mapping)]

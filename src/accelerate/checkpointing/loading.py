@@ -406,6 +406,14 @@ class Loading:
             else:
                 state = OPTIMIZER.read(folder, number, **self.options.of_pickles)
                 self.access.load_full_optimizer_state(optimizer, self.run.models, state)
+            if hasattr(optimizer, "num_updates"):
+                setattr(optimizer, "num_updates", self._num_updates(optimizer))  # noqa: B010
+
+    def _num_updates(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the updates before this checkpoint: those it tells, else those that the optimizer's state counts."""
+        told = None if self.manifest is None else self.manifest.details.get("updates")
+        steps = [state["step"] for state in optimizer.state.values() if "step" in state]
+        return int(max(steps, default=0)) if told is None else int(told)
 
     def _read_shared(self, folder: Path) -> None:
         run, of_pickles = self.run, self.options.of_pickles

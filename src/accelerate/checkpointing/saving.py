@@ -384,6 +384,8 @@ def _collect(saving: Saving, items: RunItems, staging: StagingDirectory) -> None
     if staging.is_committer:
         if staging.description.details.get("epoch") is None and (epoch := items.epoch()) is not None:
             staging.details["epoch"] = epoch
+        if updates := items.updates():
+            staging.details["updates"] = updates
         if everything and items.window is not None:
             staging.details[OPEN_WINDOW] = True
 

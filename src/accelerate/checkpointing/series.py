@@ -83,8 +83,11 @@ class Entry:
 
     @property
     def step(self) -> int | None:
-        """The step that was given to ``save_state``, or else the Accelerator's own count."""
-        return None if self.manifest is None else self.manifest.details.get("step", self.manifest.step)
+        """The step that was given to ``save_state``, else the optimizer's updates, else the Accelerator's own count."""
+        if self.manifest is None:
+            return None
+        details = self.manifest.details
+        return details.get("step", details.get("updates", self.manifest.step))
 
     @property
     def epoch(self) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..optional import installed_version
 from ..settings import env
-from .parser import Subparsers, command_parser, configuration_path, run_command, spellings
+from .parser import WHICH_FILE, Subparsers, command_parser, configuration_path, run_command, spellings
 
 _LIBRARIES = ("transformers", "deepspeed", "torchao", "transformer_engine", "bitsandbytes", "torch_xla", "megatron")
 _VARIABLES = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "TORCH_", "CUDA_VISIBLE")
@@ -21,7 +21,7 @@ _CLUSTER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "O
 def env_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate env``."""
     parser = command_parser("env", "Print versions, devices and the configuration.", subparsers)
-    parser.add_argument(*spellings("--config_file"), default=None, help="The file to show.")
+    parser.add_argument(*spellings("--config_file"), default=None, help=f"The file to show. {WHICH_FILE}")
     parser.set_defaults(func=env_command)
     return parser
 

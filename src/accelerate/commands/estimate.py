@@ -47,9 +47,13 @@ def estimate_command_parser(subparsers: Subparsers | None = None) -> argparse.Ar
     parser.add_argument("--batch", type=count, default=1, help="Samples of a micro-batch on one rank.")
     parser.add_argument("--sequence", type=count, default=512, help="Tokens of a sample.")
     parser.add_argument("--optimizer", default="adamw", help="A class of torch.optim.")
-    parser.add_argument(*spellings("--mixed_precision"), choices=tuple(PRECISIONS), default="no")
+    parser.add_argument(
+        *spellings("--mixed_precision"), choices=tuple(PRECISIONS), default="no", help="The precision of the step."
+    )
     parser.add_argument("--recompute", action="store_true", help="With activation checkpointing of the blocks.")
-    parser.add_argument(*spellings("--num_processes"), type=count, nargs="+", default=[1, 8], help="Numbers of ranks.")
+    parser.add_argument(
+        *spellings("--num_processes"), type=count, nargs="+", default=[1, 8], metavar="N", help="Numbers of ranks."
+    )
     parser.add_argument(
         "--layouts",
         nargs="+",

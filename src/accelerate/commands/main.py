@@ -22,7 +22,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "merge-weights": ("merge", "Merge the sharded weights of a checkpoint into one file."),
     "to-fsdp2": ("to_fsdp2", "Convert a configuration file from FSDP version 1 to version 2."),
     "tpu-config": ("tpu", "Run set-up commands on every machine of a TPU pod."),
-    "completion": ("completion", "Print a script that lets bash or zsh complete this command."),
+    "completion": ("completion", "Print a script that lets bash, zsh or fish complete this command."),
 }
 
 

@@ -1,11 +1,9 @@
-"""The parsers of all commands; for the launcher: flags from the option declarations, short and full help."""
+"""The parsers of all commands; for the launcher: flags from the option declarations."""
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, Protocol, final
@@ -14,38 +12,7 @@ from ..errors import AccelerateError, SettingError
 from ..launch.arguments import PER_DEVICE
 from ..settings import file
 from ..settings.option import OptionInfo, Source, nearest
-
-#: The options of the short help, in this order; all others are in ``--help-all`` only.
-COMMON: Final = (
-    "--config_file",
-    "--num_processes",
-    "--num_machines",
-    "--mixed_precision",
-    "--cpu",
-    "--multi_gpu",
-    "--tpu",
-    "--gpu_ids",
-    "--machine_rank",
-    "--main_process_ip",
-    "--main_process_port",
-    "--max_restarts",
-    "--launcher",
-    "--use_deepspeed",
-    "--use_fsdp",
-    "--use_megatron_lm",
-    "--num_cpu_threads_per_process",
-    "--dynamo_backend",
-    "--log_dir",
-    "--tee",
-    "--module",
-    "--debug",
-    "--preflight",
-    "--pretend",
-    "--explain",
-    "--dry-run",
-    "--help-all",
-)
-_COLUMN: Final = 34
+from .help_text import OWN, command_help, full_help, short_help
 
 
 def unknown_option(parser: argparse.ArgumentParser, text: str) -> str:
@@ -75,9 +42,17 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
 
+    def format_help(self) -> str:
+        """Return the help in the style of all commands."""
+        return command_help(self)
+
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2."""
         complain_and_exit(self, message)
+
+
+#: What is said of the option that names a configuration file.
+WHICH_FILE: Final = "[the one that `accelerate config` writes]"
 
 
 class Subparsers(Protocol):
@@ -294,80 +269,3 @@ def add_launch_options(parser: argparse.ArgumentParser, options: Iterable[Option
     for option in rows:
         add_option(parser, option)
     parser.add_argument("--fp16", dest="fp16", action="store_const", const=True, default=None)
-
-
-#: Options of the command itself: (flag, value shown, help).
-OWN: Final = (
-    ("--config_file", "FILE", "The configuration to use; without it, the one that `accelerate config` wrote."),
-    ("--explain", "", "Print every value and where it came from, and start nothing."),
-    ("--dry-run", "", "Print the commands, environments and rendezvous, and start nothing."),
-    ("--nproc_per_node", "N", "torchrun's count: the processes of one machine instead of all; auto: one per device."),
-    ("--help-all", "", "Show every option."),
-    ("--fp16", "", "Old spelling of --mixed_precision fp16."),
-)
-
-_USAGE: Final = """\
-Usage: accelerate launch [options] script.py [arguments of the script]
-       accelerate launch [options] -m module [arguments of the module]
-
-Starts a program on one process or many. What isn't given comes from the configuration file, then from the
-environment. Every option can be spelled with _ or with -.
-"""
-
-
-def _lines(flag: str, value: str, help: str, width: int) -> list[str]:
-    head = f"  {flag} {value}".rstrip()
-    body = textwrap.wrap(help, max(30, width - _COLUMN))
-    if len(head) >= _COLUMN - 1:
-        return [head, *(" " * _COLUMN + line for line in body)]
-    first, *others = body or [""]
-    return [f"{head:<{_COLUMN}}{first}", *(" " * _COLUMN + line for line in others)]
-
-
-def _value(option: OptionInfo) -> str:
-    if option.switch:
-        return ""
-    if option.choices is not None and len(option.choices) <= 4:
-        return "{" + ",".join(option.choices) + "}"
-    placeholders = {"int": "N", "float": "X", "bool": "{true,false}", "list": "A,B", "document": "FILE"}
-    return placeholders.get(option.kind, "TEXT")
-
-
-def _described(option: OptionInfo) -> tuple[str, str, str]:
-    short = next((flag for flag in option.flags if not flag.startswith("--")), "")
-    name = f"{option.flag}, {short}" if short else str(option.flag)
-    default = "" if option.switch or option.launched in (None, "") else f" [{option.write(option.launched)}]"
-    return name, _value(option), f"{option.help}{default}"
-
-
-def _width() -> int:
-    return min(110, max(70, shutil.get_terminal_size((100, 24)).columns))
-
-
-def short_help(options: Sequence[OptionInfo]) -> str:
-    """Return the help of the options that most runs need."""
-    rows = {str(option.flag): _described(option) for option in options}
-    rows.update({flag: (flag, value, help) for flag, value, help in OWN})
-    width = _width()
-    lines = [_USAGE]
-    for flag in COMMON:
-        if flag in rows:
-            lines += _lines(*rows[flag], width)
-    lines.append(f"\n{len(options) + len(OWN) - len(COMMON)} more options: accelerate launch --help-all")
-    return "\n".join(lines)
-
-
-def full_help(options: Sequence[OptionInfo]) -> str:
-    """Return the help of all options, by group."""
-    width = _width()
-    lines = [_USAGE, "This command"]
-    for row in OWN:
-        lines += _lines(*row, width)
-    groups: dict[str, list[OptionInfo]] = {}
-    for option in options:
-        groups.setdefault(option.group, []).append(option)
-    for title, members in groups.items():
-        lines += ["", title]
-        for option in members:
-            lines += _lines(*_described(option), width)
-    return "\n".join(lines)

@@ -6,9 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import PreparationError
 from ..settings import file
 from ..settings.option import Source
 from ..settings.run import collect
@@ -33,14 +36,18 @@ def plan_command_parser(subparsers: Subparsers | None = None) -> argparse.Argume
         help="A training script (it runs until accelerator.prepare, without memory for weights), a name on the hub, a "
         "folder, or a function that builds the model: 'module:function'.",
     )
-    parser.add_argument("--gpus", type=count, required=True, help="How many there are, over all hosts.")
-    parser.add_argument("--memory", required=True, help="Of each of them, like 80GB or 24GiB.")
+    parser.add_argument("--gpus", type=count, required=True, metavar="N", help="How many there are, over all hosts.")
+    parser.add_argument("--memory", required=True, metavar="SIZE", help="Of each of them, like 80GB or 24GiB.")
     parser.add_argument(*spellings("--gpus_per_host"), type=count, default=8, help="How many a host has.")
-    parser.add_argument("--reserve", type=float, default=0.1, help="The share of the memory that isn't planned with.")
+    parser.add_argument(
+        "--reserve", type=float, metavar="X", default=0.1, help="The share of the memory that isn't planned with."
+    )
     parser.add_argument("--batch", type=count, default=1, help="Samples of a micro-batch on one data-parallel rank.")
     parser.add_argument("--sequence", type=count, default=512, help="Tokens of a sample.")
     parser.add_argument("--optimizer", default="adamw", help="A class of torch.optim, where the script has none.")
-    parser.add_argument(*spellings("--mixed_precision"), choices=tuple(PRECISIONS), default="bf16")
+    parser.add_argument(
+        *spellings("--mixed_precision"), choices=tuple(PRECISIONS), default="bf16", help="The precision of the step."
+    )
     parser.add_argument(
         *spellings("--trust_remote_code"), action="store_true", help="Run the code that the model brings with it."
     )
@@ -48,7 +55,7 @@ def plan_command_parser(subparsers: Subparsers | None = None) -> argparse.Argume
     parser.add_argument(
         *spellings("--config_file"),
         default="accelerate_config.yaml",
-        help="The configuration to write (default: accelerate_config.yaml; '' writes none).",
+        help="The configuration to write; '' writes none.",
     )
     parser.epilog = "What follows -- are the script's own arguments."
     parser.set_defaults(func=plan_command, script_args=[])
@@ -69,9 +76,11 @@ def plan_command(args: argparse.Namespace) -> None:
 
     subject, optimizer, batch = _subject(args)
     precision = PRECISIONS[args.mixed_precision]
+    untraced: list[str] = []
 
     def trace(recompute: bool) -> TrainingTrace:
-        return trace_training(
+        traced = partial(
+            trace_training,
             subject,
             batch=batch,
             sequence=args.sequence,
@@ -80,6 +89,11 @@ def plan_command(args: argparse.Namespace) -> None:
             optimizer=optimizer,
             recompute=recompute,
         )
+        try:
+            return traced(activations=not untraced)
+        except PreparationError as error:
+            untraced.append(str(error))
+            return traced(activations=False)
 
     plan = propose(
         subject.name,
@@ -89,6 +103,8 @@ def plan_command(args: argparse.Namespace) -> None:
         gpus_per_host=args.gpus_per_host,
         reserve=args.reserve,
     )
+    if untraced:
+        plan = replace(plan, untraced=untraced[0])
     print(json.dumps(plan.as_json(), indent=2) if args.json else as_text(plan))
     if plan.chosen is None or not args.config_file:
         return

@@ -38,7 +38,7 @@ def add_num_steps(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=8,
         metavar="N",
-        help="How many steps of the optimizer to compare (default: 8).",
+        help="How many steps of the optimizer to compare.",
     )
 
 

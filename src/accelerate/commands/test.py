@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import AccelerateError
-from .parser import Subparsers, command_parser, complain, spellings
+from .parser import WHICH_FILE, Subparsers, command_parser, complain, spellings
 
 
 def test_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
@@ -18,7 +18,7 @@ def test_command_parser(subparsers: Subparsers | None = None) -> argparse.Argume
         "Check with a small training run that the configuration works. Flags of the launcher may follow.",
         subparsers,
     )
-    parser.add_argument(*spellings("--config_file"), default=None, help="The file to test.")
+    parser.add_argument(*spellings("--config_file"), default=None, help=f"The file to test. {WHICH_FILE}")
     parser.set_defaults(func=test_command)
     return parser
 

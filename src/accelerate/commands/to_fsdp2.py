@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import SettingError
-from .parser import Subparsers, command_parser, configuration_path, run_command, spellings
+from .parser import WHICH_FILE, Subparsers, command_parser, configuration_path, run_command, spellings
 
 _RESHARDS: Final[Mapping[str, bool]] = {
     "FULL_SHARD": True,
@@ -64,7 +64,7 @@ def _reshards(strategy: object) -> bool:
 def to_fsdp2_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate to-fsdp2``."""
     parser = command_parser("to-fsdp2", "Convert a configuration file from FSDP version 1 to version 2.", subparsers)
-    parser.add_argument(*spellings("--config_file"), default=None, help="The file to convert.")
+    parser.add_argument(*spellings("--config_file"), default=None, help=f"The file to convert. {WHICH_FILE}")
     parser.add_argument("--overwrite", action="store_true", help="Write the result into the same file.")
     parser.add_argument(*spellings("--output_file"), default=None, help="The file to write.")
     parser.set_defaults(func=to_fsdp2_command)

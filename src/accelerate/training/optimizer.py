@@ -60,6 +60,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """
 
     _is_accelerate_prepared = True  # libraries ask prepared objects for it
+    #: Updates of the parameters in this run, and in the runs that it goes on from.
+    num_updates: int = 0
     _step_hook: RemovableHandle | None = None
 
     def __init__(
@@ -118,6 +120,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._has_stepped = True
         if self._act is not None:
             return self._act(closure)
+        self.num_updates += 1
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def _scaled_step(self, closure: Closure | None) -> float | None:
@@ -127,6 +130,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure=closure)
         found = _overflow_flags(scaler, self.optimizer)
         scaler.update()
+        self.num_updates += self._updates.count
         if self._updates.count and scaler_decides(self.optimizer):
             self._is_overflow = False
         else:  # Reading the flags waits for the device, so they are read only on demand (by the scheduler).
@@ -227,6 +231,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             "_is_overflow": self.step_was_skipped,
             "_accelerate_step_called": self._accelerate_step_called,
             "_has_stepped": self._has_stepped,
+            "num_updates": self.num_updates,
             "_zero_grad_takes_set_to_none": self._zero_grad_takes_set_to_none,
         }
 

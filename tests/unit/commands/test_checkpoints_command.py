@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from accelerate import Accelerator
 from accelerate.checkpointing import write_checkpoint
 from accelerate.commands import checkpoints
 from accelerate.settings.training import ProjectOptions
@@ -49,6 +51,33 @@ def test_a_list_for_programs(run: Path, capsys: pytest.CaptureFixture[str]) -> N
         ("checkpoint_1", 1, True, False),
         ("checkpoint_2", 2, False, False),
     ]
+
+
+@pytest.mark.parametrize(("algorithm", "window"), [(torch.optim.SGD, 1), (torch.optim.AdamW, 2)])
+def test_without_a_step_of_its_own_a_save_has_the_optimizers_updates(
+    algorithm: Any, window: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in range(3):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=window)
+        model = torch.nn.Linear(2, 2)
+        data: Any = torch.zeros(8, 2)
+        loader = torch.utils.data.DataLoader(data, batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, algorithm(model.parameters(), lr=0.1), loader)
+        if run:
+            accelerator.load_state(str(tmp_path / str(run - 1)))
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.save_state(str(tmp_path / str(run)))
+        assert checkpoints.main([str(tmp_path / str(run)), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[0]["step"] == (run + 1) * 4 // window
+        accelerator.free_memory()
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_state(str(tmp_path / "named"), details={"step": 700})
+    assert checkpoints.main([str(tmp_path / "named"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["step"] == 700
 
 
 def test_every_byte_is_compared_on_request(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 
 import pytest
 
 from accelerate.commands.completion import SHELLS, main, script
+from accelerate.settings.run import launch_options_of
 
 
 def complete(*words: str) -> list[str]:
@@ -33,7 +35,33 @@ def test_bash_completes_commands_options_and_values(words: list[str], expected: 
     assert complete(*words) == expected
 
 
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("accelerate la", ["launch"]),
+        ("accelerate launch --num_pro", ["--num_processes"]),
+        ("accelerate launch --mixed_precision b", ["bf16"]),
+        ("accelerate launch --mixed_precision ", ["bf16", "fp16", "fp8", "no"]),
+        ("accelerate config ", ["default", "show", "update"]),
+    ],
+)
+def test_fish_completes_commands_options_and_values(line: str, expected: list[str]) -> None:
+    program = script("fish") + f"complete -C {shlex.quote(line)}\n"
+    run = subprocess.run(["fish", "--no-config", "-c", program], capture_output=True, text=True, check=True)
+    assert sorted(row.partition("\t")[0] for row in run.stdout.splitlines()) == expected
+
+
+def test_the_script_of_fish_names_every_flag_once_and_closes_its_quotes() -> None:
+    lines = [line for line in script("fish").splitlines() if not line.startswith("#")]
+    flags = [line.split(" -l ")[1].split()[0] for line in lines if " -l " in line]
+    assert {str(option.flag)[2:] for option in launch_options_of()} < set(flags) and len(set(flags)) == len(flags)
+    for line in lines:
+        unescaped = line.replace("\\\\", "").replace("\\'", "")
+        assert unescaped.count("'") % 2 == 0, line
+
+
 def test_there_is_a_script_for_each_shell(capsys: pytest.CaptureFixture[str]) -> None:
     for shell in SHELLS:
         assert main([shell]) == 0
-        assert "_accelerate" in capsys.readouterr().out
+        assert ("complete -c accelerate" if shell == "fish" else "_accelerate") in capsys.readouterr().out

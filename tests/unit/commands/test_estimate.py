@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,20 @@ def test_the_tables_say_what_is_stored_and_what_a_step_takes(capsys: pytest.Capt
     assert estimate.main(["models_to_estimate.py:build", "--batch", "2", "--sequence", "16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "models_to_estimate.py:build: 33,088 parameters"
-    assert lines[2].split() == ["dtype", "largest", "layer", "total", "size", "training", "with", "Adam"]
-    assert [line.split()[0] for line in lines[3:7]] == ["float32", "float16", "int8", "int4"]
-    assert "One training step of batch 2, sequence 16, AdamW, at its fullest moment:" in lines
-    names = [line.split()[0] for line in lines[lines.index("") + 9 :]]
+    assert lines[2] == "Stored, and in training with Adam:"
+    assert [line.split()[0] for line in lines[5:9]] == ["float32", "float16", "int8", "int4"]
+    title = "One training step of batch 2, sequence 16, AdamW, on the busiest rank at its fullest moment:"
+    names = [line.split()[0] for line in lines[lines.index(title) + 2 :]]
     assert names[-6:] == ["single", "ddp8", "zero2x8", "fsdp-grad8", "fsdp8", "tp8"]
+
+
+def test_the_tables_have_the_names_that_programs_get(capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimate.main(["models_to_estimate.py:build", "--num_processes", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert estimate.main(["models_to_estimate.py:build", "--num_processes", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    columns = [re.split("  +", line) for line in lines if line.startswith(("dtype ", "layout "))]
+    assert columns == [[name.replace("_", " ") for name in found[kind][0]] for kind in ("stored", "ranks")]
 
 
 def test_programs_get_bytes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +68,7 @@ def test_programs_get_bytes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_that_cant_be_traced_is_estimated_without_activations(capsys: pytest.CaptureFixture[str]) -> None:
     assert estimate.main(["models_to_estimate.py:bare", "--num_processes", "1"]) == 0
     out = capsys.readouterr().out
-    assert "Without activations. models_to_estimate.py:bare: what Linear is called with isn't known" in out
+    assert "Without activations of forward and backward. models_to_estimate.py:bare: what Linear is called" in out
     row = next(line for line in out.splitlines() if line.startswith("single")).split()
     assert row[:8] == ["single", "1", "1.0", "MB", "0", "bytes", "1.0", "MB"]
 

@@ -526,4 +526,31 @@ def test_every_subcommand_has_a_help(name: str) -> None:
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as stopped:
         main.main([name, "--help"])
     assert stopped.value.code in (0, None)
-    assert "sage" in out.getvalue()
+    usage, _, rest = out.getvalue().partition("\n\n")
+    assert usage.startswith(f"Usage: accelerate {name} ") and "(default:" not in rest
+    assert max(map(len, rest.splitlines())) <= 110
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["plan"], "  --gpus_per_host N               How many a host has. [8]"),
+        (["plan"], "Usage: accelerate plan --gpus N --memory SIZE [options] SCRIPT_OR_MODEL"),
+        (["estimate-memory"], "  --num_processes N ...           Numbers of ranks. [1 8]"),
+        (["checkpoints"], "  --best_mode {min,max}           Whether less or more of the metric is better. [min]"),
+        (["checkpoints"], "  --json                          Print a list of objects for programs."),
+        (
+            ["config", "show"],
+            "  --config_file FILE              The file to show. [the one that `accelerate config` writes]",
+        ),
+        (["migrate"], "  --help                          Show this help."),
+    ],
+)
+def test_the_help_of_all_commands_has_the_launchers_style_with_defaults(
+    words: list[str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main.main([*words, "--help"])
+    assert line in out.getvalue().splitlines()

@@ -150,6 +150,18 @@ def test_the_command_prints_the_table_and_writes_the_configuration(capsys: pytes
     assert written["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Block"
 
 
+def test_a_function_that_only_builds_the_model_is_planned_without_activations_and_it_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command.main(["models_to_plan.py:model", "--gpus", "2", "--memory", "1GB", "--mixed_precision", "no"]) == 0
+    out = capsys.readouterr().out
+    assert "Without activations" in out and "inputs(batch, sequence)" in out and "Chosen: ddp2" in out
+    assert command.main(["models_to_plan.py:model", "--gpus", "2", "--memory", "1GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "inputs(batch, sequence)" in found["activations_left_out"]
+    assert found["ways"][0]["weights"] == 4 * 8 * (64 * 256 * 2 + 64 + 256)
+
+
 def test_programs_get_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         command.main(["models_to_plan.py:build", "--gpus", "2", "--memory", "80GB", "--json", "--config_file", ""]) == 0

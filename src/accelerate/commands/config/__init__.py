@@ -14,7 +14,7 @@ from ...errors import SettingError
 from ...launch.arguments import flags_of
 from ...settings import file
 from ...settings.tree import Settings
-from ..parser import Subparsers, command_parser, configuration_path, run_command, spellings
+from ..parser import WHICH_FILE, Subparsers, command_parser, configuration_path, run_command, spellings
 from . import config_args
 from .ask import Asker
 from .config_args import default_config_file, load_config_from_file
@@ -39,7 +39,7 @@ def show_command_parser(subparsers: Subparsers | None = None) -> argparse.Argume
     parser = command_parser(
         "config show", "Print a configuration file, and every value that a launch would take from it.", subparsers
     )
-    parser.add_argument(*spellings("--config_file"), help="The file to show.")
+    parser.add_argument(*spellings("--config_file"), help=f"The file to show. {WHICH_FILE}")
     parser.set_defaults(func=show_config_command)
     return parser
 
@@ -67,10 +67,8 @@ subcommands:
 def config_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate config``."""
     description = "Answer a few questions about this machine; `accelerate launch` then needs no flags."
-    parser = command_parser(
-        "config", description, subparsers, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(*spellings("--config_file"), help="The file to write.")
+    parser = command_parser("config", description, subparsers, epilog=_EPILOG)
+    parser.add_argument(*spellings("--config_file"), help=f"The file to write. {WHICH_FILE}")
     parser.add_argument("--advanced", action="store_true", help="Ask everything.")
     parser.set_defaults(func=config_command)
     return parser

@@ -12,7 +12,7 @@ from ...settings import file
 from ...settings.option import Source
 from ...settings.run import collect
 from ...settings.tree import Settings
-from ..parser import Subparsers, command_parser, configuration_path, spellings
+from ..parser import WHICH_FILE, Subparsers, command_parser, configuration_path, spellings
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
@@ -57,10 +57,8 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
 def default_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate config default``."""
     parser = command_parser("config default", "Write a configuration file from what this machine has.", subparsers)
-    parser.add_argument(*spellings("--config_file"), default=None, help="The file to write.")
-    parser.add_argument(
-        *spellings("--mixed_precision"), default="no", choices=PRECISIONS, help="The precision (default: no)."
-    )
+    parser.add_argument(*spellings("--config_file"), default=None, help=f"The file to write. {WHICH_FILE}")
+    parser.add_argument(*spellings("--mixed_precision"), default="no", choices=PRECISIONS, help="The precision.")
     parser.set_defaults(func=default_config_command)
     return parser
 

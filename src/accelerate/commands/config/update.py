@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...settings import file
-from ..parser import Subparsers, command_parser, configuration_path, spellings
+from ..parser import WHICH_FILE, Subparsers, command_parser, configuration_path, spellings
 
 
 def update_config(path: str | Path | None = None) -> Path:
@@ -21,7 +21,7 @@ def update_command_parser(subparsers: Subparsers | None = None) -> argparse.Argu
     parser = command_parser(
         "config update", "Rewrite a configuration file in today's spelling, with today's defaults.", subparsers
     )
-    parser.add_argument(*spellings("--config_file"), default=None, help="The file to update.")
+    parser.add_argument(*spellings("--config_file"), default=None, help=f"The file to update. {WHICH_FILE}")
     parser.set_defaults(func=update_config_command)
     return parser
 

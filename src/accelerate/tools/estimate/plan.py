@@ -272,6 +272,8 @@ class Plan:
     batch: int  # samples of a micro-batch on one data-parallel rank
     sequence: int
     candidates: tuple[Candidate, ...]
+    #: Why activations aren't in the numbers; None where they are.
+    untraced: str | None = None
 
     @property
     def chosen(self) -> Candidate | None:
@@ -287,6 +289,7 @@ class Plan:
             "usable": self.usable,
             "batch": self.batch,
             "sequence": self.sequence,
+            "activations_left_out": self.untraced,
             "chosen": None if self.chosen is None else self.chosen.name,
             "ways": [
                 {
@@ -396,6 +399,8 @@ def as_text(plan: Plan) -> str:
         lines.append("Nothing fits. Use more devices, a smaller --batch or --sequence, or lower precision.")
     else:
         lines.append(f"Chosen: {chosen.name}, the first that fits: {_reason(chosen)}")
+    if plan.untraced is not None:
+        lines += ["", f"Without activations of forward and backward; --reserve leaves room for them. {plan.untraced}"]
     return "\n".join(lines)
 
 

@@ -116,18 +116,21 @@ def stored_sizes(model: nn.Module, dtypes: Sequence[str]) -> tuple[StoredSize, .
 
 def as_text(found: Estimate) -> str:
     """Format the estimate as tables."""
-    stored = [("dtype", "largest layer", "total size", "training with Adam")]
+    stored = [("dtype", "largest layer", "total", "training")]
     for size in found.stored:
         training = "-" if size.training is None else convert_bytes(size.training)
         stored.append((size.dtype, convert_bytes(size.largest_layer), convert_bytes(size.total), training))
-    rows: list[tuple[str, ...]] = [("layout", "ranks", *PARTS, "peak per rank", "host")]
+    rows: list[tuple[str, ...]] = [("layout", "ranks", *PARTS, "host", "peak")]
     for each in found.footprints:
-        parts = [convert_bytes(getattr(each, part)) for part in (*PARTS, "peak")]
-        rows.append((each.layout.name, str(each.layout.ranks), *parts, convert_bytes(each.host) if each.host else "-"))
-    lines = [f"{found.model}: {found.num_parameters:,} parameters", "", *aligned(stored)]
+        parts = [convert_bytes(getattr(each, part)) for part in (*PARTS, "host", "peak")]
+        rows.append((each.layout.name, str(each.layout.ranks), *parts))
+    lines = [f"{found.model}: {found.num_parameters:,} parameters", "", "Stored, and in training with Adam:", ""]
+    lines += aligned(stored)
     if found.footprints:
-        lines += ["", f"{_title(found)}, at its fullest moment:", "", *aligned(rows)]
-    return "\n".join(lines + ([] if found.untraced is None else ["", f"Without activations. {found.untraced}"]))
+        lines += ["", f"{_title(found)}, on the busiest rank at its fullest moment:", "", *aligned(rows)]
+    if found.untraced is not None:
+        lines += ["", f"Without activations of forward and backward. {found.untraced}"]
+    return "\n".join(lines)
 
 
 def _title(found: Estimate) -> str:
