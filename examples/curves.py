@@ -40,7 +40,7 @@ def plot_curves(runs: Mapping[str, Sequence[Mapping[str, float]]], path: str | P
         panel.grid(alpha=0.3)
     if len(runs) > 1:
         panels[0][0].legend()
-    figure.suptitle(title)
+    figure.suptitle(title, fontsize="medium")
     figure.tight_layout()
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
