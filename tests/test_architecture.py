@@ -172,6 +172,7 @@ FOREIGN_PRIVATE: Final[dict[str, str]] = {
     "_distributed": "datasets",
     "_core": "numpy",
     "_reconstruct": "numpy: what the pickles of its arrays name",
+    "_actions": "argparse",
     "_option_string_actions": "argparse",
     "_patch": "unittest.mock",
     "_current_frames": "sys, documented",

@@ -406,7 +406,7 @@ class Loading:
             else:
                 state = OPTIMIZER.read(folder, number, **self.options.of_pickles)
                 self.access.load_full_optimizer_state(optimizer, self.run.models, state)
-            if hasattr(optimizer, "num_updates"):
+            if getattr(optimizer, "num_updates", None) is not None:  # not an engine's own
                 setattr(optimizer, "num_updates", self._num_updates(optimizer))  # noqa: B010
 
     def _num_updates(self, optimizer: torch.optim.Optimizer) -> int:
