@@ -145,7 +145,7 @@ def undisturbed(folder: Path, num_ranks: int, num_workers: int, accumulates: boo
 #: ranks, workers, whether it accumulates, signals
 PLAN = [(2, 0, False, 25), (2, 0, True, 25), (2, 2, False, 25), (2, 2, True, 25)]
 PLAN += [(4, 0, False, 25), (4, 0, True, 25), (4, 2, False, 25), (4, 2, True, 25)]
-QUICK_PLAN = [(2, 0, True, 2), (2, 2, False, 1)]
+QUICK_PLAN = [(2, 0, True, 1), (2, 2, False, 1)]
 
 
 @pytest.mark.timeout(3000)
@@ -238,6 +238,43 @@ def test_a_loop_without_prepared_loaders_stops_where_a_window_begins(tmp_path: P
     first, second = run_on_ranks(run, 2)
     assert first == second > 3
     assert saved_by_notice(tmp_path) == ["checkpoint_0"]
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+def test_an_evaluation_is_left_or_finished_and_the_next_one_is_whole(finishes: bool, tmp_path: Path) -> None:
+    notice = tmp_path / "notice"
+
+    def prepared(policy: PreemptionPolicy | None) -> tuple[Any, ...]:
+        accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), preemption=policy)
+        model = nn.Linear(1, 1)
+        loaders = [DataLoader(torch.ones(size, 1), batch_size=1) for size in (3, 5)]  # pyright: ignore
+        return accelerator, *accelerator.prepare(model, *loaders)
+
+    def run() -> tuple[int, int]:
+        policy = PreemptionPolicy(signals=(), notice_file=str(notice), finish_evaluation=finishes)
+        accelerator, model, training, evaluation = prepared(policy)
+        num_trained = num_evaluated = 0
+        with pytest.raises(SystemExit):
+            for _ in range(3):
+                for rows in training:
+                    accelerator.backward(model(rows).sum())
+                    num_trained += 1
+                for _ in evaluation:
+                    num_evaluated += 1
+                    if num_evaluated == 2:
+                        notice.write_text("")
+                        until = time.monotonic() + 30
+                        while not accelerator._preemption._agreement.is_asked and time.monotonic() < until:
+                            time.sleep(0.01)
+        return num_trained, num_evaluated
+
+    def resume() -> tuple[int, int, int]:
+        accelerator, _, training, evaluation = prepared(None)
+        accelerator.resume()
+        return training.iteration, len(list(training)), len(list(evaluation))
+
+    assert run_on_ranks(run, 1) == [(3, 5 if finishes else 2)]
+    assert run_on_ranks(resume, 1) == [(1, 3, 5)]
 
 
 def test_a_script_can_decide_itself() -> None:
