@@ -23,6 +23,7 @@ from ..callers import call_site
 from ..errors import CollectiveError
 from ..torch_private.distributed import set_keys
 from .call_rendezvous import CallRendezvous
+from .exits import ExitWatch
 from .store_requests import (
     RequestThread,
     StoreTimeout,
@@ -66,6 +67,7 @@ _COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
 #: Operations that no rank leaves before all have entered.
 _NEEDS_ALL: Final = (
     *("wait_for_everyone", "gather", "gather_object", "reduce"),
+    "stream_weights",
     *("save_state", "save_model", "get_state_dict", "export_model"),  # where the state is sharded over the ranks
 )
 
@@ -105,6 +107,7 @@ class Coordinator:
         #: By process group; here, because they end with the world.
         self.lengths: dict[Hashable, MessageLengths] = {}
         self.calls: CallRendezvous = CallRendezvous(self)
+        self.exits: ExitWatch = ExitWatch()  # of the processes that this one watches
         self._published_number = 0  # of the operation that this rank has published last
         self._last_barrier = ""
         self._num_agreements: dict[str, int] = {}  # by the ranks among which they were
@@ -145,7 +148,18 @@ class Coordinator:
                     delete_keys(store, f"{last_barrier}/arrived", f"{last_barrier}/open")
                 store.compare_set(f"{name}/open", "", _OPEN)
 
-        self._wait_until_open(f"{name}/open", after=arrive, checks_torch=checks_torch)
+        self._raise_verdict(self._wait_for_value(f"{name}/open", after=arrive, checks_torch=checks_torch, of_all=True))
+
+    def stop_others(self, operation: str, reason: str) -> None:
+        """Take no part in ``operation``, the next one of all other ranks: it raises there, for ``reason``.
+
+        So does their part of the operation that is running, where it waits for this rank.
+        """
+        running, text = f"{self.number}/{operation}/work", Verdict("stopped", self.rank, text=reason).encoded()
+        name = f"{self.begin(operation)}/{operation}"
+        self._last_barrier = name
+        for key in (running, f"{name}/open"):
+            self.request(lambda key=key: self.store.compare_set(key, "", text))
 
     def require_all(self, operation: str) -> None:
         """Raise CollectiveError on every rank unless all of them make this call."""
@@ -170,7 +184,7 @@ class Coordinator:
         Raises:
             CollectiveError: it never will, or doesn't within the timeout.
         """
-        self._wait_until_open(key, setter)
+        self._raise_verdict(self._wait_for_value(key, setter))
 
     def explain(self, error: Exception) -> str:
         """Return why the running operation failed with `error`, as far as the other ranks' states show."""
@@ -255,6 +269,7 @@ class Coordinator:
             if self.rank == 0:
                 self.announce("calls")  # ranks that wait for this one
 
+        self.exits.close()
         # The process that serves the store may have ended already: then no rank is left to read it.
         with contextlib.suppress(RuntimeError):
             self._requests.run(announce_departure, _LEAVE_SECONDS)
@@ -309,16 +324,6 @@ class Coordinator:
 
     # -- waiting -------------------------------------------------------------------------------------------
 
-    def _wait_until_open(
-        self,
-        key: str,
-        setter: int | None = None,
-        *,
-        after: Callable[[Store], object] | None = None,
-        checks_torch: bool = False,
-    ) -> None:
-        self._raise_verdict(self._wait_for_value(key, setter, after=after, checks_torch=checks_torch))
-
     def _wait_for_value(
         self,
         key: str,
@@ -326,19 +331,25 @@ class Coordinator:
         *,
         after: Callable[[Store], object] | None = None,
         checks_torch: bool = False,
+        of_all: bool = False,
     ) -> str:
-        """Wait for the value of `key`, after some requests; meanwhile, publish there why it is never set, if so."""
+        """Wait for the value of `key`, after some requests; meanwhile, publish there why it is never set, if so.
+
+        Args:
+            of_all: it is set when all ranks have arrived, so none that is watched may have ended.
+        """
         start, num_checks = time.monotonic(), 0
         limit, pause = self.timeout.total_seconds(), CHECK_SECONDS
         with self.waits.start(key, given_up=Verdict("late", self.rank).encoded(), after=after) as wait:
             while not wait.is_over(max(0.0, min(pause, start + limit - time.monotonic()))):
                 if time.monotonic() - start >= limit:
                     raise CollectiveError(self._too_late())
-                verdict = self._examine(key, num_checks, setter, checks_torch=checks_torch)
+                verdict = self._end_of_watched(key) if of_all else None
+                verdict = verdict or self._examine(key, num_checks, setter, checks_torch=checks_torch)
                 if verdict is not None:
                     raise CollectiveError(self._in_words(verdict))
                 num_checks += 1
-                pause = self._pause_seconds(time.monotonic() - start)
+                pause = self._pause_seconds(0.0 if of_all and self.exits.is_watching else time.monotonic() - start)
             return self._values_of(wait)[0]
 
     def _values_of(self, wait: Wait[list[str]]) -> list[str]:
@@ -449,8 +460,17 @@ class Coordinator:
         verdict = self._find_conflict(setter)
         if verdict is None and checks_torch:
             verdict = self._stuck_in_torch()
-        if verdict is None:
+        return None if verdict is None else self._published_verdict(key, verdict)
+
+    def _end_of_watched(self, key: str) -> Verdict | None:
+        """Publish under `key` that the process of a watched rank has ended, if one has; return it, too."""
+        ended = self.exits.ended()
+        if not ended:
             return None
+        return self._published_verdict(key, Verdict("left", ended[0]))
+
+    def _published_verdict(self, key: str, verdict: Verdict) -> Verdict | None:
+        """Publish `verdict` under `key` and return it; None where the key is set already."""
         text = verdict.encoded()
         return verdict if self.request(lambda: self.store.compare_set(key, "", text)).decode() == text else None
 

@@ -42,9 +42,9 @@ class RankState:
 @final
 @dataclass(frozen=True)
 class Verdict:
-    """Why an operation can't end: a rank is elsewhere, inside its own block, or has left."""
+    """Why an operation can't end: a rank is elsewhere, inside its own block, has left, or won't make it any more."""
 
-    kind: Literal["different", "inside", "left", "stuck", "late"]
+    kind: Literal["different", "inside", "left", "stuck", "late", "stopped"]
     rank: int = 0
     operation: str = ""
     site: str = ""
@@ -80,6 +80,8 @@ class Verdict:
                 f"{here}, which every rank has to call, because the state lies over all ranks; but {self.text}, and "
                 f"won't come. Call `{me.operation}` on every rank, outside of `if accelerator.is_main_process:`."
             )
+        if self.kind == "stopped":
+            return f"{here}, but rank {self.rank} {self.text}."
         if self.kind == "late":
             return f"{here}, but rank {self.rank}, which waited there too, has given up: its timeout is over."
         return (

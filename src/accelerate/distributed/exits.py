@@ -1,0 +1,93 @@
+"""Connections by which a rank finds out that the process of another one has ended, however it ended.
+
+The process that is watched only listens: its kernel takes the connection, and closes it when the process ends. No
+thread of it has to run for that, so a program that computes for long, or holds the interpreter's lock, isn't taken for
+one that has ended. A host that is gone doesn't answer the probes of the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Final, final
+
+from ..settings.env import read
+
+#: How long to connect to a process that listens.
+_CONNECT_SECONDS: Final = 5.0
+#: Seconds of silence before the first probe, and between probes; after so many without an answer the host is gone.
+_PROBES: Final = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
+
+
+@final
+class ExitWatch:
+    """The ends of such connections in this process: one where it listens, and one for each rank that it watches."""
+
+    def __init__(self) -> None:
+        self._listening: socket.socket | None = None
+        self._watched: dict[int, socket.socket] = {}
+
+    def listen(self) -> tuple[str, int] | None:
+        """Return the address at which others can watch this process; None where it has none."""
+        if self._listening is None:
+            with contextlib.suppress(OSError):
+                family, host = _own_address()
+                listening = socket.socket(family, socket.SOCK_STREAM)
+                listening.bind((host, 0))
+                listening.listen(128)
+                os.register_at_fork(after_in_child=listening.close)  # else it stays open until the children end
+                self._listening = listening
+        return None if self._listening is None else self._listening.getsockname()[:2]
+
+    def watch(self, rank: int, address: tuple[str, int]) -> bool:
+        """Watch the process of ``rank``, which listens at ``address``; return whether it could be reached."""
+        if rank not in self._watched:
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection(address, timeout=_CONNECT_SECONDS)
+                connection.setblocking(False)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option in _known_options():
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), _PROBES[option])
+                self._watched[rank] = connection
+        return rank in self._watched
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether this process watches any other."""
+        return bool(self._watched)
+
+    def ended(self) -> list[int]:
+        """Return the watched ranks whose processes have ended."""
+        return [rank for rank, connection in self._watched.items() if _is_closed(connection)]
+
+    def close(self) -> None:
+        """Close all connections, as the end of this process would."""
+        for connection in (self._listening, *self._watched.values()):
+            if connection is not None:
+                connection.close()
+        self._listening = None
+        self._watched.clear()
+
+
+def _known_options() -> Iterator[str]:
+    return (option for option in _PROBES if hasattr(socket, option))
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except (BlockingIOError, InterruptedError):
+        return False
+    except OSError:  # it was reset, or probes of a silent host had no answer
+        return True
+
+
+def _own_address() -> tuple[socket.AddressFamily, str]:
+    """Return the address of this host on its way to the host of rank 0; nothing is sent to find it."""
+    target = read("MASTER_ADDR") or socket.gethostname()
+    family, kind, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return family, probe.getsockname()[0]

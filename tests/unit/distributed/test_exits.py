@@ -1,0 +1,72 @@
+"""Connections that tell that another process has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from accelerate.distributed import exits
+from accelerate.distributed.exits import ExitWatch
+
+LISTENER = """
+import os, sys, time
+from accelerate.distributed.exits import ExitWatch
+watched = ExitWatch()
+print(*watched.listen(), flush=True)
+if len(sys.argv) > 1 and os.fork() == 0:
+    print("a child", flush=True)
+    sys.stdin.read()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["forks"]])
+def test_a_process_that_is_killed_is_noticed_though_it_never_answers(arguments: list[str]) -> None:
+    """Also where a process that it forked lives on, with what it had open."""
+    command = [sys.executable, "-c", LISTENER, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        host, port = process.stdout.readline().split()
+        if arguments:
+            assert process.stdout.readline() == "a child\n"
+        watch = ExitWatch()
+        assert not watch.is_watching
+        assert watch.watch(3, (host, int(port))) and watch.watch(3, (host, int(port))) and watch.is_watching
+        os.kill(process.pid, signal.SIGSTOP)  # a process that stands still is none that has ended
+        assert watch.ended() == []
+        process.kill()
+        process.wait()
+        while not watch.ended():  # the kernel's word takes as long as it takes
+            time.sleep(0.01)
+        assert watch.ended() == [3]
+        watch.close()
+        assert watch.ended() == []
+
+
+def test_closing_is_as_the_end_of_the_process() -> None:
+    """A rank that leaves the world makes no more calls either."""
+    watched, watch = ExitWatch(), ExitWatch()
+    address = watched.listen()
+    assert address is not None and watched.listen() == address
+    assert watch.watch(0, address) and watch.ended() == []
+    watched.close()
+    while not watch.ended():
+        time.sleep(0.01)
+    assert not watch.watch(1, address)  # nobody listens there any more
+    watch.close()
+
+
+def test_where_there_is_no_address_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a name that nobody knows."""
+
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(exits.socket, "getaddrinfo", unknown)
+    assert ExitWatch().listen() is None
