@@ -74,6 +74,7 @@ SHARED_STRATEGY_FILES: Final = frozenset(
         "base", "ddp", "rebind", "compile", "tensor_parallel", "context_parallel", "expert_parallel", "gradient_norm",
         "sharded_strategy", "matrix_optimizer", "matrix_exchange", "layout", "replicas",
         "fsdp.setup", "fsdp.wrapping", "fsdp.state", "gradients", "state", "pipeline.sharded_stages",
+        "held_tensors",
     }
 )  # fmt: skip
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from .distributed.mesh import Mesh
     from .distributed.process_control import Guard, Parameters, Result
+    from .parallel.streaming.stream import Adapters, WeightStream
     from .plugins.data import DataLoaderConfiguration
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.deepspeed import DeepSpeedPlugin
@@ -1172,12 +1173,8 @@ class Accelerator:
 
     def save(self, obj: object, f: str | os.PathLike[str] | IO[bytes], safe_serialization: bool = False) -> None:
         """Write ``obj`` to the file ``f`` from the main process (of each host with ``save_on_each_node``)."""
-        checkpointing.save(
-            obj,
-            f,
-            save_on_each_node=self.project_configuration.save_on_each_node,
-            safe_serialization=safe_serialization,
-        )
+        on_each_node = self.project_configuration.save_on_each_node
+        checkpointing.save(obj, f, save_on_each_node=on_each_node, safe_serialization=safe_serialization)
 
     @property
     def _moment(self) -> str:
@@ -1227,6 +1224,31 @@ class Accelerator:
             world=self.world,
             moment=self._moment,
         )
+
+    def stream_weights(
+        self,
+        model: torch.nn.Module,
+        *,
+        ranks: Sequence[int] = (0,),
+        bucket_bytes: int = 256 << 20,
+        dtype: torch.dtype | str | None = None,
+        adapters: Adapters = "kept",
+    ) -> WeightStream:
+        """Return an iterator over the names and whole weights of ``model``; all ranks iterate, ``ranks`` get them.
+
+        The names and values are those of :meth:`get_state_dict`, in memory of a few buckets. Each receiver owns what
+        it gets. While it takes its time the others wait; where it leaves the loop early, fails or dies, all raise.
+
+        Args:
+            ranks: the ranks that get the weights; on the others the iterator yields nothing.
+            bucket_bytes: how many bytes of weights are gathered at a time; a larger weight is gathered alone.
+            dtype: floating-point weights leave in this dtype.
+            adapters: of a PEFT model: ``"kept"`` beside the base, ``"merged"`` into it, or ``"only"`` themselves.
+
+        Raises:
+            CollectiveError: on every rank, when one doesn't make the call, or doesn't run through the iterator.
+        """
+        return parallel.stream_weights(self.strategy, model, ranks, bucket_bytes, dtype, adapters)
 
     def save_state(
         self,

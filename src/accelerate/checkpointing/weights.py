@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -667,12 +667,23 @@ def _adapter_of(model: object) -> tuple[str, dict[str, object]]:
     return name, content
 
 
-def _write_adapters(model: object, state_dict: Mapping[str, object], select: Selection, create: Create) -> None:
-    name, content = _adapter_of(model)
-    own = {key: value for key, value in select.of(state_dict).items() if f".{name}" in key}
+def adapter_names(model: object, names: Iterable[str]) -> dict[str, str]:
+    """Return those of ``names`` that the active adapter of ``model`` adds, each with its name in a file of PEFT's.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    adapter, _ = _adapter_of(model)
+    own = [name for name in names if is_adapter(name) and f".{adapter}" in name]
     if not own:
-        raise CheckpointError(f"the model holds no weights of adapter {name!r}")
-    named = {key.replace(f".{name}", "").replace("modules_to_save.", ""): value for key, value in own.items()}
+        raise CheckpointError(f"the model holds no weights of adapter {adapter!r}")
+    return {name: name.replace(f".{adapter}", "").replace("modules_to_save.", "") for name in own}
+
+
+def _write_adapters(model: object, state_dict: Mapping[str, object], select: Selection, create: Create) -> None:
+    _, content = _adapter_of(model)
+    selected = select.of(state_dict)
+    named = {short: selected[name] for name, short in adapter_names(model, selected).items()}
     with create(ADAPTER_WEIGHTS_NAME) as file:
         write_tensors(file, clean_state_dict_for_safetensors(named), {"format": "pt"})
     _write_json(create, ADAPTER_CONFIG_NAME, {**content, "inference_mode": True})

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from .base import Strategy, StrategyOptions, is_placed_by_map
     from .ddp import reduction_orders, restore_reduction_orders
     from .replica_check import Replicas
+    from .streaming.stream import stream_weights
 
 __all__ = [
     "ORDER", "Candidate", "Replicas", "Strategy", "StrategyOptions", "adopt", "choose", "is_placed_by_map",
-    "reduction_orders", "restore_reduction_orders",
+    "reduction_orders", "restore_reduction_orders", "stream_weights",
 ]  # fmt: skip
 
 
@@ -133,5 +134,6 @@ __getattr__: Callable[[str], Any] = names_from(
         "base": "Strategy StrategyOptions is_placed_by_map",
         "ddp": "reduction_orders restore_reduction_orders",
         "replica_check": "Replicas",
+        "streaming.stream": "stream_weights",
     },
 )

@@ -13,6 +13,7 @@ from ..checkpointing.sharded import InPlace, StateAccess
 from ..hooks.align import get_state_dict_offloaded_model, has_offloaded_params
 from ..training.open_window import REPLICAS, GradientHolder
 from .gradients import PlainGradients
+from .held_tensors import HeldTensor, held_tensors
 from .rebind import canonical_name, parameters_by_name
 
 if TYPE_CHECKING:
@@ -61,6 +62,13 @@ class ModelState(ABC, Generic[Owner]):
         if coordinator is not None and not self.is_whole(model):
             coordinator.require_all(operation)
         return self.full_state_dict(model, unwrap)
+
+    def held_tensors(self, model: torch.nn.Module) -> list[HeldTensor]:
+        """Return the tensors of the state dict of ``model``, each with what this rank holds of it; no collective."""
+        inner = self.strategy.unwrap(model, keep_torch_compile=False)
+        if any(has_offloaded_params(module) for module in inner.modules()):
+            return held_tensors(get_state_dict_offloaded_model(inner))
+        return held_tensors(InPlace(self.named_parameters, canonical_name).model_shards(inner))
 
     @property
     def access(self) -> StateAccess:

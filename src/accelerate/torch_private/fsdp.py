@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 
@@ -45,6 +45,16 @@ class FlatGradients(TypedDict, total=False):
     is_none: list[bool] | None
 
 
+class FlatPart(NamedTuple):
+    """A parameter in a flat one: its dotted name in the unit, its form, and the elements that are its own."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    begin: int
+    end: int
+
+
 @uses("torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2")
 def hybrid_without_resharding() -> ShardingStrategy:
     """Return the strategy that shards within a node, replicates between nodes, and doesn't reshard after forward."""
@@ -84,6 +94,41 @@ def flat_parameter_names(handle: FlatParamHandle) -> list[str]:
         return []
     shared = [f"{info.module_name}.{info.param_name}".lstrip(".") for info in handle.flat_param._shared_param_infos]
     return [*handle.flat_param._fqns, *shared]
+
+
+@uses(
+    f"{_FLAT}:._fqns",
+    f"{_FLAT}:._shapes",
+    f"{_FLAT}:._strides",
+    f"{_FLAT}:._numels_with_padding",
+    f"{_FLAT}:._is_padding_mask",
+)
+def parts_of_flat(handle: FlatParamHandle) -> Iterator[FlatPart]:
+    """Yield the parameters in the unit's flat one, in their order."""
+    flat, begin, number = handle.flat_param, 0, 0
+    for size, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not is_padding:
+            yield FlatPart(flat._fqns[number], tuple(flat._shapes[number]), flat._strides[number], begin, begin + size)
+            number += 1
+        begin += size
+
+
+@uses(f"{_FLAT}:._local_shard", f"{_FLAT}:.process_group")
+def flat_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, int]:
+    """Return this rank's shard of the unit's flat parameter in full precision, and where in it the shard begins."""
+    from torch.distributed import get_rank
+
+    if not handle.uses_sharded_strategy:
+        return handle.flat_param.detach(), 0
+    shard: torch.Tensor | None = getattr(handle.flat_param, "_local_shard", None)  # from the first forward on
+    shard = handle.flat_param.detach() if shard is None else shard
+    return shard, get_rank(handle.process_group) * shard.numel()
+
+
+@uses(f"{_RUNTIME}:._buffer_name_to_orig_dtype")
+def buffer_dtypes(root: FullyShardedDataParallel) -> dict[str, torch.dtype]:
+    """Return by name the dtypes that buffers had before a mixed precision changed them."""
+    return dict(getattr(root, "_buffer_name_to_orig_dtype", None) or {})
 
 
 @uses(

@@ -17,7 +17,7 @@ from ...checkpointing import StagingDirectory
 from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import InPlace, StateAccess
 from ...distributed.world import World
-from ...errors import PreparationError
+from ...errors import NotBuilt, PreparationError
 from ...logging import MultiProcessAdapter, get_logger
 from ...names import engine_tag
 from ...optional import require
@@ -28,6 +28,7 @@ from ...settings import env
 from ...settings.labels import DistributedType
 from ..base import PreparedArgument, PreparedArguments, Role, Strategy, StrategyOptions, is_prepared_optimizer
 from ..compile import compile_regions_deepspeed
+from ..held_tensors import HeldTensor
 from ..rebind import canonical_name
 from ..state import ModelState
 from . import document, sequence
@@ -375,6 +376,19 @@ class _DeepSpeedState(ModelState[DeepSpeed]):
             return engine._consolidated_16bit_state_dict() or {}
         is_whole = not engine.zero_optimization_partition_weights()
         return full_weights(engine, strategy.world.is_main or is_whole, half=True)
+
+    def held_tensors(self, model: torch.nn.Module) -> list[HeldTensor]:
+        """Return the tensors of ``model``, of which this rank holds all.
+
+        Raises:
+            NotBuilt: an engine has sharded it.
+        """
+        if not self.is_whole(model):
+            raise NotBuilt(
+                "stream_weights() doesn't read the weights that DeepSpeed's stage 3 (or its tensor parallelism) has "
+                "sharded. Use get_state_dict(), FSDP, or stage 1 or 2."
+            )
+        return super().held_tensors(model)
 
     @property
     def access(self) -> StateAccess:

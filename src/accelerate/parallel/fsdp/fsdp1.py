@@ -40,12 +40,13 @@ from ..base import PreparedArguments, Role, Strategy, StrategyOptions
 from ..compile import compile_model, uncompiled
 from ..gradient_norm import Axes, scale_to, total_norm
 from ..gradients import HeldGradients, gradients_of, load_gradients
+from ..held_tensors import HeldTensor
 from ..matrix_optimizer import needs_whole_matrices
 from ..rebind import ensure_weights_retied, inner_optimizer
 from ..state import ModelState
 from .packed import refuse_cast
 from .setup import average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
-from .state import FlatAccess, checkpoint_state_of, flat_parameters, names_of
+from .state import FlatAccess, checkpoint_state_of, flat_held_tensors, flat_parameters, names_of
 from .wrapping import find_ignored, find_wrap_units
 
 _HYBRID = (ShardingStrategy.HYBRID_SHARD, hybrid_without_resharding())
@@ -258,6 +259,12 @@ class _FlatState(ModelState[FlatShard]):
         if self.is_whole(model):
             return super().full_state_dict(model, unwrap)
         return self.access.full_model_state(model, self.strategy.world.is_main)
+
+    def held_tensors(self, model: torch.nn.Module) -> list[HeldTensor]:
+        """Return the tensors of ``model``, each with what this rank's shards of flat parameters hold of it."""
+        wrapped = uncompiled(model)
+        is_flat = isinstance(wrapped, FullyShardedDataParallel)
+        return flat_held_tensors(wrapped) if is_flat else super().held_tensors(model)
 
     @property
     def access(self) -> StateAccess:

@@ -25,10 +25,18 @@ from ...checkpointing.shards_item import ShardsItem
 from ...distributed.world import World
 from ...errors import CheckpointError
 from ...plugins.fsdp import FullyShardedDataParallelPlugin
-from ...torch_private.fsdp import flat_parameter_names, handle_of
-from ...torch_private.modules import takes_data_of
+from ...torch_private.fsdp import (
+    all_flat_parameters,
+    buffer_dtypes,
+    flat_parameter_names,
+    flat_shard,
+    handle_of,
+    parts_of_flat,
+)
+from ...torch_private.modules import non_persistent_buffers, takes_data_of
 from ..compile import uncompiled
-from ..rebind import canonical_name, inner_optimizer
+from ..held_tensors import HeldTensor, held_tensors
+from ..rebind import canonical_name, inner_optimizer, parameters_by_name
 
 #: Where a wrapper keeps the names of the parameters in the order of the user's own model.
 _ORDER = "_names_in_order"
@@ -58,6 +66,47 @@ def flat_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Para
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not name.endswith("_flat_param"):
             yield canonical_name(name), parameter
+
+
+def flat_held_tensors(model: FullyShardedDataParallel) -> list[HeldTensor]:
+    """Return the tensors of the user's own model, each with the elements of it that this rank's shards hold."""
+    ties: dict[str, list[str]] = {}
+    for name, first in model.__dict__.get(_TIES, {}).items():
+        ties.setdefault(first, []).append(name)
+    found: list[HeldTensor] = []
+    for prefix, module in model.named_modules():
+        handle = handle_of(module) if isinstance(module, FullyShardedDataParallel) else None
+        if handle is None:
+            continue
+        shard, offset = flat_shard(handle)
+        for part in parts_of_flat(handle):
+            name = canonical_name(f"{prefix}.{part.name}".lstrip("."))
+            begin, end = max(part.begin, offset), min(part.end, offset + shard.numel())
+            is_here = begin < end
+            found.append(
+                HeldTensor(
+                    (name, *ties.get(name, ())),
+                    part.shape,
+                    shard.dtype,
+                    shard[begin - offset : end - offset] if is_here else None,
+                    ((begin - part.begin, end - part.begin),) if is_here else None,
+                    part.strides,
+                )
+            )
+    return found + held_tensors(_unsharded(model))
+
+
+def _unsharded(model: FullyShardedDataParallel) -> dict[str, object]:
+    """Return the buffers that a state dict holds, and the parameters of ignored modules."""
+    flat, dtypes = all_flat_parameters(model), buffer_dtypes(model)
+    found: dict[str, object] = {name: one for name, one in parameters_by_name(model) if one not in flat}
+    for prefix, module in model.named_modules():
+        left_out = non_persistent_buffers(module)
+        for own, buffer in module.named_buffers(recurse=False):
+            if own not in left_out:
+                name = canonical_name(f"{prefix}.{own}".lstrip("."))
+                found[name] = buffer.to(dtypes.get(name, buffer.dtype))
+    return found
 
 
 @contextmanager

@@ -20,13 +20,14 @@ from ...checkpointing.layout import holds_engine_state
 from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import InPlace, StateAccess
 from ...distributed.world import World
-from ...errors import CheckpointError, PreparationError, SettingError
+from ...errors import CheckpointError, NotBuilt, PreparationError, SettingError
 from ...names import engine_tag
 from ...optional import require
 from ...plugins.megatron import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, MegatronLMPlugin
 from ...precision import Precision
 from ...settings.labels import DistributedType
 from ..base import PreparedArgument, PreparedArguments, Role, Strategy, StrategyOptions
+from ..held_tensors import HeldTensor
 from ..rebind import canonical_name
 from ..state import ModelState
 from .engine import MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
@@ -233,6 +234,16 @@ class _MegatronState(ModelState[Megatron]):
             engine.save_checkpoint(str(staging.folder / engine_tag()))
 
         return StrategyState(write=write)
+
+    def held_tensors(self, model: torch.nn.Module) -> list[HeldTensor]:
+        """Refuse: only the engine knows how its weights lie.
+
+        Raises:
+            NotBuilt: always.
+        """
+        raise NotBuilt(
+            "stream_weights() doesn't read the weights of Megatron-LM's engine. Save them with save_state()."
+        )
 
     @property
     def access(self) -> StateAccess:

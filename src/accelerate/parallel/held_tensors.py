@@ -1,0 +1,101 @@
+"""The tensors of a model's state dict, each with the region of it that this rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
+
+import torch
+
+from ..errors import NotBuilt
+from ..torch_private.distributed import shard_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+#: (begin, end) in each dimension of a tensor; empty where begin is end.
+Region: TypeAlias = tuple[tuple[int, int], ...]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A tensor that lies over the ranks, and what this one holds of it.
+
+    Attributes:
+        names: of the user's own model; tied parameters have several.
+        local: the values of ``region``, without gradient; None where this rank holds nothing.
+        region: what this rank holds; of a tensor in one dimension, where ``strides`` say how that makes the whole.
+        strides: those of the whole, where a flat parameter holds it as it lies in memory.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    local: torch.Tensor | None
+    region: Region | None
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements of the whole."""
+        return math.prod(self.shape)
+
+    @property
+    def whole(self) -> Region:
+        """The region of the whole."""
+        return tuple((0, size) for size in (self.shape if self.strides is None else (self.num_elements,)))
+
+    def empty(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor for the whole, without values."""
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=dtype, device=device)
+        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
+
+    def part_of(self, whole: torch.Tensor, region: Region) -> torch.Tensor:
+        """Return ``region`` of ``whole``, sharing its memory."""
+        if self.strides is not None:
+            whole = whole.as_strided((self.num_elements,), (1,))
+        return whole[tuple(slice(begin, end) for begin, end in region)]
+
+
+def size_of(region: Region) -> int:
+    """Return the number of elements of ``region``."""
+    return math.prod(end - begin for begin, end in region)
+
+
+def held_tensors(state: Mapping[str, object]) -> list[HeldTensor]:
+    """Return the tensors of a state dict of this rank's live tensors; those on the meta device are held by others."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            names.setdefault(id(value), []).append(name)
+            tensors[id(value)] = value
+    return [_held(tuple(names[key]), tensor.detach()) for key, tensor in tensors.items()]
+
+
+def _held(names: tuple[str, ...], tensor: torch.Tensor) -> HeldTensor:
+    shape = tuple(tensor.shape)
+    if tensor.is_meta:
+        return HeldTensor(names, shape, tensor.dtype, None, None)
+    if type(tensor).__name__ != "DTensor":
+        return HeldTensor(names, shape, tensor.dtype, tensor, tuple((0, size) for size in shape))
+    sharded = cast("DTensor", tensor)
+    if sharded.device_mesh.get_coordinate() is None:
+        return HeldTensor(names, shape, tensor.dtype, None, None)
+    local, (sizes, offsets) = _values_of(sharded.to_local()), shard_offset(sharded)
+    if tuple(local.shape) != sizes:
+        raise NotBuilt(
+            f"{names[0]!r} of shape {list(shape)} is sharded as {sharded.placements}, of which this rank holds "
+            f"{list(local.shape)}, and torch says {list(sizes)}: it can't be streamed. Use get_state_dict()."
+        )
+    region = tuple((begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
+    return HeldTensor(names, shape, tensor.dtype, local, region if size_of(region) else None)
+
+
+def _values_of(local: Any) -> torch.Tensor:
+    """Return the values of a shard, for which a collective may be under way."""
+    return local.wait() if callable(getattr(local, "wait", None)) else local
