@@ -46,7 +46,7 @@ def estimate_command_parser(subparsers: Subparsers | None = None) -> argparse.Ar
     )
     parser.add_argument("--batch", type=count, default=1, help="Samples of a micro-batch on one rank.")
     parser.add_argument("--sequence", type=count, default=512, help="Tokens of a sample.")
-    parser.add_argument("--optimizer", default="adamw", help="A class of torch.optim.")
+    parser.add_argument("--optimizer", default="adamw", help="A class of torch.optim, or torchao's AdamW8bit.")
     parser.add_argument(
         *spellings("--mixed_precision"), choices=tuple(PRECISIONS), default="no", help="The precision of the step."
     )

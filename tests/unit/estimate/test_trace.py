@@ -157,3 +157,13 @@ def test_accelerators_hand_out_memory_in_pieces_of_512_bytes() -> None:
         tensors = [torch.empty(1, device=device), torch.empty(129, device=device)]
         tracker.count(tensors, "weights")
         assert tracker.num_bytes["weights"] == expected
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao's own
+@pytest.mark.parametrize(("optimizer", "table"), [("adamw8bit", 256 * 4), ("AdamWFp8", 0)])
+def test_state_in_few_bits_is_counted_as_it_is_kept(optimizer: str, table: int) -> None:
+    """A byte a number, a scale for each 256, and a table; a bias of fewer than 4,096 numbers in full."""
+    pytest.importorskip("torchao", reason="the extra fp8 installs it")
+    found = traced(lambda: nn.Linear(64, 128), (torch.zeros(2, 64),), optimizer=optimizer)
+    numbers, bias, steps = 64 * 128, 128, 2 * 4
+    assert found.optimizer == 2 * (numbers + numbers // 256 * 4 + table + bias * 4) + steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import torch
 from torch import nn
@@ -13,9 +13,13 @@ from torch import nn
 from ...devices.table import available_kind
 from ...errors import PreparationError, SettingError
 from ...nested import honor_type
+from ...optional import require
 from ...torch_private.tracing import data_dependent_errors, fake_tensor_mode
 from ...training.recompute import recompute_activations, repeated_blocks
 from .allocations import AllocationTracker
+
+#: Optimizers of torchao, by the names of their classes.
+_FEW_BITS: Final = ("AdamW8bit", "AdamWFp8", "Adam8bit", "AdamFp8")
 
 #: Layers whose weights tensor parallelism divides.
 _DIVISIBLE_LAYERS = ("Linear", "Embedding", "Conv1D")
@@ -155,7 +159,8 @@ def _traced(
     # Initialise autograd now: under the fake tensor mode, torch's GPU builds would start threads for fake devices, and
     # a process that is forked from this one couldn't run a backward any more.
     torch.zeros((), requires_grad=True).backward()
-    with fake_tensor_mode():
+    few_bits = _few_bits(optimizer)
+    with _in_eager_mode() if few_bits else nullcontext(), fake_tensor_mode():
         _move_to_fake_device(model, target, dtype)
         inputs = subject.inputs(model, batch, sequence) if activations else None
         if activations and inputs is None:
@@ -215,8 +220,13 @@ def optimizer_of(requested: str | OptimizerFactory, model: nn.Module, device: to
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     }
+    few_bits = _few_bits(requested)
+    if few_bits is not None:
+        return few_bits(parameters)
     if requested.lower() not in known:
-        raise SettingError(f"optimizer={requested!r}: torch.optim has {', '.join(sorted(known))}.")
+        raise SettingError(
+            f"optimizer={requested!r}: torch.optim has {', '.join(sorted(known))}, torchao {', '.join(_FEW_BITS)}."
+        )
     kind: Any = known[requested.lower()]
     # torch chooses foreach by itself on an accelerator, but not for tensors without values.
     wants_foreach = device.type != "cpu" and "foreach" in kind.__init__.__annotations__
@@ -297,6 +307,22 @@ class _TracedStep:
         return torch.autocast(self._device.type, self._autocast)
 
 
+def _few_bits(requested: str | OptimizerFactory) -> Any:
+    """Return torchao's optimizer of this name, which keeps its state in few bits; None if it is another's name."""
+    name = next((name for name in _FEW_BITS if isinstance(requested, str) and requested.lower() == name.lower()), None)
+    if name is None:
+        return None
+    kind = getattr(require("torchao.optim", "fp8", purpose=f"optimizer={name}"), name)
+    for signed in (True, False):  # its tables are made once, and of values, which tensors don't have in the trace
+        kind._subclass_zeros(torch.empty(256), signed, 256)
+    return kind
+
+
+def _in_eager_mode() -> AbstractContextManager[object]:
+    """Enter a context in which what is to be compiled, as a step of torchao's, runs operator by operator."""
+    return torch.compiler.set_stance("force_eager")
+
+
 def _called(model: nn.Module, inputs: ModelInputs) -> object:
     return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
 
@@ -317,7 +343,9 @@ def loss_of(output: object) -> torch.Tensor:
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[object]:
     for state in optimizer.state.values():
-        yield from state.values() if isinstance(state, Mapping) else ()
+        for value in state.values() if isinstance(state, Mapping) else ():
+            parts = getattr(value, "tensor_attrs", ())  # torchao's tensors in few bits
+            yield from (getattr(value, part) for part in parts) if parts else [value]
 
 
 def _move_to_fake_device(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
