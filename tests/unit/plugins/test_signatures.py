@@ -118,6 +118,7 @@ def test_constructor_has_the_documented_arguments_in_order(cls: type) -> None:
             "best_mode",
             "keep_best",
             "save_asynchronously",
+            "compare_replicas",
         ],
         DistributedDataParallelKwargs: ["comm_state_option"],
         ParallelismConfig: ["pp_size", "pp_handler", "ep_size", "ep_handler"],
