@@ -171,6 +171,55 @@ def test_what_may_differ_is_left_alone() -> None:
     assert run_on_ranks(lambda: what_is_said(parts()[0]), 1) == [""]
 
 
+def test_a_tensor_that_cant_be_compared_ends_no_save(tmp_path: Path) -> None:
+    class Odd(torch.optim.SGD):
+        """Keeps its state by a key of its own on one rank."""
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "state" and torch.distributed.get_rank() == 1 and is_comparing[0]:
+                raise RuntimeError("no state by parameter")
+            return super().__getattribute__(name)
+
+    is_comparing = [False]
+
+    def on_rank() -> list[str]:
+        accelerator = Accelerator(cpu=True)
+        model = nn.Linear(4, 2)
+        model.turned = nn.Parameter(torch.ones(2, dtype=torch.complex64).conj())  # type: ignore[assignment]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch: deprecated
+            whole = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+        model.whole = nn.Parameter(whole, requires_grad=False)  # type: ignore[assignment]
+        optimizer = Odd([model.weight, model.bias], lr=0.1)
+        optimizer = accelerator.prepare(optimizer)
+        accelerator._models.append(model)  # as it is: DDP takes no quantized parameter
+        said = [what_is_said(accelerator)]
+        model.weight.data += accelerator.process_index
+        said.append(what_is_said(accelerator))
+        is_comparing[0] = True
+        return [*said, what_is_said(accelerator)]
+
+    for said in run_on_ranks(on_rank, 2):
+        assert said is not None and (said[0], said[2]) == ("", "")
+        assert "ranks 0, 1 hold different values of `weight`" in said[1]
+
+
+def test_parameters_that_ddp_leaves_to_each_rank_are_left_alone() -> None:
+    def on_rank() -> list[str]:
+        accelerator = Accelerator(cpu=True)
+        model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+        model._ddp_params_and_buffers_to_ignore = ["1.weight", "1.bias"]  # type: ignore[assignment]
+        torch.manual_seed(accelerator.process_index)
+        model[1].load_state_dict(nn.Linear(2, 2).state_dict())
+        model = accelerator.prepare(model)
+        said = [what_is_said(accelerator)]
+        if accelerator.is_main_process:
+            accelerator.prepare_model(nn.Linear(3, 3), evaluation_mode=True)  # an average, kept by one rank
+        return [*said, what_is_said(accelerator)]
+
+    assert run_on_ranks(on_rank, 2) == [["", ""]] * 2
+
+
 @pytest.mark.parametrize("layout", ["hsdp", "tp", "fsdp"])
 def test_shards_are_compared_with_those_that_other_ranks_hold_too(layout: str) -> None:
     def on_rank() -> list[str]:

@@ -7,6 +7,7 @@ its own, and no error says so. Buffers are left out: statistics of batches diffe
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,11 +23,17 @@ from ..distributed.world import World
 from ..errors import ReplicaError, ReplicaWarning
 from .state import ModelState
 
+logger = logging.getLogger(__name__)
+
 _CAUSES: Final = (
     "Each rank trains a model of its own from there on. Usual causes: a model whose optimizer was prepared but not it "
     "itself; parameters changed on some ranks after `prepare`; gradients changed by rank before `optimizer.step()`; "
     "hardware that computes wrong."
 )
+_ALONE: Final = "gradients aren't averaged now"
+_FAILED: Final = "a rank can't (its message says why)"
+#: Why ranks don't compare, the first for none; they exchange the place in this list.
+_REASONS: Final = ("", _ALONE, _FAILED)
 #: Odd, so that multiplying by it loses no bit.
 _FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64
 
@@ -80,22 +87,44 @@ class Replicas:
         that tensor parallelism leaves whole). Replicas may differ between the averages of local SGD.
         """
         world = self.world
-        if world.size == 1 or world.kind.runtime or any(map(_trains_alone, self.models)):
+        if world.size == 1 or world.kind.runtime:
             return None
-        parameters = dict(_named_parameters(self.models, self.optimizers))
-        states = dict(_named_states(parameters, self.optimizers))
-        if self.state.is_whole():
-            return _compare(parameters, states, world.group, range(world.size), world)
+        held, reason = self._held()
+        number = torch.tensor([_REASONS.index(reason)], device=world.device)
+        dist.all_reduce(number, dist.ReduceOp.MAX, world.group)  # all compare, or none
+        if number.item():
+            if world.is_main and _REASONS[int(number)] is not _ALONE:
+                logger.warning("what replicas hold isn't compared: %s", _REASONS[int(number)])
+            return None
         own: Difference | None = None
-        for mesh, axis in dict.fromkeys(axis for tensor in parameters.values() for axis in _replicated_axes(tensor)):
-            chosen, beside = (
-                {name: _local(tensor) for name, tensor in tensors.items() if (mesh, axis) in _replicated_axes(tensor)}
-                for tensors in (parameters, states)
-            )
-            group = mesh.get_group(axis)
-            found = _compare(chosen, beside, group, dist.get_process_group_ranks(group), world)
-            own = own or found
-        return _first(own, world)
+        for each in held:
+            own = _compare(each, world.device) or own
+        return own if self.state.is_whole() else _first(own, world)
+
+    def _held(self) -> tuple[list[_Held], str]:
+        """Return what this rank has in common with others, by group of ranks, or why that can't be compared."""
+        if any(map(_trains_alone, self.models)):
+            return [], _ALONE
+        try:
+            parameters = dict(_named_parameters(self.models, self.optimizers))
+            states = dict(_named_states(parameters, self.optimizers))
+            if self.state.is_whole():
+                return [_Held.of(parameters, states, self.world.group, range(self.world.size), self.world)], ""
+            axes = dict.fromkeys(axis for tensor in parameters.values() for axis in _replicated_axes(tensor))
+            return [self._held_along(axis, parameters, states) for axis in axes], ""
+        except Exception as error:  # a foreign tensor's or optimizer's: no save fails, and no rank waits, for that
+            logger.warning("rank %d can't compare what replicas hold: %r", self.world.rank, error)
+            return [], _FAILED
+
+    def _held_along(
+        self, axis: tuple[DeviceMesh, int], parameters: dict[str, torch.Tensor], states: dict[str, torch.Tensor]
+    ) -> _Held:
+        group = axis[0].get_group(axis[1])
+        chosen, beside = (
+            {name: _local(tensor) for name, tensor in tensors.items() if axis in _replicated_axes(tensor)}
+            for tensors in (parameters, states)
+        )
+        return _Held.of(chosen, beside, group, dist.get_process_group_ranks(group), self.world)
 
     def check(self, action: Literal["warn", "raise", "no"]) -> None:
         """Warn on the main process, or raise, if the replicas differ. A collective, unless ``action`` is "no".
@@ -131,9 +160,10 @@ def _named_parameters(
     seen: set[int] = set()
     for number, model in enumerate(models):
         inner = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+        ignored = getattr(model, "parameters_to_ignore", ())  # of DDP: what each rank has of its own
         for name, parameter in inner.named_parameters():
             seen.add(id(parameter))
-            if _has_bits(parameter):
+            if name not in ignored and _has_bits(parameter):
                 yield f"`{name}`{f' of model {number}' if len(models) > 1 else ''}", parameter
     for number, optimizer in enumerate(optimizers):
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -152,7 +182,7 @@ def _has_bits(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` holds values that can be read as they lie in memory."""
     plain = _local(tensor)
     is_plain = type(plain) in (torch.Tensor, torch.nn.Parameter)
-    return is_plain and not plain.is_meta and plain.layout is torch.strided
+    return is_plain and not plain.is_meta and not plain.is_quantized and plain.layout is torch.strided
 
 
 def _named_states(
@@ -178,37 +208,56 @@ def _replicated_axes(tensor: torch.Tensor) -> list[tuple[DeviceMesh, int]]:
 # -- comparing ---------------------------------------------------------------------------------------------
 
 
-def _compare(
-    parameters: dict[str, torch.Tensor],
-    states: dict[str, torch.Tensor],
-    group: dist.ProcessGroup | None,
-    replicas: Sequence[int],
-    world: World,
-) -> Difference | None:
+@final
+@dataclass(frozen=True)
+class _Held:
+    """The checksums of what a rank holds together with the other ranks of a group."""
+
+    parameters: dict[str, torch.Tensor]
+    states: dict[str, torch.Tensor]
+    sums: tuple[torch.Tensor, torch.Tensor]  # of parameters and of states, of shapes [parameters] and [states]
+    group: dist.ProcessGroup | None
+    replicas: Sequence[int]
+
+    @classmethod
+    def of(
+        cls,
+        parameters: dict[str, torch.Tensor],
+        states: dict[str, torch.Tensor],
+        group: dist.ProcessGroup | None,
+        replicas: Sequence[int],
+        world: World,
+    ) -> _Held:
+        sums = (_checksums(parameters, world.device), _checksums(states, world.device))
+        return cls(parameters, states, sums, group, replicas)
+
+
+def _compare(held: _Held, device: torch.device) -> Difference | None:
     """Compare the bits of all tensors by one collective of four numbers; only where they differ, by one of all."""
-    sums = [_checksums(tensors, world.device) for tensors in (parameters, states)]
-    counts = torch.tensor([len(each) for each in sums], device=world.device)
-    total = torch.cat([counts, *map(_mixed, sums)])
+    counts = torch.tensor([len(each) for each in held.sums], device=device)
+    total = torch.cat([counts, *map(_mixed, held.sums)])
     ends = torch.stack([total, -total])
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group)
+    dist.all_reduce(ends, dist.ReduceOp.MAX, held.group)
     if not (ends[0] + ends[1]).any():
         return None
     own = [
-        dict(zip(tensors, each.tolist(), strict=True)) for tensors, each in zip((parameters, states), sums, strict=True)
+        dict(zip(tensors, each.tolist(), strict=True))
+        for tensors, each in zip((held.parameters, held.states), held.sums, strict=True)
     ]
-    rows: list[Any] = [None] * len(replicas)
-    dist.all_gather_object(rows, own, group)
-    names = list(dict.fromkeys(name for row in rows for name in row[0]))
+    rows: list[Any] = [None] * len(held.replicas)
+    dist.all_gather_object(rows, own, held.group)
+    if any(list(row[0]) != list(rows[0][0]) for row in rows):
+        return None  # models that not every rank has (an average on the main process): which are alike isn't known
     # Optimizers that shard their states (ZeroRedundancyOptimizer) have those of a parameter on one rank.
-    names += [name for name in rows[0][1] if all(name in row[1] for row in rows)]
+    names = [*rows[0][0], *(name for name in rows[0][1] if all(name in row[1] for row in rows))]
     values = {name: [row[0].get(name, row[1].get(name)) for row in rows] for name in names}
     different = tuple(name for name in names if len(set(values[name])) > 1)
     if not different:
         return None
     usual, votes = Counter(values[different[0]]).most_common(1)[0]
-    is_majority = 2 * votes > len(replicas)
-    odd = [rank for rank, value in zip(replicas, values[different[0]], strict=True) if value != usual]
-    return Difference(different, tuple(odd if is_majority else replicas), tuple(replicas))
+    is_majority = 2 * votes > len(held.replicas)
+    odd = [rank for rank, value in zip(held.replicas, values[different[0]], strict=True) if value != usual]
+    return Difference(different, tuple(odd if is_majority else held.replicas), tuple(held.replicas))
 
 
 def _checksums(tensors: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -222,7 +271,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 
     Eight bytes are added at a time, which is 25 times as fast on a CPU as converting smaller integers.
     """
-    values = tensor.detach()
+    values = tensor.detach().resolve_conj().resolve_neg()
     if values.is_complex():
         values = torch.view_as_real(values)
     flat = values.contiguous().view(-1).view(torch.uint8)
