@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
@@ -22,6 +23,11 @@ _BETWEEN: Final = (__name__.partition(".")[0], "torch", "contextlib")
 def is_own(path: str) -> bool:
     """Return whether the file holds the user's code, not a library's and not ours."""
     return _FOREIGN.search(path) is None and not path.startswith(_PACKAGE)
+
+
+def is_in_this_package(path: str) -> bool:
+    """Return whether the file is one of this package's."""
+    return path.startswith(_PACKAGE + os.sep)
 
 
 def caller() -> FrameType:

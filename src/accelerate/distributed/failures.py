@@ -22,9 +22,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
-from ..callers import is_own
+from ..callers import is_in_this_package, is_own
 from ..settings.preemption import PREEMPTED_EXIT_CODE
 
+#: Tells ranks the folder of their launcher in which they leave records for it.
+RECORDS_VARIABLE = "ACCELERATE_RECORDS_FOLDER"
 LOGS_HINT = "Its whole output is above; for one file a rank: accelerate launch --log_dir DIRECTORY ..."
 TRACEBACK_START = "Traceback (most recent call last):"
 
@@ -44,6 +46,9 @@ _LOST_PEER = re.compile(
     r"has ended \(or left the world\)|keeps the ranks' store",
     re.IGNORECASE,
 )
+#: Where torch and this package talk to other ranks; errors of a collective in a backward pass come out of autograd.
+_COMMUNICATION = re.compile(r"[/\\]torch[/\\](?:distributed|autograd)[/\\]")
+_COMMUNICATION_ERROR = re.compile(r"torch\.distributed\.Dist\w*Error\b|(?:accelerate\.errors\.)?CollectiveError\b")
 _SHOWN_FRAMES = 3
 _SHOWN_MESSAGE_LINES = 3
 _LINE_WIDTH = 160
@@ -156,6 +161,8 @@ class Failure:
     #: The launcher itself sent the signal, because another rank had failed or because it was told to stop.
     stopped: bool = False
     log: Path | None = None
+    #: It has saved because of a notice of preemption, and wants to be started again.
+    is_preempted: bool = False
 
     @property
     def is_consequence(self) -> bool:
@@ -163,9 +170,18 @@ class Failure:
         return self.traceback is not None and _LOST_PEER.search(self.traceback.message) is not None
 
     @property
-    def is_preempted(self) -> bool:
-        """Whether the rank has saved because of a notice of preemption, and wants to be started again."""
-        return self.returncode == PREEMPTED_EXIT_CODE
+    def is_lost_peer(self) -> bool:
+        """Whether this is a consequence that torch or this package raised: of another rank's end, of nothing else.
+
+        A script's own connection, such as one to a database, ends with the same words.
+        """
+        trace = self.traceback
+        if trace is None or not self.is_consequence:
+            return False
+        if _COMMUNICATION_ERROR.match(trace.message):
+            return True
+        innermost = trace.frames[-1].file if trace.frames else ""
+        return is_in_this_package(innermost) or _COMMUNICATION.search(innermost) is not None
 
     @property
     def exit_code(self) -> int:
@@ -403,6 +419,18 @@ def _kernel_line(pid: int) -> str:
         return found
     finally:
         os.close(log)
+
+
+def record_saved(folder: str | None, rank: int) -> None:
+    """Tell the launcher whose records' folder this is, if there is one, that all ranks end because of a preemption."""
+    if folder is not None and os.path.isdir(folder):
+        with contextlib.suppress(OSError):
+            saved_mark(Path(folder), rank).touch()
+
+
+def saved_mark(folder: Path, rank: int) -> Path:
+    """Return the file whose presence says that the rank has saved because of a preemption."""
+    return folder / f"saved_{rank}"
 
 
 _ERROR_FILES = ("ACCELERATE_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")

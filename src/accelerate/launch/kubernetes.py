@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from ..errors import LaunchError, SettingError
 from ..ports import DEFAULT_PORT
+from ..settings.preemption import PREEMPTED_EXIT_CODE
 from .engine import LaunchEngine, base_environment, is_cpu_run
 from .plan import LaunchPlan, Program
 from .remote import job_name, spread, write_files
@@ -56,6 +57,7 @@ class Kubernetes(LaunchEngine):
                 "small "
                 "letters, digits and hyphens, with a letter first."
             )
+        _refuse_saves_without_restarts(settings)
         _, per_pod = spread(settings, host, launch.num_machines)
         environment = _environment(settings, host, per_pod)
         command = _agent(settings, program, per_pod, name)
@@ -127,6 +129,20 @@ def submit(manifest: dict[str, Any], *, context: str | None = None) -> None:
         reason = f"{error.status} {error.reason}"
         raise LaunchError(f"Kubernetes refused {kind} {metadata['name']}: {reason}. {hint}".strip()) from error
     print(f"{kind} {metadata['namespace']}/{metadata['name']} was created.")
+
+
+def _refuse_saves_without_restarts(settings: Settings) -> None:
+    """Refuse pods that save and end with exit code 75, which is a failure to Kubernetes, and are never started again.
+
+    Raises:
+        SettingError: the job saves on signals, but has no restarts.
+    """
+    if settings.preemption.save_on_signal and not settings.launch.max_restarts:
+        raise SettingError(
+            f"{settings.quote('preemption.save_on_signal')} and {settings.quote('launch.max_restarts')}: pods that "
+            f"saved end with exit code {PREEMPTED_EXIT_CODE}, with which the job fails where it may not start them "
+            "again. Say by --max_restarts how often it may."
+        )
 
 
 def escape(text: str) -> str:
@@ -220,13 +236,12 @@ def _manifest(settings: Settings, name: str, pod: dict[str, Any], per_pod: int) 
         failures = {"maxRestarts": settings.launch.max_restarts}
         return {**head, "spec": {"failurePolicy": failures, "replicatedJobs": [workers]}}
     # Kubeflow's own restart policy stands above the template's.
-    restarts = "OnFailure" if settings.launch.max_restarts or settings.preemption.save_on_signal else "Never"
+    restarts = "OnFailure" if settings.launch.max_restarts else "Never"
     replicas = {"Master": {"replicas": 1, "restartPolicy": restarts, "template": pod}}
     if machines > 1:
         # A copy, so that the manifest spells it out instead of pointing back.
         replicas["Worker"] = {"replicas": machines - 1, "restartPolicy": restarts, "template": deepcopy(pod)}
-    policy: dict[str, object] = {"cleanPodPolicy": "None"}
-    if settings.launch.max_restarts:
-        policy["backoffLimit"] = settings.launch.max_restarts
+    # Without this limit Kubeflow would start pods with an ordinary bug again for ever.
+    policy = {"cleanPodPolicy": "None", "backoffLimit": settings.launch.max_restarts}
     spec = {"nprocPerNode": str(per_pod), "runPolicy": policy, "pytorchReplicaSpecs": replicas}
     return {**head, "spec": spec}

@@ -1,6 +1,7 @@
 """The ends of ranks that couldn't record them, written by their launcher for ``accelerate monitor``.
 
-A rank that keeps such a file says so in a folder of the launcher's, under its process id.
+A rank that keeps such a file says so in a folder of the launcher's, under its process id. One that saved because of a
+preemption leaves a mark there, under its rank.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
-from ..distributed.failures import Failure, how_it_ended
+from ..distributed.failures import RECORDS_VARIABLE, Failure, how_it_ended, saved_mark
+from ..settings.option import TRUE_WORDS
+from ..settings.preemption import PREEMPTED_EXIT_CODE
 
-#: Tells ranks the launcher's folder.
-VARIABLE: Final = "ACCELERATE_RECORDS_FOLDER"
 _ENDINGS: Final = ('"event": "error"', '"event": "stop"', '"event": "preempted"')
 _END_BYTES: Final = 8192
 
@@ -34,7 +35,22 @@ class EndRecords:
         """The variable by which ranks find the folder."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="accelerate_records_"))
-        return {VARIABLE: str(self._folder)}
+        return {RECORDS_VARIABLE: str(self._folder)}
+
+    def is_preempted(self, rank: int, returncode: int | None, environment: Mapping[str, str]) -> bool:
+        """Return whether the rank ended with the code of a saved run, and did save, or was asked to on signals.
+
+        Any script may exit with this code for a reason of its own.
+        """
+        if returncode != PREEMPTED_EXIT_CODE:
+            return False
+        asked = environment.get("ACCELERATE_SAVE_ON_SIGNAL", "").strip().lower() in TRUE_WORDS
+        return asked or (self._folder is not None and saved_mark(self._folder, rank).exists())
+
+    @property
+    def any_saved(self) -> bool:
+        """Whether a rank of this host has saved because of a preemption, as all ranks then have."""
+        return self._folder is not None and any(self._folder.glob("saved_*"))
 
     def write(self, failures: Sequence[Failure]) -> None:
         """Record how each of these ranks ended, unless it has recorded that itself."""

@@ -33,7 +33,6 @@ from ..distributed.failures import (
     signal_name,
 )
 from ..errors import LaunchError
-from ..settings.preemption import PREEMPTED_EXIT_CODE
 from .plan import LaunchPlan, Stream
 from .records import EndRecords
 from .streams import HOLD_SECONDS, OutputStream, write_all
@@ -330,7 +329,7 @@ class Supervisor:
         self._report_stragglers(ended)
         for rank in ended:
             if rank.returncode != 0 and self._stop is None:
-                has_saved = rank.returncode == PREEMPTED_EXIT_CODE  # as the others are about to have
+                has_saved = self._is_preempted(rank)  # as the others are about to be
                 grace = self.stop_grace_seconds if has_saved else OUTPUT_GRACE_SECONDS
                 self._stop = _Stop(time.monotonic() + grace)
             if rank.returncode != 0:
@@ -440,7 +439,11 @@ class Supervisor:
             memory=memory.evidence(rank.pid) if killed else "",
             stopped=stopped,
             log=rank.log,
+            is_preempted=self._is_preempted(rank),
         )
+
+    def _is_preempted(self, rank: _Rank) -> bool:
+        return self._records.is_preempted(rank.rank, rank.returncode, {**self.environment, **self.plan.environment})
 
     def _exit_code(self) -> int:
         """Return the exit code of the first cause, 0 without one."""

@@ -5,6 +5,7 @@ torch is imported where the agent runs, never for planning.
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from ..distributed.failures import Failure, numbered, parse_traceback, report
 from ..errors import LaunchError, SettingError
 from ..ports import DEFAULT_PORT
+from ..settings import env
 from ..settings.preemption import PREEMPTED_EXIT_CODE
 from .engine import LaunchEngine, PortInUse, base_environment, count_processes, device_notes
 from .plan import LaunchPlan, Program
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 
 _LINE_WIDTH: Final = 240
+#: Signals that may be notices of a preemption; others end a run that isn't to be started again.
+_NOTICES: Final = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 
 
 @final
@@ -85,11 +89,12 @@ class Torchrun(LaunchEngine):
 
     def run(self, plan: LaunchPlan) -> int:
         """Run the agent of this host and return its exit code: the first cause's where it knows one."""
-        from ..settings import env
-
         records = EndRecords()
-        with env.patched(**plan.environment, **records.environment):
-            return _run_agent(plan.argv[3:], records)
+        try:
+            with env.patched(**plan.environment, **records.environment):
+                return _run_agent(plan.argv[3:], records)
+        finally:
+            records.close()
 
 
 def _rendezvous(settings: Settings, host: Host) -> tuple[dict[str, str], str, tuple[str, ...]]:
@@ -153,25 +158,35 @@ def _run_agent(arguments: Sequence[str], records: EndRecords) -> int:
     try:
         run.run(options)
     except ChildFailedError as error:
-        failures = failures_of(error.failures, started)
+        failures = failures_of(error.failures, started, records)
+        records.write(failures)
         num_hosts = int(str(options.nnodes).rpartition(":")[2])
         print(report_of_host(failures, num_hosts, num_hosts * int(options.nproc_per_node)), file=sys.stderr)
         return failures[0].exit_code if failures else 1
     except SignalException as error:
-        from ..settings import env
-
-        return PREEMPTED_EXIT_CODE if env.flag("ACCELERATE_SAVE_ON_SIGNAL") else 128 + int(error.sigval)
+        return exit_code_after(error.sigval, records)
     return 0
+
+
+def exit_code_after(received: int, records: EndRecords) -> int:
+    """Return the exit code of an agent that a signal ended: "start me again" after a notice on which a rank has saved.
+
+    Ctrl-C, a time limit before the save was done and an agreement that failed give the shell's code.
+    """
+    if signal.Signals(received).name in _NOTICES and records.any_saved:
+        return PREEMPTED_EXIT_CODE
+    return 128 + int(received)
 
 
 def report_of_host(failures: Sequence[Failure], num_hosts: int, num_processes: int) -> str:
     """Report the failures of one host's ranks: in one line where they only follow from one of another host's.
 
-    Thousands of hosts may write to one log, in which the one that failed first has to be found.
+    Thousands of hosts may write to one log, in which the one that failed first has to be found. Only what torch or this
+    package raised, and a stop by the agent, are told so: a script's own lost connection is a cause.
     """
-    first = failures[0] if failures else None
-    if num_hosts == 1 or first is None or not (first.stopped or first.is_consequence):
+    if num_hosts == 1 or not failures or not all(failure.stopped or failure.is_lost_peer for failure in failures):
         return report(failures, num_processes)
+    first = failures[0]
     reason = f" ({first.traceback.exception})" if first.traceback is not None else ""
     text = (
         f"{numbered(sorted(failure.rank for failure in failures)).capitalize()} of {num_processes} (host {first.host}) "
@@ -180,8 +195,9 @@ def report_of_host(failures: Sequence[Failure], num_hosts: int, num_processes: i
     return text if len(text) <= _LINE_WIDTH else text[: _LINE_WIDTH - 3] + "..."
 
 
-def failures_of(found: Mapping[int, Any], started: float) -> list[Failure]:
+def failures_of(found: Mapping[int, Any], started: float, records: EndRecords) -> list[Failure]:
     """Convert torch's records of failed ranks, the earliest first; ``started`` is when the run began."""
+    environment = env.snapshot()
     failures: list[Failure] = []
     for rank, failure in found.items():
         details = failure.error_file_data.get("message", {})
@@ -196,6 +212,7 @@ def failures_of(found: Mapping[int, Any], started: float) -> list[Failure]:
                 traceback=parse_traceback(text),
                 stopped=failure.exitcode == -15,
                 log=_stderr_log(failure.error_file),
+                is_preempted=records.is_preempted(rank, failure.exitcode, environment),
             )
         )
     return sorted(failures, key=lambda failure: (failure.stopped, failure.is_consequence, failure.seconds))
@@ -238,7 +255,6 @@ def elastic_call(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from ..settings import env
     from .fork import fork_is_safe
 
     settings = {**configuration}
@@ -262,6 +278,6 @@ def elastic_call(
         try:
             results = elastic_launch(config, function)(*args)
         except ChildFailedError as error:
-            failures = failures_of(error.failures, started)
+            failures = failures_of(error.failures, started, EndRecords())
             raise LaunchError(report(failures, num_processes * num_nodes)) from error
     return [results[rank] for rank in sorted(results)]

@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, final
 from weakref import WeakSet
 
+from ..distributed.failures import RECORDS_VARIABLE, record_saved
 from ..distributed.notices import Notices
 from ..distributed.preemption import StopAgreement
 from ..distributed.world import World, release_before_leaving
+from ..settings import env
 
 if TYPE_CHECKING:
     from ..distributed.preemption import Point
@@ -94,6 +96,8 @@ class Preemption:
         self._agreement.passed = point = (backwards, self._batches)
         if self._agreement.is_asked:
             self.is_over = self._are_all_at(point)
+            if self.is_over:
+                self._tell_launcher()
         return self.is_over
 
     # -- the end -------------------------------------------------------------------------------------------
@@ -137,4 +141,8 @@ class Preemption:
                 file=sys.stderr,
             )
         self._notices.ignore()
+        self._tell_launcher()
         raise SystemExit(code)
+
+    def _tell_launcher(self) -> None:
+        record_saved(env.read(RECORDS_VARIABLE), self._world.rank)

@@ -155,10 +155,26 @@ def test_kubernetes_replaces_nothing_in_a_value(text: str) -> None:
 
 
 def test_pods_that_save_on_signals_have_the_time_for_it_and_start_again() -> None:
-    job = manifest(plan(num_machines=2, num_processes=8, save_on_signal=True, grace_seconds=120))
+    job = manifest(plan(num_machines=2, num_processes=8, save_on_signal=True, grace_seconds=120, max_restarts=20))
+    assert job["spec"]["runPolicy"]["backoffLimit"] == 20
     for replica in job["spec"]["pytorchReplicaSpecs"].values():
         spec = replica["template"]["spec"]
         assert spec["terminationGracePeriodSeconds"] == 120 and replica["restartPolicy"] == "OnFailure"
         variables = {variable["name"]: variable["value"] for variable in spec["containers"][0]["env"]}
         assert variables["ACCELERATE_SAVE_ON_SIGNAL"] == "true" and variables["PET_SHUTDOWN_TIMEOUT"] == "120"
         assert "SIGUSR1" in variables["PET_SIGNALS_TO_HANDLE"]
+
+
+@pytest.mark.parametrize("kind", ["PyTorchJob", "JobSet"])
+def test_pods_that_save_but_may_not_start_again_are_refused(kind: str) -> None:
+    with pytest.raises(SettingError, match=r"--save_on_signal.* exit code 75, .* Say by --max_restarts how often"):
+        plan(k8s_kind=kind, num_processes=2, save_on_signal=True)
+    spec = manifest(plan(k8s_kind="JobSet", num_processes=2, save_on_signal=True, max_restarts=3))["spec"]
+    assert spec["failurePolicy"] == {"maxRestarts": 3}
+
+
+@pytest.mark.parametrize(("restarts", "policy"), [(0, "Never"), (3, "OnFailure")])
+def test_a_pytorchjob_starts_its_pods_only_so_often(restarts: int, policy: str) -> None:
+    spec = manifest(plan(num_machines=2, num_processes=8, max_restarts=restarts))["spec"]
+    assert spec["runPolicy"]["backoffLimit"] == restarts
+    assert {replica["restartPolicy"] for replica in spec["pytorchReplicaSpecs"].values()} == {policy}

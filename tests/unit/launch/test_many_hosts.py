@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+import accelerate
 from accelerate.distributed.environment import expand_host_list
-from accelerate.distributed.failures import Failure, Traceback, report
+from accelerate.distributed.failures import RECORDS_VARIABLE, Failure, Frame, Traceback, record_saved, report
 from accelerate.distributed.verdicts import RankState, Verdict
 from accelerate.launch.kubernetes import Kubernetes
 from accelerate.launch.mpi import Mpirun
 from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.records import EndRecords
 from accelerate.launch.remote import hosts_of
 from accelerate.launch.slurm import Slurm
-from accelerate.launch.torchrun import Torchrun, report_of_host
+from accelerate.launch.torchrun import Torchrun, exit_code_after, report_of_host
 from tests.unit.launch.plans import GPU_HOST, PROGRAM, hosts_file, settings
 
 HOSTS = 2048
@@ -168,7 +170,8 @@ def test_a_failure_of_one_rank_of_16384_is_one_screen(how: str) -> None:
 
 def test_a_host_whose_ranks_only_lost_another_hosts_says_so_in_one_line() -> None:
     """2,048 agents may write to one log."""
-    lost = Traceback((), "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:4711")
+    frames = (Frame("/home/me/train.py", 7), Frame("/x/site-packages/torch/distributed/distributed_c10d.py", 1))
+    lost = Traceback(frames, "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:4711")
     own = [failure(rank, returncode=1, stopped=False, traceback=lost) for rank in range(8, 16)]
     [line] = report_of_host(own, HOSTS, RANKS).splitlines()
     assert line.startswith("Ranks 8, 9, 10, 11, 12, 13, 14, 15 of 16384 (host node0001) ended after 100.0 s because a ")
@@ -180,3 +183,60 @@ def test_a_host_whose_ranks_only_lost_another_hosts_says_so_in_one_line() -> Non
     assert report_of_host(own, 1, 8) == report(own, 8)
     cause = failure(9, returncode=1, stopped=False, traceback=Traceback((), "ValueError: no data"))
     assert report_of_host([cause, *own], HOSTS, RANKS).startswith("First cause: rank 9 of 16384 (host node0001")
+
+
+REFUSED = "Connection refused"
+SAVES = "ACCELERATE_SAVE_ON_SIGNAL"
+
+
+@pytest.mark.parametrize(
+    ("innermost", "message", "is_short"),
+    [
+        ("/x/site-packages/requests/adapters.py", f"requests.exceptions.ConnectionError: {REFUSED}", False),
+        ("/home/me/train.py", "BrokenPipeError: [Errno 32] Broken pipe", False),
+        ("/home/me/torch_distributed.py", f"ConnectionError: {REFUSED}", False),
+        ("/home/me/train.py", f"DistanceError: {REFUSED}", False),
+        ("/x/site-packages/torch/autograd/graph.py", "RuntimeError: [gloo/tcp/pair.cc:547] Connection reset", True),
+        ("/home/me/train.py", f"torch.distributed.DistNetworkError: {REFUSED}", True),
+        (accelerate.__file__, f"RuntimeError: {REFUSED}", True),
+    ],
+)
+def test_a_lost_connection_of_the_scripts_own_is_reported_whole(innermost: str, message: str, is_short: bool) -> None:
+    frames = (Frame("/home/me/train.py", 7, "load", "rows = database.read()"), Frame(innermost, 3))
+    own = failure(9, returncode=1, stopped=False, traceback=Traceback(frames, message))
+    for failures in ([own], [own, failure(8)]):
+        text = report_of_host(failures, HOSTS, RANKS)
+        assert ("see that host's report" in text) == is_short
+        if not is_short:
+            assert text.startswith("First cause: rank 9 of 16384") and "rows = database.read()" in text
+            assert message in text
+
+
+@pytest.mark.parametrize("received", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP])
+def test_an_agent_asks_to_be_started_again_only_after_a_notice_on_which_ranks_saved(
+    received: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_SAVE_ON_SIGNAL", "true")
+    records = EndRecords()
+    try:
+        folder = records.environment[RECORDS_VARIABLE]
+        assert exit_code_after(received, records) == 128 + received
+        record_saved(folder, 3)
+        is_notice = received in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+        assert exit_code_after(received, records) == (75 if is_notice else 128 + received)
+    finally:
+        records.close()
+    record_saved(folder, 3)  # without a launcher nothing is written
+    assert not Path(folder).exists()
+
+
+def test_the_agents_records_say_which_exit_is_a_saved_one() -> None:
+    records = EndRecords()
+    folder = records.environment[RECORDS_VARIABLE]
+    try:
+        assert not records.is_preempted(0, 75, {}) and not records.is_preempted(0, 75, {SAVES: "false"})
+        assert records.is_preempted(0, 75, {SAVES: "true"}) and not records.is_preempted(0, 3, {SAVES: "true"})
+        record_saved(folder, 0)
+        assert records.is_preempted(0, 75, {}) and not records.is_preempted(1, 75, {})
+    finally:
+        records.close()

@@ -237,14 +237,14 @@ sys.exit(Supervisor(plan, start_command(plan), env.snapshot(), stop_grace_second
 """
 
 
-def launch(script: Path, grace_seconds: float = 5.0) -> subprocess.Popen[str]:
+def launch(script: Path, grace_seconds: float = 5.0, **environment: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(script), str(grace_seconds)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=script.parent,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3] / "src")},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3] / "src"), **environment},
     )
     return process
 
@@ -356,7 +356,7 @@ SAVING = """
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_preempted_run_says_so_and_gives_the_code_for_another_start(write: Write, number: int) -> None:
-    launcher = launch(write(SAVING))
+    launcher = launch(write(SAVING), ACCELERATE_SAVE_ON_SIGNAL="true")
     read_lines(launcher, 2)
     launcher.send_signal(number)
     out, err = launcher.communicate(timeout=20)
@@ -368,15 +368,34 @@ def test_a_preempted_run_says_so_and_gives_the_code_for_another_start(write: Wri
 
 
 def test_a_rank_that_was_preempted_alone_gives_the_others_time_to_save(write: Write) -> None:
-    launcher = launch(write("time.sleep(1.0 * rank); print(rank, flush=True); sys.exit(75)"))
+    launcher = launch(
+        write("time.sleep(1.0 * rank); print(rank, flush=True); sys.exit(75)"), ACCELERATE_SAVE_ON_SIGNAL="true"
+    )
     out, err = launcher.communicate(timeout=20)
     assert sorted(out.splitlines()) == ["0", "1"]
     assert launcher.returncode == 75 and "ranks 0, 1 saved" in err
 
 
 def test_a_rank_that_failed_while_another_was_preempted_is_the_cause(write: Write) -> None:
-    launcher = launch(write("time.sleep(0.5 * rank); sys.exit(75 if rank == 0 else 3)"))
+    launcher = launch(
+        write("time.sleep(0.5 * rank); sys.exit(75 if rank == 0 else 3)"), ACCELERATE_SAVE_ON_SIGNAL="true"
+    )
     _, err = launcher.communicate(timeout=20)
     assert launcher.returncode == 3
     assert "preempted: rank 0 saved, and ended with exit code 75; rank 1 ended otherwise." in err
     assert "First cause: rank 1 of 2" in err
+
+
+def test_a_script_that_exits_with_75_for_its_own_reason_failed(write: Write) -> None:
+    launcher = launch(write("sys.exit(75)"))
+    _, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 75
+    assert "preempted" not in err and " exited with code 75 after " in err
+
+
+def test_ranks_that_recorded_their_save_were_preempted_without_the_variable(write: Write) -> None:
+    body = "open(os.path.join(os.environ['ACCELERATE_RECORDS_FOLDER'], f'saved_{rank}'), 'w').close(); sys.exit(75)"
+    launcher = launch(write(body))
+    _, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 75
+    assert "preempted: rank" in err and "First cause" not in err
