@@ -370,6 +370,8 @@ def calls(accelerator: Any, folder: Path) -> dict[str, Callable[[], Any]]:
         "export_model": lambda: accelerator.export_model(with_configuration(), folder / "exported"),
         "save_state": lambda: accelerator.save_state(folder / "state"),
         "wait_for_checkpoint": accelerator.wait_for_checkpoint,
+        "compare_replicas": accelerator.compare_replicas,
+        "stream_weights": lambda: list(accelerator.stream_weights(ready["all"][0])),
         "init_trackers": lambda: accelerator.init_trackers("run"),
         "get_tracker": lambda: accelerator.get_tracker("none"),
         "log": lambda: accelerator.log({"loss": 1.0}),
