@@ -171,6 +171,21 @@ def test_ranks_with_different_models_are_told() -> None:
     assert all("has a model of 2 tensors" in said for said in run_on_ranks(on_rank, 2))
 
 
+@pytest.mark.parametrize("argument", ["dtype", "ranks", "bucket_bytes"])
+def test_ranks_with_different_arguments_are_told(argument: str) -> None:
+    """As under `if accelerator.is_main_process`, where the weights arrive."""
+
+    def on_rank() -> str:
+        run = Accelerator(cpu=True)
+        values: dict[str, Any] = {"dtype": ["bfloat16", None], "ranks": [(0,), (1,)], "bucket_bytes": [100, 200]}
+        with pytest.raises(CollectiveError) as caught:
+            run.stream_weights(nn.Linear(2, 2), **{argument: values[argument][run.process_index]})
+        return str(caught.value)
+
+    said = run_on_ranks(on_rank, 2)
+    assert all("give the same ones on all ranks" in text and argument in text for text in said if text), said
+
+
 # -- memory ---------------------------------------------------------------------------------------------------
 
 
@@ -344,6 +359,6 @@ def test_an_exchange_of_overlapping_regions_is_refused() -> None:
     from accelerate.parallel.streaming.exchange import WeightExchange
 
     part = HeldTensor(("w",), (4,), torch.float32, torch.zeros(2), ((0, 2),))
-    exchange = WeightExchange(World(), [part], [0])
+    exchange = WeightExchange(World(), [part], [0], "")
     with pytest.raises(NotBuilt, match="don't make the whole"):
         exchange.prepare({0: torch.float32})

@@ -412,8 +412,9 @@ class Loading:
     def _num_updates(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the updates before this checkpoint: those it tells, else those that the optimizer's state counts."""
         told = None if self.manifest is None else self.manifest.details.get("updates")
-        steps = [state["step"] for state in optimizer.state.values() if "step" in state]
-        return int(max(steps, default=0)) if told is None else int(told)
+        if isinstance(told, int):
+            return told
+        return int(max((state["step"] for state in optimizer.state.values() if "step" in state), default=0))
 
     def _read_shared(self, folder: Path) -> None:
         run, of_pickles = self.run, self.options.of_pickles

@@ -63,8 +63,10 @@ def join_state(entries: Mapping[str, object], parameter: torch.Tensor, optimizer
     Raises:
         CheckpointError: ``optimizer`` keeps no state in few bits.
     """
-    found = {name: value for name, value in entries.items() if not name.endswith((_CODES, _SCALE, _VALUES))}
-    for name in [name.removesuffix(_CODES) for name in entries if name.endswith(_CODES)]:
+    packed = [name.removesuffix(_CODES) for name in entries if isinstance(name, str) and name.endswith(_CODES)]
+    parts = {f"{name}{part}" for name in packed for part in (_CODES, _SCALE, _VALUES)}
+    found = {name: value for name, value in entries.items() if name not in parts}
+    for name in packed:
         if not _keeps_few_bits(optimizer):
             raise CheckpointError(
                 f"{name!r} was saved by an optimizer that keeps it in few bits, which {type(optimizer).__name__} "

@@ -385,7 +385,7 @@ def _collect(saving: Saving, items: RunItems, staging: StagingDirectory) -> None
         if staging.description.details.get("epoch") is None and (epoch := items.epoch()) is not None:
             staging.details["epoch"] = epoch
         if updates := items.updates():
-            staging.details["updates"] = updates
+            staging.details.setdefault("updates", updates)  # unless the program calls something else so
         if everything and items.window is not None:
             staging.details[OPEN_WINDOW] = True
 

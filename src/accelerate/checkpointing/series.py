@@ -87,7 +87,8 @@ class Entry:
         if self.manifest is None:
             return None
         details = self.manifest.details
-        return details.get("step", details.get("updates", self.manifest.step))
+        updates = details.get("updates")
+        return details.get("step", updates if isinstance(updates, int) else self.manifest.step)
 
     @property
     def epoch(self) -> int | None:

@@ -27,7 +27,7 @@ from ..errors import CheckpointError, CheckpointNotFound, SettingError
 from ..names import MODEL_NAME, SAFE_MODEL_NAME
 from .agreement import Ranks, write_on_main
 from .codec import read_pickle, write_pickle
-from .packed_weights import load_statistics
+from .packed_weights import is_statistic, load_statistics
 from .run_state import StateDict
 from .storage import inside
 from .store import Create, DurableFile, fsync_path
@@ -535,7 +535,14 @@ class Selection:
                 f"{self} leaves none of the {len(state)} weights of the model (the first is {next(iter(state))!r})"
             )
         first = shared_names(chosen)  # tied weights stay tied
-        converted = {name: self._converted(value) for name, value in chosen.items() if name not in first}
+        # Bits packed into a floating-point tensor, and what unpacks them, are no numbers to be converted.
+        packed = {name for name in chosen if is_statistic(name)}
+        packed |= {f"{name.rpartition('.weight.')[0]}.weight" for name in packed}
+        converted = {
+            name: value if name in packed else self._converted(value)
+            for name, value in chosen.items()
+            if name not in first
+        }
         return {name: converted[first.get(name, name)] for name in chosen}
 
     def _converted(self, value: object) -> object:

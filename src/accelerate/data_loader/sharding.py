@@ -182,7 +182,9 @@ class BatchSamplerShard(BatchSampler):
             following = list(islice(remaining.batches, size))
             steps += 1
             batches += len(step_batches)
-            first_batches = [] if following else remaining.first_batches
+            # Made of the first batches, which are planned for it, where a batch has to be filled up: the last, and any
+            # short one that is cut into shares.
+            first_batches = [] if following and not self.split_batches else remaining.first_batches
             taken = take(step_batches, first_batches, not following)
             if taken is not None:
                 indices, coverage = taken

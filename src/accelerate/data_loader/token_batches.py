@@ -97,6 +97,12 @@ class TokenBatchSampler(PositionedBatchSampler):
                 ResumeWarning,
                 stacklevel=2,
             )
+        longest = int(max(self.lengths, default=0)) if self._saved_plan is not None else 0
+        if longest > plan.token_budget:
+            raise PreparationError(
+                f"this epoch began with token_budget={plan.token_budget}, and a sample has {longest} tokens now: the "
+                "data are others than those of the checkpoint. Begin a new epoch, or give the data of then."
+            )
         # The window of the sample before the position, whose batch makes the fingerprint.
         window = max(position.samples - 1, 0) // self._window_size(order, plan)
         num_samples, num_batches, last = window * self._window_size(order, plan), 0, None

@@ -101,3 +101,9 @@ def test_shards_come_back_bit_by_bit_and_go_to_other_ranks(rows: int) -> None:
         return bool(same) and bool((numbers(one["exp_avg"]) - expected).abs().max() < 0.15)
 
     assert run_on_ranks(run, 3) == [True, True, True]
+
+
+def test_state_of_others_that_is_called_alike_is_kept() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    state = {"momentum.scale": torch.ones(2), "values.values": 3, 7: "by number"}
+    assert join_state(state, parameter, torch.optim.SGD([parameter])) == state  # type: ignore[comparison-overlap, arg-type]

@@ -240,3 +240,20 @@ def test_a_generator_of_the_stream_is_seeded_by_the_epoch() -> None:
         shard.set_epoch(epoch)
         orders.append(list(shard))
     assert orders[0] == orders[2] != orders[1]
+
+
+def test_a_short_batch_in_the_middle_is_cut_into_shares_too() -> None:
+    class Bucketed:
+        """Batches by length, of which any may be short."""
+
+        batch_size, drop_last = 4, False
+
+        def __iter__(self):
+            return iter([[0, 1, 2, 3], [4, 5, 6], [7, 8, 9, 10]])
+
+        def __len__(self) -> int:
+            return 3
+
+    first, second = (list(BatchSamplerShard(Bucketed(), 2, rank, split_batches=True)) for rank in range(2))  # type: ignore[arg-type]
+    assert first == [[0, 1], [4, 5], [7, 8]]
+    assert second == [[2, 3], [6, 0], [9, 10]]

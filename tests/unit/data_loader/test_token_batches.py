@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -287,6 +288,17 @@ def test_a_changed_budget_counts_from_the_next_epoch() -> None:
         rest = flat([list(resumed)])
     assert sorted(seen + rest) == list(range(1000))
     assert all(max(lengths[batch]) * len(batch) <= 200 for batch in resumed)
+
+
+def test_an_epoch_isnt_continued_with_samples_over_its_budget() -> None:
+    """Its plan would never end."""
+    loader = loader_of(log_normal(1000, budget=200), budget=200)
+    next(iter(loader))
+    longer = loader_of(np.full(1000, 300), budget=400)
+    longer.load_state_dict(loader.state_dict())
+    with warnings.catch_warnings(), pytest.raises(PreparationError, match="token_budget=200, and a sample has 300"):
+        warnings.simplefilter("ignore", ResumeWarning)
+        list(longer)
 
 
 def test_workers_read_the_same_batches() -> None:

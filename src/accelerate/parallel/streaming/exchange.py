@@ -24,7 +24,7 @@ _ALIGNMENT_BYTES: Final = 16
 _ON_HOST: Final = ("gloo", "mpi")
 
 #: A rank's message to all others: a checksum of the tensors, what it holds of each, where its process can be watched.
-Outline: TypeAlias = tuple[int, list[Region | None], "tuple[str, int] | None"]
+Outline: TypeAlias = tuple[int, list[Region | None], "tuple[str, int] | None", str]
 
 
 @final
@@ -124,7 +124,7 @@ class BucketExchange:
 class WeightExchange:
     """The regions that all ranks hold of the tensors of one model, and the ranks that want the whole."""
 
-    def __init__(self, world: World, held: Sequence[HeldTensor], receivers: Sequence[int]) -> None:
+    def __init__(self, world: World, held: Sequence[HeldTensor], receivers: Sequence[int], arguments: str) -> None:
         self.world = world
         self.held = held
         self.receivers = receivers
@@ -134,8 +134,15 @@ class WeightExchange:
             checksum([(one.names, one.shape, one.dtype) for one in held]),
             [one.region for one in held],
             world.coordinator.exits.listen() if world.coordinator is not None and world.rank in receivers else None,
+            arguments,
         )
         outlines: list[Outline] = gather_object([own], world=world) if world.size > 1 else [own]
+        other_calls = [rank for rank, outline in enumerate(outlines) if outline[3] != arguments]
+        if other_calls:
+            raise CollectiveError(
+                f"stream_weights({arguments}) on rank {world.rank}, but stream_weights({outlines[other_calls[0]][3]}) "
+                f"on rank {other_calls[0]}. Every rank sends by them: give the same ones on all ranks."
+            )
         different = [rank for rank, outline in enumerate(outlines) if outline[0] != own[0]]
         if different:
             raise CollectiveError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, final
 
 import torch
 
+from ...checkpointing.packed_weights import is_statistic, packed_layers
 from ...checkpointing.weights import Selection
 from ...distributed.collectives import coordinator_of
 from ...distributed.world import World
@@ -111,9 +112,13 @@ def _items(
     dtype: torch.dtype | None,
     limit: int,
     meeting: Meeting,
+    packed: frozenset[str],
 ) -> Generator[tuple[str, torch.Tensor]]:
     """Yield the weights where this rank is a receiver; a collective, one exchange per bucket."""
-    dtypes = [_dtypes_of(weight, exchange.held, dtype) for weight in weights]
+    dtypes = [
+        _dtypes_of(weight, exchange.held, None if any(n in packed or is_statistic(n) for n in weight.names) else dtype)
+        for weight in weights
+    ]
     sizes = [sum(num_bytes(exchange.held[number], own) for number, own in of_one.items()) for of_one in dtypes]
     for positions in buckets(sizes, limit):
         ready = exchange.prepare({number: own for position in positions for number, own in dtypes[position].items()})
@@ -175,9 +180,13 @@ def stream_weights(
     if world.size > 1:
         coordinator_of(world, _OPERATION).require_all(_OPERATION)
     held = strategy.state.held_tensors(model)
-    weights = streamed_weights(strategy.unwrap(model, keep_torch_compile=False), held, adapters)
-    exchange, meeting = WeightExchange(world, held, receivers), Meeting(world)
-    return WeightStream(meeting, _items(exchange, weights, chosen, bucket_bytes, meeting))
+    inner = strategy.unwrap(model, keep_torch_compile=False)
+    weights = streamed_weights(inner, held, adapters)
+    # Bits packed into a floating-point tensor, and what unpacks them, are no numbers to be converted.
+    packed = frozenset(f"{layer}.weight" for layer, _ in packed_layers(inner))
+    given = f"ranks={tuple(receivers)}, bucket_bytes={bucket_bytes}, dtype={chosen}, adapters={adapters!r}"
+    exchange, meeting = WeightExchange(world, held, receivers, given), Meeting(world)
+    return WeightStream(meeting, _items(exchange, weights, chosen, bucket_bytes, meeting, packed))
 
 
 def _dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
