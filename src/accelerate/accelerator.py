@@ -208,7 +208,7 @@ class Accelerator:
         self._may_pickle: list[object] = []
         self._noted_watch: Mapping[str, Any] | None = None
         self._start_in_process()
-        self._preemption = construction.preemption(preemption, self)
+        self._preemption = construction.preemption(preemption, self, self._models, self._optimizers)
 
     def _start_in_process(self) -> None:
         """Create what belongs to this process, and is left out of a copy for another one."""

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .settings.megatron import MegatronOptions
     from .settings.run import Settings
     from .training.accumulation import GradientState
+    from .training.optimizer import AcceleratedOptimizer
     from .training.preemption import Preemption, SavedRun
 
 
@@ -532,8 +533,17 @@ def watch_for_hangs(world: World, gradient_state: GradientState) -> None:
     watchdog.watch_for_hangs(world, gradient_state)
 
 
-def preemption(policy: PreemptionPolicy | None, run: SavedRun) -> Preemption | None:
+def preemption(
+    policy: PreemptionPolicy | None,
+    run: SavedRun,
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[AcceleratedOptimizer],
+) -> Preemption | None:
     """Return the listening part of ``policy``, or of what the launcher was asked for; None where nobody asked.
+
+    Args:
+        models: the lists of what ``run`` has prepared, which it goes on filling.
+        optimizers: see ``models``.
 
     Raises:
         SettingError: the run is to save by itself, and has no folder.
@@ -551,11 +561,8 @@ def preemption(policy: PreemptionPolicy | None, run: SavedRun) -> Preemption | N
             f"{source} saves when a notice of preemption comes, but the run has no folder. Give "
             "Accelerator(project_dir=...), and let the script call `accelerator.resume()` before its loop."
         )
-    from .distributed.notices import is_listening
     from .training.preemption import Preemption
 
-    if is_listening(policy.signals):  # the process's first Accelerator does
-        return None
-    found = Preemption(policy, run)
+    found = Preemption(policy, run, models, optimizers)
     found.start()
     return found

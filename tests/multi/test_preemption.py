@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -67,6 +68,7 @@ def train(folder: str, notes: str, num_workers: int, accumulates: bool, **option
     note = noter(f"{notes}.{accelerator.process_index}")
     note("begin", os.getpid())
     while training.iteration < EPOCHS:
+        model.train()
         for ids, rows in training:
             with accelerator.accumulate(model):
                 loss = model(rows).square().mean()
@@ -79,6 +81,7 @@ def train(folder: str, notes: str, num_workers: int, accumulates: bool, **option
             if place["rounds"] % 4 == 0:
                 accelerator.save_state(details={"by": "the script"})
         num_seen = 0
+        model.eval()
         for numbers in evaluation:
             num_seen += len(accelerator.gather_for_metrics(numbers))
             time.sleep(0.003)
@@ -256,9 +259,11 @@ def test_an_evaluation_is_left_or_finished_and_the_next_one_is_whole(finishes: b
         num_trained = num_evaluated = 0
         with pytest.raises(SystemExit):
             for _ in range(3):
+                model.train()
                 for rows in training:
                     accelerator.backward(model(rows).sum())
                     num_trained += 1
+                model.eval()
                 for _ in evaluation:
                     num_evaluated += 1
                     if num_evaluated == 2:
@@ -275,6 +280,109 @@ def test_an_evaluation_is_left_or_finished_and_the_next_one_is_whole(finishes: b
 
     assert run_on_ranks(run, 1) == [(3, 5 if finishes else 2)]
     assert run_on_ranks(resume, 1) == [(1, 3, 5)]
+
+
+def _loop(folder: str, loaders: int = 1) -> tuple[Any, ...]:
+    accelerator = Accelerator(cpu=True, project_dir=folder, preemption=PreemptionPolicy())
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = [DataLoader(torch.arange(size)[:, None].float(), batch_size=1) for size in (24, 3)[:loaders]]  # pyright: ignore
+    prepared = accelerator.prepare(model, optimizer, *data)
+    accelerator.resume()
+    return accelerator, *prepared
+
+
+def _noticed(accelerator: Accelerator) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    until = time.monotonic() + 30
+    while not accelerator._preemption._agreement.is_asked and time.monotonic() < until:  # pyright: ignore
+        time.sleep(0.005)
+
+
+def _train(kind: str, folder: str, when: int | None) -> list[int]:
+    """The batches that a loop of this kind trained on up to the notice at batch ``when``, and the step after it."""
+    accelerator, model, optimizer, loader, *others = _loop(folder, 2 if kind == "two loaders" else 1)
+    trained: list[int] = []
+    pending: list[int] = []
+    iterator = iter(others[0]) if others else iter(())
+    try:
+        for rows in loader:
+            number = int(rows.item())
+            if number == when and kind != "two loaders":
+                _noticed(accelerator)
+            if kind == "skips" and 4 <= number < 9:
+                trained.append(number)
+                continue
+            if kind == "two loaders":
+                try:
+                    rows = rows + next(iterator)
+                except StopIteration:
+                    if number == when:
+                        _noticed(accelerator)
+                    iterator = iter(others[0])
+                    rows = rows + next(iterator)
+            loss = model(rows).sum()
+            pending.append(number)
+            if kind == "torch's backward":
+                loss.backward()
+            elif kind != "collects":
+                accelerator.backward(loss)
+            elif len(pending) == 4:
+                for _ in pending:
+                    accelerator.backward(model(rows).sum())
+            if len(pending) == 4 or kind not in ("collects", "accumulates by hand"):
+                optimizer.step()
+                optimizer.zero_grad()
+                trained += pending
+                pending.clear()
+    except SystemExit as end:
+        assert when is not None and end.code == CODE
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("kind", "when", "stops_after"),
+    [
+        ("skips", 5, 10),
+        ("torch's backward", 5, 6),
+        ("collects", 5, 8),
+        ("accumulates by hand", 5, 8),
+        ("two loaders", 3, 4),
+    ],
+)
+def test_no_batch_is_lost(kind: str, when: int, stops_after: int, tmp_path: Path) -> None:
+    assert run_on_ranks(partial(_train, kind, str(tmp_path), when), 1) == [list(range(stops_after))]
+    assert run_on_ranks(partial(_train, kind, str(tmp_path), None), 1) == [list(range(stops_after, 24))]
+
+
+def test_the_newest_accelerator_stops_its_loop(tmp_path: Path) -> None:
+    def run() -> tuple[int, bool]:
+        first = Accelerator(cpu=True, project_dir=str(tmp_path), preemption=PreemptionPolicy())
+        early = first.prepare(DataLoader(list(range(4)), batch_size=1))  # pyright: ignore
+        next(iter(early))
+        second, model, optimizer, loader = _loop(str(tmp_path))
+        with pytest.raises(SystemExit):
+            for rows in loader:
+                second.backward(model(rows).sum())
+                optimizer.step()
+                if rows.item() == 3:
+                    _noticed(second)
+        list(early)  # isn't stopped any more
+        return second.gradient_state.num_backwards, first.preempted
+
+    assert run_on_ranks(run, 1) == [(4, False)]
+    assert saved_by_notice(tmp_path) == ["checkpoint_0"]
+
+
+def test_an_accelerator_of_another_thread_says_that_it_hears_no_signals(tmp_path: Path) -> None:
+    def run() -> str:
+        lines = _logged("accelerate.training.preemption")
+        thread = threading.Thread(target=_loop, args=(str(tmp_path),))
+        thread.start()
+        thread.join()
+        return "".join(lines)
+
+    assert "SIGTERM, SIGUSR1, SIGUSR2 aren't heard, because" in run_on_ranks(run, 1)[0]
 
 
 def test_a_script_can_decide_itself() -> None:
@@ -311,11 +419,11 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_is_saved() -> None:
     assert not late or "rank 1 hasn't come to the end of a step" in late
 
 
-def _logged() -> list[str]:
+def _logged(name: str = "accelerate.distributed.preemption") -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
-    logging.getLogger("accelerate.distributed.preemption").addHandler(handler)
+    logging.getLogger(name).addHandler(handler)
     return lines
 
 

@@ -85,7 +85,7 @@ class Notices:
 
         A scheduler, or srun when the first rank has ended, may send more of them.
         """
-        self._is_ending = True
+        self._note_end()
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
@@ -116,11 +116,18 @@ class Notices:
             self._is_noticed[0] = 1
         return found
 
+    def settle(self) -> None:
+        """Take the notice as dealt with: forked children end by a signal again, such as that of ``terminate()``."""
+        self._is_noticed[0] = 0
+
     def _note_end(self) -> None:
         self._is_ending = True
+        self.settle()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        """Do what a signal makes this process's own thread do: nothing, as the wake-up descriptor has told."""
+        """Tell of the signal once more: somebody else, such as asyncio, may have replaced the wake-up descriptor."""
+        with contextlib.suppress(OSError):
+            os.write(self._write_end, bytes([number]))
 
     def _forward(self, number: int) -> None:
         if self._wakeup_before >= 0 and number != _FROM_URL:
@@ -189,12 +196,6 @@ class Notices:
         if self._before and (current := signal.set_wakeup_fd(self._wakeup_before)) != self._write_end:
             signal.set_wakeup_fd(current)  # somebody else's since
         self._before = {}
-
-
-def is_listening(signals: Sequence[str]) -> bool:
-    """Return whether notices of this process take one of these signals already."""
-    found = [signal.getsignal(getattr(signal, name)) for name in signals if hasattr(signal, name)]
-    return any(isinstance(getattr(handler, "__self__", None), Notices) for handler in found)
 
 
 def _forget(reference: weakref.ref[Notices]) -> None:

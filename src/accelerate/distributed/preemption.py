@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from .notices import Notices
     from .store_client import Coordinator
 
-#: A point of a loop: backward passes so far, and batches (or questions) since the last one.
-Point = tuple[int, int]
+#: A point of a loop: Accelerators whose loops came before, backward passes so far, and batches (or questions) since the
+#: last one.
+Point = tuple[int, int, int]
 
 _log = logging.getLogger(__name__)
 _LISTEN_SECONDS: Final = 0.2
@@ -75,8 +76,8 @@ class StopAgreement:
     def __init__(self, notices: Notices, coordinator: Coordinator | None, grace_seconds: float) -> None:
         self._notices, self._coordinator = notices, coordinator
         self._rank, self._size = (coordinator.rank, coordinator.size) if coordinator is not None else (0, 1)
-        self._seconds = grace_seconds * _SHARE_TO_MEET
-        self.passed: Point = (0, 0)
+        self.allow(grace_seconds)
+        self.passed: Point = (0, 0, 0)
         self.is_asked: bool = False
         self.notice: Notice | None = None
         self._number = 0  # of the round: one for each notice
@@ -93,6 +94,15 @@ class StopAgreement:
             threading.Thread(target=target, name="accelerate preemption", daemon=True)
             for target in (self._listen, self._run)
         ]
+
+    def allow(self, grace_seconds: float) -> None:
+        """Let rounds from the next on take that much of the grace period that saving leaves."""
+        self._seconds = grace_seconds * _SHARE_TO_MEET
+
+    @property
+    def is_running(self) -> bool:
+        """Whether notices are heard: not before the start, after the end, or in a forked child."""
+        return not self._stopped.is_set() and all(thread.is_alive() for thread in self._threads)
 
     def start(self) -> None:
         """Start the threads: one waits for this rank's notices, one for those of any rank."""
@@ -236,8 +246,8 @@ class StopAgreement:
             self._settle(f"{name}/furthest", json.dumps(max(map(json.loads, self._values(name).values()))))
         outcome = self._wait_for(f"{name}/furthest")
         if outcome != _NONE:
-            backwards, batches = json.loads(outcome)
-            return Agreed((backwards, batches), self._number)
+            loops, backwards, batches = json.loads(outcome)
+            return Agreed((loops, backwards, batches), self._number)
         absent = set(range(self._size)) - self._values(name).keys()
         if not self._stopped.is_set():
             _log.error(
@@ -249,6 +259,7 @@ class StopAgreement:
     def _begin_again(self) -> None:
         """Give up this round; the next notice begins another one."""
         self._number += 1
+        self._notices.settle()
         self.is_asked = self._is_there = self._is_late = False
 
     # -- the store -----------------------------------------------------------------------------------------

@@ -60,6 +60,9 @@ class GradientState:
     protects_gradients: bool
     plugin_kwargs: dict[str, Any]
     dataloader_references: list[weakref.ReferenceType[Any] | None]
+    #: Calls of prepared optimizers' ``step`` that weren't inside of a window.
+    num_step_calls: int
+    awaits_step: bool  # a backward has run since the last of these calls
     has_assumed_loader: bool  # a warning was given: values between batches of several loaders could be those of any
     #: Called with a prepared loader, between its batches; and with True, where a pass over it begins. Where a loop
     #: reads none, called with this state as a micro-batch begins.
@@ -87,7 +90,8 @@ class GradientState:
         gradient_state._window = None
         gradient_state._restored_count = 0
         gradient_state._restored_open = False
-        gradient_state._num_backwards = 0
+        gradient_state._num_backwards = gradient_state.num_step_calls = 0
+        gradient_state.awaits_step = False
         gradient_state.has_assumed_loader = False
         gradient_state.between_batches = None
         GradientState._newest = gradient_state
@@ -174,6 +178,7 @@ class GradientState:
     def note_backward(self) -> int:
         """Count a backward in the current micro-batch; return by how many micro-batches its loss is divided."""
         self._num_backwards += 1
+        self.awaits_step = True
         if self._window is not None:
             self._window.has_gradients = True
         self.protects_gradients = not self.sync_gradients

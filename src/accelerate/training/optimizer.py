@@ -115,13 +115,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Closure | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update the parameters, if this step completes a window and no gradient was infinite."""
-        if not self.gradient_state.sync_gradients:
+        gradient_state = self.gradient_state
+        if not gradient_state.sync_gradients:
             return None
         self._has_stepped = True
         if self._act is not None:
-            return self._act(closure)
-        self.num_updates += 1
-        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            result = self._act(closure)
+        else:
+            self.num_updates += 1
+            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        gradient_state.num_step_calls += 1
+        gradient_state.awaits_step = False  # after a closure's backward
+        return result
 
     def _scaled_step(self, closure: Closure | None) -> float | None:
         scaler = self._scaler

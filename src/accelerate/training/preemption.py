@@ -6,18 +6,22 @@ rate too, and the next batch isn't read. Passing one costs a few additions: noth
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
 from weakref import WeakSet
+
+import torch
 
 from ..distributed.failures import RECORDS_VARIABLE, record_saved
 from ..distributed.notices import Notices
 from ..distributed.preemption import StopAgreement
 from ..distributed.world import World, release_before_leaving
 from ..settings import env
+from .optimizer import AcceleratedOptimizer
 
 if TYPE_CHECKING:
     from ..distributed.preemption import Point
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     from ..plugins.preemption import PreemptionPolicy
     from ..settings.tree import Settings
     from .accumulation import GradientState
+
+_log = logging.getLogger(__name__)
 
 
 class SavedRun(Protocol):
@@ -42,29 +48,69 @@ class SavedRun(Protocol):
 
 @final
 class Preemption:
-    """The points of one Accelerator's loop, and the end of the loop at the one that all ranks agree on."""
+    """The points of one Accelerator's loop, and the end of the loop at the one that all ranks agree on.
 
-    def __init__(self, policy: PreemptionPolicy, run: SavedRun) -> None:
+    A process has one loop that stops: that of its newest Accelerator, once this has passed its first point. Earlier
+    ones, such as those of a smaller batch size or of another cell of a notebook, hand over what listens.
+    """
+
+    _leading: ClassVar[Preemption | None] = None
+
+    def __init__(
+        self,
+        policy: PreemptionPolicy,
+        run: SavedRun,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[AcceleratedOptimizer],
+    ) -> None:
         self._policy, self._run, self._gradient_state = policy, run, run.gradient_state
+        self._models, self._optimizers = models, optimizers
         self._world = world = run.world
-        is_first = world.is_local_main  # the host's other ranks hear of it by this one
-        file, url = (policy.notice_file, policy.notice_url) if is_first else (None, None)
-        self._notices = Notices(policy.signals, file, url)
-        self._agreement = StopAgreement(self._notices, world.coordinator, policy.grace_seconds)
-        self._backwards = self._batches = 0
+        leading = Preemption._leading
+        self._leads = leading is None or not leading._agreement.is_running
+        self._loops = 0  # which stopped before this one, in this process
+        if leading is not None and not self._leads:
+            self._notices, self._agreement = leading._notices, leading._agreement
+        else:
+            is_first = world.is_local_main  # the host's other ranks hear of it by this one
+            file, url = (policy.notice_file, policy.notice_url) if is_first else (None, None)
+            self._notices = Notices(policy.signals, file, url)
+            self._agreement = StopAgreement(self._notices, world.coordinator, policy.grace_seconds)
+        self._backwards = self._batches = self._step_calls = 0
         self._training_loaders: WeakSet[Any] = WeakSet()
         self._newest: weakref.ref[Any] | None = None  # the loader whose loop has passed the last point
+        self._has_warned = False  # that a loop isn't the main thread's
         self.is_over: bool = False  # all ranks came to the agreed point
 
     def start(self) -> None:
         """Listen for notices until the world is left, and stop at the points of the prepared loaders' loops."""
-        self._notices.start()
-        self._agreement.start()
-        release_before_leaving(self._agreement.stop)
+        if self._leads:
+            Preemption._leading = self
+            if not self._notices.start() and self._policy.signals:
+                _log.warning(
+                    "Preemption: %s aren't heard, because this Accelerator wasn't made in the process's main thread, "
+                    "which alone takes signals (on POSIX systems). Make it there, or give notice_file or notice_url.",
+                    ", ".join(self._policy.signals),
+                )
+            self._agreement.start()
+            release_before_leaving(self._agreement.stop)
         if self._policy.save_on_signal:
-            self._gradient_state.between_batches = self.between_batches
+            self._gradient_state.between_batches = self.between_batches if self._leads else self._begin_to_lead
+
+    def _take_over(self) -> None:
+        before = Preemption._leading
+        assert before is not None
+        before._gradient_state.between_batches = None
+        self._leads, before._leads, self._loops = True, False, before._loops + 1
+        self._agreement.allow(self._policy.grace_seconds)
+        Preemption._leading = self
 
     # -- points --------------------------------------------------------------------------------------------
+
+    def _begin_to_lead(self, loader: Any, begins: bool = False) -> None:
+        self._take_over()
+        self._gradient_state.between_batches = self.between_batches
+        self.between_batches(loader, begins)
 
     def between_batches(self, loader: Any, begins: bool = False) -> None:
         """Pass a point: before the first batch of a pass over ``loader``, between two of them, or where none is read.
@@ -72,17 +118,22 @@ class Preemption:
         Raises:
             SystemExit: the run ends here, on all ranks.
         """
-        backwards = self._gradient_state.num_backwards
-        has_trained = backwards != self._backwards
+        gradient_state = self._gradient_state
+        backwards, step_calls = gradient_state.num_backwards, gradient_state.num_step_calls
+        has_trained = backwards != self._backwards or step_calls != self._step_calls
         if has_trained:
-            self._backwards, self._batches = backwards, 0
+            self._step_calls = step_calls
             if self._newest is not None and (newest := self._newest()) is not None:
                 self._training_loaders.add(newest)
+            if len(gradient_state.dataloader_references) > 2:  # their batches were trained on together
+                self._training_loaders.update(gradient_state.running_dataloaders)
+        if backwards != self._backwards:
+            self._backwards, self._batches = backwards, 0
         else:
             self._batches += 1
         if self._newest is None or self._newest() is not loader:
             self._newest = weakref.ref(loader)
-        self._agreement.passed = point = (backwards, self._batches)
+        self._agreement.passed = point = (self._loops, backwards, self._batches)
         if self._agreement.is_asked:
             self._stop_if_agreed(point, loader, begins, has_trained)
 
@@ -90,10 +141,14 @@ class Preemption:
         """Return whether the run is to end: for scripts that end it themselves, with a point at each call."""
         if self._policy.save_on_signal or self.is_over:
             return self.is_over
+        if not self._leads:
+            if self._loops or self._batches:  # a newer Accelerator's loop has taken over
+                return False
+            self._take_over()
         backwards = self._gradient_state.num_backwards
         self._batches = self._batches + 1 if backwards == self._backwards else 0
         self._backwards = backwards
-        self._agreement.passed = point = (backwards, self._batches)
+        self._agreement.passed = point = (self._loops, backwards, self._batches)
         if self._agreement.is_asked:
             self.is_over = self._are_all_at(point)
             if self.is_over:
@@ -106,29 +161,62 @@ class Preemption:
         agreed = self._agreement.wait_for_decision(point)
         if agreed is None or point <= agreed.point:
             return False
-        backwards, batches = point
+        _, backwards, batches = point
         return self._agreement.meet(agreed, f"{batches} batches after {backwards} backward passes")
 
     def _stop_if_agreed(self, point: Point, loader: Any, begins: bool, has_trained: bool) -> None:
-        """Save and end the process, if this is the agreed point. Others than these are only waited at.
-
-        A pass begins at one if it is known to train: before the first batch of an evaluation, random streams are where
-        no resumed run comes by.
-        """
-        is_training = loader in self._training_loaders if begins else has_trained
-        leaves_evaluation = not (begins or self._policy.finish_evaluation or getattr(loader, "is_interleaved", False))
-        is_possible = self._gradient_state.sync_gradients and (is_training or leaves_evaluation)
+        """Save and end the process, if this is the agreed point. Others than these are only waited at."""
         if threading.current_thread() is not threading.main_thread():
+            self._warn_of_thread()
             return  # reads ahead of the loop
-        if not is_possible:
+        leaves_evaluation = loader not in self._training_loaders and not begins and not has_trained
+        leaves_evaluation = leaves_evaluation and loader is not self._gradient_state and self._is_evaluating()
+        if not self._can_stop(loader, begins, has_trained, leaves_evaluation):
             self._agreement.wait_for_decision(point)
             return
         if not self._are_all_at(point):
             return
         self.is_over = True
-        if not is_training and loader is not self._gradient_state:
+        if leaves_evaluation:
             loader.progress.finish(loader.progress.epoch)  # the next evaluation shall be a whole one
         self._save_and_exit()
+
+    def _can_stop(self, loader: Any, begins: bool, has_trained: bool, leaves_evaluation: bool) -> bool:
+        """Return whether no batch would be lost here, and no gradient."""
+        gradient_state = self._gradient_state
+        if not gradient_state.sync_gradients or (gradient_state.awaits_step and self._has_own_steps()):
+            return False  # inside of an accumulation window
+        is_known = loader in self._training_loaders
+        if begins:
+            # Before the first batch of an evaluation, random streams are where no resumed run comes by; and where
+            # another loop runs, it has a batch that nobody trained on yet.
+            return is_known and not any(other is not loader for other in gradient_state.running_dataloaders)
+        if has_trained:
+            return True
+        if is_known or getattr(loader, "is_interleaved", False):
+            return False  # batches are collected, or skipped: there will be a point after training
+        return not (leaves_evaluation and self._policy.finish_evaluation)
+
+    def _is_evaluating(self) -> bool:
+        """Return whether the loop surely doesn't train."""
+        if not torch.is_grad_enabled():
+            return True
+        return bool(self._models) and not any(model.training for model in self._models)
+
+    def _has_own_steps(self) -> bool:
+        """Return whether prepared optimizers step in calls of their own, not in the backward pass or an engine."""
+        return any(
+            type(one).step is AcceleratedOptimizer.step and not one.is_fused_into_backward for one in self._optimizers
+        )
+
+    def _warn_of_thread(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "Preemption (%s): batches are read in the thread %r, where the run can't be saved: it ends at points "
+                "of the main thread's loops. Read the prepared loader there.",
+                self._agreement.notice, threading.current_thread().name,
+            )  # fmt: skip
 
     def _save_and_exit(self) -> None:
         notice, code = self._agreement.notice, self._policy.exit_code

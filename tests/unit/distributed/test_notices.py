@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -11,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from accelerate.distributed import notices as module
-from accelerate.distributed.notices import Notices, is_listening
+from accelerate.distributed.notices import Notices
 from tests.ranks import run_on_ranks
 
 
@@ -28,7 +29,7 @@ def test_a_signal_is_noticed_and_handlers_are_restored() -> None:
     def run() -> tuple[str | None, bool, bool]:
         before = signal.getsignal(signal.SIGUSR1)
         notices = Notices(("SIGUSR1", "SIGNONE"))
-        assert notices.start() and is_listening(("SIGUSR1",)) and not is_listening(("SIGUSR2",))
+        assert notices.start()
         assert notices.take(0.0) is None
         notices.stop()
         is_restored = signal.getsignal(signal.SIGUSR1) == before and signal.set_wakeup_fd(-1) == -1
@@ -64,6 +65,40 @@ def test_a_forked_child_lives_on_where_its_parent_was_signalled_too(to_parent: b
         return found, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     assert run_on_ranks(run, 1) == [("SIGTERM" if to_parent else None, code)]
+
+
+def test_a_signal_is_noticed_after_asyncio_took_the_wakeup_descriptor() -> None:
+    async def watch() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: None)
+
+    def run() -> str | None:
+        notices = Notices(("SIGUSR1",))
+        notices.start()
+        asyncio.run(watch())
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return taken(notices)
+
+    assert run_on_ranks(run, 1) == ["SIGUSR1"]
+
+
+def test_a_forked_child_ends_by_a_signal_once_the_notice_is_settled() -> None:
+    def run() -> tuple[str | None, int]:
+        notices = Notices(("SIGTERM",))
+        notices.start()
+        ready, write_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(write_end, b"1")
+            time.sleep(60)
+            os._exit(7)
+        os.read(ready, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        found = taken(notices)
+        notices.ignore()
+        os.kill(child, signal.SIGTERM)  # as multiprocessing does at the end of the program
+        return found, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert run_on_ranks(run, 1) == [("SIGTERM", -signal.SIGTERM)]
 
 
 def test_an_address_gives_a_notice_once_its_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
