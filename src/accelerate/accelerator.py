@@ -1297,7 +1297,7 @@ class Accelerator:
             moment=self._moment,
         )
         if participants.has_all:
-            self.compare_replicas(project.compare_replicas)
+            self._replicas().check(project.compare_replicas)
         noted, began = monitoring.before_save(self._run, alone=not participants.has_all), perf_counter()
         folder = checkpointing.save_run(
             self._run_state,
@@ -1333,7 +1333,7 @@ class Accelerator:
         Raises:
             ReplicaError: on every rank; the text names the first tensor that differs, and the ranks.
         """
-        self._replicas().check(action)
+        self._replicas().check(action, operation="compare_replicas")
 
     def _replicas(self) -> parallel.Replicas:
         return parallel.Replicas(self.strategy.state, self._wrapped_models, self._optimizers, self.world)

@@ -229,8 +229,9 @@ def ended_preempted(failures: Sequence[Failure]) -> str:
     )
 
 
-def _shorten(line: str) -> str:
-    return line if len(line) <= _LINE_WIDTH else line[: _LINE_WIDTH - 3] + "..."
+def shorten(line: str, width: int = _LINE_WIDTH) -> str:
+    """Return ``line``, cut to ``width`` characters."""
+    return line if len(line) <= width else line[: width - 3] + "..."
 
 
 def _how(failure: Failure) -> str:
@@ -252,15 +253,15 @@ def how_it_ended(failure: Failure) -> str:
 def _where(failure: Failure) -> list[str]:
     """Return the source lines or the last output lines of a failure."""
     if failure.traceback is None:
-        return [f"  {_shorten(line)}" for line in failure.last_lines[-4:]]
+        return [f"  {shorten(line)}" for line in failure.last_lines[-4:]]
     lines: list[str] = []
     for frame in failure.traceback.shown_frames:
         function = f", in {frame.function}" if frame.function else ""
-        lines.append(_shorten(f"  {frame.file}:{frame.line}{function}"))
+        lines.append(shorten(f"  {frame.file}:{frame.line}{function}"))
         if frame.source:
-            lines.append(_shorten(f"    {frame.source}"))
+            lines.append(shorten(f"    {frame.source}"))
     message = failure.traceback.message.splitlines()
-    lines += [_shorten(line) for line in message[:_SHOWN_MESSAGE_LINES]]
+    lines += [shorten(line) for line in message[:_SHOWN_MESSAGE_LINES]]
     return lines
 
 
@@ -284,7 +285,7 @@ def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
             how = f"then {_how(failure).replace('was ', '', 1)}"
         groups.setdefault(how, []).append(failure.rank)
     ordered = sorted(groups.items(), key=lambda group: group[1][0])
-    return [_shorten(f"{numbered(ranks).capitalize()} {how}") for how, ranks in ordered[:2]]
+    return [shorten(f"{numbered(ranks).capitalize()} {how}") for how, ranks in ordered[:2]]
 
 
 def report(failures: Sequence[Failure], num_processes: int, *, hint: str = LOGS_HINT) -> str:
@@ -301,7 +302,7 @@ def report(failures: Sequence[Failure], num_processes: int, *, hint: str = LOGS_
         head += f" Its peak memory was {first.peak_memory_mib:.0f} MiB."
     lines = [head, *_where(first)]
     if first.memory:
-        lines.append(_shorten(first.memory))
+        lines.append(shorten(first.memory))
     lines += _others(failures, first)
     if first.log is not None:
         lines.append(f"Its whole output: {first.log}")

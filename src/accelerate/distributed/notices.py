@@ -117,7 +117,7 @@ class Notices:
         return found
 
     def settle(self) -> None:
-        """Take the notice as dealt with: forked children end by a signal again, such as that of ``terminate()``."""
+        """Take the notice as answered: forked children end by a signal again, such as that of ``terminate()``."""
         self._is_noticed[0] = 0
 
     def _note_end(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-from ..distributed.failures import Failure, numbered, parse_traceback, report
+from ..distributed.failures import Failure, numbered, parse_traceback, report, shorten
 from ..errors import LaunchError, SettingError
 from ..ports import DEFAULT_PORT
 from ..settings import env
@@ -192,7 +192,7 @@ def report_of_host(failures: Sequence[Failure], num_hosts: int, num_processes: i
         f"{numbered(sorted(failure.rank for failure in failures)).capitalize()} of {num_processes} (host {first.host}) "
         f"ended after {first.seconds:.1f} s because a rank of another host was gone: see that host's report{reason}."
     )
-    return text if len(text) <= _LINE_WIDTH else text[: _LINE_WIDTH - 3] + "..."
+    return shorten(text, _LINE_WIDTH)
 
 
 def failures_of(found: Mapping[int, Any], started: float, records: EndRecords) -> list[Failure]:

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, final
 
+from ..distributed.failures import RECORDS_VARIABLE
 from ..settings.env import read
 
 #: The folder of the files in the project, and their names.
@@ -31,7 +32,6 @@ FILE_PATTERN: Final = "rank_{}.jsonl"
 ENDINGS: Final = ("end", "error", "stop", "preempted", "killed")
 _KIND: Final = re.compile(r'"event": "(\w+)"')
 _END_BYTES: Final = 65536
-_FOLDER_VARIABLE: Final = "ACCELERATE_RECORDS_FOLDER"
 _MAX_WARNINGS: Final = 200
 _JOIN_SECONDS: Final = 2.0
 
@@ -146,7 +146,7 @@ def _unfinished(path: Path) -> str | None:
 
 def _tell_launcher(path: Path) -> None:
     """Tell the launcher, if there is one here, which file this process keeps: it records an end that this one can't."""
-    folder = read(_FOLDER_VARIABLE)
+    folder = read(RECORDS_VARIABLE)
     if folder is not None and os.path.isdir(folder):
         with contextlib.suppress(OSError):
             (Path(folder) / str(os.getpid())).write_text(str(path.resolve()), encoding="utf-8")

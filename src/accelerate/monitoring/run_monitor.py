@@ -12,7 +12,6 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
@@ -23,6 +22,7 @@ import torch
 from ..distributed.collectives import gather, gather_object
 from ..distributed.world import World
 from ..errors import RunStopped, SettingError
+from ..settings.labels import DistributedType
 from ..training.accumulation import GradientState
 from .records import FOLDER, RankRecord
 from .throughput import Flops, StepReport, StepTimer, host_memory_bytes, peak_flops_of
@@ -371,7 +371,7 @@ class WatchedRun(Protocol):
         ...
 
     @property
-    def distributed_type(self) -> Enum:
+    def distributed_type(self) -> DistributedType:
         """The kind of parallelism."""
         ...
 
@@ -412,7 +412,7 @@ def watch(
         facts={
             "device": str(run.world.device),
             "precision": run.mixed_precision,
-            "strategy": type(run.distributed_type)(run.distributed_type).value,
+            "strategy": DistributedType(run.distributed_type).value,
         },
         **options,
     )

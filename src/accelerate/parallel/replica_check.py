@@ -19,8 +19,10 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..distributed.failures import numbered
 from ..distributed.world import World
 from ..errors import ReplicaError, ReplicaWarning
+from .gradient_norm import local_tensor
 from .state import ModelState
 
 logger = logging.getLogger(__name__)
@@ -57,17 +59,12 @@ class Difference:
         first, *others = self.names
         more = f" and {len(others)} more" if others else ""
         if self.ranks == self.replicas:
-            who = f"{_numbered(self.replicas)} hold different values of"
+            who = f"{numbered(self.replicas)} hold different values of"
         else:
             usual = tuple(rank for rank in self.replicas if rank not in self.ranks)
             holds = "holds" if len(self.ranks) == 1 else "hold"
-            who = f"{_numbered(self.ranks)} {holds} other values than {_numbered(usual)} of"
+            who = f"{numbered(self.ranks)} {holds} other values than {numbered(usual)} of"
         return f"{who} {first}{more}"
-
-
-def _numbered(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
 
 
 @final
@@ -92,9 +89,9 @@ class Replicas:
         held, reason = self._held()
         number = torch.tensor([_REASONS.index(reason)], device=world.device)
         dist.all_reduce(number, dist.ReduceOp.MAX, world.group)  # all compare, or none
-        if number.item():
-            if world.is_main and _REASONS[int(number)] is not _ALONE:
-                logger.warning("what replicas hold isn't compared: %s", _REASONS[int(number)])
+        if reason := _REASONS[int(number)]:
+            if world.is_main and reason is not _ALONE:
+                logger.warning("what replicas hold isn't compared: %s", reason)
             return None
         own: Difference | None = None
         for each in held:
@@ -121,13 +118,16 @@ class Replicas:
     ) -> _Held:
         group = axis[0].get_group(axis[1])
         chosen, beside = (
-            {name: _local(tensor) for name, tensor in tensors.items() if axis in _replicated_axes(tensor)}
+            {name: local_tensor(tensor) for name, tensor in tensors.items() if axis in _replicated_axes(tensor)}
             for tensors in (parameters, states)
         )
         return _Held.of(chosen, beside, group, dist.get_process_group_ranks(group), self.world)
 
-    def check(self, action: Literal["warn", "raise", "no"]) -> None:
+    def check(self, action: Literal["warn", "raise", "no"], *, operation: str | None = None) -> None:
         """Warn on the main process, or raise, if the replicas differ. A collective, unless ``action`` is "no".
+
+        Args:
+            operation: the call for which the ranks have to meet first; None where they have.
 
         Raises:
             ReplicaError: on every rank.
@@ -135,8 +135,8 @@ class Replicas:
         """
         if action == "no" or self.world.size == 1:
             return
-        if (coordinator := self.world.coordinator) is not None:
-            coordinator.require_all("compare_replicas")
+        if operation is not None and (coordinator := self.world.coordinator) is not None:
+            coordinator.require_all(operation)
         found = self.difference()
         if found is None:
             return
@@ -145,7 +145,7 @@ class Replicas:
         if self.world.is_main:
             text = f"Replicas differ, of which rank 0's is saved: {found}. {_CAUSES}"
             way_out = 'ProjectConfiguration(compare_replicas="raise") refuses to save.'
-            warnings.warn(f"{text} {way_out}", ReplicaWarning, stacklevel=4)
+            warnings.warn(f"{text} {way_out}", ReplicaWarning, stacklevel=3)
 
 
 def _trains_alone(model: torch.nn.Module) -> bool:
@@ -174,13 +174,9 @@ def _named_parameters(
                 yield f"parameter {place} {shape} of optimizer {number}, which is in no prepared model", parameter
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _has_bits(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` holds values that can be read as they lie in memory."""
-    plain = _local(tensor)
+    plain = local_tensor(tensor)
     is_plain = type(plain) in (torch.Tensor, torch.nn.Parameter)
     return is_plain and not plain.is_meta and not plain.is_quantized and plain.layout is torch.strided
 

@@ -25,6 +25,20 @@ def taken(notices: Notices, seconds: float = 10.0) -> str | None:
     return None
 
 
+def child_of_seconds(seconds: float) -> int:
+    """Fork a child that ends with code 7 after that time, if no signal ends it; return once it runs."""
+    ready, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write_end, b"1")
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(0.05)
+        os._exit(7)
+    os.read(ready, 1)
+    return child
+
+
 def test_a_signal_is_noticed_and_handlers_are_restored() -> None:
     def run() -> tuple[str | None, bool, bool]:
         before = signal.getsignal(signal.SIGUSR1)
@@ -50,15 +64,7 @@ def test_a_forked_child_lives_on_where_its_parent_was_signalled_too(to_parent: b
     def run() -> tuple[str | None, int]:
         notices = Notices(("SIGTERM",))
         notices.start()
-        ready, write_end = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(write_end, b"1")
-            until = time.monotonic() + 1.5
-            while time.monotonic() < until:
-                time.sleep(0.05)
-            os._exit(7)
-        os.read(ready, 1)
+        child = child_of_seconds(1.5)
         for pid in (child, os.getpid()) if to_parent else (child,):
             os.kill(pid, signal.SIGTERM)
         found = taken(notices, 10.0 if to_parent else 0.3)
@@ -85,13 +91,7 @@ def test_a_forked_child_ends_by_a_signal_once_the_notice_is_settled() -> None:
     def run() -> tuple[str | None, int]:
         notices = Notices(("SIGTERM",))
         notices.start()
-        ready, write_end = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(write_end, b"1")
-            time.sleep(60)
-            os._exit(7)
-        os.read(ready, 1)
+        child = child_of_seconds(60)
         os.kill(os.getpid(), signal.SIGTERM)
         found = taken(notices)
         notices.ignore()
