@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Final
 from .parser import Subparsers, command_parser, run_command
 
 if TYPE_CHECKING:
-    from ..tools.monitor.reading import RunFiles
+    from ..tools.monitor.runs import Runs
 
 _DESCRIPTION: Final = (
-    "Show a run while it goes on: a page on this machine (the default), or the terminal. The script reports with "
+    "Show a run while it goes on, or the runs of a folder beside each other: a page on this machine (the default), or "
+    "the terminal. A run reports if it is started with `accelerate launch --monitor`, or its script calls "
     "`run = accelerator.watch_run()` and `run.step(loss)`."
 )
 _PORT: Final = 8321
@@ -23,11 +24,16 @@ _PORT: Final = 8321
 def monitor_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``accelerate monitor``."""
     parser = command_parser("monitor", _DESCRIPTION, subparsers)
-    parser.add_argument("run", type=Path, help="The project's folder: the run's Accelerator(project_dir=...).")
+    parser.add_argument(
+        "run", type=Path, help="The project's folder: the run's Accelerator(project_dir=...); or a folder of several."
+    )
     parser.add_argument("--terminal", action="store_true", help="Draw in the terminal instead of serving a page.")
     parser.add_argument("--once", action="store_true", help="Print the run as it is now, as text, and end.")
     parser.add_argument(
-        "--export", type=Path, metavar="FILE", help="Write FILE (.html, .png or .json) as the run is now, and end."
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="Write FILE (.html, .png, .json or .csv) as the run is now, and end.",
     )
     parser.add_argument("--theme", choices=("light", "dark"), default="light", help="Of a picture.")
     parser.add_argument("--host", default="127.0.0.1", help="Where to serve; 0.0.0.0 lets other machines in.")
@@ -46,39 +52,56 @@ def monitor_command(args: argparse.Namespace) -> int:
         SettingError: there is no such folder, or a file can't be written that way.
         MissingDependency: a picture needs a browser.
     """
-    from ..tools.monitor.reading import RunFiles
+    from ..tools.monitor.runs import Runs
 
-    run = RunFiles(args.run)
+    runs = Runs(args.run)
+    if args.export is None and not args.once and not args.terminal:
+        return _serve(runs, args)
+    run = runs.find("")
+    if run is None:
+        return _list(runs, args)
     run.refresh()
     if args.export is not None:
         from ..tools.monitor.export import export
-        from ..tools.monitor.snapshot import snapshot
 
-        export(snapshot(run), args.export, theme=args.theme)
+        export(run, args.export, theme=args.theme)
         print(args.export)
         return 0
-    if args.once or args.terminal:
-        from ..tools.monitor import terminal
-        from ..tools.monitor.snapshot import snapshot
+    from ..tools.monitor import terminal
+    from ..tools.monitor.snapshot import snapshot
 
-        if args.once or not terminal.is_terminal():
-            print("\n".join(terminal.screen(snapshot(run), 120)))
-        else:
-            terminal.watch(run, sys.stdout)
-        return 0
-    return _serve(run, args)
+    if args.once or not terminal.is_terminal():
+        print("\n".join(terminal.screen(snapshot(run), 120)))
+    else:
+        terminal.watch(run, sys.stdout)
+    return 0
 
 
-def _serve(run: RunFiles, args: argparse.Namespace) -> int:
+def _list(runs: Runs, args: argparse.Namespace) -> int:
+    """Print the runs of a folder with several; each can be shown by its own folder."""
+    from ..errors import SettingError
+    from ..tools.monitor import terminal
+
+    listed = runs.listed()
+    if args.export is not None:
+        raise SettingError(
+            f"--export {args.export}: {args.run} holds {listed['num_found']} runs, a file shows one. Give the folder "
+            f"of one: {', '.join(str(args.run / run['run']) for run in listed['runs'][:4])}."
+        )
+    print("\n".join(terminal.table(listed)))
+    return 0
+
+
+def _serve(runs: Runs, args: argparse.Namespace) -> int:
     from ..tools.monitor.serve import Server
 
     try:
-        server = Server(run, args.host, _PORT if args.port is None else args.port)
+        server = Server(runs, args.host, _PORT if args.port is None else args.port)
     except OSError:
         if args.port is not None:
             raise
-        server = Server(run, args.host, 0)
-    print(f"{run.folder.name} is shown at {server.url}  (Ctrl-C ends)", flush=True)
+        server = Server(runs, args.host, 0)
+    print(f"{runs.folder.name} is shown at {server.url}  (Ctrl-C ends)", flush=True)
     if args.open:
         import webbrowser
 

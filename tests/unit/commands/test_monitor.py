@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import http.client
 import json
 import sys
@@ -17,7 +18,9 @@ from accelerate.commands.monitor import main
 from accelerate.errors import MissingDependency, SettingError
 from accelerate.tools.monitor import export
 from accelerate.tools.monitor.reading import Curve, RunFiles
-from accelerate.tools.monitor.serve import Server, page
+from accelerate.tools.monitor.rendering import page
+from accelerate.tools.monitor.runs import Runs
+from accelerate.tools.monitor.serve import Server
 from accelerate.tools.monitor.snapshot import MAX_POINTS, as_shown, snapshot, state_of
 from accelerate.tools.monitor.terminal import colored, plot, screen
 
@@ -163,7 +166,7 @@ def test_logs_may_lie_in_a_folder_of_their_own(run: Path) -> None:
 
 @pytest.fixture
 def server(run: Path) -> Iterator[Server]:
-    server = Server(RunFiles(run), "127.0.0.1", 0)
+    server = Server(Runs(run), "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
@@ -212,10 +215,10 @@ def test_what_cant_be_shown_is_refused(
     assert main([str(tmp_path / "nowhere"), "--once"]) != 0
     assert "is not there" in capsys.readouterr().err
     with pytest.raises(SettingError, match=r"ends with \.html"):
-        export.export(seen(run), tmp_path / "run.pdf")
+        export.export(RunFiles(run), tmp_path / "run.pdf")
     monkeypatch.setattr(export, "find_browser", lambda: None)
     with pytest.raises(MissingDependency, match="press PNG"):
-        export.export(seen(run), tmp_path / "run.png")
+        export.export(RunFiles(run), tmp_path / "run.png")
 
 
 def test_the_terminal_shows_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +287,7 @@ def test_colors_are_left_out_where_they_are_not_wanted(monkeypatch: pytest.Monke
 
 def test_an_empty_folder_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--once"]) == 0
-    assert "watch_run" in capsys.readouterr().out
+    assert "accelerate launch --monitor" in capsys.readouterr().out
 
 
 def test_a_curve_of_dots_falls_from_left_to_right() -> None:
@@ -295,3 +298,119 @@ def test_a_curve_of_dots_falls_from_left_to_right() -> None:
     assert lines[0].startswith("3 ┤") and "step 100" in lines[-1]
     assert all(any(row[column] != "\u2800" for row in rows) for column in range(len(rows[0])))  # without a gap
     assert plot([1], [None], 40, 5) == ["loss: no finite number yet"]
+
+
+def test_a_folder_of_several_runs_lists_them_with_how_they_ended(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert Runs(tmp_path).is_one and seen_of(Runs(tmp_path).find(""))["name"] == tmp_path.name
+    write(tmp_path / "deep" / "er", 0, START, report(3), {"event": "error", "text": "ValueError: no"})
+    listed = Runs(tmp_path).listed(now=NOW)
+    assert not listed["is_one"] and listed["num_found"] == 2
+    assert {(each["run"], each["state"], each["why"]) for each in listed["runs"]} == {
+        ("night", "running", ""),
+        ("deep/er", "failed", "failed: ValueError: no"),
+    }
+    runs = Runs(tmp_path)
+    assert runs.find("") is None and runs.find("../night") is None
+    assert seen_of(runs.find("deep/er"))["why"] == "failed: ValueError: no"
+    assert main([str(tmp_path), "--once"]) == 0
+    printed = capsys.readouterr().out
+    assert "deep/er" in printed and "FAILED" in printed and "ValueError: no" in printed
+    assert main([str(tmp_path), "--export", str(tmp_path / "x.html")]) != 0
+    assert "holds 2 runs" in capsys.readouterr().err
+
+
+def test_one_run_deep_below_the_folder_is_that_run(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    assert runs.is_one and seen_of(runs.find(""))["state"] == "empty"  # it waits
+    write(tmp_path / "a" / "b", 0, START, report(3))
+    assert seen_of(Runs(tmp_path).find(""))["newest"]["step"] == 3
+
+
+def seen_of(run: RunFiles | None) -> Any:
+    assert run is not None
+    run.refresh()
+    return snapshot(run, now=NOW)
+
+
+def test_the_server_shows_several_runs(run: Path) -> None:
+    write(run.parent / "other", 0, START, report(3))
+    server = Server(Runs(run.parent), "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        with urllib.request.urlopen(server.url + "runs") as answer:
+            assert {each["run"] for each in json.load(answer)["runs"]} == {"night", "other"}
+        with urllib.request.urlopen(server.url + "data?run=other") as answer:
+            assert json.load(answer)["newest"]["step"] == 3
+        with urllib.request.urlopen(server.url + "csv?run=other") as answer:
+            assert answer.read().decode().splitlines()[0].startswith("step,time,")
+        for asked in ("data", "data?run=..%2Fother"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(server.url + asked)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_run_is_a_table_with_every_number(run: Path, tmp_path: Path) -> None:
+    target = tmp_path / "run.csv"
+    assert main([str(run), "--export", str(target)]) == 0
+    rows = list(csv.DictReader(target.read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == list(range(1, 11))
+    assert [float(row["loss"]) for row in rows] == [1 / step for step in range(1, 11)]
+    assert [row["accuracy"] for row in rows] == [""] * 4 + ["0.5"] + [""] * 5
+
+
+@pytest.mark.parametrize(
+    ("ending", "why"),
+    [
+        ({"event": "end"}, "finished"),
+        ({"event": "error", "text": "OutOfMemoryError: 2 GiB"}, "failed: OutOfMemoryError: 2 GiB (rank 0)"),
+        ({"event": "killed", "text": "killed by signal 9"}, "ended: killed by signal 9 (rank 0)"),
+        ({"event": "preempted", "text": "SIGTERM", "folder": "c/checkpoint_1"}, "preempted by SIGTERM, after"),
+        ({"event": "stop", "text": "the loss is lost"}, "stopped: the loss is lost"),
+    ],
+)
+def test_why_a_run_ended_is_said(run: Path, ending: dict[str, Any], why: str) -> None:
+    assert seen(run)["why"] == ""
+    write(run, 0, ending)
+    write(run, 1, {"event": "end"})
+    assert seen(run)["why"].startswith(why)
+    for rank in (0, 1):
+        write(run, rank, START)  # a second attempt goes on
+    assert seen(run)["why"] == ""
+
+
+def test_repeated_notes_are_one(run: Path) -> None:
+    for step in (3, 4, 5):
+        write(run, 0, {"event": "note", "text": "again", "step": step})
+    write(run, 1, {"event": "note", "text": "again", "step": 5})
+    notes = [event for event in seen(run)["events"] if event["event"] == "note"]
+    assert [(event["rank"], event["step"], event["times"]) for event in notes] == [(0, 5, 3), (1, 5, 1)]
+    assert "again (3 times)  step 5  rank 0" in "\n".join(screen(seen(run), 120))
+
+
+def test_the_settings_and_the_end_of_the_output_are_shown(run: Path) -> None:
+    write(run, 0, {**START, "command": "train.py --lr 1"})
+    (run / "night.jsonl").write_text('{"time": 1, "config": {"lr": 1.0, "model": {"width": 8}, "bad": NaN}}\n')
+    log = run / "logs" / "0" / "stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("first\n10%\r20%\nlast\n")
+    found = seen(run)
+    assert found["settings"] == {"device": "cpu", "ranks": 2, "command": "train.py --lr 1", "lr": 1.0,
+                                 "model.width": 8, "bad": "nan"}  # fmt: skip
+    assert found["output"] == {"file": "logs/0/stderr.log", "lines": ["first", "20%", "last"]}
+    json.dumps(found, allow_nan=False)
+
+
+def test_steps_have_their_times_and_epochs(run: Path) -> None:
+    for step in (11, 12):
+        write(run, 0, report(step, time=NOW + step, epoch=2))
+    clock = seen(run)["clock"]
+    assert clock["steps"] == list(range(1, 13)) and clock["times"][-2:] == [NOW + 11, NOW + 12]
+    assert clock["epochs"][-3:] == [None, 2.0, 2.0]
+    write(run, 0, {"event": "load", "step": 11})
+    assert seen(run)["clock"]["steps"][-1] == 11

@@ -18,6 +18,7 @@ class _EventFacts(TypedDict, total=False):
     folder: str | None
     attempt: int
     text: str
+    seconds: float
 
 
 class Event(_EventFacts):
@@ -33,6 +34,44 @@ class ShownEvent(Event):
 
     ranks: list[int]
     num_ranks: int
+    times: int  # that a note or a warning was repeated
+
+
+class Clock(TypedDict):
+    """When the main rank reported each step (seconds since 1970), and in which epoch it was."""
+
+    steps: list[int]
+    times: list[float | None]
+    epochs: list[float | None]
+
+
+class Output(TypedDict):
+    """The last lines of the newest log file in the run's folder."""
+
+    file: str
+    lines: list[str]
+
+
+class RunSummary(TypedDict):
+    """One run of several, in a few words; ``why`` is how it ended."""
+
+    run: str
+    state: str
+    why: str
+    began: float
+    seen: float
+    step: object
+    loss: object
+    num_ranks: int
+
+
+class RunList(TypedDict):
+    """The runs of a folder, the newest first; of a folder that is a run itself ``is_one`` holds."""
+
+    folder: str
+    is_one: bool
+    num_found: int
+    runs: list[RunSummary]
 
 
 class Points(TypedDict):
@@ -110,6 +149,11 @@ class Document(TypedDict):
     spread: dict[str, Spread]
     ranks: list[RankState]
     skew: Skew | None
+    why: str
+    began: float
+    clock: Clock
+    settings: Facts
+    output: Output | None
     curves: dict[str, Points]
     own: dict[str, Points]
     per_rank: dict[str, Lines]

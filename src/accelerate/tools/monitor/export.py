@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 import shutil
@@ -11,8 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import MissingDependency, SettingError
-from .document import Document
-from .serve import page
+from .reading import Curve, RunFiles
+from .rendering import page
+from .snapshot import snapshot
 
 _BROWSERS: Final = (
     "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge", "msedge",
@@ -27,23 +30,44 @@ WIDTH: Final = 1440
 _SECONDS: Final = 60
 
 
-def export(content: Document, target: Path, *, theme: str = "light") -> None:
-    """Write ``target`` (.html, .png or .json), which shows the run as it is now.
+def export(run: RunFiles, target: Path, *, theme: str = "light") -> None:
+    """Write ``target`` (.html, .png, .json or .csv), which shows the run as it is now.
 
     Raises:
         SettingError: another ending.
         MissingDependency: a .png without a browser that can draw it.
     """
     kind = target.suffix.lower()
-    if kind not in (".html", ".png", ".json"):
-        raise SettingError(f"--export {target}: the name ends with .html, .png or .json, which says what is written.")
+    if kind not in (".html", ".png", ".json", ".csv"):
+        raise SettingError(
+            f"--export {target}: the name ends with .html, .png, .json or .csv, which says what is written."
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
+    if kind == ".csv":
+        target.write_text(csv_text(run), encoding="utf-8")
+        return
+    content = snapshot(run)
     if kind == ".json":
         target.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     elif kind == ".html":
         target.write_text(page(content), encoding="utf-8")
     else:
         picture(page(content), target, theme=theme)
+
+
+def csv_text(run: RunFiles) -> str:
+    """Return all numbers of the run as CSV: a row a step, a column a number, empty where there is none."""
+    main = run.main
+    curves: dict[str, Curve] = {} if main is None else {"time": main.times, "epoch": main.epochs, **main.curves}
+    for name, curve in run.logged.items():
+        curves.setdefault(name, curve)
+    columns = {name: dict(zip(curve.steps, curve.values, strict=True)) for name, curve in curves.items()}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["step", *columns])
+    for step in sorted(set[int]().union(*columns.values())):
+        writer.writerow([step, *(column.get(step, "") for column in columns.values())])
+    return text.getvalue()
 
 
 def find_browser() -> str | None:

@@ -18,12 +18,13 @@ from typing import Final, cast, final
 from ...errors import SettingError
 from ...monitoring.records import ENDINGS, FILE_PATTERN, FOLDER
 from .document import Event, Facts
+from .output import OutputTail
 
 _PREFIX, _SUFFIX = FILE_PATTERN.split("{}")
 #: The numbers of a rank's reports that are drawn by name; all others are the user's own.
 KNOWN: Final = (
     "loss", "learning_rate", "step_seconds", "wait_seconds", "samples_per_second", "tokens_per_second", "memory_bytes",
-    "mfu",
+    "mfu", "gradient_norm", "device_utilization",
 )  # fmt: skip
 _NO_CURVES: Final = frozenset({"time", "step", "epoch", "total_steps", "eta_seconds", *KNOWN})
 _MAX_EVENTS: Final = 2000
@@ -149,14 +150,18 @@ class Rank:
     facts: Facts = field(default_factory=Facts)
     newest: Facts = field(default_factory=Facts)
     curves: dict[str, Curve] = field(default_factory=dict[str, Curve])
+    times: Curve = field(default_factory=Curve)  # when each step was reported, and in which epoch
+    epochs: Curve = field(default_factory=Curve)
     starts: int = 0
     ending: str | None = None  # the event that ended it, once there was one
+    first_time: float = 0.0
     last_time: float = 0.0
     is_followed: bool = True  # its whole file is read, and its curves are kept
 
     def take(self, line: Facts) -> Event | None:
         """Process one line of the rank's file, and return its event if it is one."""
         self.last_time = max(self.last_time, number(line.get("time")) or 0.0)
+        self.first_time = self.first_time or self.last_time
         kind = line.get("event")
         if kind is None:
             self._report(line)
@@ -170,7 +175,7 @@ class Rank:
             if self.starts > 1:
                 event["event"] = "restart"
         elif kind == "load":
-            for curve in self.curves.values():
+            for curve in (self.times, self.epochs, *self.curves.values()):
                 curve.cut(int(number(line.get("step")) or 0) + 1)
         elif kind in ENDINGS and self.ending not in ("stop", "preempted"):
             self.ending = str(kind)
@@ -183,6 +188,9 @@ class Rank:
         self.newest = dict(line)
         if not self.is_followed:
             return
+        for name, curve in (("time", self.times), ("epoch", self.epochs)):
+            if (known := number(line.get(name))) is not None:
+                curve.add(step, known)
         for name, value in line.items():
             found = number(value)
             if found is not None and (name in KNOWN or name not in _NO_CURVES):
@@ -220,6 +228,8 @@ class RunFiles:
         self.folder: Path = folder.resolve()
         self.ranks: dict[int, Rank] = {}
         self.logged: dict[str, Curve] = {}
+        self.config: Facts = {}  # that the script gave to its trackers
+        self.output = OutputTail(self.folder)
         self.version: int = 0
         self._tails: dict[str, Tail] = {}
         self._events: dict[tuple[object, ...], Reported] = {}
@@ -263,6 +273,7 @@ class RunFiles:
             if path.parent.name != FOLDER:
                 for line in self._tails.setdefault(str(path), Tail(path)).lines():
                     self.version += self._take_logged(line)
+        self.version += self.output.refresh()
         return self.version != before
 
     def choose(self, numbers: Iterable[int]) -> None:
@@ -283,11 +294,13 @@ class RunFiles:
         """Begin to keep the curves of a rank, with what was passed over of its file; or forget them."""
         rank.is_followed = is_followed
         rank.curves.clear()
+        rank.times, rank.epochs = Curve(), Curve()
         if is_followed:
             past = Rank(rank.number)
             for line in Tail(tail.path).lines(until=tail.offset):
                 past.take(line)
             rank.curves, rank.starts = past.curves, past.starts
+            rank.times, rank.epochs = past.times, past.epochs
 
     def _read_rank(self, rank: Rank, tail: Tail) -> None:
         for line in tail.lines(ends_only=not rank.is_followed):
@@ -312,9 +325,10 @@ class RunFiles:
         return sorted(self._events.values(), key=lambda each: each.time)[-_MAX_EVENTS:]
 
     def _take_logged(self, line: Facts) -> bool:
-        """Process a line that the script logged with ``accelerator.log(..., step=...)``, and return whether it has a
-        step.
-        """
+        """Process a line that the script logged: its configuration, or numbers of a step; return whether it is one."""
+        if isinstance(config := line.get("config"), dict):
+            self.config = cast("Facts", config)
+            return True
         step = line.get("step")
         if not isinstance(step, int):
             return False

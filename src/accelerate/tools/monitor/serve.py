@@ -6,41 +6,30 @@ import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import resources
 from typing import Final, final
 from urllib.parse import parse_qs, urlsplit
 
 from .comparing import state_of
-from .document import Document
-from .reading import RunFiles
+from .export import csv_text
+from .rendering import page
+from .runs import Runs
 from .snapshot import snapshot
 
 _POLICY: Final = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data: blob:; base-uri 'none'; form-action 'none'"
 )
-_PLACEHOLDER: Final = "/*DATA*/null/*DATA*/"
-
-
-def page(content: Document | None = None) -> str:
-    """Return the HTML of the page: a live one, or with ``content`` one that contains its data."""
-    html = resources.files(__package__ or "accelerate.tools.monitor").joinpath("page.html").read_text("utf-8")
-    if content is None:
-        return html
-    # "</script>" inside a text of the run must not end the element that holds it.
-    text = json.dumps(content).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    return html.replace(_PLACEHOLDER, text, 1)
 
 
 @final
 class Server(ThreadingHTTPServer):
-    """A server of ``/`` and ``/data`` of one run; ``port`` 0 takes a free one."""
+    """A server of the page, and of the data of the runs in one folder; ``port`` 0 takes a free one."""
 
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, run: RunFiles, host: str, port: int) -> None:
-        self.run = run
+    def __init__(self, runs: Runs, host: str, port: int) -> None:
+        self.runs = runs
         self.lock: threading.Lock = threading.Lock()
         self.host = host
         super().__init__((host, port), _Handler)
@@ -72,15 +61,25 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         if parts.path == "/":
             self._answer(200, "text/html; charset=utf-8", page().encode())
-        elif parts.path == "/data":
-            self._data(parse_qs(parts.query))
+        elif parts.path == "/runs":
+            with self.server.lock:
+                content = self.server.runs.listed()
+            self._answer(200, "application/json", json.dumps(content).encode())
+        elif parts.path in ("/data", "/csv"):
+            self._data(parts.path, parse_qs(parts.query))
         else:
-            self._answer(404, "text/plain", b"There is only / and /data.\n")
+            self._answer(404, "text/plain", b"There is only /, /runs, /data and /csv.\n")
 
-    def _data(self, query: dict[str, list[str]]) -> None:
+    def _data(self, path: str, query: dict[str, list[str]]) -> None:
         with self.server.lock:
-            run = self.server.run
+            run = self.server.runs.find(query.get("run", [""])[0])
+            if run is None:
+                self._answer(404, "text/plain", b"There is no such run here.\n")
+                return
             run.refresh()
+            if path == "/csv":
+                self._answer(200, "text/csv; charset=utf-8", csv_text(run).encode())
+                return
             # The state is part of the tag, as a run becomes silent without a new version.
             tag = f"{run.version}-{state_of(run, time.time())}"
             content = None if query.get("known") == [tag] else snapshot(run)

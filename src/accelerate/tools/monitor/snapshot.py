@@ -7,11 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from .comparing import PER_RANK, skew, spread, standing_out, state_of, state_of_rank
-from .document import Document, Lines, Points, RankState, ShownEvent, ThinnedPoints
+from .document import Clock, Document, Facts, Lines, Points, RankState, ShownEvent, ThinnedPoints
 from .reading import KNOWN, SAME_ON_ALL_RANKS, Curve, Rank, RunFiles, finite
+from .wording import describe
 
 #: Most points of a curve that are sent, about one per pixel.
 MAX_POINTS: Final = 600
@@ -36,7 +37,7 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
         "now": now,
         "state": state_of(run, now),
         "facts": {} if main is None else main.facts,
-        "newest": {} if main is None else {name: _shown(value) for name, value in main.newest.items()},
+        "newest": {} if main is None else {name: json_value(value) for name, value in main.newest.items()},
         "seen": max((rank.last_time for rank in run.ranks.values()), default=0.0),
         "num_ranks": len(run.ranks),
         "num_followed": followed,
@@ -44,6 +45,11 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
         "spread": spread(run.ranks.values()) if run.is_large else {},
         "ranks": [_rank(run.ranks[n], now, outliers.get(n, "")) for n in sorted(outliers or run.ranks)],
         "skew": skew(run),
+        "why": why_ended(run),
+        "began": 0.0 if main is None else main.first_time,
+        "clock": {"steps": [], "times": [], "epochs": []} if main is None else _clock(main),
+        "settings": _settings(run),
+        "output": run.output.read(),
         "curves": {},
         "own": {},
         "per_rank": {},
@@ -66,6 +72,58 @@ def as_shown(folder: Path) -> str:
     return str(folder)
 
 
+def why_ended(run: RunFiles) -> str:
+    """Return how the run ended, in a few words; an empty text of one that goes on.
+
+    Of several ranks' endings the first of the worst kind counts: the others often follow from it.
+    """
+    endings = {rank.ending for rank in run.ranks.values()}
+    kind = next((kind for kind in ("error", "killed", "stop", "preempted", "end") if kind in endings), None)
+    if kind is None or (kind == "end" and endings != {"end"}):
+        return ""
+    events = [reported for reported in run.events if reported.event["event"] in (kind, "restart")]
+    begin = max((at for at, each in enumerate(events) if each.event["event"] == "restart"), default=-1) + 1
+    found = next((each for each in events[begin:] if each.event["event"] == kind), None)
+    if found is None:
+        return ""
+    who = f" (rank {', '.join(map(str, sorted(found.ranks)[:_MAX_NAMED]))})" if len(run.ranks) > 1 else ""
+    return describe(found.event) + ("" if kind in SAME_ON_ALL_RANKS else who)
+
+
+def _clock(rank: Rank) -> Clock:
+    times = dict(zip(rank.times.steps, rank.times.values, strict=True))
+    epochs = dict(zip(rank.epochs.steps, rank.epochs.values, strict=True))
+    size = max(1, -(-len(times) // MAX_POINTS))
+    steps = list(times)
+    steps = sorted({*steps[::size], *steps[-1:]})
+    return {
+        "steps": steps,
+        "times": [finite(times[step]) for step in steps],
+        "epochs": [finite(epochs.get(step)) for step in steps],
+    }
+
+
+def _settings(run: RunFiles) -> Facts:
+    """Return what the run was started with: what the main rank says of itself, and what the trackers were given."""
+    facts = {} if run.main is None else run.main.facts
+    config = _flat(run.config, "")
+    return {
+        **{name: value for name, value in facts.items() if name not in ("rank", "pid") and value is not None},
+        **config,
+    }
+
+
+def _flat(config: Mapping[str, object], prefix: str) -> Facts:
+    """Return nested settings as one level, under names with dots."""
+    found: Facts = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found.update(_flat(cast("Facts", value), f"{prefix}{name}."))
+        else:
+            found[f"{prefix}{name}"] = json_value(value)
+    return found
+
+
 def _rank(rank: Rank, now: float, why: str) -> RankState:
     return {
         "rank": rank.number,
@@ -75,29 +133,37 @@ def _rank(rank: Rank, now: float, why: str) -> RankState:
         "step": rank.newest.get("step"),
         "seen": rank.last_time,
         "state": state_of_rank(rank, now),
-        "step_seconds": _shown(rank.newest.get("step_seconds")),
-        "wait_seconds": _shown(rank.newest.get("wait_seconds")),
-        "memory_bytes": _shown(rank.newest.get("memory_bytes")),
+        "step_seconds": json_value(rank.newest.get("step_seconds")),
+        "wait_seconds": json_value(rank.newest.get("wait_seconds")),
+        "memory_bytes": json_value(rank.newest.get("memory_bytes")),
         "why": why,
     }
 
 
-def _shown(value: object) -> object:
+def json_value(value: object) -> object:
     """Return ``value``, or its text for NaN and infinities, which JSON lacks."""
     return value if not isinstance(value, float) or finite(value) is not None else str(value)
 
 
 def events(run: RunFiles) -> list[ShownEvent]:
-    """Return the events, newest last; those that all ranks report alike, once."""
+    """Return the events, newest last; those that all ranks report alike once, repeated notes as their newest."""
     shown: list[ShownEvent] = []
+    repeated: dict[tuple[str, str, int], int] = {}
     sample = run.sample
     for reported in run.events[-_MAX_EVENTS:]:
         ranks, count = sorted(reported.ranks), len(reported.ranks)
         if run.is_large:
             is_common = reported.event["event"] in SAME_ON_ALL_RANKS and sample <= reported.ranks.keys()
             ranks, count = ranks[:_MAX_NAMED], len(run.ranks) if is_common else count
-        shown.append({**reported.event, "ranks": ranks, "num_ranks": count})
-    return shown
+        event: ShownEvent = {**reported.event, "ranks": ranks, "num_ranks": count, "times": 1}
+        if event["event"] in ("note", "warning"):
+            key = (event["event"], event.get("text", ""), event["rank"])
+            if (at := repeated.get(key)) is not None:
+                event["times"] += shown[at]["times"]
+                shown[at]["times"] = 0  # said by the newest one
+            repeated[key] = len(shown)
+        shown.append(event)
+    return [event for event in shown if event["times"]]
 
 
 def thinned(curve: Curve) -> Points | ThinnedPoints:

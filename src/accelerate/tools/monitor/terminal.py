@@ -13,9 +13,10 @@ from typing import Final, TextIO
 
 from ...monitoring.records import FOLDER
 from ...settings import env
-from .document import Document, RankState, ShownEvent
+from .document import Document, RankState, RunList, ShownEvent
 from .reading import RunFiles, finite, number
 from .snapshot import snapshot
+from .wording import describe
 
 #: The eight dots of a braille character, by column and row.
 _DOTS: Final = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -65,7 +66,11 @@ def screen(content: Document, width: int, height: int = 200) -> list[str]:
     """Return the lines that show ``content``, none longer than ``width``."""
     lines = _head(content, width)
     if content["state"] == "empty":
-        lines += ["", f"Nothing is reported yet in {content['folder']}/{FOLDER}.", "Call `accelerator.watch_run()`."]
+        lines += [
+            "",
+            f"There is no run in {content['folder']} yet: no {FOLDER}/rank_*.jsonl here or in a folder below.",
+            "Start the script with `accelerate launch --monitor`, or call `accelerator.watch_run()` in it.",
+        ]
         return [_fitting(line, width) for line in lines[:height]]
     loss = content["curves"].get("loss")
     ranks, events = _ranks(content), _events(content["events"], content["num_ranks"], width)
@@ -74,6 +79,20 @@ def screen(content: Document, width: int, height: int = 200) -> list[str]:
         lines += ["", *plot(loss["steps"], loss["values"], min(width, 100), plot_height)]
     lines += ["", *ranks, "", *events]
     return [_fitting(line, width) for line in lines[:height]]
+
+
+def table(runs: RunList) -> list[str]:
+    """Return the lines that list the runs of a folder."""
+    rows = [("run", "state", "began", "step", "loss", "ranks")]
+    for run in runs["runs"]:
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["began"]))
+        step = "-" if run["step"] is None else str(run["step"])
+        loss = "-" if run["loss"] is None else _number(run["loss"])
+        rows.append((run["run"], run["state"].upper(), began, step, loss, str(run["num_ranks"])))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    whys = ["", *(run["why"] for run in runs["runs"])]
+    return [f"{line}  {why}".rstrip() for line, why in zip(lines, whys, strict=True)]
 
 
 def _fitting(line: str, width: int) -> str:
@@ -229,30 +248,15 @@ def _events(events: Sequence[ShownEvent], num_ranks: int, width: int) -> list[st
             f"  rank {', '.join(map(str, event['ranks']))}{more if event['num_ranks'] > len(event['ranks']) else ''}"
         )
         who = "" if event["num_ranks"] == num_ranks else named
-        text = f"{_SIGNS.get(event['event'], '·')} {at}  {describe(event)}{where}{who}"
+        text = f"{_SIGNS.get(event['event'], '·')} {at}  {describe(event)}{_repeated(event)}{where}{who}"
         # Errors are shown in full; other events have one line.
         ending = event["event"] in ("error", "stop", "killed", "preempted")
         lines += textwrap.wrap(text, width, subsequent_indent=" " * 12) if ending else [text]
     return lines
 
 
-def describe(event: ShownEvent) -> str:
-    """Describe an event in a few words."""
-    kind = event.get("event")
-    folder = str(event.get("folder") or "").rpartition("/")[2]
-    texts = {
-        "start": "started",
-        "restart": f"restarted (attempt {event.get('attempt')})",
-        "save": f"saved {folder}",
-        "load": f"resumed from {folder or 'a checkpoint'}",
-        "epoch": f"epoch {event.get('epoch')} done",
-        "end": "finished",
-        "stop": f"stopped: {event.get('text')}",
-        "error": f"failed: {event.get('text')}",
-        "killed": f"ended: {event.get('text')}",
-        "preempted": f"preempted by {event.get('text')}, after {folder} was saved",
-    }
-    return texts.get(str(kind)) or str(event.get("text") or kind)
+def _repeated(event: ShownEvent) -> str:
+    return f" ({event['times']} times)" if event["times"] > 1 else ""
 
 
 def is_terminal(output: TextIO = sys.stdout) -> bool:

@@ -1,0 +1,106 @@
+"""The runs in a folder: the folder itself, or those below it, listed by how they go or ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, final
+
+from ...monitoring.records import FILE_PATTERN, FOLDER
+from .comparing import state_of
+from .document import RunList, RunSummary
+from .reading import RunFiles
+from .snapshot import as_shown, json_value, why_ended
+
+_FIRST: Final = FILE_PATTERN.format(0)
+#: So deep below the folder runs are looked for, and so many of the newest are shown.
+_DEPTH: Final = 4
+_MAX_RUNS: Final = 200
+_SEARCH_SECONDS: Final = 5.0
+
+
+@final
+class Runs:
+    """The runs of ``folder``, which may be one itself, or become one, or hold several.
+
+    Raises:
+        SettingError: ``folder`` isn't a folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.only = RunFiles(folder)
+        self.folder: Path = self.only.folder
+        self._runs: dict[str, RunFiles] = {}
+        self._num_found = 0
+        self._lies_deep = False
+        self._next_search = 0.0
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the folder is one run, or may become one: it holds the files of none or of one."""
+        self._search()
+        return self._num_found <= 1
+
+    def find(self, name: str) -> RunFiles | None:
+        """Return the run of this name; the only one has the empty name, and None is there for any other."""
+        if name or not self.is_one:
+            return self._runs.get(name)
+        return next(iter(self._runs.values()), self.only) if self._lies_deep else self.only
+
+    def listed(self, *, now: float | None = None) -> RunList:
+        """Return the runs, read up to now, the newest first."""
+        now = time.time() if now is None else now
+        is_one = self.is_one
+        runs = [] if is_one else [_summary(name, run, now) for name, run in self._runs.items()]
+        runs.sort(key=lambda run: (run["state"] == "running", run["seen"]), reverse=True)
+        return {"folder": as_shown(self.folder), "is_one": is_one, "num_found": self._num_found, "runs": runs}
+
+    def _search(self) -> None:
+        if time.monotonic() < self._next_search:
+            return
+        self._next_search = time.monotonic() + _SEARCH_SECONDS
+        found = sorted(_folders(self.folder, _DEPTH), reverse=True)
+        self._num_found = len(found)
+        self._lies_deep = any(path.parent != self.folder != path for _, path in found)
+        names = {_name(path, self.folder): path for _, path in found[:_MAX_RUNS]}
+        self._runs = {name: self._runs.get(name) or RunFiles(path) for name, path in names.items()}
+
+
+def _name(run: Path, root: Path) -> str:
+    return run.relative_to(root).as_posix() if run != root else run.name
+
+
+def _folders(folder: Path, depth: int) -> Iterator[tuple[float, Path]]:
+    """Yield when rank 0 last wrote, and the folder, of each run in ``folder``; what lies below a run belongs to it."""
+    for own in (folder / FOLDER / _FIRST, folder / _FIRST):
+        try:
+            yield own.stat().st_mtime, folder
+        except OSError:  # there is none
+            continue
+        return
+    if depth == 0:
+        return
+    try:
+        below = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    except OSError:  # not ours to read, or gone
+        return
+    for path in below:
+        yield from _folders(Path(path), depth - 1)
+
+
+def _summary(name: str, run: RunFiles, now: float) -> RunSummary:
+    run.refresh()
+    main = run.main
+    newest = {} if main is None else main.newest
+    return {
+        "run": name,
+        "state": state_of(run, now),
+        "why": why_ended(run),
+        "began": 0.0 if main is None else main.first_time,
+        "seen": max((rank.last_time for rank in run.ranks.values()), default=0.0),
+        "step": newest.get("step"),
+        "loss": json_value(newest.get("loss")),
+        "num_ranks": len(run.ranks),
+    }
