@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from drawings import DRAWINGS
 from mkdocs.structure.files import File
+from options import with_tables
 from reference import generated
 
 
@@ -22,10 +23,16 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """``<!-- drawing: name -->`` is the drawing."""
-    return re.sub(
+    """``<!-- drawing: name -->`` is the drawing; an option class gets the table of its arguments."""
+    drawn = re.sub(
         r"^<!-- drawing: ([\w-]+) -->$",
         lambda found: f'<figure markdown="0">{DRAWINGS[found[1]]()}</figure>',
         markdown,
         flags=re.MULTILINE,
     )
+    return with_tables(drawn)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Show a default that the callee decides as ``...``, whatever it is called inside."""
+    return html.replace("_NOT_GIVEN", "...")

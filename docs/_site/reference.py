@@ -15,9 +15,12 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from options import default_of, meaning, names, type_of
+
 from accelerate.commands.main import COMMANDS
 from accelerate.settings.document import options_with_groups
-from accelerate.settings.option import OptionInfo
+from accelerate.settings.option import OptionGroup, OptionInfo
+from accelerate.settings.tree import GROUPS
 from tests.contract.public_modules import PUBLIC_MODULES, public_module, public_names
 
 
@@ -53,24 +56,19 @@ def settings_page() -> str:
         "else the environment, else the default; `accelerate launch --explain` shows which one it was.",
         "",
     ]
-    groups: dict[str, list[OptionInfo]] = {}
-    for _, option in options_with_groups():
+    groups: dict[str, list[str]] = {}
+    for group, option in options_with_groups():
         if option.flag or option.key or option.env:
-            groups.setdefault(option.group, []).append(option)
-    for title, options in groups.items():
-        parts += [f"## {title}", "", "| flag, key of the file, variable | default | what it does |", "|---|---|---|"]
-        parts += [_row(option) for option in options] + [""]
+            groups.setdefault(option.group, []).append(_row(GROUPS[group], option))
+    for title, rows in groups.items():
+        head = ["| names | what it does |", "|---|---|"]
+        parts += [f"## {title}", "", *head, *rows, ""]
     return "\n".join(parts)
 
 
-def _row(option: OptionInfo) -> str:
-    file = ".".join(part for part in (option.section, option.key) if part) if option.key else None
-    default = "" if option.launched is None else _code(str(option.launched) or '""')
-    help = escape(option.help, quote=False).replace("|", "\\|")
-    if option.choices:
-        help += f" One of {', '.join(_code(choice) for choice in option.choices)}."
-    names = "<br>".join(_code(name) for name in (option.flag, file, *option.env) if name)
-    return f"| {names} | {default} | {help} |"
+def _row(group: type[OptionGroup], option: OptionInfo) -> str:
+    default = "" if option.launched is None else f", by default {default_of(option.launched)}"
+    return f"| {names(option)} | {meaning(option)}<br>{type_of(group, option)}{default} |"
 
 
 def public_names_page() -> str:
@@ -98,10 +96,6 @@ def _described(value: object) -> str:
 
 def _first_line(value: object) -> str:
     return escape((inspect.getdoc(value) or "").partition("\n")[0], quote=False).replace("|", "\\|")
-
-
-def _code(word: str | None) -> str:
-    return f"`{word}`" if word else ""
 
 
 def generated() -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
 import sys
@@ -16,6 +17,7 @@ import yaml
 import accelerate
 from accelerate.commands.main import COMMANDS
 from accelerate.settings.document import options_with_groups
+from accelerate.utils import AutocastKwargs, FullyShardedDataParallelPlugin, MegatronLMPlugin, PreemptionPolicy
 from tests.contract.public_modules import PUBLIC_MODULES, public_module, public_names
 from tests.docs.pages import DOCUMENTS, ROOT
 
@@ -32,7 +34,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         return importlib.import_module(name)
 
     yield load
-    for name in {"drawings", "reference"} & (set(sys.modules) - before):
+    for name in {"drawings", "options", "reference"} & (set(sys.modules) - before):
         del sys.modules[name]
 
 
@@ -168,3 +170,20 @@ def test_the_drawing_of_shares_shows_what_loaders_do(
     ]
     numbers = [int(cell) for cell in cells if cell.isdigit()]
     assert sorted(numbers) == sorted(sample for rank in expected for batch in rank for sample in batch)
+
+
+def test_an_option_class_is_shown_as_a_table_of_its_arguments(site: Any) -> None:
+    options = site("options")
+    page = options.with_tables((DOCUMENTS / "reference" / "options.md").read_text())
+    for cls in (FullyShardedDataParallelPlugin, MegatronLMPlugin, AutocastKwargs, PreemptionPolicy):
+        section = page.partition(f"::: accelerate.utils.{cls.__name__}\n")[2]
+        rows = re.findall(r"^\| `(\w+)`<br>", section.partition(":::")[0], re.MULTILINE)
+        assert rows == [field.name for field in dataclasses.fields(cls)]
+    assert "| `fsdp_version`<br>`Literal[1, 2]`<br>by default `1` | The version of FSDP: 2 is the current one." in page
+    assert "flag `--fsdp_version`<br>key `fsdp_config.fsdp_version`<br>variable `FSDP_VERSION` |" in page
+    assert "::: accelerate.utils.FullyShardedDataParallelPlugin.set_auto_wrap_policy\n" in page
+
+
+def test_a_name_that_is_no_option_class_is_left_to_the_docstrings(site: Any) -> None:
+    for line in ("::: accelerate.Accelerator\n", "::: accelerate.hooks\n    options:\n      members: [ModelHook]\n"):
+        assert site("options").with_tables(line).rstrip() == line.rstrip()
