@@ -19,6 +19,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "migrate": ("migrate", "Turn a raw PyTorch script into one for any number of processes."),
     "doctor": ("doctor", "Say what an accelerated script does otherwise on several processes."),
     "monitor": ("monitor", "Show a run while it goes on: a live page, or the terminal."),
+    "report": ("report", "Say where the hours of a run went, over all its restarts."),
     "merge-weights": ("merge", "Merge the sharded weights of a checkpoint into one file."),
     "to-fsdp2": ("to_fsdp2", "Convert a configuration file from FSDP version 1 to version 2."),
     "tpu-config": ("tpu", "Run set-up commands on every machine of a TPU pod."),

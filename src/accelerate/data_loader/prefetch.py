@@ -180,6 +180,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         #: Copies the batches of the running pass; None: they are copied as they are read.
         self._active_prefetch: DevicePrefetch | None = None
         self.data_wait_seconds: float = 0.0  # how long the loop has waited for batches, in the running or the last pass
+        self.pass_began: float | None = None  # when, by perf_counter
 
     _prefetches_batches = True
     _skip_batches = 0
@@ -213,7 +214,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         this_pass = shown["_newest_pass"] = object()
         self.begin()
         shown["data_wait_seconds"] = 0.0
-        asked = perf_counter()
+        asked = pass_began = shown["pass_began"] = perf_counter()
         epoch, pass_start = progress.epoch, None
         try:
             for batch, batch_info in batches:
@@ -239,6 +240,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
             if self._newest_pass is this_pass:  # else another pass over this loader is in the middle of its loop
                 shown["_stream"] = None  # its reference would keep the loader alive
                 self.end()
+                if gradient_state.in_dataloader and not self.is_interleaved:
+                    gradient_state.nested_seconds += perf_counter() - pass_began
 
     def _prefetch_of_pass(self) -> DevicePrefetch | None:
         if not self._prefetches_batches or self.device is None:

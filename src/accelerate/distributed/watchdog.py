@@ -111,7 +111,7 @@ def watch_for_hangs(world: World, counter: ProgressCounter) -> None:
         SettingError: ACCELERATE_HANG_SECONDS is no number.
     """
     coordinator = world.coordinator
-    seconds = _hang_seconds()
+    seconds = hang_seconds()
     if coordinator is None or seconds == 0 or world.size == 1:
         return
     if coordinator.watch is None:
@@ -121,7 +121,12 @@ def watch_for_hangs(world: World, counter: ProgressCounter) -> None:
     coordinator.watch.counters.add(counter)
 
 
-def _hang_seconds() -> float:
+def hang_seconds() -> float:
+    """Return for how long a rank may make no progress before it counts as hung; 0 for never.
+
+    Raises:
+        SettingError: ACCELERATE_HANG_SECONDS is no number.
+    """
     text = read(VARIABLE) or str(DEFAULT_SECONDS)
     try:
         return max(0.0, float(text))
@@ -212,6 +217,11 @@ class HangWatch:
         answer = self._position_as_answer(number)
         self._request(lambda: answer(self._store))
         self._log_verdict(number)
+
+    @property
+    def stalled_seconds(self) -> float:
+        """For how long the watched thread had made no progress when it was last looked at, and since then."""
+        return time.monotonic() - self._progress_at
 
     def _stalled_seconds(self) -> float:
         """Return for how long the watched thread has made no progress."""

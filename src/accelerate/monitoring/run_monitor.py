@@ -20,10 +20,13 @@ from typing import Any, Final, Protocol, final
 import torch
 
 from ..distributed.collectives import gather, gather_object
+from ..distributed.watchdog import hang_seconds
 from ..distributed.world import World
 from ..errors import RunStopped, SettingError
 from ..settings.labels import DistributedType
+from ..torch_private.modules import compile_seconds
 from ..training.accumulation import GradientState
+from .ledger import EVALUATION, Ledger, Position
 from .records import FOLDER, RankRecord
 from .throughput import Flops, StepReport, StepTimer, host_memory_bytes, peak_flops_of
 
@@ -89,11 +92,14 @@ class RunWatch:
         self._compare_every = math.inf if compare_replicas is True else compare_replicas
         self._next_comparison, self._equal_at = 0.0, -1
         self._loader: Any = None
+        self._pass_began: float | None = math.nan  # of the loader; NaN is no pass's
+        self._num_loads = 0
         self._samples_per_batch = 0.0
         self._warned = False
         self._record = RankRecord(folder, world.rank, seconds_between=_seconds_between(world))
         self._began, self._began_at = perf_counter(), 0
         self._record.start(rank=world.rank, ranks=world.size, total_steps=total_steps, **facts)
+        self._ledger = Ledger(folder if world.is_main else None, self._position, hang_seconds() or math.inf)
         if resumed:
             self.resume(resumed)
 
@@ -120,7 +126,7 @@ class RunWatch:
         """
         is_update = self._gradient_state.sync_gradients
         loader = self._gradient_state.active_dataloader
-        if loader is not self._loader:
+        if loader is not self._loader or getattr(loader, "pass_began", None) != self._pass_began:
             self._enter(loader)
         ends_pass = loader is not None and loader.end_of_dataloader
         waited = getattr(loader, "data_wait_seconds", None)
@@ -157,8 +163,9 @@ class RunWatch:
             self.report()
 
     def _enter(self, loader: Any) -> None:
-        """Note a loader that wasn't in the loop before, and look up the size of its batches once."""
-        self._loader = loader
+        """Note a loader's pass that wasn't in the loop before, and look up the size of its batches once."""
+        self._loader, self._pass_began = loader, getattr(loader, "pass_began", None)
+        self._ledger.rejoin(self._timer.last_lap, self._pass_began or self._began)
         if loader is None:
             return
         self._samples_per_batch = loader.total_batch_size / self._world.size
@@ -172,6 +179,8 @@ class RunWatch:
 
     def _end_pass(self, loader: Any) -> None:
         epoch = loader.iteration
+        self._pass_began = math.nan
+        self._ledger.enter(EVALUATION, perf_counter())
         self._record.event("epoch", epoch=epoch, step=self.updates)
         for callback in self.callbacks:
             callback.on_epoch(self, epoch)
@@ -268,6 +277,20 @@ class RunWatch:
         for callback in self.callbacks:
             callback.on_report(self, report)
 
+    def _position(self) -> Position:
+        coordinator = self._world.coordinator
+        watch = None if coordinator is None else coordinator.watch
+        return Position(
+            updates=self.updates,
+            first_update=self._began_at,
+            loads=self._num_loads,
+            waited=self._timer.total_wait,
+            evaluated=self._gradient_state.nested_seconds,
+            compiled=compile_seconds(),
+            progress=self._gradient_state.progress,
+            stalled=None if watch is None else watch.stalled_seconds,
+        )
+
     # -- stopping ------------------------------------------------------------------------------------------
 
     def _verdict(self, rows: Sequence[Mapping[str, float]], report: StepReport | None) -> str | None:
@@ -307,6 +330,7 @@ class RunWatch:
 
     def _end(self, reason: str) -> None:
         self._record.event("stop", text=reason, step=self.updates)
+        self._ledger.finish("stop")
         for callback in self.callbacks:
             callback.on_stop(self, reason)
         raise RunStopped(f"The run is stopped at step {self.updates}: {reason}.")
@@ -329,19 +353,24 @@ class RunWatch:
             preempted_by: the notice because of which the run ends with it.
         """
         self._timer.exclude(seconds)
+        self._ledger.saved(seconds)
         self._record.event("save", folder=folder, step=self.updates, seconds=round(seconds, 3))
         for callback in self.callbacks:
             callback.on_save(self, folder)
         if preempted_by is not None:
             self._record.event("preempted", text=str(preempted_by), folder=folder, step=self.updates)
+            self._ledger.finish("preempted")
 
     def resume(self, saved_state: Mapping[str, Any]) -> None:
         """Continue the count from the state in a checkpoint."""
+        self._ledger.keep()
         self.updates = int(saved_state.get("updates", 0))
         self._began, self._began_at = perf_counter(), self.updates
+        self._num_loads += 1
         self._losses.clear()
         self._tokens.clear()
-        self._timer = StepTimer()
+        self._timer = StepTimer(total_wait=self._timer.total_wait)
+        self._ledger.keep()
         self._record.event("load", folder=saved_state.get("folder"), step=self.updates)
 
     def note(self, text: str) -> None:
@@ -357,6 +386,7 @@ class RunWatch:
             self._record.event("non_finite", text=f"the loss is not finite since step {step}", step=step)
         self._losses.clear()
         self._record.finish()
+        self._ledger.finish("end")
 
 
 class WatchedRun(Protocol):

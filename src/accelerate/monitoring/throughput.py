@@ -109,6 +109,7 @@ class StepTimer:
     wait_seconds: float | None = None
     updates: int = 0
     samples: float = 0.0
+    total_wait: float = 0.0  # since the loop began; `reset` keeps it
     _since: float | None = field(default=None, repr=False)
     _excluded: float = field(default=0.0, repr=False)
     _waited: float = field(default=0.0, repr=False)
@@ -124,6 +125,7 @@ class StepTimer:
         """
         now = perf_counter()
         before = self._waited if waited is None or waited >= self._waited else 0.0
+        self.total_wait += 0.0 if waited is None else waited - before
         is_counted = self._since is not None
         if self._since is not None:
             self.seconds += now - self._since - self._excluded
@@ -137,6 +139,11 @@ class StepTimer:
         if ends_pass:
             self._waited = 0.0
         return is_counted
+
+    @property
+    def last_lap(self) -> float | None:
+        """When the last micro-batch of the running pass ended; None before the first one."""
+        return self._since
 
     def exclude(self, seconds: float) -> None:
         """Leave ``seconds`` of the running micro-batch, spent on something else (saving), out of its time."""

@@ -87,6 +87,13 @@ def is_compiled(module: object) -> bool:
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
+@uses("torch._dynamo.utils:compilation_time_metrics")
+def compile_seconds() -> float:
+    """Return for how long torch.compile has compiled in this process."""
+    compiler: Any = sys.modules.get("torch._dynamo.utils")  # not there: nothing is compiled
+    return 0.0 if compiler is None else sum(compiler.compilation_time_metrics.get("_compile.compile_inner", ()))
+
+
 @uses("torch._dynamo.eval_frame:._orig_mod")
 def original_module(compiled: Any) -> nn.Module:
     """Return the module that torch.compile was given."""

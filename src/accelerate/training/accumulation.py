@@ -67,6 +67,7 @@ class GradientState:
     #: Called with a prepared loader, between its batches; and with True, where a pass over it begins. Where a loop
     #: reads none, called with this state as a micro-batch begins.
     between_batches: Callable[[object, bool], None] | None
+    nested_seconds: float  # of passes over loaders inside of another loader's pass, as evaluations in the middle are
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
         newest = GradientState._newest
@@ -94,6 +95,7 @@ class GradientState:
         gradient_state.awaits_step = False
         gradient_state.has_assumed_loader = False
         gradient_state.between_batches = None
+        gradient_state.nested_seconds = 0.0
         GradientState._newest = gradient_state
         return gradient_state
 

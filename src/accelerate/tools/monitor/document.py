@@ -128,6 +128,18 @@ class Spread(TypedDict):
     largest: float
 
 
+class Hours(TypedDict):
+    """Where the time of a run went, from its first start to its last sign; ``goodput`` as a fraction of it."""
+
+    began: float
+    wall_seconds: float
+    seconds: dict[str, float]  # by kind; those of steps without the ones that were done again
+    goodput: float
+    starts: int
+    updates: int
+    lost_updates: int
+
+
 class Document(TypedDict):
     """A run as it is now.
 
