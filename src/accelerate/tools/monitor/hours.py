@@ -173,7 +173,9 @@ def _read(file: Path) -> list[Line]:
         text = file.read_bytes()
     except OSError:
         return []
-    return sorted((line for each in text.splitlines() if (line := _line(each))), key=lambda line: (line.elapsed, line.loads))
+    return sorted(
+        (line for each in text.splitlines() if (line := _line(each))), key=lambda line: (line.elapsed, line.loads)
+    )
 
 
 def _line(text: bytes) -> Line | None:
