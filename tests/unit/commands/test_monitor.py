@@ -414,3 +414,16 @@ def test_steps_have_their_times_and_epochs(run: Path) -> None:
     assert clock["epochs"][-3:] == [None, 2.0, 2.0]
     write(run, 0, {"event": "load", "step": 11})
     assert seen(run)["clock"]["steps"][-1] == 11
+
+
+def test_the_hours_of_a_run_stand_in_its_document_and_its_text(run: Path) -> None:
+    assert seen(run)["hours"] is None and "goodput" not in "\n".join(screen(seen(run), 120))
+    ledger = run / "monitor" / "ledger"
+    ledger.mkdir()
+    line = {"began": NOW, "pid": 1, "updates": 10, "first_update": 0, "loads": 0, "phase": "step", "ended": None}
+    (ledger / "1000.000_1.jsonl").write_text(
+        json.dumps({**line, "elapsed": 20, "seconds": {"start_up": 5, "step": 15}}) + "\n"
+    )
+    found = seen(run)
+    assert found["hours"]["goodput"] == 0.75 and found["hours"]["seconds"]["start_up"] == 5
+    assert "goodput 75.0%" in "\n".join(screen(found, 120))

@@ -166,6 +166,7 @@ class Document(TypedDict):
     clock: Clock
     settings: Facts
     output: Output | None
+    hours: Hours | None
     curves: dict[str, Points]
     own: dict[str, Points]
     per_rank: dict[str, Lines]

@@ -6,6 +6,7 @@ which of the steps were done again by the update at which a later process went o
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -170,9 +171,16 @@ def read_ledgers(folder: Path) -> list[list[Line]]:
 
 def _read(file: Path) -> list[Line]:
     try:
-        text = file.read_bytes()
+        found = file.stat()
+        return _lines_of(file, found.st_mtime_ns, found.st_size)
     except OSError:
         return []
+
+
+@functools.lru_cache(maxsize=4096)
+def _lines_of(file: Path, _changed: int, _size: int) -> list[Line]:
+    """Return the lines of a file, which is read again where it has changed."""
+    text = file.read_bytes()
     return sorted(
         (line for each in text.splitlines() if (line := _line(each))), key=lambda line: (line.elapsed, line.loads)
     )

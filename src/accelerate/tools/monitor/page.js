@@ -189,6 +189,26 @@ function top_() {
   else if (data.state === "silent") { b.hidden = false; b.className = "banner warn"; b.textContent = "No rank has written anything for more than a minute, and none has said that it ended: a long evaluation, a hang, or a kill."; }
   else b.hidden = true;
 }
+const HOURS = [["step", "steps", "blue"], ["data_wait", "waiting for data", "orange"], ["evaluation", "evaluation", "teal"], ["save", "saving", "purple"], ["start_up", "start-up", "amber"], ["compile", "compiling", "olive"], ["lost", "steps done again", "red"], ["hang", "hanging", "pink"], ["idle", "until the next start", "faint"], ["shutdown", "shutdown", "soft"]];
+function hours() {  // where the time of all starts went
+  const box = $("ledger"), h = data.hours;
+  box.hidden = !h || !(h.wall_seconds > 0);
+  if (box.hidden) return;
+  box.className = "card hours";
+  box.replaceChildren();
+  const head = html("div", "head", null, box), whole = html("div", "whole", null, box), legend = html("div", "legend", null, box);
+  html("h2", "", `Goodput ${(100 * h.goodput).toFixed(1)} %`, head);
+  html("span", "legend", `${duration(h.wall_seconds)}, ${grouped(h.starts)} start${h.starts === 1 ? "" : "s"}${h.lost_updates ? `, ${grouped(h.lost_updates)} updates done again` : ""}`, head);
+  for (const [kind, words, tone] of HOURS) {
+    const share = 100 * (h.seconds[kind] || 0) / h.wall_seconds;
+    if (share < 0.05) continue;
+    const part = html("i", "", null, whole), label = html("span", "", null, legend);
+    part.style.width = share + "%";
+    part.title = `${words}: ${duration(h.seconds[kind])}`;
+    part.style.background = html("i", "area", null, label).style.background = color(tone);
+    label.append(`${words} ${share.toFixed(1)} %`);
+  }
+}
 function show() {
   $("several").hidden = view.kind === "run"; $("single").hidden = view.kind !== "run";
   $("back").hidden = folder.is_one || view.kind === "list";
@@ -203,7 +223,7 @@ function show() {
   top_();
   $("empty").hidden = !empty; $("full").hidden = empty;
   $("where").textContent = data.folder;
-  if (!empty) { tiles(); plots(); ranks(); list(); facts(); }
+  if (!empty) { tiles(); hours(); plots(); ranks(); list(); facts(); }
   $("footer").textContent = `${data.folder}  ·  accelerate monitor${STILL ? "  ·  as of " + new Date(1000 * data.now).toLocaleString("en-GB") : ""}`;
 }
 

@@ -11,6 +11,7 @@ from typing import Final, cast
 
 from .comparing import PER_RANK, skew, spread, standing_out, state_of, state_of_rank
 from .document import Clock, Document, Facts, Lines, Points, RankState, ShownEvent, ThinnedPoints
+from .hours import hours
 from .reading import KNOWN, SAME_ON_ALL_RANKS, Curve, Rank, RunFiles, finite
 from .wording import describe
 
@@ -50,6 +51,7 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
         "clock": {"steps": [], "times": [], "epochs": []} if main is None else _clock(main),
         "settings": _settings(run),
         "output": run.output.read(),
+        "hours": hours(run.folder),
         "curves": {},
         "own": {},
         "per_rank": {},

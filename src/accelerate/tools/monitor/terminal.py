@@ -137,6 +137,8 @@ def _head(content: Document, width: int) -> list[str]:
         numbers.append(f"{1000 * known['step_seconds']:.3g} ms a step{share}")
     if "mfu" in known:
         numbers.append(f"MFU {known['mfu']:.1%}")
+    if content["hours"] is not None:
+        numbers.append(f"goodput {content['hours']['goodput']:.1%}")
     if content["state"] == "silent":
         silent = format_duration(content["now"] - content["seen"])
         numbers.append(f"no rank has written anything for {silent}")
