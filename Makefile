@@ -77,7 +77,8 @@ clients: setup   ## install transformers, diffusers, imagen-pytorch, skorch, ...
 		"$$(.clients/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torchvision_on_cpu.pth"
 	PYTHONPATH=$(CURDIR)/src .clients/bin/python -m pytest -q tests/clients --record docs/clients.md \
 		tests/unit/test_big_models_of_transformers.py tests/unit/estimate/test_of_transformers.py tests/unit/test_quantize.py \
-		$(wildcard tests/multi/test_*_of_transformers.py tests/multi/test_adapters.py tests/multi/test_qlora.py)
+		$(wildcard tests/multi/test_*_of_transformers.py tests/multi/test_adapters.py tests/multi/test_qlora.py \
+		tests/multi/test_streamed_adapters.py)
 
 trackers: setup  ## install the nine tracking services beside .venv, log to each offline, read back, kill backends (minutes)
 	$(call beside,.trackers)
@@ -101,7 +102,8 @@ deepspeed: setup  ## install DeepSpeed and transformers beside .venv, and run Ze
 		"tests/examples/test_by_feature.py::test_an_example_learns_on_two_ranks[deepspeed_with_config_support]"
 
 meshes: setup    ## every mesh of 2 and 4 ranks against one process, and every checkpoint under every other (minutes)
-	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_meshes.py tests/multi/test_pipeline.py tests/multi/test_coordinated_retry.py
+	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_meshes.py tests/multi/test_pipeline.py tests/multi/test_coordinated_retry.py \
+		tests/multi/test_adopted.py tests/multi/test_matrix_optimizers.py tests/multi/test_streamed_weights.py
 
 xla:             ## install torch_xla and its torch 2.9 into .xla (1 GB to download), train on 4 virtual devices (minutes)
 	tests/xla/setup.sh

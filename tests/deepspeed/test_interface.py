@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedType
-from accelerate.errors import PreparationError, SettingError
+from accelerate.errors import NotBuilt, PreparationError, SettingError
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
     DeepSpeedEngineWrapper,
@@ -317,3 +317,19 @@ def test_stand_ins_need_deepspeed() -> None:
             accelerator.prepare(model, DummyOptim(model.parameters()))
 
     on_one(run)
+
+
+def test_weights_that_stage_3_has_sharded_are_not_streamed() -> None:
+    """The refusal says what does; stage 2, where every rank has all of them, streams what a saved model holds."""
+
+    def run(stage: int) -> Any:
+        accelerator, model, _, _ = prepared(stage)
+        if stage == 3:
+            with pytest.raises(NotBuilt) as caught:
+                accelerator.stream_weights(model)
+            return str(caught.value)
+        whole, found = accelerator.get_state_dict(model), dict(accelerator.stream_weights(model))
+        return sorted(found) == sorted(whole) and all(torch.equal(found[name], whole[name]) for name in found)
+
+    assert all("DeepSpeed's stage 3" in said and "get_state_dict()" in said for said in run_on_ranks(run, 2, 3))
+    assert run_on_ranks(run, 2, 2)[0] is True

@@ -8,11 +8,13 @@ block. Comments that a reader of the built page doesn't see steer it:
     -->
     <!-- ranks: 2 -->               the page is run on 2 ranks (anywhere on the page)
     <!-- not run: REASON -->        the next block is only compiled (python) or left alone
+    <!-- needs: PACKAGE PACKAGE -->  so are the next setup and block where one of these isn't installed
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
@@ -32,7 +34,8 @@ RUN = ("python", "bash", "yaml", "json", "toml", "diff")
 _PART = re.compile(
     r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<code>.*?)^ *```[ ]*$"
     r"|^<!-- setup\n(?P<setup>.*?)^-->$"
-    r"|^ *<!-- not run: (?P<reason>.*?) -->$",
+    r"|^ *<!-- not run: (?P<reason>.*?) -->$"
+    r"|^ *<!-- needs: (?P<packages>.*?) -->$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -67,13 +70,17 @@ def blocks(page: Path) -> Iterator[Block]:
         if part["reason"] is not None:
             reason = part["reason"]
             continue
+        if part["packages"] is not None:
+            lacking = [name for name in part["packages"].split() if importlib.util.find_spec(name) is None]
+            reason = f"{', '.join(lacking)}: not installed" if lacking else None
+            continue
         group = "setup" if part["setup"] is not None else "code"
         line = text.count("\n", 0, part.start(group)) + 1
         language = "python" if group == "setup" else (part["language"].split() or [""])[0]
         indent = len(part["indent"] or "")
         code = "".join(row[indent:] if row[:indent].isspace() else row for row in part[group].splitlines(keepends=True))
         yield Block(page, line, language, code, reason)
-        reason = None
+        reason = reason if group == "setup" else None
 
 
 def num_ranks(page: Path) -> int:

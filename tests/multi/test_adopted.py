@@ -176,6 +176,60 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all() -> None:
     assert first == second and first[:2] == (False, True)
 
 
+def test_a_batch_in_parts_has_the_gradients_of_the_whole() -> None:
+    """Of shards, which are reduced once, and of what is whole beside them."""
+
+    def on_rank() -> list[list[float]]:
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        fully_shard(model[0], mesh=mesh_of(data=2))
+        run = Accelerator(cpu=True)
+        model = run.prepare(model)
+        batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(run.process_index))
+        found: list[list[float]] = []
+        for num_parts in (1, 4):
+            model.zero_grad()
+            loss = run.backward_in_parts(lambda part: model(part).square().mean(), batch, num_parts=num_parts)
+            gradients = [
+                one.grad.full_tensor() if hasattr(one.grad, "full_tensor") else one.grad for one in model.parameters()
+            ]
+            found.append([float(loss), *torch.cat([one.flatten() for one in gradients]).tolist()])
+        return found
+
+    (first, second) = run_on_ranks(on_rank, 2)
+    assert first[1] == pytest.approx(first[0], rel=1e-5) and first[1][1:] == second[1][1:]
+    assert len(first[0]) == 1 + 2 * (16 + 4) and any(first[0][1:])
+
+
+def test_the_scaler_of_fp16_goes_on_after_free_memory() -> None:
+    """Its scale stays, and it hears of another rank's overflow, of a model in shards as of one in replicas."""
+
+    def on_rank() -> list[tuple[bool, float]]:
+        run = Accelerator(cpu=True, mixed_precision="fp16")
+        found: list[tuple[bool, float]] = []
+        for is_sharded in (True, False, True):
+            model: Any = torch.nn.Linear(4, 4, bias=False)
+            if is_sharded:
+                fully_shard(model, mesh=mesh_of(data=2))
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer = run.prepare(model, optimizer)
+            for factor in (1.0, float("inf")):
+                run.backward(model(torch.ones(2, 4)).float().mean())
+                (gradient,) = [one.grad for one in model.parameters()]
+                if run.process_index == 0 or not is_sharded:  # replicas have theirs reduced already
+                    getattr(gradient, "to_local", lambda whole=gradient: whole)().mul_(factor)
+                optimizer.step()
+                assert run.scaler is not None
+                found.append((run.optimizer_step_was_skipped, run.scaler.get_scale()))
+                optimizer.zero_grad()
+            run.free_memory()
+        return found
+
+    first, second = run_on_ranks(on_rank, 2)
+    assert first == second and [skipped for skipped, _ in first] == [False, True] * 3
+    assert [scale / first[0][1] for _, scale in first] == [1, 0.5, 0.5, 0.25, 0.25, 0.125]
+
+
 # -- what is saved ----------------------------------------------------------------------------------------------
 
 PLUGIN: dict[str, Any] = {

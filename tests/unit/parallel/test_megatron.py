@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.errors import MissingDependency, PreparationError, SettingError
+from accelerate.errors import MissingDependency, NotBuilt, PreparationError, SettingError
 from accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, MegatronLMPlugin
 from tests.ranks import run_on_ranks
 
@@ -187,6 +187,8 @@ def train(folder: Path | None = None) -> dict[str, Any]:
             megatron.model.head.weight.zero_()
         accelerator.load_state(folder)
         found["again"] = float(model(**batch).loss)
+    with pytest.raises(NotBuilt, match=r"stream_weights\(\) doesn't read .* Megatron-LM's engine. .* save_state\(\)"):
+        accelerator.stream_weights(model)
     return found
 
 
