@@ -552,17 +552,24 @@ def preemption(
 
     source, asked = "Accelerator(preemption=...)", run.settings.preemption.save_on_signal
     policy = _of_class("preemption", policy, PreemptionPolicy)
+    if policy is None and not asked:
+        return None
+    from .training.preemption import Preemption
+
     if policy is None:
-        if not asked:
-            return None
         policy, source = PreemptionPolicy(), run.settings.quote("preemption.save_on_signal")
+        if run.project_configuration.project_dir is None and Preemption.is_led():
+            logging.getLogger(__name__).warning(
+                "%s saves when a notice of preemption comes, but this Accelerator has no folder: an earlier one of "
+                "this process, which has one, saves in its own loop only. Give this one project_dir=... if it trains.",
+                source,
+            )
+            return None
     if policy.save_on_signal and run.project_configuration.project_dir is None:
         raise SettingError(
             f"{source} saves when a notice of preemption comes, but the run has no folder. Give "
             "Accelerator(project_dir=...), and let the script call `accelerator.resume()` before its loop."
         )
-    from .training.preemption import Preemption
-
     found = Preemption(policy, run, models, optimizers)
     found.start()
     return found

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.checkpointing import list_checkpoints
+from accelerate.distributed import preemption
+from accelerate.distributed.preemption import StopAgreement
+from accelerate.distributed.store_client import Coordinator
 from accelerate.errors import SettingError
 from accelerate.utils import DataLoaderConfiguration, PreemptionPolicy, ProjectConfiguration, set_seed
 from tests.oracle.killed_runs import Attempt, Augmented, digest, noter, read_notes
@@ -425,6 +430,89 @@ def _logged(name: str = "accelerate.distributed.preemption") -> list[str]:
     handler.emit = lambda record: lines.append(record.getMessage())  # pyright: ignore[reportAttributeAccessIssue]
     logging.getLogger(name).addHandler(handler)
     return lines
+
+
+class Silent:
+    """No notices of this process's own."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+
+    def take(self) -> None:
+        self.stopped.wait()
+
+    def settle(self) -> None:
+        pass
+
+    close = settle
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+def test_a_rank_that_was_late_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One notice, and one time to come together; rank 1's loop begins once the first round has failed."""
+    monkeypatch.setattr(preemption, "_SHARE_OF_ROUND", 0.02)
+    lines, store = _logged(), HashStore()
+    stopped_at: dict[int, int] = {}
+    agreements = [
+        StopAgreement(Silent(), Coordinator(store, rank, 2, timedelta(seconds=60)), 75.0)  # pyright: ignore[reportArgumentType]
+        for rank in range(2)
+    ]
+
+    def loop(rank: int) -> None:
+        agreement, number = agreements[rank], 0
+        while rank == 1 and not any("are asked again" in line for line in lines):
+            time.sleep(0.01)
+        while rank not in stopped_at:
+            number += 1
+            agreement.passed = point = (0, number, 0)
+            if agreement.is_asked:
+                agreed = agreement.wait_for_decision(point)
+                if agreed is not None and point > agreed.point and agreement.meet(agreed, f"step {number}"):
+                    stopped_at[rank] = number
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=loop, args=(rank,), daemon=True) for rank in range(2)]
+    for one in (*agreements, *threads):
+        one.start()
+    agreements[0]._tell_all(preemption.Notice(0, "here", "a test"))
+    for thread in threads:
+        thread.join(60.0)
+    for agreement in agreements:
+        agreement.stop()
+    assert len(stopped_at) == 2 and stopped_at[0] == stopped_at[1]
+    assert "rank 1 didn't come to the step" in lines[0] and not any("nothing is saved" in line for line in lines)
+
+
+def test_the_mark_of_an_earlier_attempt_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> list[bool]:
+        monkeypatch.setenv("ACCELERATE_RECORDS_FOLDER", str(tmp_path))
+        mark = tmp_path / "saved_0"
+        mark.write_text("75")
+        Accelerator(cpu=True, preemption=PreemptionPolicy(save_on_signal=False))
+        found = [mark.exists()]
+        mark.write_text("75")
+        Accelerator(cpu=True, preemption=PreemptionPolicy(save_on_signal=False))  # of the same attempt
+        return [*found, mark.exists()]
+
+    assert run_on_ranks(run, 1) == [[False, True]]
+
+
+def test_a_second_accelerator_without_a_folder_leaves_saving_to_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> list[str]:
+        monkeypatch.setenv("ACCELERATE_SAVE_ON_SIGNAL", "true")
+        with pytest.raises(SettingError, match="has no folder"):
+            Accelerator(cpu=True)
+        Accelerator(cpu=True, project_dir=str(tmp_path))
+        lines = _logged("accelerate.construction")
+        Accelerator(cpu=True)
+        return lines
+
+    (lines,) = run_on_ranks(run, 1)
+    assert len(lines) == 1 and "this Accelerator has no folder" in lines[0] and "save_on_signal" in lines[0].lower()
 
 
 def test_a_run_without_a_folder_is_refused() -> None:

@@ -243,7 +243,9 @@ def leave(how: str) -> list[Any]:
     except (CollectiveError, ValueError) as error:
         said = f"{type(error).__name__}: {error}"
     run.wait_for_everyone()
-    return [said, len(list(run.stream_weights(model, bucket_bytes=600)))]
+    taken = len(list(run.stream_weights(model, bucket_bytes=600)))
+    assert run.world.coordinator is not None and not run.world.coordinator.exits.is_watching
+    return [said, taken]
 
 
 @pytest.mark.parametrize("how", ["break", "raise", "with"] if IS_SLOW else ["raise", "with"])

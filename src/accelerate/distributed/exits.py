@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Final, final
 
 from ..settings.env import read
@@ -28,6 +29,7 @@ class ExitWatch:
     def __init__(self) -> None:
         self._listening: socket.socket | None = None
         self._watched: dict[int, socket.socket] = {}
+        self._num_watches: Counter[int] = Counter()
 
     def listen(self) -> tuple[str, int] | None:
         """Return the address at which others can watch this process; None where it has none."""
@@ -51,7 +53,15 @@ class ExitWatch:
                 for option in _known_options():
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), _PROBES[option])
                 self._watched[rank] = connection
+        self._num_watches[rank] += rank in self._watched
         return rank in self._watched
+
+    def unwatch(self, ranks: Iterable[int]) -> None:
+        """Take back one :meth:`watch` of each of ``ranks``; the last one ends its connection."""
+        for rank in ranks:
+            self._num_watches[rank] -= 1
+            if self._num_watches[rank] == 0 and rank in self._watched:
+                self._watched.pop(rank).close()
 
     @property
     def is_watching(self) -> bool:
@@ -69,6 +79,7 @@ class ExitWatch:
                 connection.close()
         self._listening = None
         self._watched.clear()
+        self._num_watches.clear()
 
 
 def _known_options() -> Iterator[str]:

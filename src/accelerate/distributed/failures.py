@@ -221,10 +221,11 @@ def ended_preempted(failures: Sequence[Failure]) -> str:
     saved = sorted(failure.rank for failure in failures if failure.is_preempted)
     if not saved:
         return ""
+    code = next(failure.returncode for failure in failures if failure.is_preempted)
     others = sorted(failure.rank for failure in failures if not failure.is_preempted)
     rest = f"; {numbered(others)} ended otherwise" if others else ""
     return (
-        f"preempted: {numbered(saved)} saved, and ended with exit code {PREEMPTED_EXIT_CODE}{rest}. Started again, the "
+        f"preempted: {numbered(saved)} saved, and ended with exit code {code}{rest}. Started again, the "
         "script goes on where it calls `accelerator.resume()`."
     )
 
@@ -422,11 +423,26 @@ def _kernel_line(pid: int) -> str:
         os.close(log)
 
 
-def record_saved(folder: str | None, rank: int) -> None:
-    """Tell the launcher whose records' folder this is, if there is one, that all ranks end because of a preemption."""
+def record_saved(folder: str | None, rank: int, exit_code: int = PREEMPTED_EXIT_CODE) -> None:
+    """Tell the launcher whose records' folder this is, if there is one, that all ranks end preempted, by this code."""
     if folder is not None and os.path.isdir(folder):
         with contextlib.suppress(OSError):
-            saved_mark(Path(folder), rank).touch()
+            saved_mark(Path(folder), rank).write_text(str(exit_code))
+
+
+def forget_saved(folder: str | None, rank: int) -> None:
+    """Remove the mark of an earlier attempt of this rank, which the same launcher has started again."""
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            saved_mark(Path(folder), rank).unlink()
+
+
+def saved_exit_code(mark: Path) -> int | None:
+    """Return the exit code that the rank of this mark has announced; None where it has saved nothing."""
+    try:
+        return int(mark.read_text() or PREEMPTED_EXIT_CODE)
+    except (OSError, ValueError):
+        return None
 
 
 def saved_mark(folder: Path, rank: int) -> Path:

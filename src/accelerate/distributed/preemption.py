@@ -14,7 +14,7 @@ import queue
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final, final
 
 from ..torch_private.distributed import set_keys
@@ -36,6 +36,10 @@ _LEAVE_SECONDS: Final = 5.0
 _WAIT_SECONDS: Final = 60.0
 #: Of the grace period, so much is for coming together; saving takes the rest.
 _SHARE_TO_MEET: Final = 0.8
+#: One round takes so much of the time that is left, so that a rank which was late is asked again; or all of it, where
+#: less than this is left.
+_SHARE_OF_ROUND: Final = 2 / 3
+_SHORTEST_ROUND_SECONDS: Final = 4.0
 #: A rank that is late itself waits so long for the others.
 _LATE_SECONDS: Final = 10.0
 #: The outcome of a round in which a rank has given up.
@@ -46,11 +50,16 @@ _ALL_THERE: Final = "1"
 @final
 @dataclass(frozen=True)
 class Notice:
-    """The announcement of a preemption, and the rank that got it."""
+    """The announcement of a preemption, and the rank that got it.
+
+    Attributes:
+        seconds: what earlier rounds have left of the time to come together; None in the first one.
+    """
 
     rank: int
     host: str
     reason: str
+    seconds: float | None = None
 
     def __str__(self) -> str:
         return f"{self.reason} to rank {self.rank} on {self.host}"
@@ -80,14 +89,15 @@ class StopAgreement:
         self.passed: Point = (0, 0, 0)
         self.is_asked: bool = False
         self.notice: Notice | None = None
-        self._number = 0  # of the round: one for each notice
+        self._number = 0  # of the round: one or several for each notice
         self._own: Point | None = None  # what this rank has published
         self._has_published = threading.Event()
         self._agreed: Agreed | None = None
         self._is_decided = threading.Event()
         self._is_there = False  # at the agreed point
         self._is_late = False  # for it
-        self._deadline = 0.0
+        self._deadline = 0.0  # of all rounds of the notice
+        self._round_seconds, self._round_deadline = 0.0, 0.0
         self._stopped = threading.Event()
         self._heard: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()  # where this rank is the only one
         self._threads = [
@@ -156,15 +166,14 @@ class StopAgreement:
             self._settle(f"{name}/open", _ALL_THERE if are_equal else _NONE)
         if self._wait_for(f"{name}/open") == _ALL_THERE:
             return True
-        _log.error("Preemption (%s): nothing is saved, because %s. The run goes on.", self.notice, self._reason(name))
-        self._begin_again()
+        self._give_up(self._reason(name))
         return False
 
     def _reason(self, name: str) -> str:
         points = self._values(name)
         absent = set(range(self._size)) - points.keys()
         if absent:
-            return f"{some_ranks(absent, 16)} didn't come to the step within {self._seconds:.0f} s"
+            return f"{some_ranks(absent, 16)} didn't come to the step within {self._round_seconds:.0f} s"
         return "the ranks came to different steps: " + ", ".join(f"rank {r}: {p}" for r, p in sorted(points.items()))
 
     # -- this object's thread ------------------------------------------------------------------------------
@@ -223,13 +232,14 @@ class StopAgreement:
         self._has_published.clear()
         self._is_decided.clear()
         self._own = self._agreed = None
-        self.notice, self._deadline = notice, time.monotonic() + self._seconds
+        left = self._seconds if notice.seconds is None else notice.seconds
+        self._round_seconds = left * _SHARE_OF_ROUND if left > _SHORTEST_ROUND_SECONDS else left
+        self._deadline, self._round_deadline = time.monotonic() + left, time.monotonic() + self._round_seconds
+        self.notice = notice
         self.is_asked = True  # from here on the loop waits at its next point
         self._own = self.passed
         self._has_published.set()
         self._agreed = self._agree(self._own)
-        if self._agreed is None:
-            self._begin_again()
         self._is_decided.set()
 
     def _agree(self, own: Point) -> Agreed | None:
@@ -250,16 +260,21 @@ class StopAgreement:
             return Agreed((loops, backwards, batches), self._number)
         absent = set(range(self._size)) - self._values(name).keys()
         if not self._stopped.is_set():
-            _log.error(
-                "Preemption (%s): nothing is saved, because %s didn't answer within %.0f s. The run goes on.",
-                self.notice, some_ranks(absent, 16) if absent else "a rank", self._seconds,
-            )  # fmt: skip
+            who = some_ranks(absent, 16) if absent else "a rank"
+            self._give_up(f"{who} didn't answer within {self._round_seconds:.0f} s")
         return None
 
-    def _begin_again(self) -> None:
-        """Give up this round; the next notice begins another one."""
+    def _give_up(self, reason: str) -> None:
+        """Give up this round; what is left of the notice's time begins another one, and so does the next notice."""
+        notice, left = self.notice, self._deadline - time.monotonic()
+        assert notice is not None, "a round is about one"
         self._number += 1
-        self._notices.settle()
+        if left > _LISTEN_SECONDS and not self._stopped.is_set():
+            _log.warning("Preemption (%s): %s. All ranks are asked again for %.0f s.", notice, reason, left)
+            self._tell_all(replace(notice, seconds=left))
+        else:
+            _log.error("Preemption (%s): nothing is saved, because %s. The run goes on.", notice, reason)
+            self._notices.settle()
         self.is_asked = self._is_there = self._is_late = False
 
     # -- the store -----------------------------------------------------------------------------------------
@@ -274,11 +289,11 @@ class StopAgreement:
         coordinator = self._coordinator
         assert coordinator is not None
         with coordinator.waits.start(key, given_up=_NONE) as outcome:
-            outcome.is_over(max(self._seconds_left(), min(self._seconds, _LATE_SECONDS)))
+            outcome.is_over(max(self._seconds_left(), min(self._round_seconds, _LATE_SECONDS)))
         return coordinator.request(lambda: coordinator.store.get(key)).decode()
 
     def _seconds_left(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
+        return max(0.0, self._round_deadline - time.monotonic())
 
     def _key(self, name: str) -> str:
         return f"preemption/{self._number}/{name}"

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
-from ..distributed.failures import RECORDS_VARIABLE, Failure, how_it_ended, saved_mark
+from ..distributed.failures import RECORDS_VARIABLE, Failure, how_it_ended, saved_exit_code, saved_mark
 from ..settings.option import TRUE_WORDS
 from ..settings.preemption import PREEMPTED_EXIT_CODE
 
@@ -40,17 +40,20 @@ class EndRecords:
     def is_preempted(self, rank: int, returncode: int | None, environment: Mapping[str, str]) -> bool:
         """Return whether the rank ended with the code of a saved run, and did save, or was asked to on signals.
 
-        Any script may exit with this code for a reason of its own.
+        Any script may exit with this code for a reason of its own; one that has saved chooses the code.
         """
-        if returncode != PREEMPTED_EXIT_CODE:
+        if not returncode:
             return False
         asked = environment.get("ACCELERATE_SAVE_ON_SIGNAL", "").strip().lower() in TRUE_WORDS
-        return asked or (self._folder is not None and saved_mark(self._folder, rank).exists())
+        if asked and returncode == PREEMPTED_EXIT_CODE:
+            return True
+        return self._folder is not None and saved_exit_code(saved_mark(self._folder, rank)) == returncode
 
     @property
-    def any_saved(self) -> bool:
-        """Whether a rank of this host has saved because of a preemption, as all ranks then have."""
-        return self._folder is not None and any(self._folder.glob("saved_*"))
+    def saved_exit_code(self) -> int | None:
+        """The exit code of a rank of this host that has saved because of a preemption, as all ranks then have."""
+        marks = [] if self._folder is None else sorted(self._folder.glob("saved_*"))
+        return next((code for mark in marks if (code := saved_exit_code(mark)) is not None), None)
 
     def write(self, failures: Sequence[Failure]) -> None:
         """Record how each of these ranks ended, unless it has recorded that itself."""

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 import torch
 
-from ..distributed.failures import RECORDS_VARIABLE, record_saved
+from ..distributed.failures import RECORDS_VARIABLE, forget_saved, record_saved
 from ..distributed.notices import Notices
 from ..distributed.preemption import StopAgreement
 from ..distributed.world import World, release_before_leaving
@@ -68,6 +68,8 @@ class Preemption:
         self._world = world = run.world
         leading = Preemption._leading
         self._leads = leading is None or not leading._agreement.is_running
+        if leading is None:
+            forget_saved(env.read(RECORDS_VARIABLE), world.rank)
         self._loops = 0  # which stopped before this one, in this process
         if leading is not None and not self._leads:
             self._notices, self._agreement = leading._notices, leading._agreement
@@ -104,6 +106,12 @@ class Preemption:
         self._leads, before._leads, self._loops = True, False, before._loops + 1
         self._agreement.allow(self._policy.grace_seconds)
         Preemption._leading = self
+
+    @classmethod
+    def is_led(cls) -> bool:
+        """Return whether an earlier Accelerator of this process hears notices, and saves."""
+        leading = cls._leading
+        return leading is not None and leading._policy.save_on_signal and leading._agreement.is_running
 
     # -- points --------------------------------------------------------------------------------------------
 
@@ -233,4 +241,4 @@ class Preemption:
         raise SystemExit(code)
 
     def _tell_launcher(self) -> None:
-        record_saved(env.read(RECORDS_VARIABLE), self._world.rank)
+        record_saved(env.read(RECORDS_VARIABLE), self._world.rank, self._policy.exit_code)

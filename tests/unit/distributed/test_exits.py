@@ -62,6 +62,19 @@ def test_closing_is_as_the_end_of_the_process() -> None:
     watch.close()
 
 
+def test_the_last_to_look_at_a_process_ends_the_watch() -> None:
+    watched, watch = ExitWatch(), ExitWatch()
+    address = watched.listen()
+    assert address is not None and watch.watch(0, address) and watch.watch(0, address)
+    watch.unwatch([0])
+    assert watch.is_watching
+    watch.unwatch([0])
+    assert not watch.is_watching and watch.watch(0, address)  # again, for the next stream
+    watch.close()
+    watch.unwatch([0])  # a stream that is let go of after the world
+    watched.close()
+
+
 def test_where_there_is_no_address_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As behind a name that nobody knows."""
 

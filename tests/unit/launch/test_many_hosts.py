@@ -16,7 +16,15 @@ import yaml
 
 import accelerate
 from accelerate.distributed.environment import expand_host_list
-from accelerate.distributed.failures import RECORDS_VARIABLE, Failure, Frame, Traceback, record_saved, report
+from accelerate.distributed.failures import (
+    RECORDS_VARIABLE,
+    Failure,
+    Frame,
+    Traceback,
+    forget_saved,
+    record_saved,
+    report,
+)
 from accelerate.distributed.verdicts import RankState, Verdict
 from accelerate.launch.kubernetes import Kubernetes
 from accelerate.launch.mpi import Mpirun
@@ -224,6 +232,10 @@ def test_an_agent_asks_to_be_started_again_only_after_a_notice_on_which_ranks_sa
         record_saved(folder, 3)
         is_notice = received in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
         assert exit_code_after(received, records) == (75 if is_notice else 128 + received)
+        record_saved(folder, 3, 99)  # PreemptionPolicy(exit_code=99)
+        assert exit_code_after(received, records) == (99 if is_notice else 128 + received)
+        forget_saved(folder, 3)  # the agent has started it again
+        assert exit_code_after(received, records) == 128 + received
     finally:
         records.close()
     record_saved(folder, 3)  # without a launcher nothing is written
@@ -238,5 +250,8 @@ def test_the_agents_records_say_which_exit_is_a_saved_one() -> None:
         assert records.is_preempted(0, 75, {SAVES: "true"}) and not records.is_preempted(0, 3, {SAVES: "true"})
         record_saved(folder, 0)
         assert records.is_preempted(0, 75, {}) and not records.is_preempted(1, 75, {})
+        record_saved(folder, 1, 99)
+        assert records.is_preempted(1, 99, {}) and not records.is_preempted(1, 75, {})
+        assert not records.is_preempted(1, 0, {}) and not records.is_preempted(1, None, {})
     finally:
         records.close()

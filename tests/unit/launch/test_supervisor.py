@@ -393,9 +393,11 @@ def test_a_script_that_exits_with_75_for_its_own_reason_failed(write: Write) -> 
     assert "preempted" not in err and " exited with code 75 after " in err
 
 
-def test_ranks_that_recorded_their_save_were_preempted_without_the_variable(write: Write) -> None:
-    body = "open(os.path.join(os.environ['ACCELERATE_RECORDS_FOLDER'], f'saved_{rank}'), 'w').close(); sys.exit(75)"
-    launcher = launch(write(body))
+@pytest.mark.parametrize("code", [75, 99])
+def test_ranks_that_recorded_their_save_were_preempted_without_the_variable(write: Write, code: int) -> None:
+    """Also those with an exit code of their own choice."""
+    mark = "open(os.path.join(os.environ['ACCELERATE_RECORDS_FOLDER'], f'saved_{rank}'), 'w')"
+    launcher = launch(write(f"{mark}.write('{code}'); sys.exit({code})"))
     _, err = launcher.communicate(timeout=20)
-    assert launcher.returncode == 75
+    assert launcher.returncode == code and f"ended with exit code {code}" in err
     assert "preempted: rank" in err and "First cause" not in err

@@ -150,15 +150,23 @@ class WeightExchange:
                 f"are others than on rank {different[0]}. Give the same model on all ranks."
             )
         self._regions = [outline[1] for outline in outlines]
-        self._watch([outline[2] for outline in outlines])
+        self._watched = self._watch([outline[2] for outline in outlines])
 
-    def _watch(self, addresses: list[tuple[str, int] | None]) -> None:
-        """Watch the processes of those receivers that are this rank's to watch: each by a rank far away."""
+    def _watch(self, addresses: list[tuple[str, int] | None]) -> list[int]:
+        """Watch those receivers' processes that are this rank's to watch, each by a rank far away; return which."""
         rank, size, coordinator = self.world.rank, self.world.size, self.world.coordinator
+        watched: list[int] = []
         for receiver in self.receivers:
             address = addresses[receiver]
             if coordinator is not None and address is not None and rank == (receiver + size // 2) % size:
-                coordinator.exits.watch(receiver, address)
+                watched += [receiver] if coordinator.exits.watch(receiver, address) else []
+        return watched
+
+    def end_watch(self) -> None:
+        """Watch the receivers no more: later waits of the run needn't look at them."""
+        if self.world.coordinator is not None:
+            self.world.coordinator.exits.unwatch(self._watched)
+        self._watched = []
 
     def prepare(self, dtypes: dict[int, torch.dtype]) -> BucketExchange:
         """Pack this rank's part of a bucket: the tensors of these numbers, each to arrive in a dtype."""

@@ -16,7 +16,6 @@ import torch
 from ...checkpointing.packed_weights import is_statistic, packed_layers
 from ...checkpointing.weights import Selection
 from ...distributed.collectives import coordinator_of
-from ...distributed.world import World
 from ...errors import CollectiveError, SettingError
 from ..held_tensors import HeldTensor
 from .exchange import WeightExchange, buckets, num_bytes
@@ -32,9 +31,10 @@ _OPERATION: Final = "stream_weights"
 class Meeting:
     """Where all ranks meet before each bucket, or learn that one won't come any more."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, exchange: WeightExchange) -> None:
+        world = exchange.world
         self._coordinator = coordinator_of(world, _OPERATION) if world.size > 1 else None
-        self._is_over = False
+        self._exchange, self._is_over = exchange, False
         self.last_name: str = ""  # of the weights that this rank has handed over
 
     def wait(self) -> None:
@@ -47,18 +47,19 @@ class Meeting:
             try:
                 self._coordinator.wait_for_everyone(_OPERATION)
             except CollectiveError:
-                self._is_over = True  # for all ranks alike
+                self.end()  # for all ranks alike
                 raise
 
     def end(self) -> None:
         """Note that no rank comes here again."""
         self._is_over = True
+        self._exchange.end_watch()
 
     def stop(self, reason: str) -> None:
         """Tell the other ranks, unless it is over, that this one won't come."""
         if self._is_over:
             return
-        self._is_over = True
+        self.end()
         if self._coordinator is not None:
             where = f" (after {self.last_name!r})" if self.last_name else ""
             self._coordinator.stop_others(_OPERATION, f"{reason}{where}")
@@ -185,7 +186,8 @@ def stream_weights(
     # Bits packed into a floating-point tensor, and what unpacks them, are no numbers to be converted.
     packed = frozenset(f"{layer}.weight" for layer, _ in packed_layers(inner))
     given = f"ranks={tuple(receivers)}, bucket_bytes={bucket_bytes}, dtype={chosen}, adapters={adapters!r}"
-    exchange, meeting = WeightExchange(world, held, receivers, given), Meeting(world)
+    exchange = WeightExchange(world, held, receivers, given)
+    meeting = Meeting(exchange)
     return WeightStream(meeting, _items(exchange, weights, chosen, bucket_bytes, meeting, packed))
 
 
