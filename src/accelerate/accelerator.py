@@ -199,7 +199,7 @@ class Accelerator:
         self.log_with = [] if log_with is None else tracking.filter_trackers(log_with, self.logging_dir)
         self.flag_tensor: torch.Tensor | None = None
         self._is_distributed = self.world.size > 1
-        construction.watch_for_hangs(self.world, self.gradient_state)
+        construction.watch_for_hangs(self.world, self.gradient_state, self.project_dir)
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []

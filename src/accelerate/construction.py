@@ -526,11 +526,11 @@ def join_options(handler: InitProcessGroupKwargs | None, settings: Settings) -> 
     return {**({} if handler is None else handler.to_kwargs()), "spmd": settings.fsdp is not None}
 
 
-def watch_for_hangs(world: World, gradient_state: GradientState) -> None:
+def watch_for_hangs(world: World, gradient_state: GradientState, project_dir: str | None) -> None:
     """Watch the calling thread for hangs of its loop."""
     from .distributed import watchdog
 
-    watchdog.watch_for_hangs(world, gradient_state)
+    watchdog.watch_for_hangs(world, gradient_state, project_dir)
 
 
 def preemption(

@@ -167,7 +167,7 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """Whether this only reports that another process went away."""
-        return self.traceback is not None and _LOST_PEER.search(self.traceback.message) is not None
+        return self.traceback is not None and is_lost_connection(self.traceback.message)
 
     @property
     def is_lost_peer(self) -> bool:
@@ -187,6 +187,11 @@ class Failure:
     def exit_code(self) -> int:
         """The exit code that a shell would give: 128 + the signal for a process that a signal ended."""
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
+
+
+def is_lost_connection(message: str) -> bool:
+    """Return whether an error of this message reports that another process went away."""
+    return _LOST_PEER.search(message) is not None
 
 
 def signal_name(number: int) -> str:

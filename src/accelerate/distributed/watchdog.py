@@ -27,6 +27,7 @@ from ..errors import CollectiveError, SettingError
 from ..settings.env import read
 from ..torch_private.distributed import set_keys
 from .failures import Frame
+from .flight_record import RankRecord, compare, folder_in, name_collective_of_lost_peer, write_own, write_summary
 from .store_requests import delete_keys, read_present, some_ranks
 
 if TYPE_CHECKING:
@@ -44,9 +45,11 @@ _TICK_SECONDS: Final = 1.0
 _JOIN_SECONDS: Final = 1.0
 _ANSWER_SECONDS: Final = 4.0
 _STORE_TIMEOUT_SECONDS: Final = 60.0
-#: What a rank is asked: nothing, because other ranks are; or its position; else, to end, with the reason.
+#: What a rank is asked: nothing, because other ranks are; or its position, with its flight record too; else, to end,
+#: with the reason.
 _NOTHING: Final = "-"
 _WHERE: Final = "?"
+_WHERE_AND_RECORD: Final = "??"
 #: A rank that is in one and the same collective of torch's for so long, and uses almost no CPU time, waits there.
 _STUCK_SECONDS: Final = 2.0
 _IDLE_FRACTION: Final = 0.2
@@ -95,6 +98,10 @@ class StackPosition:
         return f"{self.place} `{self.source}`" if self.source else self.place
 
 
+#: Where a rank is, and its flight record if it was asked for that.
+Answer = tuple[StackPosition, RankRecord | None]
+
+
 class ProgressCounter(Protocol):
     """A counter of the training loop's progress."""
 
@@ -104,21 +111,28 @@ class ProgressCounter(Protocol):
         ...
 
 
-def watch_for_hangs(world: World, counter: ProgressCounter) -> None:
+def watch_for_hangs(world: World, counter: ProgressCounter, project_dir: str | None = None) -> None:
     """Watch the calling thread until the world is left; one thread watches all loops of a world.
+
+    Args:
+        project_dir: where flight records are written.
 
     Raises:
         SettingError: ACCELERATE_HANG_SECONDS is no number.
     """
     coordinator = world.coordinator
     seconds = hang_seconds()
-    if coordinator is None or seconds == 0 or world.size == 1:
+    if coordinator is None or world.size == 1:
+        return
+    name_collective_of_lost_peer()
+    if seconds == 0:
         return
     if coordinator.watch is None:
         sees_backward = world.kind.name == "cpu"
         coordinator.watch = HangWatch(coordinator, seconds, threading.get_ident(), sees_backward)
         coordinator.watch.start()  # until the coordinator leaves
     coordinator.watch.counters.add(counter)
+    coordinator.watch.project_dir = project_dir or coordinator.watch.project_dir
 
 
 def hang_seconds() -> float:
@@ -156,6 +170,7 @@ class HangWatch:
         self._signature: Hashable = ()
         self._progress_at, self._cpu_at = time.monotonic(), time.process_time()
         self.sees_backward = sees_backward
+        self.project_dir: str | None = None  # where flight records are written
         self._threshold = seconds  # grows with every verdict about the same hang
         self._num_heard = 0  # questions that this rank has heard
         self._num_answered = 0  # the last of them that it has answered
@@ -213,8 +228,8 @@ class HangWatch:
         number = self._num_heard
         if self._request(lambda: self._store.add(f"hang/{number}/asking", 1)) > 1:
             return
-        number = self._ask(range(self._size), _WHERE)
-        answer = self._position_as_answer(number)
+        number = self._ask(range(self._size), _WHERE_AND_RECORD)
+        answer = self._position_as_answer(number, with_record=True)
         self._request(lambda: answer(self._store))
         self._log_verdict(number)
 
@@ -251,9 +266,9 @@ class HangWatch:
         They delete the question's key, which may only be done by the connection that has read it: a wait that is woken
         by a key reads it with another request, and finds nothing where it is deleted between the two.
         """
-        is_asked = question == _WHERE and number != self._num_answered
-        answer = self._position_as_answer(number) if is_asked else None
-        if question not in (_WHERE, _NOTHING, ""):
+        is_asked = question in (_WHERE, _WHERE_AND_RECORD) and number != self._num_answered
+        answer = self._position_as_answer(number, question == _WHERE_AND_RECORD) if is_asked else None
+        if question not in (_WHERE, _WHERE_AND_RECORD, _NOTHING, ""):
             self._end_process(question)
 
         def publish(store: Store) -> None:
@@ -263,20 +278,22 @@ class HangWatch:
 
         return publish
 
-    def _position_as_answer(self, number: int) -> Callable[[Store], None]:
+    def _position_as_answer(self, number: int, with_record: bool) -> Callable[[Store], None]:
         """Return the requests that publish where this rank is now, in place of its answer to an earlier question."""
         before, self._num_answered = self._num_answered, number
-        position = self._position()
+        position = self._position(with_record)
 
         def publish(store: Store) -> None:
             if position:
                 store.set(f"hang/{number}/{self._rank}", position)
             if before:
                 delete_keys(store, f"hang/{before}/{self._rank}")
+            if with_record and self.project_dir is not None:
+                write_own(self.project_dir, self._rank)
 
         return publish
 
-    def _position(self) -> str:
+    def _position(self, with_record: bool = False) -> str:
         """Return where the watched thread is, as it lies in the store; nothing once the thread has ended."""
         stalled_seconds = self._stalled_seconds()
         frame = sys._current_frames().get(self._thread_id)
@@ -288,32 +305,41 @@ class HangWatch:
             _position_of(self._rank, stalled_seconds, frame),
             is_stuck=is_idle and _is_in_torch(frame, self.sees_backward),
         )
-        return json.dumps(asdict(position))
+        return json.dumps([asdict(position), RankRecord.own().encoded() if with_record else None])
 
-    def _answers(self, number: int, ranks: Sequence[int]) -> list[StackPosition]:
-        """Return the positions of those of `ranks` that answer in time."""
+    def _answers(self, number: int, ranks: Sequence[int]) -> list[Answer]:
+        """Return what those of `ranks` say that answer in time."""
         keys = [f"hang/{number}/{rank}" for rank in ranks]
         if not keys:
             return []
         with self._coordinator.waits.start(*keys) as answers:
             if answers.is_over(_ANSWER_SECONDS):
-                return [_read_position(text) for text in answers.response()]
+                return [_read_answer(text) for text in answers.response()]
         found = read_present(self._store, keys, self._request)
-        return [_read_position(text) for text in found.values() if text]
+        return [_read_answer(text) for text in found.values() if text]
 
     def _log_verdict(self, number: int) -> None:
         positions: list[StackPosition | None] = [None] * self._size
-        for position in self._answers(number, range(self._size)):
+        records: dict[int, RankRecord] = {}
+        for position, record in self._answers(number, range(self._size)):
             positions[position.rank] = position
-        if not self._stopped.is_set():
-            _log.error("%s", verdict(positions, self._seconds))
+            if record is not None:
+                records[position.rank] = record
+        if self._stopped.is_set():
+            return
+        has_files = self.project_dir is not None and any(record.collectives for record in records.values())
+        files = str(folder_in(self.project_dir)) if self.project_dir is not None and has_files else ""
+        text = verdict(positions, self._seconds, compare(records, self._size), files)
+        if self.project_dir is not None and has_files:
+            write_summary(self.project_dir, text, records)
+        _log.error("%s", text)
 
     # -- questions of a rank that waits for others ---------------------------------------------------------
 
     def ask_for_stuck(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return those of ``ranks`` that wait in collectives of torch's, and where; for the watched thread."""
         number = self._ask(ranks, _WHERE)
-        positions = self._answers(number, ranks)
+        positions = [position for position, _ in self._answers(number, ranks)]
         return {one.rank: one.at for one in positions if one.is_stuck and one.seconds >= _STUCK_SECONDS}
 
     def end_stuck(self, ranks: Sequence[int], reason: str) -> None:
@@ -353,8 +379,9 @@ def close_connections() -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _read_position(text: str) -> StackPosition:
-    return StackPosition(**json.loads(text))
+def _read_answer(text: str) -> Answer:
+    position, record = json.loads(text)
+    return StackPosition(**position), None if record is None else RankRecord.of(record)
 
 
 def _is_in_torch(frame: FrameType | None, on_host: bool) -> bool:
@@ -396,8 +423,15 @@ def _position_of(rank: int, seconds: float, frame: FrameType) -> StackPosition:
 # -- the verdict -------------------------------------------------------------------------------------------
 
 
-def verdict(positions: Sequence[StackPosition | None], seconds: float) -> str:
-    """Format a table of the ranks and the rank that is waited for; None means that a rank didn't respond."""
+def verdict(
+    positions: Sequence[StackPosition | None], seconds: float, collectives: Sequence[str] = (), files: str = ""
+) -> str:
+    """Format a table of the ranks and the rank that is waited for; None means that a rank didn't respond.
+
+    Args:
+        collectives: sentences that compare the ranks' flight records.
+        files: the folder of these records.
+    """
     absent = [rank for rank, position in enumerate(positions) if position is None]
     known = [position for position in positions if position is not None]
     stuck = [position for position in known if position.seconds >= seconds / 2]
@@ -409,6 +443,8 @@ def verdict(positions: Sequence[StackPosition | None], seconds: float) -> str:
         lines += _table_by_place(known, stuck)
         lines += [f"  {some_ranks(absent)} without a response"] if absent else []
     lines.append(f"Verdict: {_who_is_waited_for(known, stuck, absent)}")
+    lines += [f"Collectives: {sentence}" for sentence in collectives]
+    lines += [f"Flight records of all ranks: {files}"] if files else []
     lines.append(f"({VARIABLE}=SECONDS sets the time without progress; 0 switches this off.)")
     return "\n".join(lines)
 

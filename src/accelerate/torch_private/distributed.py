@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +24,7 @@ __all__ = [
     "FileStore", "GradBucket", "PrefixStore", "Store", "TCPStore",
     "KEYS_PER_REQUEST", "second_connection", "set_keys", "get_keys", "shard_locally", "shard_offset", "default_store",
     "flattened", "find_tensors", "forget_comm_hooks", "concatenated", "gradient_order", "has_stateful_comm_hook",
-    "overlap_tensor_parallel", "set_ring_rotation", "synchronize_buffers",
+    "flight_records", "ranks_of_group", "overlap_tensor_parallel", "set_ring_rotation", "synchronize_buffers",
 ]  # fmt: skip
 
 KEYS_PER_REQUEST: Final = 1024
@@ -34,6 +36,30 @@ declare(__name__, *(f"{_C10D}:{name}" for name in ("FileStore", "GradBucket", "P
 def default_store() -> Store:
     """Return the store that the default process group was made with."""
     return dist.distributed_c10d._get_default_store()
+
+
+def flight_records() -> list[str]:
+    """Return what torch has recorded of this rank's collectives, as JSON: on the host's backend, and on a device's.
+
+    Nothing where this torch has no recorder, or a backend none.
+    """
+    found: list[str] = []
+    for recorder in ("fr", "nccl"):  # not registered: nothing is lost where a torch lacks one
+        dump = getattr(sys.modules[_C10D], f"_dump_{recorder}_trace_json", None)
+        if dump is not None:
+            with contextlib.suppress(RuntimeError):
+                found.append(dump(True, False).decode(errors="replace"))
+    return found
+
+
+@uses(("torch.distributed.distributed_c10d:_resolve_process_group", "group_name"))
+def ranks_of_group(name: str) -> list[int]:
+    """Return the ranks of the process group of this name; none where it isn't known."""
+    try:
+        resolve: Any = dist.distributed_c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+        return dist.get_process_group_ranks(resolve(name))
+    except (RuntimeError, ValueError, KeyError):
+        return []
 
 
 def second_connection(store: Store) -> Store:

@@ -98,7 +98,7 @@ def test_the_rank_that_asks_is_not_ended_by_its_own_question(
     loop, hang_watch = Loop(), HangWatch(alone(store), 0.02, threading.get_ident())
     hang_watch.counters.add(loop)
     position = hang_watch._position()
-    monkeypatch.setattr(HangWatch, "_position", lambda _: position)  # at once, and so what follows it
+    monkeypatch.setattr(HangWatch, "_position", lambda *_: position)  # at once, and so what follows it
     hang_watch.start()
     until = time.monotonic() + 30
     while caplog.text.count("Verdict") < 60 and time.monotonic() < until:
@@ -123,4 +123,4 @@ def test_leaving_ends_the_watch() -> None:
 def test_what_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(watchdog.VARIABLE, "soon")
     with pytest.raises(SettingError, match="soon"):
-        watchdog._hang_seconds()
+        watchdog.hang_seconds()

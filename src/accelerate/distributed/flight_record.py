@@ -1,0 +1,276 @@
+"""torch's flight record of each rank: the collectives that it entered last, compared to find the rank that is behind.
+
+torch numbers the collectives of each process group on each rank. Of ranks that wait for each other, the one with the
+lower number hasn't made a call that the others have made. Where torch keeps no record, nothing here says anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Final, final
+
+from ..errors import CollectiveError
+from ..torch_private.distributed import flight_records, ranks_of_group
+from .failures import is_lost_connection
+from .store_requests import some_ranks
+
+#: So many of a rank's collectives travel to the rank that compares.
+_NUM_SENT: Final = 20
+#: Groups of more ranks than this travel only where their ranks are evenly spaced.
+_LARGEST_LIST: Final = 64
+_MOST_SENTENCES: Final = 4
+_SHOWN_RANKS: Final = 8
+_DEFAULT: Final = "default_pg"
+_BYTES: Final = {
+    **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
+    **dict.fromkeys(("Float", "Int"), 4),
+    **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
+}
+#: Collectives to which every rank brings a tensor of one shape.
+_EQUAL_SHAPES: Final = ("all_reduce", "allreduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
+
+
+@final
+@dataclass(frozen=True)
+class Collective:
+    """One collective that a rank has entered.
+
+    Attributes:
+        group: the name of its process group, with the backend that carries it.
+        number: among the collectives of that group on this rank.
+        sizes: of the tensors that the rank brings.
+        is_done: it has ended.
+    """
+
+    group: str
+    description: str
+    number: int
+    operation: str
+    sizes: tuple[tuple[int, ...], ...]
+    dtype: str
+    is_done: bool
+
+    def __str__(self) -> str:
+        """``all_reduce #812 (4.2 MB, Float [1024, 1024]) of the default group``"""
+        return f"{self.operation} #{self.number}{self._content} of {self.group_in_words}"
+
+    @property
+    def outline(self) -> str:
+        """The call in words, with what all ranks have to bring alike."""
+        return f"{self.operation}{self._content if self.operation.lstrip('_').startswith(_EQUAL_SHAPES) else ''}"
+
+    @property
+    def group_in_words(self) -> str:
+        """``the default group``, or ``group 3 (mesh_dp)``."""
+        if self.description == _DEFAULT:
+            return "the default group"
+        name = self.group.partition(":")[2]
+        return f"group {name}" + (f" ({self.description})" if self.description not in ("", "undefined") else "")
+
+    @property
+    def _content(self) -> str:
+        num_bytes = sum(math.prod(shape) for shape in self.sizes) * _BYTES.get(self.dtype, 1)
+        if not num_bytes:
+            return ""
+        shapes = f"{list(self.sizes[0])}" if len(self.sizes) == 1 else f"{len(self.sizes)} tensors"
+        return f" ({_in_units(num_bytes)}, {self.dtype} {shapes})"
+
+
+def _in_units(num_bytes: int) -> str:
+    for limit, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def collectives_of(dump: str) -> list[Collective]:
+    """Read what torch has recorded, the oldest first, without messages between two ranks."""
+    found: list[Collective] = []
+    for entry in json.loads(dump).get("entries", ()):
+        if entry["is_p2p"]:
+            continue
+        backend, _, operation = entry["profiling_name"].rpartition(":")
+        name, description = entry["process_group"]
+        found.append(
+            Collective(
+                f"{backend}:{name}", description, entry["collective_seq_id"], operation,
+                tuple(tuple(shape) for shape in entry["input_sizes"]), next(iter(entry["input_dtypes"]), ""),
+                bool(entry["retired"]) or entry["state"] == "completed",
+            )
+        )  # fmt: skip
+    return found
+
+
+def own_collectives() -> list[Collective]:
+    """Return this rank's record; nothing where torch keeps none."""
+    return [one for dump in flight_records() for one in collectives_of(dump)]
+
+
+@final
+@dataclass(frozen=True)
+class RankRecord:
+    """The part of a rank's record that travels: the last of each group, what hasn't ended, and the newest.
+
+    Attributes:
+        members: the ranks of the groups in which this one waits, where they are more than one rank and known.
+    """
+
+    collectives: tuple[Collective, ...] = ()
+    members: Mapping[str, tuple[int, ...]] | None = None
+
+    @classmethod
+    def own(cls) -> RankRecord:
+        """Return this rank's."""
+        collectives = _selected(own_collectives())
+        waits_in = {one.group: one for one in collectives if not one.is_done and one.description != _DEFAULT}
+        return cls(collectives, {name: tuple(ranks_of_group(name.partition(":")[2])) for name in waits_in})
+
+    def encoded(self) -> list[object]:
+        """Return the form in which it travels."""
+        members = {name: _packed(ranks) for name, ranks in (self.members or {}).items()}
+        return [[list(asdict(one).values()) for one in self.collectives], members]
+
+    @classmethod
+    def of(cls, value: Sequence[object]) -> RankRecord:
+        """Read what `encoded` returned."""
+        rows, packed = value
+        assert isinstance(rows, list) and isinstance(packed, dict)
+        collectives = tuple(
+            Collective(group, text, number, operation, tuple(map(tuple, sizes)), dtype, is_done)
+            for group, text, number, operation, sizes, dtype, is_done in rows
+        )
+        return cls(collectives, {name: _unpacked(ranks) for name, ranks in packed.items()})
+
+
+def _selected(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
+    last = {one.group: one for one in collectives}
+    first_open = {one.group: one for one in reversed(collectives) if not one.is_done}
+    ordered = dict.fromkeys(chain(first_open.values(), last.values(), reversed(collectives)))
+    return tuple(list(ordered)[:_NUM_SENT])
+
+
+def _packed(ranks: Sequence[int]) -> dict[str, list[int]]:
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if step > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step) if ranks else ()):
+        return {"range": [ranks[0], ranks[-1] + 1, step]} if ranks else {"list": []}
+    return {"list": list(ranks)} if len(ranks) <= _LARGEST_LIST else {"list": []}
+
+
+def _unpacked(packed: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
+    return tuple(range(*packed["range"])) if "range" in packed else tuple(packed["list"])
+
+
+# -- the comparison ----------------------------------------------------------------------------------------
+
+
+def compare(records: Mapping[int, RankRecord], size: int) -> list[str]:
+    """Return who is behind in which collective, or what differs: one sentence for each group in which ranks wait."""
+    groups: dict[str, tuple[int, ...]] = {}
+    for rank, record in records.items():
+        for one in record.collectives:
+            if not one.is_done:
+                known = (record.members or {}).get(one.group) or (range(size) if one.description == _DEFAULT else ())
+                groups[one.group] = tuple(known) or (*groups.get(one.group, ()), rank)
+    found = [_compared(records, group, members) for group, members in sorted(groups.items())]
+    return found[:_MOST_SENTENCES]
+
+
+def _compared(records: Mapping[int, RankRecord], group: str, members: Sequence[int]) -> str:
+    entered = {
+        rank: {one.number: one for one in records[rank].collectives if one.group == group}
+        for rank in members
+        if rank in records
+    }
+    number = min(one.number for calls in entered.values() for one in calls.values() if not one.is_done)
+    inside = {rank: calls[number] for rank, calls in entered.items() if number in calls and not calls[number].is_done}
+    outlines: dict[str, list[int]] = {}
+    for rank, one in inside.items():
+        outlines.setdefault(one.outline, []).append(rank)
+    waited = next(iter(inside.values()))
+    waiting = some_ranks(inside, _SHOWN_RANKS)
+    if len(outlines) > 1:
+        calls = "; ".join(f"{some_ranks(ranks, _SHOWN_RANKS)} in {outline}" for outline, ranks in outlines.items())
+        return f"collective #{number} of {waited.group_in_words} isn't the same on all ranks: {calls}."
+    behind = {rank: max(calls, default=0) for rank, calls in entered.items() if max(calls, default=0) < number}
+    if not behind:
+        return f"{waiting} wait{'s' * (len(inside) == 1)} in {waited}."
+    rank = min(behind, key=lambda one: (behind[one], one))
+    missing = number - behind[rank]
+    last = entered[rank].get(behind[rank])
+    far = "one collective" if missing == 1 else f"{missing} collectives"
+    others = [one for one in behind if one != rank]
+    also = f" ({some_ranks(others, _SHOWN_RANKS)} too)" if others else ""
+    return (
+        f"rank {rank} is {far} behind: it hasn't entered {waited}{also}, in which {waiting} "
+        f"wait{'s' * (len(inside) == 1)}. Its last one there: "
+        f"{f'{last.operation} #{last.number}' if last is not None else 'none'}."
+    )
+
+
+# -- files and errors --------------------------------------------------------------------------------------
+
+
+def folder_in(project_dir: str | os.PathLike[str]) -> Path:
+    """Return the folder of a project's flight records."""
+    return Path(project_dir) / "flight_record"
+
+
+def write_own(project_dir: str | os.PathLike[str], rank: int) -> None:
+    """Write all that torch has recorded on this rank to a file of its own, if it has recorded anything."""
+    dumps = [json.loads(dump) for dump in flight_records()]
+    if any(dump.get("entries") for dump in dumps):
+        _write(folder_in(project_dir) / f"rank_{rank}.json", dumps[0] if len(dumps) == 1 else dumps)
+
+
+def write_summary(project_dir: str | os.PathLike[str], text: str, records: Mapping[int, RankRecord]) -> None:
+    """Write the verdict, and what was collected of each rank, the newest first."""
+    ranks = {rank: [asdict(one) for one in record.collectives] for rank, record in sorted(records.items())}
+    _write(folder_in(project_dir) / "summary.json", {"verdict": text.splitlines(), "ranks": ranks})
+
+
+def _write(path: Path, value: object) -> None:
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+
+    # A disk that hangs mustn't keep the report from being printed.
+    threading.Thread(target=write, name="accelerate flight record", daemon=True).start()
+
+
+def last_collective(collectives: Iterable[Collective]) -> Collective | None:
+    """Return the newest that hasn't ended, else the newest."""
+    newest = list(collectives)[::-1]
+    return next((one for one in newest if not one.is_done), newest[0] if newest else None)
+
+
+def name_collective_of_lost_peer() -> None:
+    """Let the error that another rank's end causes here say in which collective this rank was."""
+    before = sys.excepthook
+    if getattr(before, "names_collectives", False):
+        return
+
+    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = ""
+        if isinstance(error, (CollectiveError, RuntimeError)) and is_lost_connection(str(error)):
+            last = last_collective(own_collectives())
+            text = "" if last is None else f"This rank's last collective (torch's flight record): {last}."
+        if text and sys.version_info >= (3, 11):
+            error.add_note(text)
+        before(kind, error, trace)
+        if text and sys.version_info < (3, 11):
+            print(text, file=sys.stderr)
+
+    note.names_collectives = True  # pyright: ignore[reportFunctionMemberAccess]
+    note.records_failures = getattr(before, "records_failures", False)  # pyright: ignore[reportFunctionMemberAccess]
+    sys.excepthook = note
