@@ -276,7 +276,7 @@ def process_age() -> float:
     with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
         fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        if age > perf_counter() - _IMPORTED:
+        if age >= 0:  # a forked process is younger than this import
             return age
     return perf_counter() - _IMPORTED
 

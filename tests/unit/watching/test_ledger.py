@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,17 @@ def test_a_folder_that_cannot_be_written_ends_nothing(
 
 def test_a_process_has_an_age() -> None:
     assert 0 < process_age() < 86400 * 30
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere the age is that of the import")
+def test_a_forked_process_is_younger_than_the_one_that_imported() -> None:
+    code = (
+        "import os, time; from accelerate.monitoring.ledger import process_age; time.sleep(0.5)\n"
+        "begun = process_age()\n"
+        "if os.fork() == 0: os._exit(process_age() >= begun)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # -- the reader --------------------------------------------------------------------------------------------
