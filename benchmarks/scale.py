@@ -51,6 +51,7 @@ REQUESTS = ("add", "set", "get", "wait", "check", "multi_get", "multi_set", "app
 #: The threads have so long to fall asleep before an operation begins: so many in a second, and a moment.
 THREADS_PER_SECOND = 4096
 MOMENT_SECONDS = 0.3
+SWITCH_SECONDS = 1.0
 
 counts: Counter[str] = Counter()
 connecting = threading.Lock()
@@ -214,6 +215,9 @@ def run_ranks(numbers: range, size: int, port: int, pipe: Connection) -> None:
     count_requests()
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     threading.stack_size(256 << 10)
+    # A thread that waits for its turn in Python looks so often whether to ask for it: thousands of them, on cores
+    # that have no time for the thread whose turn it is, would do nothing else.
+    sys.setswitchinterval(SWITCH_SECONDS)
     stores = [TCPStore("127.0.0.1", port, is_master=False, timeout=LIMIT, wait_for_workers=False) for _ in numbers]
     done: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
 
@@ -320,6 +324,7 @@ def measure(size: int, rounds: int, ranks_per_process: int, idle_seconds: float)
                 run.do("pause", operation, idle_seconds)
                 idle = (run.requests - before) / idle_seconds
             ours[operation].append(run.measure("ours", operation))
+            print(operation, plain[operation][-1], ours[operation][-1], file=sys.stderr, flush=True)
     run.end()
     print(f"{size} ranks in {len(run.pipes)} processes, load {os.getloadavg()[0]:.0f}; (CPU per rank)")
     for operation in OPERATIONS:

@@ -123,6 +123,18 @@ def test_the_first_cause_of_a_failed_training_is_within_the_last_lines(flags: li
     assert "KeyError: 'the reason'" in last
 
 
+def test_the_agent_that_slurm_and_kubernetes_start_reports_the_same(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(FAILING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "ACCELERATE_USE_CPU": "true"}
+    words = ["-m", "accelerate.launch.agent", "--nproc-per-node", "2", "--master-port", str(free_port()), "script.py"]
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=110
+    )
+    assert done.returncode == 1
+    last = "\n".join(done.stderr.splitlines()[-15:])
+    assert "First cause: rank 1" in last and "script.py:4" in last and "KeyError: 'the reason'" in last
+
+
 DAMAGED = """\
 import sys
 import torch

@@ -48,6 +48,8 @@ CHECK_SECONDS: Final = 2.0
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 #: How long the process that serves the store may take to respond before it counts as unreachable.
 _STORE_TIMEOUT_SECONDS: Final = 10.0
+#: So many ranks may call at once within that time; of more, each takes its share longer.
+_NUM_RANKS_OF_STORE_TIMEOUT: Final = 1024
 _LEAVE_SECONDS: Final = 2.0
 #: How long a rank that serves the store to all others stays for them when its own program has ended. torch's
 #: server looks up the name of each host that connects, and serves nobody for the 5 s in which no name server answers.
@@ -320,7 +322,9 @@ class Coordinator:
             raise CollectiveError(self._store_ended()) from error
 
     def _store_timeout_seconds(self) -> float:
-        return min(_STORE_TIMEOUT_SECONDS, max(1.0, self.timeout.total_seconds()))
+        # A barrier is a burst of requests of all ranks, which the store serves one after the other.
+        seconds = _STORE_TIMEOUT_SECONDS * max(1.0, self.size / _NUM_RANKS_OF_STORE_TIMEOUT)
+        return min(seconds, max(1.0, self.timeout.total_seconds()))
 
     # -- waiting -------------------------------------------------------------------------------------------
 
@@ -339,7 +343,7 @@ class Coordinator:
             of_all: it is set when all ranks have arrived, so none that is watched may have ended.
         """
         start, num_checks = time.monotonic(), 0
-        limit, pause = self.timeout.total_seconds(), CHECK_SECONDS
+        limit, pause = self.timeout.total_seconds(), self._pause_seconds(0.0)
         with self.waits.start(key, given_up=Verdict("late", self.rank).encoded(), after=after) as wait:
             while not wait.is_over(max(0.0, min(pause, start + limit - time.monotonic()))):
                 if time.monotonic() - start >= limit:

@@ -175,7 +175,7 @@ def _agent(settings: Settings, program: Program, per_pod: int, name: str) -> lis
     flags = [argument for option, value in options.items() for argument in (f"--{option}", value)]
     switches = {"module": ["--module"], "command": ["--no-python"], "script": []}[program.kind]
     users = [escape(argument) for argument in (program.target, *program.arguments)]
-    return [settings.kubernetes.python, "-m", "torch.distributed.run", *flags, *switches, *users]
+    return [settings.kubernetes.python, "-m", "accelerate.launch.agent", *flags, *switches, *users]
 
 
 def _pod_zero(name: str) -> str:

@@ -205,7 +205,7 @@ def agent(
     }
     kind = {"module": ("--module",), "command": ("--no-python",), "script": ()}[program.kind]
     flags = (argument for name, value in options.items() for argument in (f"--{name}", value))
-    return (sys.executable, "-m", "torch.distributed.run", *flags, *kind, program.target, *program.arguments)
+    return (sys.executable, "-m", "accelerate.launch.agent", *flags, *kind, program.target, *program.arguments)
 
 
 def batch_script(settings: Settings, plan: LaunchPlan, name: str, nodes: int, per_node: int, start: str) -> str:

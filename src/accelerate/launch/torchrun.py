@@ -89,12 +89,7 @@ class Torchrun(LaunchEngine):
 
     def run(self, plan: LaunchPlan) -> int:
         """Run the agent of this host and return its exit code: the first cause's where it knows one."""
-        records = EndRecords()
-        try:
-            with env.patched(**plan.environment, **records.environment):
-                return _run_agent(plan.argv[3:], records)
-        finally:
-            records.close()
+        return run_agent(plan.argv[3:], plan.environment)
 
 
 def _rendezvous(settings: Settings, host: Host) -> tuple[dict[str, str], str, tuple[str, ...]]:
@@ -148,7 +143,17 @@ def _rendezvous(settings: Settings, host: Host) -> tuple[dict[str, str], str, tu
     return options, f"{address}:{port} ({launch.rdzv_backend})", notes
 
 
-def _run_agent(arguments: Sequence[str], records: EndRecords) -> int:
+def run_agent(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run torch's agent of this host with torchrun's ``arguments``, and report failures; return the exit code."""
+    records = EndRecords()
+    try:
+        with env.patched(**environment, **records.environment):
+            return _run(arguments, records)
+    finally:
+        records.close()
+
+
+def _run(arguments: Sequence[str], records: EndRecords) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -144,6 +144,7 @@ def test_mpirun_gets_the_hosts_by_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("made_by", [by_jobset, by_pytorchjob])
 def test_a_manifest_counts_its_pods(made_by: Callable[[Path], LaunchPlan], tmp_path: Path) -> None:
     (text,) = made_by(tmp_path).files.values()
+    assert "accelerate.launch.agent" in text  # whose report of a host is one line where another host failed
     job = yaml.safe_load(text)
     if job["kind"] == "JobSet":
         pods = job["spec"]["replicatedJobs"][0]["template"]["spec"]
