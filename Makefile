@@ -78,7 +78,7 @@ clients: setup   ## install transformers, diffusers, imagen-pytorch, skorch, ...
 	PYTHONPATH=$(CURDIR)/src .clients/bin/python -m pytest -q tests/clients --record docs/clients.md \
 		tests/unit/test_big_models_of_transformers.py tests/unit/estimate/test_of_transformers.py tests/unit/test_quantize.py \
 		$(wildcard tests/multi/test_*_of_transformers.py tests/multi/test_adapters.py tests/multi/test_qlora.py \
-		tests/multi/test_streamed_adapters.py)
+		tests/multi/test_streamed_adapters.py) "tests/docs/test_code_blocks.py::test_the_code_of_a_page_runs[docs/guides/qlora.md]"
 
 trackers: setup  ## install the nine tracking services beside .venv, log to each offline, read back, kill backends (minutes)
 	$(call beside,.trackers)

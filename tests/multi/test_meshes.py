@@ -83,6 +83,8 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp x hsdp": (8, {"fsdp": V2, "degrees": {"pp": 2, "dp_replicate": 2, "dp_shard": 2}}),
     "pp x fsdp x tp": (8, {"fsdp": V2, "degrees": {"pp": 2, "dp_shard": 2, "tp": 2}}),
 }
+#: Without the layers that a mixture of experts has instead.
+PLAN_OF_MIXTURES = {name: style for name, style in PLAN.items() if name not in ("layers.*.up", "layers.*.down")}
 #: The same for a mixture of experts.
 MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {"fsdp": V2}),
@@ -91,6 +93,7 @@ MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep x fsdp": (4, {"fsdp": V2, "degrees": {"ep": 2, "dp_shard": 2}}),
     "ep x hsdp": (4, {"fsdp": V2, "degrees": {"ep": 2, "dp_replicate": 2}}),
     "ep x cp": (4, {"fsdp": V2, "degrees": {"ep": 2, "cp": 2}}),
+    "ep x tp": (4, {"fsdp": V2, "degrees": {"ep": 2, "tp": 2}, "plan": PLAN_OF_MIXTURES}),
 }
 FAST = ("tp", "tp x fsdp, sequences cut between", "cp", "cp, a ring", "cp x fsdp", "sp", "pp x fsdp", "pp x tp")
 VARIANTS: dict[str, dict[str, Any]] = {
