@@ -511,7 +511,14 @@ class Accelerator:
     # == one process, or all in turn =======================================================================
 
     def split_between_processes(self, inputs: object, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Enter a context whose value is this process's part of ``inputs``."""
+        """Enter a context whose value is this process's part of ``inputs``.
+
+        Example:
+            ```python
+            with accelerator.split_between_processes(["a", "b", "c"]) as prompts:
+                accelerator.print(len(prompts))  # 3 on one process; 2 and 1 on two
+            ```
+        """
         return process_control.split_between_processes(inputs, apply_padding, world=self.world)
 
     @overload
@@ -519,7 +526,17 @@ class Accelerator:
     @overload
     def on_main_process(self, function: None = None) -> Guard: ...
     def on_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap ``function`` so that it runs on rank 0 only, and returns None elsewhere."""
+        """Wrap ``function`` so that it runs on rank 0 only, and returns None elsewhere.
+
+        Example:
+            ```python
+            @accelerator.on_main_process
+            def write_report(text):
+                Path("report.txt").write_text(text)
+
+            write_report("done")
+            ```
+        """
         return process_control.only_when(lambda: self.world.is_main, function)
 
     @overload
@@ -527,7 +544,17 @@ class Accelerator:
     @overload
     def on_local_main_process(self, function: None = None) -> Guard: ...
     def on_local_main_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap ``function`` so that it runs once per host, and returns None elsewhere."""
+        """Wrap ``function`` so that it runs once per host, and returns None elsewhere.
+
+        Example:
+            ```python
+            @accelerator.on_local_main_process
+            def download():
+                Path("data").mkdir(exist_ok=True)
+
+            download()
+            ```
+        """
         return process_control.only_when(lambda: self.world.is_local_main, function)
 
     @overload
@@ -535,7 +562,17 @@ class Accelerator:
     @overload
     def on_last_process(self, function: None = None) -> Guard: ...
     def on_last_process(self, function: Callable[..., object] | None = None) -> Callable[..., object]:
-        """Wrap ``function`` so that it runs on the last rank only, and returns None elsewhere."""
+        """Wrap ``function`` so that it runs on the last rank only, and returns None elsewhere.
+
+        Example:
+            ```python
+            @accelerator.on_last_process
+            def say():
+                print(f"rank {accelerator.process_index} is the last")
+
+            say()
+            ```
+        """
         return process_control.only_when(lambda: self.world.is_last, function)
 
     @overload
@@ -547,7 +584,17 @@ class Accelerator:
     def on_process(
         self, function: Callable[..., object] | None = None, process_index: int | None = None
     ) -> Callable[..., object]:
-        """Wrap ``function`` so that it runs on rank ``process_index`` only (always, in a world of one)."""
+        """Wrap ``function`` so that it runs on rank ``process_index`` only (always, in a world of one).
+
+        Example:
+            ```python
+            @accelerator.on_process(process_index=1)
+            def say():
+                print("I am rank 1, or alone")
+
+            say()
+            ```
+        """
         return process_control.only_when(lambda: self.world.size == 1 or self.world.rank == process_index, function)
 
     @overload
@@ -559,34 +606,90 @@ class Accelerator:
     def on_local_process(
         self, function: Callable[..., object] | None = None, local_process_index: int | None = None
     ) -> Callable[..., object]:
-        """Wrap ``function`` so that it runs on the given process of every host only (always, in a world of one)."""
+        """Wrap ``function`` so that it runs on the given process of every host only (always, in a world of one).
+
+        Example:
+            ```python
+            @accelerator.on_local_process(local_process_index=1)
+            def say():
+                print("the second process of this host, or the only one")
+
+            say()
+            ```
+        """
         return process_control.only_when(
             lambda: self.world.size == 1 or self.world.local_rank == local_process_index, function
         )
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Enter a context whose block rank 0 runs before the others; if it raises there, the others are released."""
+        """Enter a context whose block rank 0 runs before the others; if it raises there, the others are released.
+
+        Example:
+            ```python
+            with accelerator.main_process_first():
+                Path("cache").mkdir(exist_ok=True)  # the others find what rank 0 has made
+            ```
+        """
         return process_control.main_process_first(world=self.world)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Enter a context whose block the first process of each host runs before the others."""
+        """Enter a context whose block the first process of each host runs before the others.
+
+        Example:
+            ```python
+            with accelerator.local_main_process_first():
+                Path("cache").mkdir(exist_ok=True)
+            ```
+        """
         return process_control.local_main_process_first(world=self.world)
 
     def print(self, *args: object, **kwargs: Any) -> None:
-        """Print once per host."""
+        """Print once per host.
+
+        Example:
+            ```python
+            accelerator.print(f"{accelerator.num_processes} processes")
+            ```
+        """
         if self.world.is_local_main:
             print(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has called this."""
+        """Wait until every process has called this.
+
+        Example:
+            ```python
+            if accelerator.is_main_process:
+                Path("vocabulary.txt").write_text("a b c")
+            accelerator.wait_for_everyone()
+            words = Path("vocabulary.txt").read_text().split()
+            ```
+        """
         process_control.wait_for_everyone(world=self.world)
 
     def set_trigger(self) -> None:
-        """Make the next :meth:`check_trigger` return True on every process."""
+        """Make the next :meth:`check_trigger` return True on every process.
+
+        Example:
+            ```python
+            if loss.item() < 0.01:
+                accelerator.set_trigger()
+            if accelerator.check_trigger():  # true on all ranks if it was set on any
+                accelerator.print("stopping early")
+            ```
+        """
         self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
-        """Return True if any process called :meth:`set_trigger` since the last check."""
+        """Return True if any process called :meth:`set_trigger` since the last check.
+
+        Example:
+            ```python
+            accelerator.set_trigger()
+            assert accelerator.check_trigger()
+            assert not accelerator.check_trigger()
+            ```
+        """
         flag_tensor = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
         self.flag_tensor = None
         return bool(collectives.reduce(flag_tensor, "sum", world=self.world, same_shapes=True).item() >= 1)
@@ -645,6 +748,13 @@ class Accelerator:
 
         Raises:
             PreparationError: the objects can't be prepared together, or ``device_placement`` doesn't match them.
+
+        Example:
+            ```python
+            model = nn.Linear(4, 3)
+            optimizer = torch.optim.AdamW(model.parameters())
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            ```
         """
         _ = self.distributed_type  # raises after AcceleratorState._reset_state(): the Accelerator has to be made anew
         arguments = PreparedArguments.classify(args, device_placement, self.device_placement)
@@ -716,6 +826,11 @@ class Accelerator:
 
         Raises:
             PreparationError: the model can't be prepared under this strategy.
+
+        Example:
+            ```python
+            teacher = accelerator.prepare_model(nn.Linear(4, 3), evaluation_mode=True)
+            ```
         """
         if id(model) in self._prepared_models:
             return self._prepared_models[id(model)]
@@ -757,7 +872,13 @@ class Accelerator:
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap ``optimizer`` so that it steps only when gradients are synchronised."""
+        """Wrap ``optimizer`` so that it steps only when gradients are synchronised.
+
+        Example:
+            ```python
+            optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            ```
+        """
         if isinstance(optimizer, AcceleratedOptimizer):
             _register(self._optimizers, optimizer)
             return optimizer
@@ -773,7 +894,13 @@ class Accelerator:
         return prepared
 
     def prepare_scheduler(self, scheduler: object) -> AcceleratedScheduler:
-        """Wrap ``scheduler`` so that it follows the updates of its prepared optimizer."""
+        """Wrap ``scheduler`` so that it follows the updates of its prepared optimizer.
+
+        Example:
+            ```python
+            scheduler = accelerator.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, step_size=10))
+            ```
+        """
         if isinstance(scheduler, AcceleratedScheduler):
             _register(self._schedulers, scheduler)
             return scheduler
@@ -800,7 +927,15 @@ class Accelerator:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., object] | None = None,
     ) -> torch.utils.data.DataLoader[T1]:
-        """Wrap ``data_loader`` so that it yields this process's shard of every batch, on its device."""
+        """Wrap ``data_loader`` so that it yields this process's shard of every batch, on its device.
+
+        Example:
+            ```python
+            loader = accelerator.prepare_data_loader(DataLoader(dataset, batch_size=4, shuffle=True))
+            for inputs, targets in loader:
+                loss = loss_function(model(inputs), targets)
+            ```
+        """
         if getattr(data_loader, "_is_accelerate_prepared", False):
             _register(self._dataloaders, data_loader)
             return data_loader
@@ -822,18 +957,37 @@ class Accelerator:
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that begins at batch ``num_batches`` of the epoch."""
+        """Return a loader that begins at batch ``num_batches`` of the epoch.
+
+        Example:
+            ```python
+            rest = accelerator.skip_first_batches(loader, num_batches=2)
+            assert len(rest) == len(loader) - 2
+            ```
+        """
         return _module_attribute("skip_first_batches")(dataloader, num_batches=num_batches)
 
     def deepspeed_ulysses_dl_adapter(self, dl: object, model: object) -> Any:
         """Wrap ``dl`` to yield parts of sequences under DeepSpeed's sequence parallelism; else return ``dl``.
 
         Loaders that are prepared together with their model are so already.
+
+        Example:
+            ```python
+            loader = accelerator.deepspeed_ulysses_dl_adapter(loader, model)  # the same loader without DeepSpeed
+            ```
         """
         return self.strategy.shard_sequences(dl)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Return True if a device map spreads ``model``, or a part of it, over several devices."""
+        """Return True if a device map spreads ``model``, or a part of it, over several devices.
+
+        Example:
+            ```python
+            if accelerator.verify_device_map(model):
+                raise SystemExit("this model is spread over devices for inference")
+            ```
+        """
         return any(parallel.is_placed_by_map(module) for module in model.modules())
 
     # == a step ============================================================================================
@@ -875,6 +1029,15 @@ class Accelerator:
 
         Prepared optimizers do nothing before that. Windows are counted per set of ``models``, so that two models of one
         loop may take turns.
+
+        Example:
+            ```python
+            for inputs, targets in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_function(model(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            ```
         """
         gradient_state = self.gradient_state
         self._window = key = tuple(map(id, models))
@@ -886,12 +1049,29 @@ class Accelerator:
         return contexts
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
-        """Enter a context in which backward passes through ``model`` don't reduce gradients."""
+        """Enter a context in which backward passes through ``model`` don't reduce gradients.
+
+        Example:
+            ```python
+            with accelerator.no_sync(model):
+                accelerator.backward(loss_function(model(inputs), targets))  # stays on this rank
+            accelerator.backward(loss_function(model(inputs), targets))  # both are reduced
+            ```
+        """
         return self.strategy.no_sync(model)
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Enter a context whose backward reduces the gradients of forwards that ran under ``no_sync``."""
+        """Enter a context whose backward reduces the gradients of forwards that ran under ``no_sync``.
+
+        Example:
+            ```python
+            with accelerator.no_sync(model):
+                first = loss_function(model(inputs), targets)
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(first)
+            ```
+        """
         from .parallel.ddp import trigger_sync_in_backward
 
         return trigger_sync_in_backward(model)
@@ -907,6 +1087,13 @@ class Accelerator:
             loss: a scalar (``[]``).
             weight: how many items ``loss`` sums over: an int, or a tensor on the device.
             kwargs: for ``torch.Tensor.backward``; ``learning_rate`` for LOMO optimizers.
+
+        Example:
+            ```python
+            losses = F.cross_entropy(model(inputs), targets, reduction="sum")
+            accelerator.backward(losses, weight=len(targets))  # the mean over all ranks' samples
+            optimizer.step()
+            ```
         """
         if self._background.failure is not None:
             self._background.raise_failure()
@@ -964,6 +1151,14 @@ class Accelerator:
         Raises:
             MemoryExhausted: a single sample doesn't fit, or memory ran out where a batch can't be retried.
             CollectiveError: another rank has failed, in a forward that communicates.
+
+        Example:
+            ```python
+            loss = accelerator.backward_in_parts(
+                lambda part: loss_function(model(part[0]), part[1]), (inputs, targets), num_parts=2
+            )
+            optimizer.step()
+            ```
         """
         if self._micro_batches is None:
             if self.strategy.retry is None:
@@ -1003,6 +1198,14 @@ class Accelerator:
             batch: the model's inputs (a tensor or a tuple of them) and what ``loss_function`` compares with, the same
                 on all stages.
             loss_function: of the model's output and the targets, a mean over samples.
+
+        Example:
+            ```python
+            with accelerator.accumulate(model):
+                loss = accelerator.pipeline_step(model, (inputs, targets), loss_function)
+                optimizer.step()
+                optimizer.zero_grad()
+            ```
         """
         inputs, targets = batch
         return self.strategy.pipeline_step(
@@ -1028,6 +1231,13 @@ class Accelerator:
 
         Raises:
             PreparationError: no LOMO optimizer was prepared.
+
+        Example:
+            <!-- not run: needs an optimizer of the package lomo-optim -->
+            ```python
+            model, optimizer = accelerator.prepare(model, Lomo(model, lr=1e-3))
+            accelerator.lomo_backward(loss_function(model(inputs), targets), learning_rate=1e-3)
+            ```
         """
         fused = [optimizer for optimizer in self._optimizers if optimizer.is_fused_into_backward]
         if not fused:
@@ -1043,7 +1253,16 @@ class Accelerator:
         | tuple[torch.optim.Optimizer, ...]
         | None = None,
     ) -> None:
-        """Unscale the gradients of ``optimizer``: one, several, or None for all prepared ones (fp16)."""
+        """Unscale the gradients of ``optimizer``: one, several, or None for all prepared ones (fp16).
+
+        Example:
+            ```python
+            accelerator.backward(loss)
+            accelerator.unscale_gradients(optimizer)
+            largest = max(parameter.grad.abs().max() for parameter in model.parameters())
+            optimizer.step()
+            ```
+        """
         if self.scaler is None:
             return
         chosen = self._optimizers if optimizer is None else optimizer
@@ -1058,13 +1277,30 @@ class Accelerator:
         *,
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
-        """Clip the global norm of the unscaled gradients to at most ``max_norm``, and return the norm before."""
+        """Clip the global norm of the unscaled gradients to at most ``max_norm``, and return the norm before.
+
+        Example:
+            ```python
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            optimizer.step()
+            ```
+        """
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._unscale_owners_of(parameters)
         return self.strategy.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamp every element of the unscaled gradients to [-``clip_value``, ``clip_value``]."""
+        """Clamp every element of the unscaled gradients to [-``clip_value``, ``clip_value``].
+
+        Example:
+            ```python
+            accelerator.backward(loss)
+            accelerator.clip_grad_value_(model.parameters(), clip_value=0.5)
+            optimizer.step()
+            ```
+        """
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._unscale_owners_of(parameters)
         self.strategy.clip_grad_value(parameters, clip_value)
@@ -1079,12 +1315,27 @@ class Accelerator:
                 self.unscale_gradients(optimizer)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
-        """Enter a context in which operations run in the Accelerator's precision."""
+        """Enter a context in which operations run in the Accelerator's precision.
+
+        Example:
+            ```python
+            with accelerator.autocast():
+                loss = loss_function(model(inputs), targets)
+            ```
+        """
         return self.precision.autocast(autocast_handler)
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
-        """Enter a context whose value is torch's profiler, and write its trace per process where a folder was named."""
+        """Enter a context whose value is torch's profiler, and write its trace per process where a folder was named.
+
+        Example:
+            ```python
+            with accelerator.profile() as profiler:
+                model(inputs)
+            print(profiler.key_averages().table(row_limit=5))
+            ```
+        """
         handler = profile_handler or self.profile_handler or _module_attribute("ProfileKwargs")()
         with handler.record(self.process_index) as profiler:
             yield profiler
@@ -1094,7 +1345,16 @@ class Accelerator:
     def join_uneven_inputs(
         self, joinables: Sequence[object], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Enter a context in which ranks may run out of batches at different times."""
+        """Enter a context in which ranks may run out of batches at different times.
+
+        Example:
+            ```python
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                for inputs, targets in loader:
+                    accelerator.backward(loss_function(model(inputs), targets))
+                    optimizer.step()
+            ```
+        """
         from .parallel.uneven_inputs import join_uneven_inputs
 
         return join_uneven_inputs(
@@ -1115,6 +1375,13 @@ class Accelerator:
             buffers: tensors with a sequence dimension (inputs, labels, positions), changed in place.
             buffer_seq_dims: that dimension, for each of them.
             no_restore_buffers: the set of those that need not be restored after the block.
+
+        Example:
+            ```python
+            tokens = torch.arange(16).reshape(2, 8)
+            with accelerator.maybe_context_parallel(buffers=[tokens], buffer_seq_dims=[1]):
+                print(tokens.shape)  # [2, 8] divided by cp_size along the sequence
+            ```
         """
         if self.mesh.active("cp", "sp"):
             from .parallel.context_parallel import split_sequences
@@ -1130,7 +1397,14 @@ class Accelerator:
     # == collectives =======================================================================================
 
     def gather(self, tensor: T1) -> T1:
-        """Gather the tensors of every rank, joined along the first dimension, on every rank."""
+        """Gather the tensors of every rank, joined along the first dimension, on every rank.
+
+        Example:
+            ```python
+            lengths = accelerator.gather(torch.tensor([len(inputs)], device=accelerator.device))
+            assert len(lengths) == accelerator.num_processes
+            ```
+        """
         return collectives.gather(tensor, world=self.world)
 
     def gather_for_metrics(
@@ -1145,34 +1419,86 @@ class Accelerator:
         Args:
             use_gather_object: every list holds objects, one per sample, also where these are tensors (of any shapes).
             to: ``"main"`` gathers on rank 0 only; the other ranks get None.
+
+        Example:
+            ```python
+            correct = []
+            for inputs, targets in loader:
+                hits = model(inputs).argmax(1) == targets
+                correct.append(accelerator.gather_for_metrics(hits))
+            assert len(torch.cat(correct)) == len(dataset)
+            ```
         """
         return self._metric_gather.gather(input_data, as_objects=use_gather_object, to_main=to == "main")
 
     def streaming_mean(self) -> StreamingMean:
-        """Return a mean over samples of all ranks, each once, of which every rank keeps two numbers."""
+        """Return a mean over samples of all ranks, each once, of which every rank keeps two numbers.
+
+        Example:
+            ```python
+            accuracy = accelerator.streaming_mean()
+            for inputs, targets in loader:
+                accuracy.update(model(inputs).argmax(1) == targets)
+            accelerator.print(accuracy.mean())
+            ```
+        """
         return StreamingMean(self.mesh, self.gradient_state)
 
     def reduce(self, tensor: T1, reduction: collectives.Reduction = "sum", scale: float = 1.0) -> T1:
-        """Return the elementwise sum, mean or max over ranks, on every rank; ``tensor`` is unchanged."""
+        """Return the elementwise sum, mean or max over ranks, on every rank; ``tensor`` is unchanged.
+
+        Example:
+            ```python
+            average = accelerator.reduce(loss.detach(), reduction="mean")
+            ```
+        """
         return collectives.reduce(tensor, reduction, scale, world=self.world)
 
     def pad_across_processes(self, tensor: T1, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T1:
-        """Pad ``tensor`` along ``dim`` to the largest size of any rank."""
+        """Pad ``tensor`` along ``dim`` to the largest size of any rank.
+
+        Example:
+            ```python
+            tokens = torch.ones(2, 3 + accelerator.process_index, device=accelerator.device)
+            tokens = accelerator.pad_across_processes(tokens, dim=1)
+            assert len(accelerator.gather(tokens)) == 2 * accelerator.num_processes
+            ```
+        """
         return self._metric_gather.pad(tensor, dim, pad_index, pad_first=pad_first)
 
     # == models and state ==================================================================================
 
     def unwrap_model(self, model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Model:
-        """Return the user's own model."""
+        """Return the user's own model.
+
+        Example:
+            ```python
+            own = accelerator.unwrap_model(model)
+            assert isinstance(own, nn.Sequential)
+            ```
+        """
         own: Any = self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
         return own
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state dict of ``model``; a collective where the model is sharded over the ranks."""
+        """Return the full state dict of ``model``; a collective where the model is sharded over the ranks.
+
+        Example:
+            ```python
+            weights = accelerator.get_state_dict(model)  # on all ranks: a sharded model is gathered
+            accelerator.save(weights, "weights.safetensors", safe_serialization=True)
+            ```
+        """
         return self.strategy.state.collective_full_state_dict(model, "get_state_dict", unwrap)
 
     def save(self, obj: object, f: str | os.PathLike[str] | IO[bytes], safe_serialization: bool = False) -> None:
-        """Write ``obj`` to the file ``f`` from the main process (of each host with ``save_on_each_node``)."""
+        """Write ``obj`` to the file ``f`` from the main process (of each host with ``save_on_each_node``).
+
+        Example:
+            ```python
+            accelerator.save({"epoch": 3}, "progress.pt")
+            ```
+        """
         on_each_node = self.project_configuration.save_on_each_node
         checkpointing.save(obj, f, save_on_each_node=on_each_node, safe_serialization=safe_serialization)
 
@@ -1194,6 +1520,12 @@ class Accelerator:
 
         ``select`` leaves some of them out, or converts them. Called by all ranks, or by the main process alone where
         the model isn't sharded.
+
+        Example:
+            ```python
+            accelerator.save_model(model, "weights", max_shard_size="2GB")
+            assert Path("weights/model.safetensors").is_file()
+            ```
         """
         state = self.strategy.state.collective_full_state_dict(model, "save_model")
         state = state if select is None else select.of(state)
@@ -1214,6 +1546,14 @@ class Accelerator:
 
         Raises:
             CheckpointError: on every rank: the model has no configuration, or the main process couldn't write.
+
+        Example:
+            <!-- not run: needs a model of Transformers, with a configuration -->
+            ```python
+            model = accelerator.prepare(AutoModelForCausalLM.from_pretrained("gpt2"))
+            accelerator.export_model(model, "exported")
+            AutoModelForCausalLM.from_pretrained("exported")
+            ```
         """
         checkpointing.export_model(
             self.strategy.unwrap(model, keep_torch_compile=False),
@@ -1247,6 +1587,12 @@ class Accelerator:
 
         Raises:
             CollectiveError: on every rank, when one doesn't make the call, or doesn't run through the iterator.
+
+        Example:
+            ```python
+            for name, weight in accelerator.stream_weights(model):
+                print(name, tuple(weight.shape))  # on rank 0
+            ```
         """
         return parallel.stream_weights(self.strategy, model, ranks, bucket_bytes, dtype, adapters)
 
@@ -1284,6 +1630,12 @@ class Accelerator:
             CheckpointError: on every rank, when writing failed on any, now or in the save before.
             CollectiveError: on every rank, when all are needed and one doesn't make the call.
             ReplicaError: with ``ProjectConfiguration(compare_replicas="raise")``, when :meth:`compare_replicas` does.
+
+        Example:
+            ```python
+            folder = accelerator.save_state("checkpoint", metrics={"loss": 0.25})
+            accelerator.load_state(folder)
+            ```
         """
         project = self.project_configuration
         if self.world.is_main:
@@ -1332,6 +1684,11 @@ class Accelerator:
 
         Raises:
             ReplicaError: on every rank; the text names the first tensor that differs, and the ranks.
+
+        Example:
+            ```python
+            accelerator.compare_replicas()  # raises if a rank's parameters have drifted
+            ```
         """
         self._replicas().check(action, operation="compare_replicas")
 
@@ -1343,6 +1700,13 @@ class Accelerator:
 
         Raises:
             CheckpointError: it failed.
+
+        Example:
+            ```python
+            accelerator.save_state("checkpoint", asynchronous=True)
+            accelerator.backward(loss)  # training goes on
+            accelerator.wait_for_checkpoint()
+            ```
         """
         self._background.wait()
 
@@ -1366,6 +1730,12 @@ class Accelerator:
         Raises:
             CheckpointNotFound: there is none.
             CheckpointError: on every rank, when reading failed on any.
+
+        Example:
+            ```python
+            accelerator.save_state("checkpoint")
+            accelerator.load_state("checkpoint")
+            ```
         """
         self._background.wait()
         options = checkpointing.LoadOptions.of(load_kwargs=load_kwargs, **load_model_func_kwargs)
@@ -1386,6 +1756,12 @@ class Accelerator:
 
         Raises:
             CheckpointError: there are checkpoints, and not one is complete.
+
+        Example:
+            ```python
+            folder = accelerator.resume("checkpoints")
+            accelerator.print("a new run" if folder is None else f"goes on from {folder}")
+            ```
         """
         self._background.wait()
         options = checkpointing.LoadOptions.of(load_kwargs=load_kwargs, **load_model_func_kwargs)
@@ -1445,6 +1821,18 @@ class Accelerator:
         Raises:
             SettingError: an object without ``state_dict`` and ``load_state_dict``.
             EncodingError: a state that can't be written without pickle; the text names the object and the place.
+
+        Example:
+            ```python
+            class Progress:
+                best = 0.0
+                def state_dict(self):
+                    return {"best": self.best}
+                def load_state_dict(self, state):
+                    self.best = state["best"]
+
+            accelerator.register_for_checkpointing(Progress())
+            ```
         """
         may_pickle = allow_pickle or self.project_configuration.checkpoint_format == "classic"
         checkpointing.check_registrable(objects, first=len(self._custom_objects), may_pickle=may_pickle)
@@ -1456,15 +1844,39 @@ class Accelerator:
         """Register ``hook(models, weights, output_dir)`` to run before ``save_state`` writes; return its handle.
 
         ``output_dir`` is where the checkpoint will be; what the hook writes there is committed with it.
+
+        Example:
+            ```python
+            handle = accelerator.register_save_state_pre_hook(
+                lambda models, weights, output_dir: print(f"saving {len(models)} models to {output_dir}")
+            )
+            accelerator.save_state("checkpoint")
+            handle.remove()
+            ```
         """
         return self._save_hooks.add(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Register ``hook(models, input_dir)`` to run before ``load_state`` reads; return its handle."""
+        """Register ``hook(models, input_dir)`` to run before ``load_state`` reads; return its handle.
+
+        Example:
+            ```python
+            accelerator.register_load_state_pre_hook(lambda models, input_dir: print(f"loading {input_dir}"))
+            accelerator.save_state("checkpoint")
+            accelerator.load_state("checkpoint")
+            ```
+        """
         return self._load_hooks.add(hook)
 
     def free_memory(self, *objects: object) -> list[None]:
-        """Drop all references to prepared objects, empty device caches, and return a None per object."""
+        """Drop all references to prepared objects, empty device caches, and return a None per object.
+
+        Example:
+            ```python
+            model, optimizer = accelerator.free_memory(model, optimizer)
+            assert model is None
+            ```
+        """
         for model in self._models:
             # A wrapper that the caller still uses goes on working; a model that was not wrapped is restored.
             if self._wrapped(model) is model:
@@ -1480,7 +1892,13 @@ class Accelerator:
         return release_memory(*objects)
 
     def clear(self, *objects: object) -> list[None]:
-        """Do the same as :meth:`free_memory`."""
+        """Do the same as :meth:`free_memory`.
+
+        Example:
+            ```python
+            model, optimizer, loader = accelerator.clear(model, optimizer, loader)
+            ```
+        """
         return self.free_memory(*objects)
 
     # == tracking ==========================================================================================
@@ -1491,12 +1909,27 @@ class Accelerator:
         config: dict[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, object]] | None = None,
     ) -> None:
-        """Start the trackers of ``log_with``, and the JSONL log of the run, and store ``config`` in them."""
+        """Start the trackers of ``log_with``, and the JSONL log of the run, and store ``config`` in them.
+
+        Example:
+            ```python
+            accelerator.init_trackers("first_project", config={"lr": 1e-2})
+            accelerator.log({"loss": 0.25}, step=1)
+            accelerator.end_training()
+            ```
+        """
         self.trackers = tracking.init_trackers(self.log_with, project_name, config, init_kwargs, self.logging_dir)
         self._run_log = tracking.init_run_log(project_name, config, init_kwargs, self.logging_dir)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker ``name`` (``unwrap``: the service's own object); a blank one off the main process."""
+        """Return the tracker ``name`` (``unwrap``: the service's own object); a blank one off the main process.
+
+        Example:
+            ```python
+            accelerator.init_trackers("first_project")
+            log = accelerator.get_tracker("jsonl")
+            ```
+        """
         return tracking.find_tracker(self.trackers, name, unwrap, run_log=self._run_log)
 
     def log(
@@ -1509,6 +1942,12 @@ class Accelerator:
 
         Each tracker has a thread of its own, which keeps the order. One that fails or hangs costs its own records only,
         and says so once; the JSONL log of the run is another one.
+
+        Example:
+            ```python
+            accelerator.init_trackers("first_project")
+            accelerator.log({"loss": loss.item()}, step=1)
+            ```
         """
         tracking.log([*self.trackers, *self._run_log], values, step, log_kwargs or {})
 
@@ -1517,6 +1956,12 @@ class Accelerator:
 
         Raises:
             CheckpointError: a checkpoint that was being saved in the background failed.
+
+        Example:
+            ```python
+            accelerator.save_state("checkpoint", asynchronous=True)
+            accelerator.end_training()  # the checkpoint is committed
+            ```
         """
         try:
             self._background.wait()
@@ -1555,6 +2000,18 @@ class Accelerator:
             print_line: whether the main process prints a line for each report.
             compare_replicas: end the run, too, when ranks that should hold the same parameters don't; looked at in the
                 first report, and in one every ``n`` updates if a number is given.
+
+        Example:
+            ```python
+            watch = accelerator.watch_run(every=2, print_line=True)
+            for inputs, targets in loader:
+                with accelerator.accumulate(model):
+                    loss = loss_function(model(inputs), targets)
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                watch.step(loss)
+            ```
         """
         rules = monitoring.LossRules() if rules is _NOT_GIVEN else rules
         self._run = monitoring.watch(
@@ -1571,6 +2028,16 @@ class Accelerator:
 
         Its ``update()`` follows ``optimizer.step()``, its ``applied()`` is a block in which the model has the averaged
         weights; it is a part of every checkpoint from here on.
+
+        Example:
+            ```python
+            average = accelerator.average_weights(model, decay=0.99)
+            accelerator.backward(loss)
+            optimizer.step()
+            average.update()
+            with average.applied():
+                evaluation = model(inputs)
+            ```
         """
         inner = self.strategy.unwrap(model, keep_torch_compile=False)
         from .training.averaging import WeightAverage

@@ -64,7 +64,11 @@ def pages() -> list[Path]:
 
 def blocks(page: Path) -> Iterator[Block]:
     """The blocks of a page, hidden set-up included, in their order."""
-    text = page.read_text()
+    yield from blocks_of(page.read_text(), page)
+
+
+def blocks_of(text: str, page: Path) -> Iterator[Block]:
+    """The blocks of a text that stands in ``page``, in their order; a docstring is a text, too."""
     reason: str | None = None
     for part in _PART.finditer(text):
         if part["reason"] is not None:
