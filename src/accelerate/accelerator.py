@@ -215,6 +215,7 @@ class Accelerator:
         self.trackers: list[Any] = []
         self._run_log: list[Any] = []
         self._run: monitoring.RunWatch | None = None
+        self._loop = monitoring.watch_loop(self, self._optimizers)
         self._window: tuple[int, ...] = ()
         self._weights = WindowWeights(self.mesh)
         self._metric_gather = MetricGather(self.mesh, self.gradient_state)
@@ -1097,6 +1098,8 @@ class Accelerator:
         """
         if self._background.failure is not None:
             self._background.raise_failure()
+        if self._loop is not None:
+            self._run = self._loop(loss if weight is None else loss / weight, self._noted_watch)
         steps = self.gradient_state.note_backward()
         if kwargs and "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs.pop("learning_rate"))
@@ -1289,7 +1292,8 @@ class Accelerator:
         """
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._unscale_owners_of(parameters)
-        return self.strategy.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+        norm = self.strategy.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+        return monitoring.note_norm(self._run, norm)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp every element of the unscaled gradients to [-``clip_value``, ``clip_value``].
@@ -2013,7 +2017,7 @@ class Accelerator:
                 watch.step(loss)
             ```
         """
-        rules = monitoring.LossRules() if rules is _NOT_GIVEN else rules
+        self._loop, rules = None, monitoring.LossRules() if rules is _NOT_GIVEN else rules
         self._run = monitoring.watch(
             self, self._optimizers, every=every, callbacks=callbacks, total_steps=total_steps, rules=rules, flops=flops,
             print_line=print_line, log=log, resumed=self._noted_watch, compare_replicas=compare_replicas,
@@ -2070,7 +2074,7 @@ class Accelerator:
     def __getstate__(self) -> dict[str, object]:
         # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
         left = ("world", "mesh", "trackers", "_run_log", "_weights", "_micro_batches", "_window", "_run", "_preemption")
-        left += ("_save_hooks", "_load_hooks", "_background", "_metric_gather")
+        left += ("_loop", "_save_hooks", "_load_hooks", "_background", "_metric_gather")
         state = {name: value for name, value in self.__dict__.items() if name not in left}
         state["strategy"] = replace(self.strategy.options, mesh=None)
         state["_prepared_models"] = [self._prepared_models.get(id(model)) for model in self._models]

@@ -26,6 +26,7 @@ from ..settings import env
 from ..settings.run import launch_options_of
 from ..settings.tree import Settings
 from .config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
+from .launch_page import folder_of_launch, shown
 from .parser import Subparsers, add_launch_options, build_launch_parser, complain
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def _run(
     """Run the program through ``engine``, or through the one that suits; return (exit code, settings, plan)."""
     with contextlib.ExitStack() as after:
         after.callback(release_ports)
+        folder = folder_of_launch(args) if getattr(args, "monitor", False) else None
         settings, engine, plan = plan_launch(args, engine)
         if _shown_instead(args, settings, engine, plan):
             return 0, settings, plan
@@ -69,6 +71,8 @@ def _run(
         if not settings.launch.quiet:
             for note in plan.notes:
                 print(f"accelerate launch: {note}", file=sys.stderr)
+        if folder is not None:
+            plan = after.enter_context(shown(plan, folder))
         code = engine.replace_process(plan) if replace_process and isinstance(engine, OneProcess) else engine.run(plan)
         return code, settings, plan
 

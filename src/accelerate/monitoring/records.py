@@ -14,11 +14,12 @@ import math
 import os
 import queue
 import re
+import shlex
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
@@ -32,6 +33,7 @@ FILE_PATTERN: Final = "rank_{}.jsonl"
 ENDINGS: Final = ("end", "error", "stop", "preempted", "killed")
 _KIND: Final = re.compile(r'"event": "(\w+)"')
 _END_BYTES: Final = 65536
+_SECRET: Final = re.compile(r"token|secret|passw|key|credential", re.IGNORECASE)
 _MAX_WARNINGS: Final = 200
 _JOIN_SECONDS: Final = 2.0
 
@@ -116,6 +118,21 @@ class RankRecord:
                         file.flush()
         except OSError as error:
             print(f"accelerate: {self.path} can't be written ({error}); the run goes on.", file=sys.stderr)
+
+
+def shown_command(argv: Sequence[str]) -> str:
+    """Return the command line as people type it, without what looks like a password or a key."""
+    shown: list[str] = []
+    for word in argv:
+        name, sign, _ = word.partition("=")
+        follows_secret = (
+            bool(shown) and shown[-1].startswith("-") and _SECRET.search(shown[-1]) and "=" not in shown[-1]
+        )
+        if follows_secret and not word.startswith("-"):
+            shown.append("***")
+        else:
+            shown.append(f"{name}=***" if sign and _SECRET.search(name) else word)
+    return shlex.join(shown)
 
 
 def _is_torn(path: Path) -> bool:

@@ -8,7 +8,10 @@ Every rank computes the same verdict from the same rows, so all stop in the same
 from __future__ import annotations
 
 import math
+import platform
+import socket
 import statistics
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,13 +26,16 @@ from ..distributed.collectives import gather, gather_object
 from ..distributed.watchdog import hang_seconds
 from ..distributed.world import World
 from ..errors import RunStopped, SettingError
+from ..settings.env import read
 from ..settings.labels import DistributedType
 from ..torch_private.modules import compile_seconds
 from ..training.accumulation import GradientState
 from .ledger import EVALUATION, Ledger, Position
-from .records import FOLDER, RankRecord
+from .records import FOLDER, RankRecord, shown_command
 from .throughput import Flops, StepReport, StepTimer, host_memory_bytes, peak_flops_of
 
+#: The folder of the run's files, whatever the script says; `accelerate launch --monitor` sets it.
+FOLDER_VARIABLE: Final = "ACCELERATE_MONITOR"
 #: The numbers of a rank that are gathered at a report.
 _ROW: Final = (
     "loss_sum", "num_losses", "longest_non_finite", "first_non_finite", "wants_stop", "seconds", "updates", "samples",
@@ -46,6 +52,7 @@ class RunWatch:
     Attributes:
         updates: optimizer updates done, those before a resumed checkpoint included.
         last_report: the newest report.
+        samples_per_batch: of this rank, by the prepared loader that is read; 0 before one is.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class RunWatch:
         resumed: Mapping[str, Any] | None = None,
         difference: Callable[[], object | None] | None = None,
         compare_replicas: bool | int = False,
+        is_alone: bool = False,
     ) -> None:
         if every < 1:
             raise SettingError(f"watch_run(every={every}): a report is made of at least one update.")
@@ -79,6 +87,8 @@ class RunWatch:
         self.callbacks: list[RunCallback] = list(callbacks)
         self._world, self._gradient_state, self._optimizers = world, gradient_state, optimizers
         self._every, self._log, self._show = every, log, show
+        self._is_alone = is_alone or world.size == 1  # its reports are no collectives
+        self._gradient_norm: torch.Tensor | None = None
         self._judge = LossJudge(rules or NEVER)
         self._flops = _with_device_peak(flops, world)
         self._timer = StepTimer()
@@ -94,7 +104,7 @@ class RunWatch:
         self._loader: Any = None
         self._pass_began: float | None = math.nan  # of the loader; NaN is no pass's
         self._num_loads = 0
-        self._samples_per_batch = 0.0
+        self.samples_per_batch = 0.0
         self._warned = False
         self._record = RankRecord(folder, world.rank, seconds_between=_seconds_between(world))
         self._began, self._began_at = perf_counter(), 0
@@ -168,14 +178,14 @@ class RunWatch:
         self._ledger.rejoin(self._timer.last_lap, self._pass_began or self._began)
         if loader is None:
             return
-        self._samples_per_batch = loader.total_batch_size / self._world.size
+        self.samples_per_batch = loader.total_batch_size / self._world.size
 
     def _samples_of(self, loader: Any, ends_pass: bool) -> float:
         if loader is None:
             return 0.0
         if ends_pass and loader.own_rows is not None:
             return loader.own_rows[0]
-        return self._samples_per_batch
+        return self.samples_per_batch
 
     def _end_pass(self, loader: Any) -> None:
         epoch = loader.iteration
@@ -229,7 +239,7 @@ class RunWatch:
         return report
 
     def _gather_rows(self, own: Sequence[float]) -> list[dict[str, float]]:
-        if self._world.size == 1:
+        if self._is_alone:
             return [dict(zip(_ROW, map(float, own), strict=True))]
         row = torch.tensor([own], dtype=torch.float64).view(torch.uint8).to(self._world.device)  # as bytes: everywhere
         rows = gather(row, world=self._world).cpu().view(torch.float64).tolist()
@@ -240,7 +250,8 @@ class RunWatch:
         times, ranks = self._timer, self._world.size
         slowest = max(row["seconds"] for row in rows)
         is_timed = times.updates > 0 and slowest > 0
-        samples, tokens = (sum(row[name] for row in rows) for name in ("samples", "tokens"))
+        share = ranks if len(rows) < ranks else 1  # a rank alone takes the others to be like itself
+        samples, tokens = (share * sum(row[name] for row in rows) for name in ("samples", "tokens"))
         samples_rate = samples / slowest if is_timed and samples else None
         tokens_rate = tokens / slowest if is_timed and tokens else None
         done = self.updates - self._began_at
@@ -264,7 +275,18 @@ class RunWatch:
             eta_seconds=(perf_counter() - self._began) / done * left if left is not None and done else None,
             total_steps=self.total_steps,
             values={name: float(value) for name, value in self._values.items()},
+            gradient_norm=self._read_gradient_norm(),
         )
+
+    def note_gradient_norm(self, norm: object) -> None:
+        """Keep the norm of the last clipping as it is, on the device, for the next report."""
+        if isinstance(norm, torch.Tensor):
+            self._gradient_norm = norm.detach()
+
+    def _read_gradient_norm(self) -> float | None:
+        """Return the last norm; the device was waited for already, by the losses."""
+        norm, self._gradient_norm = self._gradient_norm, None
+        return None if norm is None else float(norm)
 
     def _publish(self, report: StepReport) -> None:
         self.last_report = report
@@ -326,7 +348,7 @@ class RunWatch:
         return f"{found}; they were {'never compared before' if before < 0 else f'equal at step {before}'}"
 
     def _reasons(self) -> list[str | None]:
-        return gather_object([self._reason], world=self._world) if self._world.size > 1 else [self._reason]
+        return [self._reason] if self._is_alone else gather_object([self._reason], world=self._world)
 
     def _end(self, reason: str) -> None:
         self._record.event("stop", text=reason, step=self.updates)
@@ -436,13 +458,19 @@ def watch(
         optimizers,
         rules=rules,
         flops=flops or Flops(),
-        folder=folder_of(run.logging_dir),
+        folder=folder_of(read(FOLDER_VARIABLE) or run.logging_dir),
         log=run.log if log else None,
         show=run.print if print_line and run.world.is_main else None,
         facts={
             "device": str(run.world.device),
             "precision": run.mixed_precision,
             "strategy": DistributedType(run.distributed_type).value,
+            "command": shown_command(sys.argv),
+            "accumulation_steps": run.gradient_state.num_steps,
+            "host": socket.gethostname(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "watched_by": "launcher" if options.get("is_alone") else "script",
         },
         **options,
     )
@@ -473,6 +501,13 @@ def before_save(run: RunWatch | None, *, alone: bool = False) -> dict[str, objec
     if run is None:
         return {}
     return {"watch": {"updates": run.updates} if alone else run.before_save()}
+
+
+def note_norm(run: RunWatch | None, norm: torch.Tensor) -> torch.Tensor:
+    """Return ``norm``, after telling the watch, if there is one."""
+    if run is not None:
+        run.note_gradient_norm(norm)
+    return norm
 
 
 def after_save(run: RunWatch | None, folder: str, seconds: float, preempted_by: object) -> None:

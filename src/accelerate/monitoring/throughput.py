@@ -172,6 +172,7 @@ class StepReport:
     eta_seconds: float | None = None
     total_steps: int | None = None
     values: dict[str, float] = field(default_factory=dict[str, float])
+    gradient_norm: float | None = None  # before the last clipping
 
     def as_json(self) -> dict[str, float | str]:
         """Return the known values by name, the user's own among them."""

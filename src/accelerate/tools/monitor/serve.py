@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,7 +33,17 @@ class Server(ThreadingHTTPServer):
         self.runs = runs
         self.lock: threading.Lock = threading.Lock()
         self.host = host
+        self._asked = -math.inf
         super().__init__((host, port), _Handler)
+
+    def note_asked(self) -> None:
+        """Note that a page asks for data now."""
+        self._asked = time.monotonic()
+
+    @property
+    def seconds_since_asked(self) -> float:
+        """How long ago a page asked for data; infinite before the first one."""
+        return time.monotonic() - self._asked
 
     @property
     def url(self) -> str:
@@ -66,6 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
                 content = self.server.runs.listed()
             self._answer(200, "application/json", json.dumps(content).encode())
         elif parts.path in ("/data", "/csv"):
+            self.server.note_asked()
             self._data(parts.path, parse_qs(parts.query))
         else:
             self._answer(404, "text/plain", b"There is only /, /runs, /data and /csv.\n")

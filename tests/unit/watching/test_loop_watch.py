@@ -1,0 +1,99 @@
+"""A run that is watched by `accelerate launch --monitor`, with no change of its script."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.commands.launch_page import folder_of_launch, shown
+from accelerate.errors import SettingError
+from accelerate.launch.plan import LaunchPlan
+from accelerate.monitoring.records import shown_command
+
+
+def lines_in(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "monitor" / "rank_0.jsonl").read_text().splitlines()]
+
+
+def train(accelerator: Accelerator, updates: int, *, losses: list[float], backwards: int = 1) -> torch.optim.Optimizer:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(updates):
+        for _ in range(backwards):
+            with accelerator.accumulate(model):
+                loss = model(torch.ones(3, 2)).square().mean()
+                losses.append(loss.item())
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+                optimizer.step()
+                optimizer.zero_grad()
+    accelerator.end_training()
+    return optimizer
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_variable_has_a_loop_watched_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulation: int
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MONITOR", str(tmp_path / "run"))
+    losses: list[float] = []
+    train(Accelerator(cpu=True, gradient_accumulation_steps=accumulation), 20, losses=losses, backwards=accumulation)
+    lines = lines_in(tmp_path / "run")
+    assert [line["event"] for line in lines if "event" in line] == ["start", "end"]
+    assert lines[0]["watched_by"] == "launcher" and lines[0]["accumulation_steps"] == accumulation
+    reports = [line for line in lines if "step" in line and "event" not in line]
+    assert reports[-1]["step"] == 20 and reports[-1]["learning_rate"] == 0.25
+    assert reports[-1]["loss"] == pytest.approx(sum(losses[10 * accumulation :]) / (10 * accumulation), rel=1e-4)
+    assert isinstance(norm := reports[-1]["gradient_norm"], float) and norm > 0
+
+
+def test_nothing_is_written_where_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_MONITOR", raising=False)
+    train(Accelerator(cpu=True, project_dir=str(tmp_path)), 20, losses=[])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_script_that_watches_its_run_does_so_in_the_launch_s_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MONITOR", str(tmp_path / "run"))
+    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path / "project"))
+    run = accelerator.watch_run(every=1)
+    train(accelerator, 3, losses=[])
+    assert run.updates == 0  # only the script's own calls count
+    lines = lines_in(tmp_path / "run")
+    assert [line["event"] for line in lines] == ["start", "end"] and lines[0]["watched_by"] == "script"
+
+
+def test_secrets_of_a_command_line_are_not_shown() -> None:
+    words = ["train.py", "--hf_token", "abc", "--lr", "1e-3", "--api-key=abc", "--name", "two words"]
+    assert shown_command(words) == "train.py --hf_token '***' --lr 1e-3 '--api-key=***' --name 'two words'"
+
+
+def test_the_launcher_serves_the_page_while_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ACCELERATE_MONITOR", raising=False)
+    monkeypatch.delenv("DISPLAY", raising=False)
+    args = argparse.Namespace(training_script="some/train.py", log_dir=None)
+    folder = folder_of_launch(args)
+    assert folder.parent == tmp_path / "runs" and folder.name.startswith("train_") and args.log_dir == f"{folder}/logs"
+    plan = LaunchPlan("local", ("python",), {"A": "1"}, ranks=({},))
+    with shown(plan, folder) as planned:
+        assert planned.environment == {"A": "1", "ACCELERATE_MONITOR": str(folder)}
+        address = next(word for word in capsys.readouterr().err.split() if word.startswith("http://")).rstrip(",")
+        with urllib.request.urlopen(address + "runs") as answer:
+            assert json.load(answer)["is_one"]
+    with pytest.raises(OSError):
+        urllib.request.urlopen(address)
+    with pytest.raises(SettingError, match="slurm hands it on"), shown(LaunchPlan("slurm", (), {}), folder):
+        pass
