@@ -240,9 +240,9 @@ class RunItems:
         """The gradients of this rank, if the run is saved between two updates."""
         return None if self.run.open_window is None else self.run.open_window.state_dict()
 
-    def updates(self) -> int:
-        """Return the number of updates that the optimizer with the most has made; 0 where nothing counts them."""
-        return max((getattr(optimizer, "num_updates", 0) for optimizer in self.run.optimizers), default=0)
+    def updates(self) -> list[int]:
+        """Return the number of updates that each optimizer has made; 0 where nothing counts them."""
+        return [getattr(optimizer, "num_updates", 0) for optimizer in self.run.optimizers]
 
     def epoch(self) -> int | None:
         """Return the epoch of the first loader that knows it."""

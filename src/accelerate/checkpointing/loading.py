@@ -24,6 +24,7 @@ from .layout import (
     LOADER,
     OPEN_WINDOW,
     OPTIMIZER,
+    OPTIMIZER_UPDATES,
     RANDOM,
     SCALER,
     SCHEDULER,
@@ -407,11 +408,12 @@ class Loading:
                 state = OPTIMIZER.read(folder, number, **self.options.of_pickles)
                 self.access.load_full_optimizer_state(optimizer, self.run.models, state)
             if getattr(optimizer, "num_updates", None) is not None:  # not an engine's own
-                setattr(optimizer, "num_updates", self._num_updates(optimizer))  # noqa: B010
+                setattr(optimizer, "num_updates", self._num_updates(number, optimizer))  # noqa: B010
 
-    def _num_updates(self, optimizer: torch.optim.Optimizer) -> int:
+    def _num_updates(self, number: int, optimizer: torch.optim.Optimizer) -> int:
         """Return the updates before this checkpoint: those it tells, else those that the optimizer's state counts."""
-        told = None if self.manifest is None else self.manifest.details.get("updates")
+        counts = self.details.get(OPTIMIZER_UPDATES)
+        told = counts[number] if isinstance(counts, list) and number < len(counts) else self.details.get("updates")
         if isinstance(told, int):
             return told
         return int(max((state["step"] for state in optimizer.state.values() if "step" in state), default=0))

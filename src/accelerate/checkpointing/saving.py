@@ -20,7 +20,7 @@ from ..settings.training import ProjectOptions
 from .agreement import Ranks, StoreCollectives
 from .background import Background
 from .items import ABSENT_RANKS, AddedItems, CheckpointItem, DeferredItem, RunItems
-from .layout import OPEN_WINDOW, STREAMS_ALIKE
+from .layout import OPEN_WINDOW, OPTIMIZER_UPDATES, STREAMS_ALIKE
 from .manifest import PIN_NAME, SILENT, ByteProgress, Manifest, read_manifest
 from .objects import run_hooks
 from .remote import open_store
@@ -384,8 +384,9 @@ def _collect(saving: Saving, items: RunItems, staging: StagingDirectory) -> None
     if staging.is_committer:
         if staging.description.details.get("epoch") is None and (epoch := items.epoch()) is not None:
             staging.details["epoch"] = epoch
-        if updates := items.updates():
-            staging.details.setdefault("updates", updates)  # unless the program calls something else so
+        if most := max(updates := items.updates(), default=0):
+            staging.details.setdefault("updates", most)  # unless the program calls something else so
+            staging.details[OPTIMIZER_UPDATES] = updates
         if everything and items.window is not None:
             staging.details[OPEN_WINDOW] = True
 
