@@ -16,18 +16,28 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.tools.migrate import Migration, migrate
+from accelerate.tools.doctor import examine
+from accelerate.tools.migrate import Migration, Refused, migrate
 from tests.ranks import free_port, run_on_ranks
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {path.stem: path for path in sorted((HERE / "scripts").glob("*.py"))}
 LISTINGS = HERE.parent / "seeds" / "listings"
-BY_HAND = ("ddp_torchrun", "no_sync_ddp", "torchrun_trainer")
+DIFFS = HERE / "diffs"
+BY_HAND = ("ddp_metric", "ddp_torchrun", "no_sync_ddp", "torchrun_trainer")
 SPAWNED = ("ddp_spawn",)
+#: What can't be converted right: the line that is the reason, and the reason.
+REFUSED = {
+    "fine_tune": (66, "`optimizer` is made again after training with the one of line 62"),
+    "lstm_state": (56, "no optimizer was recognised"),
+    "nanogpt_style": (111, "no optimizer was recognised"),
+    "torch_func": (21, "gradients come from a function here"),
+}
+CONVERTED = [name for name in SCRIPTS if name not in REFUSED]
 #: Each step of two processes takes the samples of one step of one process with twice the batch.
 SAME_ON_TWO = (
-    "cuda_calls", "dataparallel", "flat_notebook", "helpers", "many_switches", "mnist_style", "param_groups", "teacher",
-    "trainer_class",
+    "cuda_calls", "dataparallel", "ema", "flat_notebook", "helpers", "many_switches", "mnist_style", "param_groups",
+    "teacher", "trainer_class",
 )  # fmt: skip
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 _BATCH = re.compile(r"^(BATCH) = (\d+)$", re.MULTILINE)
@@ -41,7 +51,7 @@ def run(text: str, **names: Any) -> str:
     """What the program prints."""
     printed = io.StringIO()
     torch.manual_seed(0)
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), mock.patch.object(sys, "argv", ["script.py"]):
         exec(compile(text, "script.py", "exec"), {"__name__": "__main__", **names})
     return printed.getvalue()
 
@@ -59,10 +69,37 @@ def assert_same(before: str, after: str, only: str = "", rel: float = 1e-6) -> N
 
 
 def test_there_are_many_scripts() -> None:
-    assert len(SCRIPTS) >= 19
+    assert len(SCRIPTS) >= 40
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in (*BY_HAND, *SPAWNED)])
+@pytest.mark.parametrize("name", CONVERTED)
+def test_the_changes_are_those_that_were_read(name: str) -> None:
+    """A diff that changed is to be read, then written again: ``python -m tests.migrate.test_migrated_scripts``."""
+    assert migrated(name).diff() == (DIFFS / f"{name}.diff").read_text()
+    assert sorted(path.stem for path in DIFFS.glob("*.diff")) == CONVERTED
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_wrong_is_refused_with_its_line(name: str) -> None:
+    line, reason = REFUSED[name]
+    with pytest.raises(Refused, match=re.escape(reason)) as refused:
+        migrated(name)
+    assert str(refused.value).startswith(f"{name}.py:{line}: ")
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_the_doctor_has_no_objections(name: str) -> None:
+    found = migrated(name)
+    assert [each for each in examine(found.after, found.name) if each.severity != "note"] == []
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_doctor_sends_raw_scripts_to_the_migration(name: str) -> None:
+    with pytest.raises(Refused, match=rf"accelerate migrate {name}\.py"):
+        examine(SCRIPTS[name].read_text(), f"{name}.py")
+
+
+@pytest.mark.parametrize("name", [name for name in CONVERTED if name not in (*BY_HAND, *SPAWNED)])
 def test_one_process_prints_the_same(name: str) -> None:
     assert_same(run(SCRIPTS[name].read_text()), run(migrated(name).after))
 
@@ -146,3 +183,8 @@ def test_the_listing_distributed_by_hand_is_launched(monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(LISTINGS.parent / "stubs")
     text = migrate((LISTINGS / "blog_ddp.py").read_text(), "blog_ddp.py").after + "\nprint(loss.item())\n"
     assert numbers(run_on_ranks(run, 2, text)[0])
+
+
+if __name__ == "__main__":
+    for each in CONVERTED:
+        (DIFFS / f"{each}.diff").write_text(migrated(each).diff())

@@ -11,10 +11,14 @@ import pytest
 from accelerate.commands.migrate import main
 from accelerate.tools.migrate import migrate
 from accelerate.tools.verify import Comparison, Run, VerificationError, verify
+from tests.migrate.test_migrated_scripts import CONVERTED, SCRIPTS
+from tests.ranks import free_port
 
 pytestmark = pytest.mark.timeout(900)  # programs are started one after another
 
-SCRIPTS = sorted((Path(__file__).resolve().parent / "scripts").glob("*.py"))
+ARGUMENTS = {
+    "imagenet_spawn": "--multiprocessing-distributed --world-size 1 --rank 0 --dist-url tcp://127.0.0.1:{port}",
+}
 
 #: Batches of 3 with a rest, dropout, a shuffle, a GPU by name where there is one, arguments, and a file that it writes.
 SCRIPT = """\
@@ -68,6 +72,17 @@ def test_a_conversion_that_trains_otherwise_is_named(script: Path) -> None:
     assert "the loss of backward pass 2 is" in comparison.differences[0]
 
 
+def test_a_model_that_stays_apart_on_each_process_is_found(script: Path) -> None:
+    """The fault of `model = model.fit(...)` around a prepared model: what trains isn't what was prepared."""
+    found = migrate(SCRIPT, "train.py")
+    assert "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)" in found.after
+    wrong = dataclasses.replace(
+        found, after=found.after.replace("model, optimizer, loader = ", "_, optimizer, loader = ")
+    )
+    (comparison,) = verify(wrong, script, ["0.05"], 3)
+    assert [text.split(":")[0] for text in comparison.differences] == ["2 processes"]
+
+
 def test_what_a_failed_run_said_is_shown(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(script), "--verify", "--write"]) == 1  # without its argument
     said = capsys.readouterr().err
@@ -109,7 +124,8 @@ def test_runs_that_differ_by_design_are_excused_by_name() -> None:
 
 
 @pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="RUN_SLOW=1: each script is trained three times or more")
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_every_script_of_the_corpus_trains_the_same(path: Path) -> None:
-    for comparison in verify(migrate(path.read_text(), path.name), path, [], 6):
+@pytest.mark.parametrize("name", CONVERTED)
+def test_every_script_of_the_corpus_trains_the_same(name: str) -> None:
+    path, arguments = SCRIPTS[name], ARGUMENTS.get(name, "").format(port=free_port()).split()
+    for comparison in verify(migrate(path.read_text(), path.name), path, arguments, 6):
         assert not comparison.differences, comparison.table()

@@ -82,6 +82,9 @@ class Subject:
 
     def roots(self, node: ast.AST) -> set[Symbol]:
         """Return the symbols that a name may stand for."""
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):  # loaders["train"]
+            owner = self.survey.symbol(node.value)
+            return set() if owner is None else {Symbol(owner.scope, f'{owner.name}["{node.slice.value}"]')}
         symbol = self.survey.symbol(node)
         return set() if symbol is None else {symbol, *self.survey.roots(symbol)}
 
@@ -95,6 +98,12 @@ class Subject:
             found = method(call)
             if found is not None and found[0] in names and dotted(found[1]) in self.accelerators:
                 yield call
+
+    def is_ahead_of_prepare(self, node: Placed) -> bool:
+        """Return whether the function that `node` is in prepares, and does so after it."""
+        scope = self.script.scope(node)
+        lines = [call.lineno for call in self.calls_of(*_PREPARING) if self.script.scope(call) is scope]
+        return bool(lines) and node.lineno < min(lines)
 
     def is_guarded(self, node: ast.AST) -> bool:
         """Return whether only one process gets to `node`: it lies under a condition, or in a decorated function."""
@@ -236,6 +245,8 @@ def _state_of_the_wrapper(subject: Subject) -> Iterator[Advice]:
     for call in subject.script.nodes(ast.Call):
         found = method(call)
         if found is None or found[0] not in ("state_dict", "save_pretrained"):
+            continue
+        if subject.is_ahead_of_prepare(call):
             continue
         if subject.role(found[1]) == MODEL and subject.roots(found[1]) & subject.prepared:
             yield Advice(

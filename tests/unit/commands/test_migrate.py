@@ -84,6 +84,21 @@ def changed(text: str, before: str = "", after: str = "") -> Migration:
             "one by one",
         ),
         (CLASS, 8, "the model trains itself"),
+        (LOOP.replace("backward()", "backward(retain_graph=True)"), 9, "a second backward pass goes through"),
+        (LOOP.replace("in loader:", "in fetch():") + "# fetch reads the loader\n", 6, "doesn't visibly go through"),
+        (LOOP + LOOP.partition("\n\n")[2], 12, "`model` is made again after training with the one of line 4"),
+        (
+            LOOP.replace("optimizer =", "model.bias.requires_grad_(False)\noptimizer =").replace(
+                "    loss.backward()", "    model.bias.requires_grad = True\n    loss.backward()"
+            ),
+            10,
+            "parameters that were frozen before",
+        ),
+        (
+            BY_HAND + "keep(DataLoader([1], sampler=torch.utils.data.DistributedSampler([1])))\n",
+            17,
+            "DistributedSampler",
+        ),
         (BY_HAND + "torch.save(other.module.state_dict(), 'm.pt')\n", 17, "isn't understood which model `other` is"),
         (BY_HAND + "rest = len(loader.sampler)\n", 17, "the sampler of a prepared loader is the whole order"),
         (BY_HAND + "lr = 0.1 * args.world_size\n", 17, "isn't understood to be the number of processes"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
-from . import devices, distributed, evaluation, saving, setup, steps
+from . import devices, distributed, evaluation, losses, saving, setup, steps
 from .plan import LOADER, Note, Plan
 from .refuse import Refused, check, check_left, parsed
 from .source import Edit, apply, chosen
@@ -24,6 +24,7 @@ class Migration:
         notes: what was left alone, or has to be known.
         is_by_hand: the original sets up processes itself.
         is_spawning: and starts them, too.
+        differs: why several processes that share a batch compute otherwise than one, by design.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Migration:
     notes: list[Note]
     is_by_hand: bool = False
     is_spawning: bool = False
+    differs: list[str] = field(default_factory=list[str])
 
     def diff(self) -> str:
         """Return the changes as a unified diff."""
@@ -81,7 +83,7 @@ def migrate(text: str, name: str) -> Migration:
 def _finished(plan: Plan) -> Migration:
     edits: list[Edit] = [*plan.edits, *plan.removals()]
     check_left(plan, edits)
-    text = apply(plan.script, edits)
+    text, differs = apply(plan.script, edits), losses.note(plan)
     try:
         ast.parse(text)
     except SyntaxError as error:  # never to be written, and worth a report
@@ -95,7 +97,7 @@ def _finished(plan: Plan) -> Migration:
         plan.script.path(call.func) == "torch.multiprocessing.spawn" for call in plan.script.nodes(ast.Call)
     )
     by_hand = distributed.is_by_hand(plan)
-    return Migration(plan.script.name, plan.script.text, text, changes, notes, by_hand, is_spawning)
+    return Migration(plan.script.name, plan.script.text, text, changes, notes, by_hand, is_spawning, differs)
 
 
 def _add_final_notes(plan: Plan) -> None:
@@ -111,6 +113,8 @@ def _add_final_notes(plan: Plan) -> None:
             )
     for call in plan.script.nodes(ast.Call):
         name = plan.script.text_of(call.func)
+        if plan.script.path(call.func).endswith((".SummaryWriter", "wandb.init")):
+            plan.note(call, "every process writes these. Make it on the main process only, or use accelerator.log.")
         if name.endswith(".add_argument") and call.args and isinstance(call.args[0], ast.Constant):
             option = str(call.args[0].value)
             if option.lstrip("-").replace("-", "_") in ("local_rank", "device", "gpu", "gpus", "world_size", "no_cuda"):

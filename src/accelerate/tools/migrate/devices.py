@@ -67,6 +67,10 @@ def assigned(plan: Plan) -> None:
     """Assign the Accelerator's device to names of devices, and remove those that nothing uses any more."""
     for statement in plan.script.nodes((ast.Assign, ast.AnnAssign)):
         _assigned(plan, statement)
+    for statement in plan.script.nodes(ast.Return):
+        value = statement.value
+        if isinstance(value, (ast.Call, ast.IfExp)) and is_device(plan, value) and not plan.is_removed(statement):
+            plan.replace(value, f"{plan.accelerator}.device", _ASSIGNED)
     _compared(plan)
 
 
@@ -212,7 +216,9 @@ def _assigned(plan: Plan, statement: ast.Assign | ast.AnnAssign) -> None:
         if uses and all(plan.is_removed(use) for use in uses) and statement.value is value:
             plan.remove(statement, "nothing asks for the device any more")
         elif not (isinstance(value, ast.Attribute) and name == dotted(value)):
-            plan.replace(value, f"{plan.accelerator}.device", _ASSIGNED)
+            is_text = isinstance(statement, ast.AnnAssign) and dotted(statement.annotation) == "str"
+            device = f"{plan.accelerator}.device"
+            plan.replace(value, f"str({device})" if is_text else device, _ASSIGNED)
 
 
 def _compared(plan: Plan) -> None:

@@ -251,6 +251,7 @@ def _spawned(plan: Plan, call: ast.Call) -> None:
         arguments.append(f"*{plan.script.text_of(given)}")
     plan.replace(call, f"{plan.script.text_of(call.args[0])}({', '.join(arguments)})", _LAUNCHED)
     plan.everywhere = True
+    _counted_by_node(plan)
     symbol = None if count is None else plan.survey.symbol(count)
     if symbol is None:
         return
@@ -259,6 +260,18 @@ def _spawned(plan: Plan, call: ast.Call) -> None:
             plan.replace(value, size, "as many processes as were launched")
         else:
             plan.note(statement, f"`{symbol.name}` was the number of processes; the launcher decides that now.")
+
+
+def _counted_by_node(plan: Plan) -> None:
+    """Replace ``rank = node * devices + device`` and ``world_size = devices * nodes`` of scripts that spawn."""
+    for statement in plan.script.nodes(ast.Assign):
+        value, name = statement.value, dotted(statement.targets[0]).rpartition(".")[2]
+        if not isinstance(value, ast.BinOp) or name not in ("rank", "global_rank", "world_size"):
+            continue
+        multiplies = any(isinstance(each, ast.Mult) for each in ast.walk(value))
+        if multiplies and isinstance(value.op, ast.Mult if name == "world_size" else ast.Add):
+            number = "num_processes" if name == "world_size" else "process_index"
+            plan.replace(value, f"{plan.accelerator}.{number}", "counted by the launcher, over all nodes")
 
 
 # ---------------------------------------------------------------------------------------------- samplers
@@ -284,15 +297,15 @@ def _is_sampler(plan: Plan, node: ast.expr) -> bool:
     return any(plan.survey.role_of(root) == SAMPLER for root in roots) or "sampler" in dotted(node).lower()
 
 
-def _sampler_of(plan: Plan, node: ast.expr) -> ast.Call | None:
+def sampler_of(plan: Plan, node: ast.expr) -> ast.Call | None:
     """Return the DistributedSampler that an expression creates or that a name stands for."""
     if isinstance(node, ast.IfExp):
-        return _sampler_of(plan, node.body) or _sampler_of(plan, node.orelse)
+        return sampler_of(plan, node.body) or sampler_of(plan, node.orelse)
     if isinstance(node, ast.Call):
         return node if plan.survey.role(node) == SAMPLER else None
     for root in plan.survey.roots(plan.survey.symbol(node)):
         for _, value, _ in plan.survey.assignments(root):
-            found = None if isinstance(value, (ast.Name, ast.Attribute)) else _sampler_of(plan, value)
+            found = None if isinstance(value, (ast.Name, ast.Attribute)) else sampler_of(plan, value)
             if found is not None:
                 return found
     return None
@@ -302,7 +315,7 @@ def _loader(plan: Plan, call: ast.Call) -> None:
     """Replace a loader's distributed sampler by ``shuffle``, and prepare the loader."""
     keywords = {keyword.arg: keyword for keyword in call.keywords}
     keyword = keywords.get("sampler")
-    made = None if keyword is None else _sampler_of(plan, keyword.value)
+    made = None if keyword is None else sampler_of(plan, keyword.value)
     if keyword is None or made is None:
         return
     given = next((each.value for each in made.keywords if each.arg == "shuffle"), None)
@@ -313,10 +326,9 @@ def _loader(plan: Plan, call: ast.Call) -> None:
         _drop(plan, call, keyword, _SHARDED)
     else:
         plan.replace(keyword, f"shuffle={shuffle}", _SHARDED, uses=False)
-    for target in targets(plan.script.statement(call)):
-        for root in plan.survey._outermost(plan.survey.roots(plan.survey.symbol(target))):
-            if root not in plan.prepared[LOADER]:
-                plan.prepared[LOADER].append(root)
+    for symbol in plan.survey.bound(call):
+        if symbol not in plan.prepared[LOADER]:
+            plan.prepared[LOADER].append(symbol)
 
 
 def _drop(plan: Plan, call: ast.Call, keyword: ast.keyword, why: str) -> None:
@@ -329,10 +341,23 @@ def _drop(plan: Plan, call: ast.Call, keyword: ast.keyword, why: str) -> None:
         plan.cut(plan.script.start(keyword), plan.script.start(arguments[1]), "", why, keyword)
 
 
+def _is_handed_on(plan: Plan, node: ast.Name, symbol: Symbol) -> bool:
+    """Return whether a sampler is returned or given to a function of the script here, beside what is replaced."""
+    if not isinstance(node.ctx, ast.Load) or plan.survey.symbol(node) != symbol:
+        return False
+    outer = plan.script.parents[node]
+    if isinstance(outer, ast.Call):
+        return dotted(outer.func).rpartition(".")[2] in plan.survey.functions
+    return isinstance(plan.script.statement(node), ast.Return) and isinstance(outer, (ast.Return, ast.Tuple))
+
+
 def _sampler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
-    if isinstance(statement, ast.Assign) and statement.value is value and len(statement.targets) == 1:
-        plan.remove(statement, _SHARDED)
-    made = _sampler_of(plan, value)
+    if isinstance(statement, ast.Assign) and statement.value is value and dotted(statement.targets[0]):
+        if any(_is_handed_on(plan, node, symbol) for node in plan.script.nodes(ast.Name)):
+            plan.replace(value, "None", _SHARDED, uses=False)
+        else:
+            plan.remove(statement, _SHARDED)
+    made = sampler_of(plan, value)
     for node in plan.script.nodes(ast.Call):
         if dotted(node.func) == "len" and node.args and plan.survey.symbol(node.args[0]) == symbol and made is not None:
             data = plan.script.text_of(made.args[0]) if made.args else "dataset"

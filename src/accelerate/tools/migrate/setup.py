@@ -258,7 +258,7 @@ def _last_import(plan: Plan) -> ast.stmt | None:
     found: ast.stmt | None = None
     for statement in plan.script.tree.body:
         if isinstance(statement, (ast.Import, ast.ImportFrom)) or (
-            isinstance(statement, ast.Try) and all(isinstance(e, (ast.Import, ast.ImportFrom)) for e in statement.body)
+            isinstance(statement, ast.Try) and all(map(_is_import, statement.body)) and not _defines(statement)
         ):
             found = statement
         elif isinstance(
@@ -266,6 +266,15 @@ def _last_import(plan: Plan) -> ast.stmt | None:
         ) or plan.survey.trains(statement):
             break
     return found
+
+
+def _is_import(statement: ast.stmt) -> bool:
+    return isinstance(statement, (ast.Import, ast.ImportFrom))
+
+
+def _defines(statement: ast.Try) -> bool:
+    """Return whether what isn't installed is written out: ``except ImportError: class SummaryWriter: ...``."""
+    return any(isinstance(each, (ast.ClassDef, ast.FunctionDef)) for each in ast.walk(statement))
 
 
 def _insertion_point_at_head(plan: Plan, last: ast.stmt | None) -> InsertionPoint:

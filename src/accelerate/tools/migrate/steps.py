@@ -214,13 +214,15 @@ def schedule(plan: Plan, *, by_hand: bool) -> None:
 
     A schedule that steps once an epoch keeps doing so. One that steps in every batch is either made for the number of
     batches of one process (then it takes as many steps at once as there are processes, which is the default), or, in a
-    script that was distributed by hand, for a number of updates.
+    script that was distributed by hand, for a number of updates. The mode is that of all schedulers: where some step
+    in every batch and others once an epoch, a call stays one step.
     """
     if not plan.names(SCHEDULER):
         return
     made = plan.survey.assignments(plan.names(SCHEDULER)[0])
     location: ast.AST = made[0][0] if made else plan.script.tree
-    if not _steps_per_batch(plan) or (by_hand and not _counts_batches(plan)):
+    per_batch = _stepping_per_batch(plan)
+    if not set(plan.names(SCHEDULER)) <= per_batch or (by_hand and not _counts_batches(plan)):
         plan.arguments["scheduler_mode"] = '"updates"'
         plan.note(
             location, 'scheduler_mode="updates" keeps the scheduler at one step a call, on any number of processes.'
@@ -233,14 +235,15 @@ def schedule(plan: Plan, *, by_hand: bool) -> None:
         )
 
 
-def _steps_per_batch(plan: Plan) -> bool:
+def _stepping_per_batch(plan: Plan) -> set[Symbol]:
+    found: set[Symbol] = set()
     for call in plan.script.nodes(ast.Call):
         method_call = method(call)
         if method_call is not None and method_call[0] == "step" and plan.is_prepared(method_call[1], SCHEDULER):
             ancestors = set(map(id, plan.script.ancestors(call)))
             if any(loop.trains and id(loop.node) in ancestors for loop in plan.survey.loops):
-                return True
-    return False
+                found |= plan.survey.roots(plan.survey.symbol(method_call[1]))
+    return found
 
 
 def _counts_batches(plan: Plan) -> bool:

@@ -30,6 +30,11 @@ _SCHEDULE: Final = re.compile(r"get_\w*schedule\w*$|^transformers\.get_scheduler
 _LOSS: Final = re.compile(r"Loss(\d+d)?$|^torch\.nn\.(functional|init|utils|parallel)\b")
 _BACKWARD: Final = "loss.backward()"
 _PASSES_ON: Final = frozenset({"enumerate", "tqdm", "iter", "islice", "zip", "track", "progress"})
+#: Calls that give what they get, one by one, also where the result has a name: ``bar = tqdm(loader)``.
+_BARS: Final = frozenset({"tqdm", "enumerate", "track", "progress"})
+_FOR_EVALUATION: Final = re.compile(
+    r"(^|[._])(val|valid|validation|test|eval|evaluation|dev)(?=[._\d]|loader|dl|$)", re.I
+)
 _NAMED_LIKE_MODELS: Final = re.compile(r"(^|\.|_)(model|net|network|module)\w*$", re.IGNORECASE)
 
 
@@ -158,9 +163,10 @@ class Survey:
             handed = [self.roots(each, seen) for each in self._arguments(symbol)]
             found = set[Symbol]().union(*handed)
             return found or {symbol}
-        names = [value for _, value, _ in self.assignments(symbol) if isinstance(value, (ast.Name, ast.Attribute))]
+        values = [_inside_bars(value) for _, value, _ in self.assignments(symbol)]
+        names = [value for value in values if isinstance(value, (ast.Name, ast.Attribute))]
         copies = set[Symbol]().union(*(self.roots(self.symbol(value), seen) for value in names))
-        made = [value for _, value, _ in self.assignments(symbol) if not isinstance(value, (ast.Name, ast.Attribute))]
+        made = [value for value in values if not isinstance(value, (ast.Name, ast.Attribute))]
         return copies if copies and not made else {symbol}
 
     def _arguments(self, symbol: Symbol) -> Iterator[Symbol | None]:
@@ -202,6 +208,7 @@ class Survey:
 
     def role(self, value: ast.expr | None, depth: int = 0) -> Role | list[Role]:
         """Return the role of an expression's value; a list for a tuple."""
+        value = None if value is None else _inside_bars(value)
         if value is None or depth > 6:
             return None
         if isinstance(value, (ast.Tuple, ast.List)):
@@ -409,6 +416,21 @@ class Survey:
                         if given is not None and dotted(given) == symbol.name:
                             yield other
 
+    def bound(self, call: ast.Call) -> Iterator[Symbol]:
+        """Yield the names that a call's value gets, from its own statement or from the callers of its function."""
+        statement = self.script.statement(call)
+        for target in targets(statement):
+            yield from self._outermost(self.roots(self.symbol(target)))
+        function = self.script.scope(call)
+        if not isinstance(statement, ast.Return) or isinstance(function, ast.Module):
+            return
+        place = statement.value.elts.index(call) if isinstance(statement.value, ast.Tuple) else None
+        for symbol, assigned in self._assigned.items():
+            for _, value, position in assigned:
+                called = dotted(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
+                if called == function.name and position == place:
+                    yield symbol
+
     def _makes_optimizer(self, call: ast.Call) -> bool:
         for outer in self.script.ancestors(call):
             if isinstance(outer, ast.Call) and self.role(outer) == OPTIMIZER:
@@ -460,7 +482,11 @@ class Survey:
                 found[OPTIMIZER][symbol] = None
             elif "step" in calls and re.search(r"sched", symbol.name, re.IGNORECASE):
                 found[SCHEDULER][symbol] = None
-            elif ("()" in calls or "parameters" in calls) and _NAMED_LIKE_MODELS.search(symbol.name):
+            elif (
+                ("()" in calls or "parameters" in calls)
+                and _NAMED_LIKE_MODELS.search(symbol.name)
+                and (isinstance(symbol.scope, ast.ClassDef) or self.trains(symbol.scope))
+            ):
                 found[MODEL][symbol] = None
 
 
@@ -500,9 +526,10 @@ def _returned(function: Function) -> ast.expr | None:
 
 
 def _for_training(loaders: set[Symbol]) -> list[Symbol]:
-    """Return, of the loaders that a loop over ``("train", "val")`` goes through, those that it trains on."""
+    """Return, of the loaders that a loop goes through for training and for evaluation, those that it trains on."""
     ordered = sorted(loaders, key=lambda each: each.name)
-    return [each for each in ordered if "[" in each.name and "train" in each.name.lower()] or ordered
+    by_key = [each for each in ordered if "[" in each.name and "train" in each.name.lower()]
+    return by_key or [each for each in ordered if not _FOR_EVALUATION.search(each.name)] or ordered
 
 
 def _single(role: Role | list[Role]) -> Role:
@@ -517,6 +544,13 @@ def _names_in(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if not (isinstance(node, ast.Call) and child is node.func):
             yield from _names_in(child)
+
+
+def _inside_bars(node: ast.expr) -> ast.expr:
+    """Return the loader inside of ``tqdm(loader)``, and any other expression as it is."""
+    while isinstance(node, ast.Call) and node.args and dotted(node.func).rpartition(".")[2] in _BARS:
+        node = node.args[0]
+    return node
 
 
 def _iterated(node: ast.expr) -> ast.expr:

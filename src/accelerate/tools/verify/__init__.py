@@ -40,7 +40,8 @@ def verify(found: Migration, script: Path, arguments: Sequence[str], num_steps: 
                 for ranks in (1, 2)
             ]
         original = runs.observe(ORIGINAL, script)
-        return [_compared(original, *(runs.observe(title_of(ranks), converted, ranks) for ranks in (1, 2)))]
+        changed = (runs.observe(title_of(ranks), converted, ranks) for ranks in (1, 2))
+        return [_compared(original, *changed, differs=found.differs)]
 
 
 def compare_ranks(script: Path, arguments: Sequence[str], num_steps: int) -> Comparison:
@@ -55,7 +56,9 @@ def compare_ranks(script: Path, arguments: Sequence[str], num_steps: int) -> Com
         return _compared(one, two, title=title_of(1))
 
 
-def _compared(first: Sequence[Record], *others: Sequence[Record], title: str = ORIGINAL) -> Comparison:
+def _compared(
+    first: Sequence[Record], *others: Sequence[Record], title: str = ORIGINAL, differs: Sequence[str] = ()
+) -> Comparison:
     before = Run.of(title, first)
     runs = [Run.of(title_of(len(records)), records) for records in others]
     excused: dict[str, str] = {}
@@ -64,6 +67,8 @@ def _compared(first: Sequence[Record], *others: Sequence[Record], title: str = O
             continue
         if run.normalizes:
             excused[run.title] = "a layer normalises over the batch of its process (BatchNorm), which is smaller"
+        elif differs:
+            excused[run.title] = "; ".join(differs)
         elif run.draws:
             excused[run.title] = "the loop draws random numbers, and each process draws its own"
     return Comparison([before, *runs], excused)

@@ -1,0 +1,56 @@
+"""Losses that aren't a mean over the samples of a batch, and so depend on how samples are divided over processes."""
+
+from __future__ import annotations
+
+import ast
+from typing import Final
+
+from .plan import Plan
+from .source import dotted, method
+
+_WEIGHTED: Final = (
+    "the loss is a weighted mean, and processes have different weights",
+    "the loss is a weighted mean (ignore_index leaves out padding, weight counts classes more): each process takes it "
+    "over its own part, and the processes count the same. `accelerator.backward(sum_of_losses, weight=their_weight)` "
+    "gives the mean over all parts.",
+)
+_PAIRED: Final = (
+    "the loss compares the samples of a batch with each other, and a process has its own only",
+    "this compares the samples of a batch with each other: on several processes each with those of its own process.",
+)
+
+
+def note(plan: Plan) -> list[str]:
+    """Note what several processes compute otherwise by design, and return the reasons."""
+    found: dict[str, None] = {}
+    for node in plan.script.nodes((ast.Call, ast.BinOp)):
+        reason = _WEIGHTED if _is_weighted(plan, node) else _PAIRED if _is_of_pairs(node) else None
+        if reason is not None and plan.survey.backwards:
+            plan.note(node, reason[1])
+            found[reason[0]] = None
+    return list(found)
+
+
+def _is_weighted(plan: Plan, node: ast.AST) -> bool:
+    """Return whether a cross entropy is a mean over what its ``ignore_index`` or the ``weight`` of classes leaves."""
+    if not isinstance(node, ast.Call):
+        return False
+    last = plan.script.path(node.func).rpartition(".")[2]
+    is_mean = last in ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss")
+    given = {keyword.arg for keyword in node.keywords}
+    return is_mean and bool(given & {"ignore_index", "weight"}) and "reduction" not in given
+
+
+def _is_of_pairs(node: ast.AST) -> bool:
+    """Return whether a matrix is multiplied with its own transpose: ``z @ z.t()``, ``torch.mm(z, z.T)``."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        one, other = node.left, node.right
+    elif isinstance(node, ast.Call) and len(node.args) == 2 and dotted(node.func) in ("torch.mm", "torch.matmul"):
+        one, other = node.args
+    else:
+        return False
+    turned = method(other)
+    inner = turned[1] if turned is not None and turned[0] in ("t", "transpose") else None
+    if isinstance(other, ast.Attribute) and other.attr in ("T", "mT"):
+        inner = other.value
+    return inner is not None and ast.dump(inner) == ast.dump(one)
