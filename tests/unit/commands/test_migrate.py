@@ -84,7 +84,11 @@ def changed(text: str, before: str = "", after: str = "") -> Migration:
             "one by one",
         ),
         (CLASS, 8, "the model trains itself"),
-        (LOOP.replace("backward()", "backward(retain_graph=True)"), 9, "a second backward pass goes through"),
+        (
+            LOOP.replace("    loss.b", "    loss.backward(retain_graph=True)\n    loss.b"),
+            9,
+            "a second backward pass goes through",
+        ),
         (LOOP.replace("in loader:", "in fetch():") + "# fetch reads the loader\n", 6, "doesn't visibly go through"),
         (LOOP + LOOP.partition("\n\n")[2], 12, "`model` is made again after training with the one of line 4"),
         (

@@ -155,7 +155,7 @@ def check_left(plan: Plan, edits: list[Edit]) -> None:
         if plan.survey.role(call) == LOADER and not plan.is_removed(call):
             raise _refused(script, call, "the loop that calls backward() doesn't visibly go through this loader, so "
                            "every process would train on all of it. Write `for batch in loader:` there")  # fmt: skip
-    for call in plan.survey.backwards:
+    for call in plan.survey.backwards if len(plan.survey.backwards) > 1 else ():
         keeps = any(keyword.arg == "retain_graph" and _is_constant(keyword.value, True) for keyword in call.keywords)
         if keeps and not is_by_hand(plan):
             raise _refused(script, call, "a second backward pass goes through the same forward pass, and gradients "
