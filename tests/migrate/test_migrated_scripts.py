@@ -61,11 +61,11 @@ def numbers(printed: str, only: str = "") -> list[list[float]]:
     return [[float(each) for each in _NUMBER.findall(line)] for line in printed.splitlines() if line.startswith(only)]
 
 
-def assert_same(before: str, after: str, only: str = "", rel: float = 1e-6) -> None:
+def assert_same(before: str, after: str, only: str = "", rel: float = 1e-6, absolute: float = 1e-7) -> None:
     old, new = numbers(before, only), numbers(after, only)
     assert len(old) == len(new) >= 1 and any(old)
     for one, other in zip(old, new, strict=True):
-        assert one == pytest.approx(other, rel=rel, abs=1e-7)
+        assert one == pytest.approx(other, rel=rel, abs=absolute)
 
 
 def test_there_are_many_scripts() -> None:
@@ -119,7 +119,8 @@ def test_a_script_distributed_by_hand_gives_what_it_gave(name: str) -> None:
     text = migrated(name).after
     assert "torch.distributed" not in text and "DistributedSampler" not in text
     before = run_on_ranks(_run_by_hand, 2, SCRIPTS[name].read_text())[0]
-    assert_same(before, run_on_ranks(run, 2, text)[0], only="final", rel=1e-5)
+    # Sums of weights are printed, in which large terms cancel: what is left of them has an absolute error.
+    assert_same(before, run_on_ranks(run, 2, text)[0], only="final", rel=1e-5, absolute=2e-6)
     run(text)  # and it runs on one process, too
 
 

@@ -78,7 +78,7 @@ def main():
                 torch.save(model.module.state_dict(), os.path.join(tempfile.gettempdir(), "ddp_metric_best.pt"))
         dist.barrier()
     if is_main():
-        print("final", best, *(round(p.sum().item(), 5) for p in model.module.parameters()))
+        print("final", best, *(p.sum().item() for p in model.module.parameters()))
     dist.destroy_process_group()
 
 

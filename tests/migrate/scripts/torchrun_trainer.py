@@ -54,7 +54,7 @@ class Trainer:
             if self.rank == 0 and os.path.isdir(os.path.dirname(self.path)):
                 self._save(epoch)
         if self.rank == 0:
-            print("final", *(round(p.sum().item(), 5) for p in self.model.module.parameters()))
+            print("final", *(p.sum().item() for p in self.model.module.parameters()))
 
 
 def main():
