@@ -50,9 +50,10 @@ class EndRecords:
         return self._folder is not None and saved_exit_code(saved_mark(self._folder, rank)) == returncode
 
     @property
-    def any_saved(self) -> bool:
-        """Whether a rank of this host has saved because of a preemption, as all ranks then have."""
-        return self._folder is not None and any(self._folder.glob("saved_*"))
+    def saved_exit_code(self) -> int | None:
+        """The exit code of a rank of this host that saved because of a preemption, as all ranks then have."""
+        marks = sorted(self._folder.glob("saved_*")) if self._folder is not None else []
+        return next((code for mark in marks if (code := saved_exit_code(mark)) is not None), None)
 
     def write(self, failures: Sequence[Failure]) -> None:
         """Record how each of these ranks ended, unless it has recorded that itself."""

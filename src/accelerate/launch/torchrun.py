@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-from ..distributed.failures import Failure, numbered, parse_traceback, report, shorten
+from ..distributed.failures import Failure, ended_preempted, first_cause, numbered, parse_traceback, report, shorten
 from ..errors import LaunchError, SettingError
 from ..ports import DEFAULT_PORT
 from ..settings import env
-from ..settings.preemption import PREEMPTED_EXIT_CODE
 from .engine import LaunchEngine, PortInUse, base_environment, count_processes, device_notes
 from .plan import LaunchPlan, Program
 from .records import EndRecords
@@ -166,8 +165,12 @@ def _run(arguments: Sequence[str], records: EndRecords) -> int:
         failures = failures_of(error.failures, started, records)
         records.write(failures)
         num_hosts = int(str(options.nnodes).rpartition(":")[2])
-        print(report_of_host(failures, num_hosts, num_hosts * int(options.nproc_per_node)), file=sys.stderr)
-        return failures[0].exit_code if failures else 1
+        if preempted := ended_preempted(failures):
+            print(f"accelerate launch: {preempted}", file=sys.stderr)
+        first = first_cause(failures)
+        if first is None or not first.is_preempted:
+            print(report_of_host(failures, num_hosts, num_hosts * int(options.nproc_per_node)), file=sys.stderr)
+        return first.exit_code if first is not None else 1
     except SignalException as error:
         return exit_code_after(error.sigval, records)
     return 0
@@ -178,9 +181,8 @@ def exit_code_after(received: int, records: EndRecords) -> int:
 
     Ctrl-C, a time limit before the save was done and an agreement that failed give the shell's code.
     """
-    if signal.Signals(received).name in _NOTICES and records.any_saved:
-        return PREEMPTED_EXIT_CODE
-    return 128 + int(received)
+    code = records.saved_exit_code if signal.Signals(received).name in _NOTICES else None
+    return 128 + int(received) if code is None else code
 
 
 def report_of_host(failures: Sequence[Failure], num_hosts: int, num_processes: int) -> str:

@@ -233,6 +233,8 @@ def test_an_agent_asks_to_be_started_again_only_after_a_notice_on_which_ranks_sa
         record_saved(folder, 3)
         is_notice = received in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
         assert exit_code_after(received, records) == (75 if is_notice else 128 + received)
+        record_saved(folder, 3, 99)  # PreemptionPolicy(exit_code=99)
+        assert exit_code_after(received, records) == (99 if is_notice else 128 + received)
         forget_saved(folder, 3)  # the agent has started it again
         assert exit_code_after(received, records) == 128 + received
     finally:

@@ -35,7 +35,7 @@ WRITERS: Final[dict[str, str]] = {
     "launch/functions.py _call_here patched": BLOCK,
     "launch/prepared.py PrepareForLaunch.__call__ set_variables": CHILD,
     "launch/torchrun.py elastic_call patched": BLOCK,
-    "launch/torchrun.py Torchrun.run patched": BLOCK,
+    "launch/torchrun.py run_agent patched": BLOCK,
     "plugins/fsdp.py FullyShardedDataParallelPlugin._resolve set_variables_for": OWNER,
     "settings/env.py _purged update": BLOCK,
     "settings/env.py _purged del": BLOCK,
