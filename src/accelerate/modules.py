@@ -16,6 +16,12 @@ def recursive_getattr(obj: object, attr: str) -> Any:
     return reduce(getattr, attr.split("."), obj)
 
 
+def is_sharded(tensor: object) -> bool:
+    """Return True if ``tensor`` is a DTensor, of which each device holds a shard; by name: importing it is slow."""
+    held = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
+    return any(kind.__name__ == "DTensor" for kind in (type(tensor), type(held)))
+
+
 @overload
 def get_module_children_bottom_up(
     model: torch.nn.Module, return_fqns: Literal[False] = False

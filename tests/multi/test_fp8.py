@@ -14,6 +14,7 @@ from torch import nn
 pytest.importorskip("torchao")
 
 from accelerate import Accelerator
+from accelerate.errors import PreparationError
 from accelerate.plugins.fp8 import AORecipeKwargs
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from tests.fp8_models import Blocks, batches, float8, train_plainly
@@ -92,6 +93,39 @@ def test_two_shards_train_as_torchao_under_fully_shard_does(gathers_in_fp8: bool
         assert ours[rank]["losses"] == theirs[rank]["losses"]
         assert ours[rank]["norms"] == pytest.approx(theirs[rank]["norms"], rel=1e-6)
     assert ours[0]["weights"] == theirs[0]["weights"]
+
+
+def test_layers_that_came_sharded_are_refused_by_name_unless_they_were_converted_before() -> None:
+    """What gathers their weights belongs to the layers that were there when they were sharded."""
+
+    def run() -> tuple[str, str, bool]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (2,))
+        run = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe()])
+        model: Any = Blocks()
+        said: list[str] = []
+        fully_shard(model, mesh=mesh)
+        for prepare in (run.prepare, run.prepare_model):
+            with pytest.raises(PreparationError) as caught:
+                prepare(model)
+            said.append(str(caught.value))
+        assert not any(isinstance(module, float8().float8_linear.Float8Linear) for module in model.modules())
+        torch.manual_seed(0)
+        model = Blocks()
+        float8().convert_to_float8_training(
+            model, module_filter_fn=lambda _, name: name.startswith("layers"), config=recipe().config
+        )
+        fully_shard(model, mesh=mesh)
+        model = run.prepare(model)
+        inputs, targets = next(batches(1, run.process_index, 2))
+        run.backward(nn.functional.mse_loss(model(inputs), targets))
+        return said[0], said[1], all(parameter.grad is not None for parameter in model.parameters())
+
+    for first, second, has_trained in run_on_ranks(run):
+        assert first == second and has_trained
+        assert "'fp8'" in first and "came sharded" in first and "convert_to_float8_training(model) before" in first
 
 
 def test_units_whose_parameters_are_all_8_bit_travel_as_bytes() -> None:

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..devices.table import CPU, kind_of
 from ..errors import SettingError
+from ..modules import is_sharded
 from ..torch_private.modules import set_step_hooks, step_hooks
 
 #: Optimizer state that is on the device at once during a step, beside the chunk that follows.
@@ -50,7 +51,7 @@ def offload_optimizer(optimizer: torch.optim.Optimizer, *, chunk_bytes: int = CH
         raise SettingError(
             "offload_optimizer: LBFGS needs the state of all parameters at once, so it can't be offloaded."
         )
-    if any(type(parameter.data).__name__ == "DTensor" for parameter in parameters):
+    if any(map(is_sharded, parameters)):
         raise SettingError(
             "offload_optimizer: the parameters are sharded. Use FullyShardedDataParallelPlugin(cpu_offload=True), "
             "which keeps parameters, gradients and state in host memory."

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import CheckpointError
+from ..modules import is_sharded
 from ..torch_private.distributed import shard_locally
 
 _CODES: Final = ".codes"
@@ -84,11 +85,7 @@ def _keeps_few_bits(optimizer: object) -> bool:
 
 def _local(value: Any) -> Any:
     """Return this rank's shard of ``value``; a tensor that isn't sharded as it is."""
-    return value.to_local() if _is_dtensor(value) else value
-
-
-def _is_dtensor(value: object) -> bool:
-    return type(value).__name__ == "DTensor"
+    return value.to_local() if is_sharded(value) else value
 
 
 def _is_packed(value: object) -> bool:
@@ -99,7 +96,7 @@ def _is_packed(value: object) -> bool:
 
 def _is_packed_elsewhere(value: Any, optimizer: object) -> bool:
     """Return whether shards of ``value`` differ in size, so that other ranks' may be quantized where this one isn't."""
-    if not _is_dtensor(value) or not _keeps_few_bits(optimizer) or value.ndim == 0:
+    if not is_sharded(value) or not _keeps_few_bits(optimizer) or value.ndim == 0:
         return False
     return _is_uneven(value) and value.numel() >= _block(optimizer)
 
@@ -119,7 +116,7 @@ def _segment(shape: torch.Size, block: int) -> int:
 
 
 def _split(name: str, value: Any, optimizer: object) -> dict[str, torch.Tensor]:
-    if _is_dtensor(value) and any(not (one.is_replicate() or one.is_shard(0)) for one in value.placements):
+    if is_sharded(value) and any(not (one.is_replicate() or one.is_shard(0)) for one in value.placements):
         raise CheckpointError(
             f"{name!r} of {type(optimizer).__name__} is in few bits and sharded as {value.placements}: only shards "
             "along the first dimension, as FSDP2 makes them, can be saved. Use an optimizer with full state there."
@@ -135,7 +132,7 @@ def _split(name: str, value: Any, optimizer: object) -> dict[str, torch.Tensor]:
         scale = torch.full(rows, _WHOLE, device=local.device)
     codes = local.codes if packed else torch.zeros(local.shape, dtype=_code_dtype(optimizer), device=local.device)
     found = {_CODES: codes, _SCALE: scale}
-    if _is_dtensor(value) and _is_uneven(value):
+    if is_sharded(value) and _is_uneven(value):
         found[_VALUES] = torch.zeros(local.shape, device=local.device) if packed else local
     return {part: _sharded_as(value, tensor) for part, tensor in found.items()}
 
@@ -146,7 +143,7 @@ def _code_dtype(optimizer: Any) -> torch.dtype:
 
 
 def _sharded_as(value: Any, local: torch.Tensor) -> torch.Tensor:
-    if not _is_dtensor(value):
+    if not is_sharded(value):
         return local
     from torch.distributed.tensor import DTensor
 
@@ -176,7 +173,7 @@ def _fill(fresh: Any, parameter: Any, entries: Mapping[str, object], name: str, 
 
 def _own(value: Any, parameter: Any) -> torch.Tensor:
     """Return of ``value``, sharded or whole, what belongs to this rank's shard of ``parameter``."""
-    if _is_dtensor(value) or not _is_dtensor(parameter):
+    if is_sharded(value) or not is_sharded(parameter):
         return _local(value)
     return _local(
         shard_locally(value.to(parameter.device_mesh.device_type), parameter.device_mesh, parameter.placements)

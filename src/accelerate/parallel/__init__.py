@@ -100,7 +100,7 @@ def adopt(strategy: Strategy, model: torch.nn.Module, *, is_in_use: bool) -> Str
     Raises:
         PreparationError: it lies on another mesh than the models before it, or than the ParallelismConfig says.
     """
-    from .base import is_sharded
+    from ..modules import is_sharded
 
     if not any(map(is_sharded, model.parameters())):
         return strategy

@@ -16,12 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from ..checkpointing.run_state import Stateful, StrategyState
 from ..distributed.world import World
 from ..errors import SettingError
-from ..modules import move_tensor
+from ..modules import is_sharded, move_tensor
 from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..training.oom_retry import RetryMode
 from ..training.open_window import GradientHolder
-from .base import PreparedArguments, Role, StrategyOptions, is_sharded
+from .base import PreparedArguments, Role, StrategyOptions
 from .compile import uncompiled
 from .ddp import replica_in
 from .fsdp.state import checkpoint_state_of, shards_of

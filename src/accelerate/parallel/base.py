@@ -20,7 +20,7 @@ from ..distributed.mesh import Mesh
 from ..distributed.world import World
 from ..errors import PreparationError
 from ..hooks.align import has_offloaded_params
-from ..modules import moved
+from ..modules import is_sharded, moved
 from ..plugins import Plugins
 from ..plugins.data import DataLoaderConfiguration
 from ..plugins.deepspeed import DummyOptim, DummyScheduler
@@ -221,11 +221,6 @@ def _must_not_move(model: torch.nn.Module, device: torch.device) -> bool:
             )
         return True
     return any(is_sharded(parameter) for parameter in model.parameters())
-
-
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Return True if ``parameter`` is a DTensor, of which each device holds a shard."""
-    return any(kind.__name__ == "DTensor" for kind in (type(parameter), type(parameter.data)))
 
 
 def refuse_dummies(arguments: PreparedArguments) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 import torch
 
 from ..errors import NotBuilt
+from ..modules import is_sharded
 from ..torch_private.distributed import shard_offset
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _held(names: tuple[str, ...], tensor: torch.Tensor) -> HeldTensor:
     shape = tuple(tensor.shape)
     if tensor.is_meta:
         return HeldTensor(names, shape, tensor.dtype, None, None)
-    if type(tensor).__name__ != "DTensor":
+    if not is_sharded(tensor):
         return HeldTensor(names, shape, tensor.dtype, tensor, tuple((0, size) for size in shape))
     sharded = cast("DTensor", tensor)
     if sharded.device_mesh.get_coordinate() is None:

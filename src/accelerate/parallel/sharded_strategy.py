@@ -11,9 +11,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ..checkpointing.sharded import InPlace, StateAccess
+from ..modules import is_sharded
 from ..torch_private.fsdp import reset_sharded_runtime, snapshot_sharded_gradients
 from ..training.oom_retry import Retryable, snapshot_gradients
-from .base import Strategy, is_sharded
+from .base import Strategy
 from .compile import uncompiled
 from .gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
 from .matrix_optimizer import shard_state, step_on_whole_matrices

@@ -31,14 +31,14 @@ from ..distributed.random import synchronize_rng_state
 from ..distributed.world import World
 from ..errors import PreparationError, SettingError
 from ..logging import MultiProcessAdapter, get_logger
-from ..modules import Place, get_model_tp_size, parameter_places, put_parameter
+from ..modules import Place, get_model_tp_size, is_sharded, parameter_places, put_parameter
 from ..plugins.parallelism import TorchTensorParallelConfig
 from ..settings.labels import DistributedType
 from ..settings.option import nearest
 from ..torch_private.distributed import overlap_tensor_parallel
 from ..training.oom_retry import Retryable, RetryMode
 from ..training.open_window import GradientHolder
-from .base import StrategyOptions, is_sharded
+from .base import StrategyOptions
 from .fsdp.state import gathered_state
 from .gradients import PlainGradients
 from .rebind import canonical_name, inner_optimizer

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import distributed as dist
 
+from ..errors import PreparationError
+from ..modules import is_sharded
 from ..optional import require, torchao_required
 from .base import HOLDS_OTHERS, OTHER_KIND, report_conversion
 from .fp8 import Fp8Functions, Fp8Precision
@@ -111,10 +113,35 @@ class AoPrecision(Fp8Precision):
         self._filter: ModuleFilter | None = recipe.module_filter_func
         self._functions = functions
 
+    def check(self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise if linear layers that would be converted are sharded already."""
+        for model in models:
+            self._refuse_sharded(model)
+
+    def _refuse_sharded(self, model: torch.nn.Module) -> None:
+        """Raise if a layer that would be converted is sharded: what gathers it would stay with the layer it replaces.
+
+        Raises:
+            PreparationError: the first of these layers.
+        """
+        if has_ao_layers(model):
+            return
+        ends = find_first_last_linear_layers(model)
+        takes = self._filter or partial(filter_linear_layers, layers_to_filter=ends)
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and is_sharded(module.weight) and takes(module, name):
+                raise PreparationError(
+                    f"mixed_precision='fp8': the linear layer {name!r} of {type(model).__name__} came sharded, and "
+                    "can't be converted to fp8 any more. Call torchao.float8.convert_to_float8_training(model) before "
+                    "fully_shard or parallelize_module, or let Accelerator(fsdp_plugin="
+                    "FullyShardedDataParallelPlugin(fsdp_version=2)) shard the whole model."
+                )
+
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """Replace linear layers of ``model`` by Float8Linear, unless it has some already."""
         if has_ao_layers(model):
             return model
+        self._refuse_sharded(model)
         convert = partial(
             self._functions("convert_model_to_fp8_ao"), config=self.config, module_filter_func=self._filter
         )

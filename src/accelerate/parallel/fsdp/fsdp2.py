@@ -19,6 +19,7 @@ from ...checkpointing.run_state import Stateful, StrategyState
 from ...distributed.mesh import SHARD_AXES
 from ...distributed.world import World
 from ...errors import MissingDependency, PreparationError
+from ...modules import is_sharded
 from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...precision import Precision
 from ...settings.labels import DistributedType
@@ -26,7 +27,7 @@ from ...torch_private.distributed import concatenated
 from ...training.oom_retry import RetryMode
 from ...training.open_window import GradientHolder
 from ...versions import is_torch_version
-from ..base import PreparedArguments, Role, StrategyOptions, is_sharded
+from ..base import PreparedArguments, Role, StrategyOptions
 from ..compile import compile_model, compile_regions_fsdp2, uncompiled
 from ..context_parallel import prepare_attention
 from ..expert_parallel import average_expert_gradients, shard_experts

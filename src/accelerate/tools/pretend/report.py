@@ -11,7 +11,7 @@ import torch
 from ...checkpointing.manifest import format_bytes
 from ...distributed.mesh import Mesh
 from ...distributed.world import World, current_world
-from ...parallel.base import is_sharded
+from ...modules import is_sharded
 from .communication import Traffic
 from .contradictions import find_contradictions
 from .files import WrittenFile, files_of_checkpoint
