@@ -466,6 +466,33 @@ def test_a_rank_whose_batch_uses_no_replica_averages_those_of_others() -> None:
     assert found[2] not in (-1.0, 0.0)
 
 
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_a_rank_whose_loss_reaches_nothing_beside_frozen_shards_counts_as_zeros(precision: str) -> None:
+    """Without a graph, with one that reaches no parameter; where no rank's loss reaches one, all raise."""
+
+    def on_rank() -> list[list[float]]:
+        torch.manual_seed(0)
+        model: Any = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("sharded", "head")})
+        model["sharded"].requires_grad_(False)
+        fully_shard(model["sharded"], mesh=mesh_of(data=2))
+        run = Accelerator(cpu=True, mixed_precision=precision)
+        model, optimizer = run.prepare(model, torch.optim.SGD(model["head"].parameters(), lr=0.5))
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            run.backward(model["sharded"](torch.ones(4, 2)).float().sum())
+        found: list[list[float]] = []
+        for has_graph in (False, True):
+            hidden = model["sharded"](torch.ones(4, 2, requires_grad=has_graph)).float()
+            run.backward((model["head"](hidden) if run.process_index == 0 else hidden).float().sum())
+            found.append((model["head"].bias.grad / (run.scaler.get_scale() if run.scaler else 1)).tolist())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*found, model["head"].bias.tolist()]
+
+    first, second = run_on_ranks(on_rank, 2)
+    assert first == second
+    assert first[:2] == [[2.0, 2.0], [2.0, 2.0]]  # 4, and 0 of the other rank
+
+
 def test_a_part_of_a_tensor_that_is_no_dtensor_is_refused_by_name() -> None:
     """The first rank's would be written over the others', which are of another size."""
 

@@ -75,7 +75,7 @@ class Adopted(ShardedStrategy):
         """Make replicas of ``model`` equal, and let those gradients be averaged that ``fully_shard`` leaves alone."""
         if replica_in(model) is None:
             key = id(model)
-            train_in_place(model, self.mesh, lambda: key not in self._unreduced)
+            self._replicas += train_in_place(model, self.mesh, lambda: key not in self._unreduced)
         return model
 
     def _refuse_whole(self, model: torch.nn.Module) -> None:

@@ -33,10 +33,10 @@ TOLERANCE: Final = 1e-2
 _handles: Final = WeakTensorKeyDictionary()
 
 
-def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], bool]) -> None:
+def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], bool]) -> list[ReplicaGradients]:
     """Make the replicas of ``model`` equal, and average the gradients that ``fully_shard`` doesn't reduce.
 
-    A collective.
+    A collective. Returns what averages them, if there is something to average, for :func:`backward_on_all`.
 
     Args:
         reduces: whether the gradients of the backward pass that runs are complete.
@@ -58,7 +58,29 @@ def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], boo
     for parameter in [*reduced, *named.values()]:
         _remove_hook(parameter)  # of an earlier preparation, with its mesh and its no_sync
     if named and mesh.active(*TOKEN_AXES, "tp"):
-        ReplicaGradients(named, reduced, mesh, reduces)
+        return [ReplicaGradients(named, reduced, mesh, reduces)]
+    return []
+
+
+def backward_on_all(replicas: Iterable[ReplicaGradients], backward: Callable[[], None], *, reaches_any: bool) -> None:
+    """Call ``backward``; enter the collectives of replicas that it reaches on other ranks only, as the gradient 0 does.
+
+    Where shards are trained, fully_shard's collectives have brought all ranks there. Where none are, no hook is called
+    on a rank whose loss reaches no parameter, and the others would wait for it.
+
+    Args:
+        reaches_any: the loss has a graph; else torch raises, which all ranks do where none has one.
+    """
+    alone = [one for one in replicas if one.is_alone()]
+    for one in alone:
+        one.has_entered = False
+    if reaches_any or not alone:
+        backward()
+    for one in alone:
+        if not one.has_entered:
+            one.finish()
+    if alone and not reaches_any and not any(one.has_gradients() for one in alone):
+        backward()
 
 
 def _remove_hook(parameter: torch.Tensor) -> None:
@@ -161,13 +183,29 @@ class ReplicaGradients:
         self._group, self._size = mesh.group(*TOKEN_AXES), mesh.size(*TOKEN_AXES)
         self._is_checked = not mesh.active("tp")
         self._backward = -1
+        self.has_entered: bool = False  # since it was set so
         for parameter in named.values():
             _add_hook(parameter, self._note)
+        self._handle = _handles[next(iter(named.values()))]
         # A rank whose pass uses none of the replicas has to enter their collectives too. fully_shard calls these hooks
         # itself once a gradient is reduced, for some units only after the backward pass.
-        for parameter in reduced:
-            if parameter.is_floating_point():
-                _add_hook(parameter, self._queue)
+        self._reduced = [parameter for parameter in reduced if parameter.is_floating_point()]
+        for parameter in self._reduced:
+            _add_hook(parameter, self._queue)
+
+    def is_alone(self) -> bool:
+        """Return whether replicas are trained beside shards that aren't, and the pass that comes is complete."""
+        return (
+            self._group is not None
+            and bool(self._reduced)
+            and not any(parameter.requires_grad for parameter in self._reduced)
+            and _handles.get(next(iter(self._named.values()))) is self._handle  # else prepared anew
+            and self._reduces()
+        )
+
+    def has_gradients(self) -> bool:
+        """Return whether a trained replica has a gradient."""
+        return any(parameter.requires_grad and parameter.grad is not None for parameter in self._named.values())
 
     def _note(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -181,11 +219,13 @@ class ReplicaGradients:
         """Let the pass that runs end with the collectives, once."""
         if self._backward != current_backward() and self._reduces():
             self._backward = current_backward()
+            self.has_entered = True
             # In two steps, so that on all ranks they come after those of fully_shard at the end of the pass, whichever
             # parameter was first.
-            call_after_backward(lambda: call_after_backward(self._finish))
+            call_after_backward(lambda: call_after_backward(self.finish))
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Average the gradients over the ranks; a collective."""
         if not self._is_checked:
             self._check_equal()
         if self._group is not None:

@@ -5,25 +5,47 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ..checkpointing.sharded import InPlace, StateAccess
+from ..distributed.world import World
 from ..modules import is_sharded
 from ..torch_private.fsdp import reset_sharded_runtime, snapshot_sharded_gradients
 from ..training.oom_retry import Retryable, snapshot_gradients
-from .base import Strategy
+from .base import Strategy, StrategyOptions
 from .compile import uncompiled
 from .gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
 from .matrix_optimizer import shard_state, step_on_whole_matrices
 from .rebind import canonical_name
+from .replicas import ReplicaGradients, backward_on_all
 from .state import ModelState, Owner
 
 
 class ShardedStrategy(Strategy, ABC):
     """A strategy whose parameters are DTensors, all or some of them."""
+
+    def __init__(self, world: World, options: StrategyOptions) -> None:
+        super().__init__(world, options)
+        self._replicas: list[ReplicaGradients] = []  # those of models that came sharded
+
+    def release(self) -> None:
+        """Forget the models."""
+        super().release()
+        self._replicas.clear()
+
+    def backward(
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
+    ) -> None:
+        """Add the gradients of ``loss / num_steps``, also where it reaches no parameter on this rank alone."""
+        if scaler is not None and self._replicas and not loss.requires_grad:
+            scaler.scale(loss)  # makes the scale, without which the scaler doesn't step
+        backward = super().backward
+        backward_on_all(
+            self._replicas, lambda: backward(loss, scaler, num_steps, **kwargs), reaches_any=loss.requires_grad
+        )
 
     def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the hooks that bring matrices together for an optimizer that needs them whole."""

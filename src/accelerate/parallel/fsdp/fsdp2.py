@@ -112,7 +112,7 @@ class FullyShard(ShardedStrategy):
             if not evaluation_mode and model not in _own:
                 self.recompute(model)
                 key = id(model)
-                train_in_place(model, self.mesh, lambda: key not in self._unreduced)
+                self._replicas += train_in_place(model, self.mesh, lambda: key not in self._unreduced)
             return super().place_model(model, precision, device_placement, evaluation_mode=True)
         plugin = self.plugin
         model = precision.convert(model)
