@@ -74,7 +74,7 @@ SHARED_STRATEGY_FILES: Final = frozenset(
         "base", "ddp", "rebind", "compile", "tensor_parallel", "context_parallel", "expert_parallel", "gradient_norm",
         "sharded_strategy", "matrix_optimizer", "matrix_exchange", "layout", "replicas",
         "fsdp.setup", "fsdp.wrapping", "fsdp.state", "gradients", "state", "pipeline.sharded_stages",
-        "held_tensors",
+        "held_tensors", "replica_check", "recorded_pass",
     }
 )  # fmt: skip
 
@@ -108,6 +108,8 @@ HEAVY_FILES: Final = frozenset(
         "parallel/matrix_exchange.py",
         "parallel/matrix_optimizer.py",
         "parallel/layout.py",
+        "parallel/hardware_check.py",
+        "parallel/recorded_pass.py",
         "parallel/replica_check.py",
         "parallel/pipeline/schedule.py",
         "parallel/pipeline/sharded_stages.py",

@@ -1989,6 +1989,8 @@ class Accelerator:
         print_line: bool = False,
         log: bool = True,
         compare_replicas: bool | int = True,
+        sdc_check: int = 0,
+        on_sdc: Literal["raise", "warn"] = "raise",
     ) -> monitoring.RunWatch:
         """Report the loop's numbers every ``every`` updates; call ``step(loss)`` of the result after each micro-batch.
 
@@ -2004,6 +2006,8 @@ class Accelerator:
             print_line: whether the main process prints a line for each report.
             compare_replicas: end the run, too, when ranks that should hold the same parameters don't; looked at in the
                 first report, and in one every ``n`` updates if a number is given.
+            sdc_check: compute every ``n``-th update again, and compare (silent data corruption); 0 never does.
+            on_sdc: whether a rank that computes or remembers wrong raises ``HardwareError``, or a warning says so.
 
         Example:
             ```python
@@ -2017,6 +2021,8 @@ class Accelerator:
                 watch.step(loss)
             ```
         """
+        if sdc_check:
+            parallel.check_hardware(self.strategy, self._wrapped_models, self._optimizers, sdc_check, on_sdc)
         self._loop, rules = None, monitoring.LossRules() if rules is _NOT_GIVEN else rules
         self._run = monitoring.watch(
             self, self._optimizers, every=every, callbacks=callbacks, total_steps=total_steps, rules=rules, flops=flops,

@@ -17,6 +17,7 @@ Each is also the built-in exception that callers of the documented interface alr
     ├── MemoryExhausted       (RuntimeError)         memory ran out, and smaller parts don't help
     ├── RunStopped            (RuntimeError)         all ranks agreed to end the run
     ├── ReplicaError          (RuntimeError)         ranks that should hold the same parameters don't
+    ├── HardwareError         (RuntimeError)         a rank computes or remembers wrong
     ├── CannotQuantize        (RuntimeError)         a model can't be quantized as asked
     ├── Refused               (ValueError)           a script can't be migrated
     ├── VerificationError     (RuntimeError)         a script couldn't be run for a comparison
@@ -77,6 +78,10 @@ class ReplicaError(AccelerateError, RuntimeError):
     """Ranks that should hold the same parameters and optimizer states don't; the text names tensor and rank."""
 
 
+class HardwareError(AccelerateError, RuntimeError):
+    """A rank computes or remembers wrong; raised on every rank, and the text names rank, tensor and update."""
+
+
 class LaunchError(AccelerateError, RuntimeError):
     """Processes couldn't be started, or died."""
 
@@ -95,6 +100,10 @@ DistributedOperationException = CollectiveError
 
 class ReplicaWarning(UserWarning):
     """Ranks that should hold the same parameters and optimizer states don't; the text names tensor and rank."""
+
+
+class HardwareWarning(UserWarning):
+    """A rank computes or remembers wrong, or what it computes can't be compared; the text names the tensor."""
 
 
 class ResumeWarning(UserWarning):

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from ..settings.tree import Settings
     from .base import Strategy, StrategyOptions, is_placed_by_map
     from .ddp import reduction_orders, restore_reduction_orders
+    from .hardware_check import check_hardware
     from .replica_check import Replicas
     from .streaming.stream import stream_weights
 
 __all__ = [
-    "ORDER", "Candidate", "Replicas", "Strategy", "StrategyOptions", "adopt", "choose", "is_placed_by_map",
-    "reduction_orders", "restore_reduction_orders", "stream_weights",
+    "ORDER", "Candidate", "Replicas", "Strategy", "StrategyOptions", "adopt", "check_hardware", "choose",
+    "is_placed_by_map", "reduction_orders", "restore_reduction_orders", "stream_weights",
 ]  # fmt: skip
 
 
@@ -133,6 +134,7 @@ __getattr__: Callable[[str], Any] = names_from(
     {
         "base": "Strategy StrategyOptions is_placed_by_map",
         "ddp": "reduction_orders restore_reduction_orders",
+        "hardware_check": "check_hardware",
         "replica_check": "Replicas",
         "streaming.stream": "stream_weights",
     },

@@ -163,18 +163,18 @@ def _named_parameters(
         ignored = getattr(model, "parameters_to_ignore", ())  # of DDP: what each rank has of its own
         for name, parameter in inner.named_parameters():
             seen.add(id(parameter))
-            if name not in ignored and _has_bits(parameter):
+            if name not in ignored and has_bits(parameter):
                 yield f"`{name}`{f' of model {number}' if len(models) > 1 else ''}", parameter
     for number, optimizer in enumerate(optimizers):
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for place, parameter in enumerate(held):
-            if id(parameter) not in seen and _has_bits(parameter):
+            if id(parameter) not in seen and has_bits(parameter):
                 seen.add(id(parameter))
                 shape = tuple(parameter.shape)
                 yield f"parameter {place} {shape} of optimizer {number}, which is in no prepared model", parameter
 
 
-def _has_bits(tensor: torch.Tensor) -> bool:
+def has_bits(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` holds values that can be read as they lie in memory."""
     plain = local_tensor(tensor)
     is_plain = type(plain) in (torch.Tensor, torch.nn.Parameter)
@@ -189,7 +189,7 @@ def _named_states(
             entries = optimizer.state.get(parameter) or {}
             for key in sorted(map(str, entries)):
                 value = entries.get(key)
-                if isinstance(value, torch.Tensor) and _has_bits(value):
+                if isinstance(value, torch.Tensor) and has_bits(value):
                     yield f"the optimizer's {key!r} of {name}", value
 
 
@@ -258,11 +258,11 @@ def _compare(held: _Held, device: torch.device) -> Difference | None:
 
 def _checksums(tensors: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the checksum of each tensor, of shape [tensors], on ``device``; without waiting for it."""
-    found = [_checksum(tensor).to(device, non_blocking=True) for tensor in tensors.values()]
+    found = [checksum(tensor).to(device, non_blocking=True) for tensor in tensors.values()]
     return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits of ``tensor`` as an int64 tensor of shape [].
 
     Eight bytes are added at a time, which is 25 times as fast on a CPU as converting smaller integers.

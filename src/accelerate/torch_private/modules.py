@@ -36,6 +36,12 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+@uses("torch._tensor:._version")
+def num_changes(tensor: torch.Tensor) -> int:
+    """Return how often operations have changed ``tensor`` in place, which autograd counts; not through ``.data``."""
+    return tensor._version
+
+
 @uses("torch._C:_current_graph_task_id")
 def current_backward() -> int:
     """Return the number of the backward pass that runs in this thread; -1: none does."""

@@ -1,0 +1,405 @@
+"""Check in every k-th update that the hardware computes and remembers right.
+
+What a rank computed in that update (outputs of layers, its gradients, the update of each parameter) is computed again
+and compared bit by bit; under data parallelism the neighbour computes it, too. What the optimizer has written must be
+the same before its next step. Between these updates nothing but a counter runs.
+
+Hochschild et al., "Cores that don't count", HotOS 2021; Dixit et al., "Silent Data Corruptions at Scale", 2021.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, final
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..distributed.collectives import gather_object
+from ..distributed.failures import numbered
+from ..distributed.random import capture_rng_states, restore_rng_states
+from ..distributed.world import World
+from ..errors import HardwareError, HardwareWarning, SettingError
+from ..nested import recursively_apply
+from ..torch_private.modules import num_changes, set_step_hooks
+from ..training.optimizer import AcceleratedOptimizer
+from .base import Strategy
+from .compile import uncompiled
+from .gradient_norm import local_tensor
+from .matrix_optimizer import needs_whole_matrices
+from .recorded_pass import Checksums, Forward, PassRecorder
+from .replica_check import checksum, has_bits
+
+#: The strategies whose passes can be computed again, by the names of their classes.
+_SUPPORTED: Final = ("SingleDevice", "DataParallel", "FullyShard")
+_AGAIN: Final = ", computed again on the same rank, differs"
+_NEIGHBOUR: Final = ", computed again by the next rank, differs"
+_UPDATE: Final = " after the update isn't what the update gives when computed again"
+_MEMORY: Final = " changed between two updates, by no operation"
+
+#: optimizer -> the handles of its hooks, which a later check replaces.
+_handles: Final = WeakIdKeyDictionary()
+
+
+def check_hardware(
+    strategy: Strategy,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[AcceleratedOptimizer],
+    every: int,
+    action: Literal["raise", "warn"],
+) -> None:
+    """Check the first update and each ``every``-th of each of ``optimizers``, in place of what an earlier call asked.
+
+    Args:
+        models: as ``prepare`` returned them.
+
+    Raises:
+        SettingError: what was asked for can't be.
+    """
+    asked = f"watch_run(sdc_check={every}, on_sdc={action!r})"
+    if every < 1:
+        raise SettingError(f"{asked}: hardware is checked every n updates. Give 1 or more, or leave it out.")
+    if action not in ("raise", "warn"):
+        raise SettingError(f"{asked}: on_sdc is 'raise' or 'warn'.")
+    if type(strategy).__name__ not in _SUPPORTED or strategy.mesh.active("tp", "cp", "sp", "ep", "pp"):
+        raise SettingError(
+            f"{asked}: under {type(strategy).__name__} ({strategy.mesh.equation()}) no pass is computed again. It is "
+            "under one process, DDP and FSDP2 without other axes; leave sdc_check out."
+        )
+    if not models or not optimizers:
+        raise SettingError(f"{asked}: there is nothing to check yet. Call it after prepare(model, optimizer).")
+    if any(uncompiled(model) is not model for model in models):
+        raise SettingError(f"{asked}: a compiled model isn't recorded. Leave sdc_check or the compiler out.")
+    recorders = []
+    for number, model in enumerate(models):
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        label = f" of model {number}" if len(models) > 1 else ""
+        recorders.append(PassRecorder(inner, label, optimizers[0].gradient_state, strategy.world.device))
+    for number, optimizer in enumerate(optimizers):
+        owner = f" of optimizer {number}" if len(optimizers) > 1 else ""
+        _UpdateCheck(optimizer, owner, recorders, strategy, every, action).register()
+
+
+@final
+@dataclass(frozen=True)
+class _Finding:
+    """Something that isn't as it was the first time.
+
+    Attributes:
+        what: the tensor, and what is wrong with it.
+        ranks: of which one computes wrong.
+        is_proven: it was compared before, and was the same then: the program can be repeated.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    is_proven: bool
+
+
+@final
+class _UpdateCheck:
+    """The check of the updates of one optimizer, and of the passes of the models that it trains."""
+
+    def __init__(
+        self,
+        prepared: AcceleratedOptimizer,
+        owner: str,
+        recorders: Sequence[PassRecorder],
+        strategy: Strategy,
+        every: int,
+        action: Literal["raise", "warn"],
+    ) -> None:
+        self._prepared, self._owner, self._every, self._action = prepared, owner, every, action
+        self._world: World = strategy.world
+        self._has_neighbour = type(strategy).__name__ == "DataParallel"
+        trained = {id(parameter) for group in prepared.param_groups for parameter in group["params"]}
+        self._recorders = [each for each in recorders if any(id(p) in trained for p in each.model.parameters())]
+        self._names = {
+            id(parameter): f"`{name}`{each.label}"
+            for each in self._recorders
+            for name, parameter in each.model.named_parameters()
+        }
+        self._count = 0
+        self._is_armed = False
+        self._findings: list[_Finding] = []
+        self._proven: set[str] = set()  # compared, and found the same
+        self._said: set[str] = set()  # can't be compared: said once
+        self._expected = Checksums()
+        self._written: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}  # tensor, version, checksum
+
+    def register(self) -> None:
+        """Put the check around each step of the optimizer, in the place of an earlier one."""
+        optimizer = self._prepared.optimizer
+        for handle in _handles.pop(optimizer, ()):
+            handle.remove()
+        before: RemovableHandle = optimizer.register_step_pre_hook(self._before)
+        _handles[optimizer] = [before, optimizer.register_step_post_hook(self._after)]
+        self._arm()
+
+    def _arm(self) -> None:
+        self._is_armed = True
+        for recorder in self._recorders:
+            recorder.arm()
+
+    def _disarm(self) -> None:
+        self._is_armed = False
+        for recorder in self._recorders:
+            recorder.disarm()
+
+    # -- around a step -------------------------------------------------------------------------------------
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._count += 1
+        if self._written:
+            self._compare_memory()
+            if not self._is_armed:
+                self._agree()
+        if not self._is_armed:
+            return
+        for recorder in self._recorders:
+            self._compare_passes(recorder)
+            recorder.clear()
+        takes_closure = any(value is not None for value in [*args[1:], *kwargs.values()])  # the first is the optimizer
+        self._expected = Checksums() if takes_closure else self._expected_update(optimizer)
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._is_armed:
+            written = {
+                each: tensor for name, p, _ in self._named(optimizer) for each, tensor in _held(name, p, optimizer)
+            }
+            sums = {name: checksum(tensor) for name, tensor in written.items()}
+            self._compare(self._expected, sums, _UPDATE)
+            self._expected = Checksums()
+            self._written = {name: (tensor, num_changes(tensor), sums[name]) for name, tensor in written.items()}
+            self._agree()
+        if (self._count + 1) % self._every == 0:
+            self._arm()
+            for recorder in self._recorders:
+                recorder.clear()
+        elif self._is_armed:
+            self._disarm()
+
+    # -- comparing -----------------------------------------------------------------------------------------
+
+    def _compare(
+        self, first: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor], what: str, *others: int
+    ) -> None:
+        """Note what differs of that which both hold; of that which never was the same, that it can't be compared."""
+        names = [name for name in first if name in again and name + what not in self._said]
+        if not names:
+            return
+        differ = torch.stack([first[name].cpu() != again[name].cpu() for name in names]).tolist()
+        for name, is_other in zip(names, differ, strict=True):
+            if is_other:
+                self._note(name + what, *others)
+            else:
+                self._proven.add(name + what)
+
+    def _note(self, what: str, *others: int) -> None:
+        self._findings.append(_Finding(what, (self._world.rank, *others), what in self._proven))
+
+    def _compare_memory(self) -> None:
+        """Compare what the optimizer wrote with what is there now, unless an operation has changed it since."""
+        first, again = Checksums(), Checksums()
+        for name, (tensor, version, total) in self._written.items():
+            if num_changes(tensor) == version:
+                first[name], again[name] = total, checksum(tensor)
+        self._written = {}
+        self._compare(first, again, _MEMORY)
+
+    def _compare_passes(self, recorder: PassRecorder) -> None:
+        forwards = recorder.forwards
+        try:
+            again = recorder.replay(forwards)
+            if self._count == 1:  # the first time: what a rank can't repeat even twice isn't compared
+                self._leave_out(again, recorder.replay(forwards))
+        except Exception as error:  # a foreign model's: no run fails for that
+            self._say(f"the passes of {type(recorder.model).__name__} can't be computed again ({error!r})")
+            again = Checksums()
+        own = recorder.recorded()
+        self._compare(own, again, _AGAIN)
+        if self._has_neighbour:
+            next_rank = (self._world.rank + 1) % self._world.size
+            self._compare(own, self._neighbours_answer(recorder, forwards), _NEIGHBOUR, next_rank)
+
+    def _leave_out(self, once: Checksums, twice: Checksums) -> None:
+        names = [name for name in once if name in twice and not torch.equal(once[name], twice[name])]
+        self._said.update(name + what for name in names for what in (_AGAIN, _NEIGHBOUR))
+        if names:
+            self._say(f"{names[0]} and {len(names) - 1} more are other ones each time, without a fault")
+
+    def _neighbours_answer(self, recorder: PassRecorder, forwards: Sequence[Forward]) -> Mapping[str, torch.Tensor]:
+        """Return what the next rank gets for the passes of this one. A collective: each does so for the one before."""
+        given = self._pass_on([_on(torch.device("cpu"), forward) for forward in forwards], 1)
+        try:
+            there = [_on(self._world.device, forward) for forward in given]
+            answer = {name: total.cpu() for name, total in recorder.replay(there).items()}
+        except Exception as error:  # as above
+            self._say(f"the passes of the rank before can't be computed here ({error!r})")
+            answer = {}
+        return self._pass_on(answer, -1)
+
+    def _pass_on(self, value: Any, step: int) -> Any:
+        """Send ``value`` to the rank ``step`` further on in the ring, and return what comes from the other side."""
+        world, received = self._world, [None]
+        to, source = (world.rank + step) % world.size, (world.rank - step) % world.size
+
+        def send() -> None:
+            try:
+                dist.send_object_list([value], to, world.group, world.device)
+            except Exception as error:  # of the user's objects, which can't be pickled: nothing was sent
+                if isinstance(error, RuntimeError):  # of the connection
+                    raise
+                self._say(f"what the model was given can't be sent to another rank ({error!r})")
+                dist.send_object_list([()], to, world.group, world.device)
+
+        if world.rank % 2 == 0:
+            send()
+        dist.recv_object_list(received, source, world.group, world.device)
+        if world.rank % 2:
+            send()
+        return received[0]
+
+    # -- the update ----------------------------------------------------------------------------------------
+
+    def _expected_update(self, optimizer: torch.optim.Optimizer) -> Checksums:
+        """Return the checksums of what the step will write, computed on copies, one parameter at a time."""
+        if needs_whole_matrices(optimizer):
+            return Checksums()
+        found, streams = Checksums(), capture_rng_states()
+        try:
+            for name, parameter, group in self._named(optimizer):
+                if parameter.grad is not None:
+                    twin = _twin(optimizer, parameter, group)
+                    held = _held(name, twin.param_groups[0]["params"][0], twin)
+                    found.update({each: checksum(tensor) for each, tensor in held})
+        except Exception as error:  # a foreign optimizer's
+            self._say(f"an update of {type(optimizer).__name__} can't be computed for one parameter alone ({error!r})")
+            return Checksums()
+        finally:
+            restore_rng_states(streams)
+        return found
+
+    def _named(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        """Iterate over the parameters of ``optimizer`` with their names and groups."""
+        places = ((parameter, group) for group in optimizer.param_groups for parameter in group["params"])
+        for number, (parameter, group) in enumerate(places):
+            yield self._names.get(id(parameter), f"parameter {number}{self._owner}"), parameter, group
+
+    # -- the verdict ---------------------------------------------------------------------------------------
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            text = f"The hardware check leaves something out: {what}, on rank {self._world.rank}."
+            warnings.warn(text, HardwareWarning, stacklevel=4)
+
+    def _agree(self) -> None:
+        """Raise or warn on what some rank has found. A collective.
+
+        Raises:
+            HardwareError: on every rank.
+        """
+        found, world = self._findings, self._world
+        self._findings = []
+        if world.size > 1:
+            count = torch.tensor([len(found)], device=world.device)
+            dist.all_reduce(count, dist.ReduceOp.MAX, world.group)
+            if not int(count):
+                return
+            found = gather_object(found, world=world)
+        if not found:
+            return
+        proven = self._faults(found)
+        for each in found:
+            if each not in proven:
+                self._said.add(each.what)
+        if not proven:
+            if world.is_main:
+                self._say(f"{found[0].what} from the start, {len(found)} in all: the program's own doing")
+            return
+        step = self._prepared.num_updates + (self._prepared.scaler is not None)
+        text = f"Hardware computes or remembers wrong, found at update {step}: {_verdict(proven)}. {_ADVICE}"
+        if self._action == "raise":
+            self._disarm()
+            self._written = {}
+            raise HardwareError(text)
+        if world.is_main:
+            warnings.warn(text, HardwareWarning, stacklevel=4)
+
+    def _faults(self, found: Sequence[_Finding]) -> list[_Finding]:
+        """Return the findings that the program doesn't explain: it was the same before, or is on most other ranks."""
+        ranks: dict[str, set[int]] = defaultdict(set)
+        for each in found:
+            ranks[each.what].add(each.ranks[0])
+
+        def is_alone(each: _Finding) -> bool:  # not of neighbours, which may be other hardware
+            return len(each.ranks) == 1 and 2 * len(ranks[each.what]) < self._world.size
+
+        return [each for each in found if each.is_proven or is_alone(each)]
+
+
+_ADVICE: Final = (
+    "Take that machine out, and go on from a checkpoint that is older than the last check. (A program that changes "
+    "parameters through `.data`, or a model that keeps something outside of its buffers, looks the same.)"
+)
+
+
+def _verdict(found: Sequence[_Finding]) -> str:
+    """Format who computes wrong, and the first tensor of which that is known."""
+    # First what has changed in memory: of a shard, all ranks compute something else then.
+    in_memory = [each for each in found if each.what.endswith(_MEMORY)]
+    alone = in_memory or [each for each in found if len(each.ranks) == 1]
+    if alone:
+        ranks = sorted({rank for each in alone for rank in each.ranks})
+        first, count = alone[0].what, len({each.what for each in alone})
+    else:  # pairs of neighbours, of which one is wrong: the rank that is in all of them, if there is one
+        pairs = [set(each.ranks) for each in found]
+        ranks = sorted(set.intersection(*pairs) or set.union(*pairs))
+        first, count = found[0].what, len({each.what for each in found})
+    more = f" (and {count - 1} more)" if count > 1 else ""
+    one_of = "one of " if len(ranks) > 1 and not alone else ""
+    return f"{one_of}{numbered(ranks)}: {first}{more}"
+
+
+def _held(name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over this rank's part of ``parameter`` and of its states, by name."""
+    tensors = {name: parameter}
+    for key, value in (optimizer.state.get(parameter) or {}).items():
+        if isinstance(value, torch.Tensor):
+            tensors[f"the optimizer's {key!r} of {name}"] = value
+    return ((each, local_tensor(tensor.detach())) for each, tensor in tensors.items() if has_bits(tensor))
+
+
+def _twin(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return an optimizer like ``optimizer`` that has updated a copy of ``parameter`` alone."""
+    own = parameter.detach().clone().requires_grad_(parameter.requires_grad)
+    own.grad = None if parameter.grad is None else parameter.grad.detach().clone()
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.param_groups = [{**group, "params": [own]}]
+    twin.state = defaultdict(dict)
+    if parameter in optimizer.state:
+        twin.state[own] = {
+            key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            for key, value in optimizer.state[parameter].items()
+        }
+    set_step_hooks(twin, {}, {})
+    type(twin).step(twin)  # a schedule may have put a function of the first one in the place of its method
+    return twin
+
+
+def _on(device: torch.device, forward: Forward) -> Forward:
+    """Return ``forward`` with its tensors on ``device``; buffers, and the states of random streams, go on a host."""
+    moved = recursively_apply(
+        lambda tensor: tensor.to(device), {"args": forward.args, "kwargs": forward.kwargs, "of": forward.gradients}
+    )
+    buffers = {name: buffer.cpu() for name, buffer in forward.buffers.items()}
+    return replace(forward, args=moved["args"], kwargs=moved["kwargs"], gradients=moved["of"], buffers=buffers)

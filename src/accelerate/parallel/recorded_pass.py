@@ -1,0 +1,272 @@
+"""Record the passes through a model in one micro-batch, and compute them again.
+
+A pass that is computed again from the same inputs, buffers and random numbers, with the same gradients of its outputs,
+gives the same bits. The loss is the user's; only its gradient with respect to the outputs is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from ..distributed.random import capture_rng_states, restore_rng_states
+from ..nested import recursively_apply
+from ..torch_private.distributed import find_tensors
+from ..torch_private.modules import current_backward, num_changes
+from ..training.accumulation import GradientState
+from .replica_check import checksum, has_bits
+
+#: By what was computed (an output, a gradient) its checksum, of shape [].
+Checksums: TypeAlias = dict[str, torch.Tensor]
+
+
+@final
+@dataclass
+class Forward:
+    """One call of the model, with all that another one needs to be the same.
+
+    Attributes:
+        buffers: by their names, as they were before the call.
+        gradients: by backward pass and number of the output, the gradient of that output.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    streams: Mapping[str, Any]
+    buffers: dict[str, torch.Tensor]
+    autocast: tuple[bool, torch.dtype]
+    gradients: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+
+
+@final
+class PassRecorder:
+    """The recorder of the passes through ``model`` while it is armed.
+
+    Args:
+        label: follows the names of what is computed ("" or "of model 1").
+        window: says whether a micro-batch completes an update; no other one is recorded.
+        device: whose autocast is entered again.
+    """
+
+    def __init__(self, model: nn.Module, label: str, window: GradientState, device: torch.device) -> None:
+        self.model = model
+        self.label, self._window, self._device = label, window, device
+        self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._handles: list[RemovableHandle] = []
+        self._hooked: dict[int, RemovableHandle] = {}  # by parameter, from a forward to the update only
+        self._forwards: list[Forward] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._outputs: dict[int, Checksums] = {}  # by number of the forward
+        self._gradients: dict[int, Checksums] = {}  # by number of the backward pass
+        self._number: int | None = None  # of the forward that runs
+        self._is_replay = False
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PassRecorder:
+        """Return the same object: a copy of the model isn't recorded."""
+        return self
+
+    # -- recording -----------------------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Begin to record: hooks are on the model from here to :meth:`disarm` only."""
+        if self._handles:
+            return
+        add, model = self._handles.append, self.model
+        units = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+        add(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        for name, module in model.named_modules():
+            if next(module.children(), None) is None:
+                what = f"the output of `{name}`" if name else "the output"
+                add(module.register_forward_hook(partial(self._note_output, what)))
+            if name in units:
+                add(module.register_forward_pre_hook(partial(self._hook_parameters, name)))
+        add(model.register_forward_hook(self._end))
+
+    def disarm(self) -> None:
+        """Remove all hooks, and forget what was recorded."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was recorded: the parameters aren't those of these passes any more."""
+        for handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
+        self._forwards.clear()
+        self._versions.clear()
+        self._outputs.clear()
+        self._gradients.clear()
+
+    def _hook_parameters(self, prefix: str, module: nn.Module, *_: object) -> None:
+        """Hook the parameters of ``module`` that are whole now, for the gradients of this rank's own samples."""
+        if self._number is None and not self._is_replay:
+            return
+        for own, parameter in module.named_parameters():
+            if not parameter.requires_grad or id(parameter) in self._hooked or isinstance(parameter, DTensor):
+                continue
+            name = f"the gradient of `{f'{prefix}.{own}' if prefix else own}`"
+            self._hooked[id(parameter)] = parameter.register_hook(partial(self._note_gradient, name))
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_wanted = module is self.model and torch.is_grad_enabled() and current_backward() == -1
+        if self._is_replay or not is_wanted or not self._window.sync_gradients:
+            return
+        kind = self._device.type
+        self._number = len(self._forwards)
+        self._versions += [(tensor, num_changes(tensor)) for tensor in find_tensors([args, kwargs])]
+        self._forwards.append(
+            Forward(
+                recursively_apply(torch.Tensor.detach, args),
+                recursively_apply(torch.Tensor.detach, kwargs),
+                capture_rng_states(),
+                {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
+                (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            )
+        )
+        self._hook_parameters("", module)
+
+    def _end(self, _: nn.Module, __: object, output: object) -> None:
+        if self._is_replay or self._number is None:
+            return
+        number, self._number = self._number, None
+        for place, tensor in enumerate(find_tensors(output)):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._keep_gradient, self._forwards[number], number, place))
+
+    def _note_output(self, name: str, _: nn.Module, __: object, output: object) -> None:
+        if self._number is None or current_backward() != -1:  # not of activations that are computed again
+            return
+        _note(self._outputs.setdefault(self._number, {}), name, find_tensors(output))
+
+    def _keep_gradient(self, forward: Forward, number: int, place: int, gradient: torch.Tensor) -> None:
+        forward.gradients.setdefault(current_backward(), {})[place] = gradient.detach()
+        self._note_gradient(_output_gradient(number, place), gradient)
+
+    def _note_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        _note(self._gradients.setdefault(current_backward(), {}), name, [gradient])
+
+    # -- computing again -----------------------------------------------------------------------------------
+
+    @property
+    def forwards(self) -> Sequence[Forward]:
+        """The calls that were recorded; none where an input was changed in place since."""
+        is_same = all(num_changes(tensor) == version for tensor, version in self._versions)
+        return [*self._forwards] if is_same else []
+
+    def recorded(self) -> Checksums:
+        """Return the checksums of all that was computed in the passes of :attr:`forwards`."""
+        return self._named(_backward_numbers(self._forwards), self._outputs, self._gradients)
+
+    def replay(self, forwards: Sequence[Forward]) -> Checksums:
+        """Compute ``forwards`` and their backward passes again; return the checksums of what that gives.
+
+        Of a model under ``fully_shard`` a collective. Gradients, buffers and random streams stay as they are.
+        """
+        kept = self._outputs, self._gradients, capture_rng_states()
+        held = [(parameter, parameter.grad) for parameter in self.model.parameters()] if self._is_sharded else []
+        self._outputs, self._gradients, self._is_replay = {}, {}, True
+        numbers = _backward_numbers(forwards)
+        try:
+            for parameter, _ in held:
+                parameter.grad = None
+            with torch.enable_grad():
+                done = self._compute(forwards, numbers)
+            return self._named(numbers, self._outputs, {old: self._gradients.get(new, {}) for old, new in done.items()})
+        finally:
+            self._outputs, self._gradients, streams = kept
+            self._is_replay, self._number = False, None
+            restore_rng_states(streams)
+            for parameter, gradient in held:
+                parameter.grad = gradient
+
+    def _compute(self, forwards: Sequence[Forward], numbers: Sequence[int]) -> dict[int, int]:
+        """Run the passes in their order; return the new number of each backward pass by its old one."""
+        outputs: list[list[torch.Tensor]] = []
+        done: dict[int, int] = {}
+        for number in numbers:
+            last = max(place for place, forward in enumerate(forwards) if number in forward.gradients)
+            while len(outputs) <= last:
+                self._number = len(outputs)
+                outputs.append(self._forward(forwards[self._number]))
+                self._number = None
+            given = [
+                (place, at, gradient)
+                for place, forward in enumerate(forwards)
+                for at, gradient in forward.gradients.get(number, {}).items()
+                if at < len(outputs[place]) and outputs[place][at].requires_grad
+            ]
+            if given:
+                done[number] = self._backward([outputs[place][at] for place, at, _ in given], [one[2] for one in given])
+                for place, at, gradient in given:
+                    _note(self._gradients[done[number]], _output_gradient(place, at), [gradient])
+        return done
+
+    def _forward(self, forward: Forward) -> list[torch.Tensor]:
+        restore_rng_states(forward.streams)
+        enabled, dtype = forward.autocast
+        with self._buffers(forward.buffers), torch.autocast(self._device.type, dtype, enabled):
+            return list(find_tensors(self.model(*forward.args, **forward.kwargs)))
+
+    def _backward(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> int:
+        number: list[int] = []
+        outputs[0].register_hook(lambda _: number.append(current_backward()))
+        if self._is_sharded:
+            torch.autograd.backward(outputs, gradients, retain_graph=True)
+        else:  # nothing is accumulated, so that no hook reduces it
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            torch.autograd.grad(outputs, trained, gradients, retain_graph=True, allow_unused=True)
+        self._gradients.setdefault(number[0], {})
+        return number[0]
+
+    @contextmanager
+    def _buffers(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Enter a context in which copies of ``values`` are in the place of the buffers, which graphs may hold."""
+        places: list[tuple[nn.Module, str, torch.Tensor]] = []
+        for name, value in values.items():
+            owner, _, own = name.rpartition(".")
+            module = self.model.get_submodule(owner)
+            places.append((module, own, module._buffers[own]))  # pyright: ignore[reportArgumentType]
+            module._buffers[own] = value.to(places[-1][2].device, copy=True)
+        try:
+            yield
+        finally:
+            for module, own, buffer in places:
+                module._buffers[own] = buffer
+
+    def _named(
+        self, numbers: Sequence[int], outputs: Mapping[int, Checksums], gradients: Mapping[int, Checksums]
+    ) -> Checksums:
+        found = Checksums()
+        in_order = {place: gradients[number] for place, number in enumerate(numbers) if number in gradients}
+        for kind, each in (("call", outputs), ("backward pass", in_order)):
+            for number, sums in sorted(each.items()):
+                where = f" in {kind} {number}" if number else ""
+                found.update({f"{name}{self.label}{where}": value for name, value in sums.items()})
+        return found
+
+
+def _output_gradient(number: int, place: int) -> str:
+    return f"the gradient of output {place}{f' of call {number}' if number else ''}"
+
+
+def _backward_numbers(forwards: Sequence[Forward]) -> list[int]:
+    """Return the numbers of the backward passes through ``forwards``, in order."""
+    return sorted({number for forward in forwards for number in forward.gradients})
+
+
+def _note(sums: Checksums, name: str, tensors: Any) -> None:
+    for tensor in tensors:
+        if has_bits(tensor) and tensor.numel():
+            again = sum(key == name or key.startswith(f"{name} (") for key in sums)
+            sums[f"{name} ({again + 1})" if again else name] = checksum(tensor)

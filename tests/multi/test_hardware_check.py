@@ -1,0 +1,267 @@
+"""Hardware that computes wrong: flipped bits of each kind are named by rank, and a sound run isn't accused."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.errors import HardwareError, HardwareWarning, SettingError
+from accelerate.parallel.hardware_check import _MEMORY, _UPDATE
+from tests.ranks import run_on_ranks
+
+SLOW = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="minutes of updates: RUN_SLOW=1 (make slow)")
+
+KINDS = ("weight", "optimizer state", "activation", "gradient", "update")
+
+
+class Net(nn.Module):
+    """Dropout, batch statistics, and a layer that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.twice = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.drop, self.last = nn.Dropout(0.3), nn.Linear(8, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.first(inputs))
+        return self.last(self.drop(self.twice(self.twice(hidden).relu()).relu()))
+
+
+def flip(tensor: torch.Tensor, chosen: random.Random) -> None:
+    """Flip one bit of one element of ``tensor``, without any operation that autograd sees."""
+    whole = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    bits = whole.data.view(-1).view(torch.uint8)
+    bits[chosen.randrange(len(bits))] ^= 1 << chosen.randrange(8)
+
+
+class Faults:
+    """One flipped bit of a kind, at a place and an update that are drawn."""
+
+    def __init__(self, kind: str, seed: int, model: nn.Module, optimizer: Any, at: int, *, recurs: bool) -> None:
+        self.chosen, self.kind, self.at, self.recurs = random.Random(seed), kind, at, recurs
+        self.update, self.done = 0, False
+        self.model, self.optimizer = model, optimizer
+        self.parameters = [parameter for parameter in model.parameters() if self.part(parameter).numel()]
+        if kind == "activation":
+            layers = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.BatchNorm1d))]
+            self.chosen.choice(layers).register_forward_hook(lambda _, __, output: self.damage(output))
+        elif kind == "gradient":
+            self.number, self.hooked = self.chosen.randrange(len(self.parameters)), set[int]()
+            model.register_forward_pre_hook(self.hook_gradient)
+
+    def hook_gradient(self, model: nn.Module, _: object) -> None:
+        parameter = list(model.parameters())[self.number]  # whole, also under FSDP2
+        if id(parameter) not in self.hooked:
+            self.hooked.add(id(parameter))
+            parameter.register_hook(self.damage)
+
+    def is_due(self) -> bool:
+        return self.update >= self.at if self.recurs else self.update == self.at and not self.done
+
+    def damage(self, tensor: torch.Tensor | None) -> None:
+        if tensor is not None and self.is_due():
+            self.done = True
+            flip(tensor, self.chosen)
+
+    def in_memory(self, kind: str) -> None:
+        """Flip a bit of a parameter, or of a state, where this fault is one of that kind."""
+        if kind != self.kind or not self.is_due():
+            return
+        self.done = True
+        parameter = self.chosen.choice(self.parameters)
+        if kind == "optimizer state":
+            parameter = self.optimizer.optimizer.state[parameter][self.chosen.choice(["exp_avg", "exp_avg_sq"])]
+        flip(parameter, self.chosen)
+
+    @staticmethod
+    def part(tensor: Any) -> torch.Tensor:
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def made(strategy: str, **options: Any) -> tuple[Accelerator, nn.Module, Any]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP") if strategy == "fsdp2" else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, **options)
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def train(
+    strategy: str,
+    every: int,
+    updates: int,
+    kind: str = "",
+    rank: int = 0,
+    seed: int = 0,
+    at: int = 0,
+    recurs: bool = False,
+) -> tuple[str, int]:
+    """Return what the check raised, and in which update."""
+    accelerator, model, optimizer = made(strategy)
+    faults = None
+    if accelerator.process_index == rank and kind:
+        faults = Faults(kind, seed, model, optimizer, at, recurs=recurs)
+        optimizer.optimizer.register_step_post_hook(lambda *_: faults.in_memory("update"))
+    accelerator.watch_run(log=False, rules=None, sdc_check=every)
+    torch.manual_seed(accelerator.process_index)
+    for update in range(1, updates + 1):
+        if faults is not None:
+            faults.update = update
+        optimizer.zero_grad()
+        loss = model(torch.randn(16, 6)).square().mean()
+        if faults is not None and update > 1:
+            faults.in_memory("weight")
+            faults.in_memory("optimizer state")
+        try:
+            accelerator.backward(loss)
+            optimizer.step()
+        except HardwareError as error:
+            return str(error), update
+    return "", updates
+
+
+@pytest.mark.nonfinite  # a bit of the exponent
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
+def test_a_flipped_bit_is_named_by_rank(strategy: str) -> None:
+    ranks = 1 if strategy == "single" else 2
+
+    def on_rank() -> list[tuple[str, int]]:
+        sound = train(strategy, 2, 7)
+        return [sound, *(train(strategy, 1, 6, kind, rank=ranks - 1, seed=5, at=4) for kind in KINDS)]
+
+    said = run_on_ranks(on_rank, ranks)
+    assert said == said[:1] * ranks
+    assert said[0] is not None and said[0][0] == ("", 7)
+    words = {
+        "weight": _MEMORY,
+        "optimizer state": _MEMORY,
+        "activation": "the output of",
+        "gradient": "the gradient of",
+    }
+    for kind, (text, update) in zip(KINDS, said[0][1:], strict=True):
+        assert text.startswith("Hardware computes or remembers wrong"), kind
+        assert f": rank {ranks - 1}: " in text and words.get(kind, _UPDATE) in text and update == 4, (kind, text)
+
+
+def test_a_rank_that_is_wrong_each_time_is_found_by_its_neighbours() -> None:
+    """One that gives the same wrong numbers again agrees with itself."""
+
+    def on_rank() -> str:
+        accelerator, model, optimizer = made("ddp")
+        accelerator.watch_run(log=False, sdc_check=2)
+        is_broken = [False]
+        broken = is_broken if accelerator.process_index == 1 else [False]
+        model.module.last.register_forward_hook(lambda _, __, output: output * 1.0001 if broken[0] else output)
+        try:
+            for update in range(1, 7):
+                is_broken[0] = update > 2
+                optimizer.zero_grad()
+                accelerator.backward(model(torch.randn(16, 6)).square().mean())
+                optimizer.step()
+        except HardwareError as error:
+            return str(error)
+        return ""
+
+    said = run_on_ranks(on_rank, 3)
+    assert said == said[:1] * 3
+    assert "found at update 4: rank 1: " in str(said[0]) and "computed again by the next rank" in str(said[0])
+
+
+def test_a_program_that_cant_be_repeated_is_left_in_peace_and_told_once() -> None:
+    class Noisy(Net):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            generator = torch.Generator()
+            generator.seed()
+            return super().forward(inputs + torch.rand(inputs.shape, generator=generator))
+
+    accelerator = Accelerator(cpu=True)
+    model = Noisy()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        accelerator.watch_run(log=False, sdc_check=1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            penalty = model.first.weight.square().sum()  # a gradient that no pass through the model gives
+            accelerator.backward(model(torch.randn(16, 6)).square().mean() + penalty)
+            optimizer.step()
+    texts = [str(one.message) for one in said if one.category is HardwareWarning]
+    assert texts and all(text.startswith("The hardware check leaves something out: ") for text in texts)
+    assert len(texts) == len(set(texts)) <= 2
+
+
+def test_a_warning_lets_the_run_go_on_and_what_cant_be_checked_is_refused() -> None:
+    accelerator, model, optimizer = made("single", gradient_accumulation_steps=2)
+    with pytest.raises(SettingError, match=r"sdc_check=-1, on_sdc='raise'.*every n updates"):
+        accelerator.watch_run(log=False, sdc_check=-1)
+    with pytest.raises(SettingError, match="'raise' or 'warn'"):
+        accelerator.watch_run(log=False, sdc_check=1, on_sdc="stop")  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="nothing to check yet"):
+        Accelerator(cpu=True).watch_run(log=False, sdc_check=1)
+    accelerator.watch_run(log=False, sdc_check=1, on_sdc="warn")
+    with pytest.warns(HardwareWarning, match="found at update 3: rank 0: `first.weight` changed between two updates"):
+        for number in range(8):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.randn(16, 6)).square().mean())
+                if number == 4:
+                    flip(model.first.weight, random.Random(1))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert optimizer.num_updates == 4
+
+
+def test_other_strategies_are_refused_by_name() -> None:
+    def on_rank() -> str:
+        accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+        with pytest.raises(SettingError) as error:
+            accelerator.watch_run(log=False, sdc_check=10)
+        return str(error.value)
+
+    assert "sdc_check=10" in run_on_ranks(on_rank, 2)[0] and "under FlatShard" in run_on_ranks(on_rank, 2)[0]
+
+
+@SLOW
+@pytest.mark.nonfinite
+def test_a_hundred_flips_are_named_within_k_updates() -> None:
+    """A flip in an update that is checked; where only each third is, one that happens again (bad hardware)."""
+    drawn = random.Random(0)
+    cases = [
+        (drawn.choice(KINDS[:4]), drawn.randrange(2), number, drawn.randrange(4, 9), number % 2) for number in range(50)
+    ]
+
+    def on_rank(strategy: str) -> list[tuple[str, int]]:
+        return [
+            train(strategy, 3 if recurs else 1, 14, kind, rank, seed, at, recurs=bool(recurs))
+            for kind, rank, seed, at, recurs in cases
+        ]
+
+    for strategy in ("ddp", "fsdp2"):
+        for (kind, rank, seed, at, recurs), (text, update) in zip(
+            cases, run_on_ranks(on_rank, 2, strategy, timeout_seconds=900)[0], strict=True
+        ):
+            assert f": rank {rank}: " in text and update <= at + (3 if recurs else 1), (
+                strategy,
+                kind,
+                rank,
+                seed,
+                at,
+                text,
+            )
+
+
+@SLOW
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
+def test_ten_thousand_sound_updates_raise_no_alarm(strategy: str) -> None:
+    updates = {"single": 6000, "ddp": 2000, "fsdp2": 2000}[strategy]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HardwareWarning)
+        said = run_on_ranks(train, 1 if strategy == "single" else 2, strategy, 1, updates, timeout_seconds=1500)
+    assert said == [("", updates)] * len(said)
