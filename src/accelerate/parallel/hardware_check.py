@@ -241,7 +241,7 @@ class _UpdateCheck:
         try:
             there = [_on(self._world.device, forward) for forward in given]
             answer = {name: total.cpu() for name, total in recorder.replay(there).items()}
-        except Exception as error:  # as above
+        except Exception as error:  # a foreign model's, as above
             self._say(f"the passes of the rank before can't be computed here ({error!r})")
             answer = {}
         return self._pass_on(answer, -1)
