@@ -87,6 +87,13 @@ def test_what_would_be_wrong_is_refused_with_its_line(name: str) -> None:
     assert str(refused.value).startswith(f"{name}.py:{line}: ")
 
 
+def test_what_counted_the_processes_of_one_machine_is_said() -> None:
+    """A batch size divided by it is another one on several machines, which a run on one machine doesn't show."""
+    said = {name: [note.text for note in migrated(name).notes] for name in ("imagenet_spawn", "ddp_spawn")}
+    assert sum("`ngpus_per_node` was the processes of one machine" in text for text in said["imagenet_spawn"]) == 1
+    assert not any("one machine" in text for text in said["ddp_spawn"])
+
+
 @pytest.mark.parametrize("name", CONVERTED)
 def test_the_doctor_has_no_objections(name: str) -> None:
     found = migrated(name)

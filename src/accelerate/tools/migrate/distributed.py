@@ -251,7 +251,13 @@ def _spawned(plan: Plan, call: ast.Call) -> None:
         arguments.append(f"*{plan.script.text_of(given)}")
     plan.replace(call, f"{plan.script.text_of(call.args[0])}({', '.join(arguments)})", _LAUNCHED)
     plan.everywhere = True
-    _counted_by_node(plan)
+    is_by_node = _counted_by_node(plan)
+    if is_by_node and count is not None:
+        plan.note(
+            call,
+            f"`{plan.script.text_of(count)}` was the processes of one machine and is now those of all machines: what "
+            "the worker divides by it, such as a batch size, is divided by all of them.",
+        )
     symbol = None if count is None else plan.survey.symbol(count)
     if symbol is None:
         return
@@ -262,8 +268,9 @@ def _spawned(plan: Plan, call: ast.Call) -> None:
             plan.note(statement, f"`{symbol.name}` was the number of processes; the launcher decides that now.")
 
 
-def _counted_by_node(plan: Plan) -> None:
-    """Replace ``rank = node * devices + device`` and ``world_size = devices * nodes`` of scripts that spawn."""
+def _counted_by_node(plan: Plan) -> bool:
+    """Replace ``rank = node * devices + device`` and ``world_size = devices * nodes``; return whether there are any."""
+    found = False
     for statement in plan.script.nodes(ast.Assign):
         value, name = statement.value, dotted(statement.targets[0]).rpartition(".")[2]
         if not isinstance(value, ast.BinOp) or name not in ("rank", "global_rank", "world_size"):
@@ -272,6 +279,8 @@ def _counted_by_node(plan: Plan) -> None:
         if multiplies and isinstance(value.op, ast.Mult if name == "world_size" else ast.Add):
             number = "num_processes" if name == "world_size" else "process_index"
             plan.replace(value, f"{plan.accelerator}.{number}", "counted by the launcher, over all nodes")
+            found = True
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- samplers
