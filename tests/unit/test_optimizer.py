@@ -97,6 +97,30 @@ def test_an_overflow_is_seen_and_skipped_for_every_kind_of_optimizer(gradient_st
     assert not step((weight**2).sum()) and not torch.equal(weight, before)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_skipped_updates_are_not_counted_and_no_step_waits_for_the_device(
+    gradient_state: GradientState, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only the device knows, in a fused kernel: the count is that of the optimizer's own steps."""
+    weight = parameter()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    wrapped = AcceleratedOptimizer(torch.optim.AdamW([weight], lr=0.1, **KINDS[kind]), scaler=scaler)
+    reads: list[torch.Tensor] = []
+    read = torch.Tensor.item
+    for factor in (1.0, float("inf"), 1.0, float("inf"), 1.0):
+        scaler.scale((weight * factor).sum()).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "item", lambda tensor: reads.append(tensor) or read(tensor))
+            wrapped.step()
+        wrapped.zero_grad()
+    assert not (kind == "fused" and reads)
+    own = int(wrapped.state[weight]["step"])
+    assert wrapped.num_updates == own == 3
+    assert pickle.loads(pickle.dumps(wrapped)).num_updates == 3
+    wrapped.num_updates = 7
+    assert wrapped.num_updates == 7
+
+
 def test_state_loaded_or_present_before_lies_on_the_device(gradient_state: GradientState) -> None:
     weight = parameter()
     inner = torch.optim.SGD([weight], lr=0.1, momentum=0.9)

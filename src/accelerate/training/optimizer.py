@@ -60,8 +60,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """
 
     _is_accelerate_prepared = True  # libraries ask prepared objects for it
-    #: Updates of the parameters in this run, and in the runs that it goes on from.
-    num_updates: int = 0
+    _num_updates: int = 0
+    _num_skipped: torch.Tensor | None = None  # of those, steps of a fused optimizer that the device skipped
     _step_hook: RemovableHandle | None = None
 
     def __init__(
@@ -111,6 +111,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Whether the optimizer already steps during the backward pass (LOMO)."""
         return any(base.__module__.partition(".")[0] == "lomo_optim" for base in type(self.optimizer).__mro__)
 
+    @property
+    def num_updates(self) -> int:
+        """Updates of the parameters in this run, and in the runs that it goes on from; may wait for the device."""
+        if self._num_skipped is not None:
+            self._num_updates -= int(self._num_skipped.item())
+            self._num_skipped = None
+        return self._num_updates
+
+    @num_updates.setter
+    def num_updates(self, count: int) -> None:
+        self._num_updates, self._num_skipped = count, None
+
     # -- a step ------------------------------------------------------------------------------------------
 
     def step(self, closure: Closure | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -122,7 +134,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self._act is not None:
             result = self._act(closure)
         else:
-            self.num_updates += 1
+            self._num_updates += 1
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         gradient_state.num_step_calls += 1
         gradient_state.awaits_step = False  # after a closure's backward
@@ -135,12 +147,25 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure=closure)
         found = _overflow_flags(scaler, self.optimizer)
         scaler.update()
-        self.num_updates += self._updates.count
+        self._num_updates += self._updates.count
         if self._updates.count and scaler_decides(self.optimizer):
             self._is_overflow = False
-        else:  # Reading the flags waits for the device, so they are read only on demand (by the scheduler).
+        else:
+            if self._updates.count and found:  # a fused kernel: only the device knows
+                self._count_skipped(
+                    found
+                )  # Reading the flags waits for the device, so they are read only on demand (by the scheduler).
             self._is_overflow = lambda: any(bool(flag.item()) for flag in found)
         return result
+
+    def _count_skipped(self, found: list[torch.Tensor]) -> None:
+        """Add 1 to the steps that the device skipped, if one of the flags ``found`` is set; without waiting for it."""
+        first, *others = found
+        if self._num_skipped is None:
+            self._num_skipped = torch.zeros_like(first)
+        for other in others:
+            first = torch.maximum(first, other.to(first.device, non_blocking=True))
+        self._num_skipped += first
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Clear the gradients, unless an open accumulation window still needs them.
@@ -236,12 +261,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             "_is_overflow": self.step_was_skipped,
             "_accelerate_step_called": self._accelerate_step_called,
             "_has_stepped": self._has_stepped,
-            "num_updates": self.num_updates,
+            "_num_updates": self.num_updates,
             "_zero_grad_takes_set_to_none": self._zero_grad_takes_set_to_none,
         }
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
+        # Pickles of before call the count num_updates.
+        self.__dict__.update({"_num_updates": state.get("num_updates", 0), **state})
         self.scaler = self._scaler
 
     def __repr__(self) -> str:
