@@ -1,4 +1,4 @@
-"""Optimizer state in few bits (torchao's 8-bit and fp8 optimizers) as plain tensors in checkpoints, for any ranks.
+"""Optimizer state in few bits (torchao's 4-bit, 8-bit and fp8) as plain tensors in checkpoints, for any ranks.
 
 Such a tensor is codes and, for each block of them, a scale; blocks begin with each rank's own shard. In a checkpoint
 ``exp_avg`` is ``exp_avg.codes``, of the parameter's shape, and ``exp_avg.scale``, which has the scales of each row, as
@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, PreparationError
 from ..modules import is_sharded
 from ..torch_private.distributed import shard_locally
 
@@ -24,6 +24,8 @@ _CODES: Final = ".codes"
 _SCALE: Final = ".scale"
 #: What ranks hold whose shards aren't quantized, beside others whose are; zeros elsewhere.
 _VALUES: Final = ".values"
+#: Smaller shards torchao doesn't quantize.
+_SMALLEST: Final = 4096
 #: The scale of numbers that aren't quantized.
 _WHOLE: Final = -1.0
 
@@ -79,6 +81,29 @@ def join_state(entries: Mapping[str, object], parameter: torch.Tensor, optimizer
     return found
 
 
+def refuse_half_weights(optimizer: Any) -> None:
+    """Raise if ``optimizer`` would keep the state of a shard in bf16 or fp16 in few bits: torchao's step fails then.
+
+    Raises:
+        PreparationError: the shape and dtype of the first such parameter.
+    """
+    block = getattr(optimizer, "block_size", math.inf)
+    if not _keeps_few_bits(optimizer) or block == math.inf:
+        return
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if not is_sharded(parameter) or parameter.dtype == torch.float32 or parameter.ndim == 0:
+            continue
+        cuts = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        rows = -(-parameter.shape[0] // math.prod(size for placement, size in cuts if placement.is_shard()))
+        num_held = rows * math.prod(parameter.shape[1:])  # of the first rank, so that all ranks raise
+        if num_held >= _SMALLEST and num_held % block == 0:
+            raise PreparationError(
+                f"{type(optimizer).__name__} got a sharded weight of shape {tuple(parameter.shape)} in "
+                f"{parameter.dtype}, whose state it would keep in few bits: torchao's step fails there. Leave the "
+                'weights in float32, with mixed_precision="bf16", or use an optimizer with full state.'
+            )
+
+
 def _keeps_few_bits(optimizer: object) -> bool:
     return callable(getattr(optimizer, "_subclass_zeros", None)) and callable(getattr(optimizer, "_new_buffer", None))
 
@@ -91,7 +116,27 @@ def _local(value: Any) -> Any:
 def _is_packed(value: object) -> bool:
     local = _local(value)
     codes = getattr(local, "codes", None) if isinstance(local, torch.Tensor) else None
-    return codes is not None and codes.shape == local.shape
+    return codes is not None and (codes.shape == local.shape or _has_pairs(local))
+
+
+def _has_pairs(local: Any) -> bool:
+    """Return whether each code of ``local`` is two numbers of 4 bits."""
+    return local.codes.ndim == 1 and 2 * local.codes.numel() == local.numel()
+
+
+def _codes(local: Any) -> torch.Tensor:
+    """Return one code for each number, in the shape of ``local``."""
+    if not _has_pairs(local):
+        return local.codes
+    return torch.stack([local.codes >> 4, local.codes & 0b1111], dim=-1).view(local.shape)
+
+
+def _set_codes(local: Any, codes: torch.Tensor) -> None:
+    """Set the codes of ``local`` to those that :func:`_codes` returned."""
+    if _has_pairs(local):
+        high, low = codes.reshape(-1, 2).unbind(-1)
+        codes = high << 4 | low
+    local.codes.copy_(codes)
 
 
 def _is_packed_elsewhere(value: Any, optimizer: object) -> bool:
@@ -130,7 +175,7 @@ def _split(name: str, value: Any, optimizer: object) -> dict[str, torch.Tensor]:
         scale = local.scale.repeat_interleave(block // segment).reshape(rows)
     else:
         scale = torch.full(rows, _WHOLE, device=local.device)
-    codes = local.codes if packed else torch.zeros(local.shape, dtype=_code_dtype(optimizer), device=local.device)
+    codes = _codes(local) if packed else torch.zeros(local.shape, dtype=_code_dtype(optimizer), device=local.device)
     found = {_CODES: codes, _SCALE: scale}
     if is_sharded(value) and _is_uneven(value):
         found[_VALUES] = torch.zeros(local.shape, device=local.device) if packed else local
@@ -161,7 +206,7 @@ def _fill(fresh: Any, parameter: Any, entries: Mapping[str, object], name: str, 
     if _is_packed(fresh):
         blocks = scale.reshape(-1, block // segment)
         if bool((blocks == blocks[:, :1]).all()) and bool((blocks[:, 0] != _WHOLE).all()):
-            fresh.codes.copy_(codes)
+            _set_codes(fresh, codes)
             fresh.scale.copy_(blocks[:, 0])
             return
     table = getattr(optimizer._subclass_zeros(torch.empty(block), name == "exp_avg", block), "qmap", None)

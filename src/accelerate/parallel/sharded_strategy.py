@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from ..checkpointing.quantized_state import refuse_half_weights
 from ..checkpointing.sharded import InPlace, StateAccess
 from ..distributed.world import World
 from ..modules import is_sharded
@@ -19,7 +20,7 @@ from .base import Strategy, StrategyOptions
 from .compile import uncompiled
 from .gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
 from .matrix_optimizer import shard_state, step_on_whole_matrices
-from .rebind import canonical_name
+from .rebind import canonical_name, inner_optimizer
 from .replicas import ReplicaGradients, backward_on_all
 from .state import ModelState, Owner
 
@@ -48,7 +49,12 @@ class ShardedStrategy(Strategy, ABC):
         )
 
     def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register the hooks that bring matrices together for an optimizer that needs them whole."""
+        """Register the hooks that bring matrices together for an optimizer that needs them whole.
+
+        Raises:
+            PreparationError: ``optimizer`` would keep the state of sharded weights in bf16 in few bits.
+        """
+        refuse_half_weights(inner_optimizer(optimizer))
         step_on_whole_matrices(optimizer, self.world.device)
 
     def clip_grad_norm(
