@@ -45,9 +45,9 @@ COMMON: Final = (
 #: Options of the launcher itself: (flag, value shown, help).
 OWN: Final = (
     ("--config_file", "FILE", "The configuration to use; without it, the one that `accelerate config` wrote."),
-    ("--explain", "", "Print every value and where it came from, and start nothing."),
-    ("--monitor", "", "Show the run on a page of this machine while it goes on; its numbers stay in runs/."),
-    ("--dry-run", "", "Print commands, environments and rendezvous; start nothing."),
+    ("--explain", "", "Print each value and its source; start nothing."),
+    ("--monitor", "", "Show the run on a page; kept in runs/."),
+    ("--dry-run", "", "Print what would be run, and start nothing."),
     ("--nproc_per_node", "N", "torchrun's count: the processes of one machine instead of all; auto: one per device."),
     ("--help-all", "", "Show every option."),
     ("--fp16", "", "Old spelling of --mixed_precision fp16."),

@@ -188,8 +188,9 @@ def test_an_engine_that_is_missing_is_said_before_anything_starts(
 
 @pytest.mark.parametrize("flag", ["--help-all", "--help_all"])
 def test_the_short_help_fits_two_screens_and_the_full_one_has_every_option(
-    flag: str, capsys: pytest.CaptureFixture[str]
+    flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     for word in ("--help", flag):
         with contextlib.suppress(SystemExit):
             launch.main([word])
