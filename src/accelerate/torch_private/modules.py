@@ -36,7 +36,7 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-@uses("torch._tensor:._version")
+@uses("torch._C:._version")
 def num_changes(tensor: torch.Tensor) -> int:
     """Return how often operations have changed ``tensor`` in place, which autograd counts; not through ``.data``."""
     return tensor._version
