@@ -7,17 +7,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..lazy import names_from
+from ..settings import env
+from .records import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
-    from .loop_watch import LoopWatch, watch_loop
+    import torch
+
+    from .loop_watch import LoopWatch
     from .run_monitor import (
         LossRules,
         RunCallback,
         RunWatch,
+        WatchedRun,
         after_load,
         after_save,
         before_save,
@@ -52,6 +57,15 @@ __getattr__: Callable[[str], Any] = names_from(
         "monitoring.run_monitor": (
             "RunCallback LossRules RunWatch after_load after_save before_save folder_of note_norm watch"
         ),
-        "monitoring.loop_watch": "LoopWatch watch_loop",
+        "monitoring.loop_watch": "LoopWatch",
     },
 )
+
+
+def watch_loop(run: WatchedRun, optimizers: Sequence[torch.optim.Optimizer]) -> LoopWatch | None:
+    """Return the watch of the run's loop if the launch was asked for one, else None, and then import nothing."""
+    if not env.read(FOLDER_VARIABLE):
+        return None
+    from .loop_watch import LoopWatch
+
+    return LoopWatch(run, optimizers)

@@ -11,8 +11,7 @@ from typing import Any, Final, final
 
 import torch
 
-from ..settings.env import read
-from .run_monitor import FOLDER_VARIABLE, RunWatch, WatchedRun, watch
+from .run_monitor import RunWatch, WatchedRun, watch
 
 _UPDATES_PER_REPORT: Final = 10
 
@@ -56,8 +55,3 @@ class LoopWatch:
         samples = None if self._run.gradient_state.num_steps == 1 else len(losses) * self._watch.samples_per_batch
         self._watch.step(losses[0] if len(losses) == 1 else torch.stack(losses).mean(), samples=samples)
         losses.clear()
-
-
-def watch_loop(run: WatchedRun, optimizers: Sequence[torch.optim.Optimizer]) -> LoopWatch | None:
-    """Return the watch of the run's loop if the launch was asked for one, else None."""
-    return LoopWatch(run, optimizers) if read(FOLDER_VARIABLE) else None

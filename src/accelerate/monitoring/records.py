@@ -28,6 +28,8 @@ from ..settings.env import read
 
 #: The folder of the files in the project, and their names.
 FOLDER: Final = "monitor"
+#: The folder of the run's files, whatever the script says; `accelerate launch --monitor` sets it.
+FOLDER_VARIABLE: Final = "ACCELERATE_MONITOR"
 FILE_PATTERN: Final = "rank_{}.jsonl"
 #: Events after which a process writes no more.
 ENDINGS: Final = ("end", "error", "stop", "preempted", "killed")

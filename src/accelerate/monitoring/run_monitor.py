@@ -31,11 +31,9 @@ from ..settings.labels import DistributedType
 from ..torch_private.modules import compile_seconds
 from ..training.accumulation import GradientState
 from .ledger import EVALUATION, Ledger, Position
-from .records import FOLDER, RankRecord, shown_command
+from .records import FOLDER, FOLDER_VARIABLE, RankRecord, shown_command
 from .throughput import Flops, StepReport, StepTimer, host_memory_bytes, peak_flops_of
 
-#: The folder of the run's files, whatever the script says; `accelerate launch --monitor` sets it.
-FOLDER_VARIABLE: Final = "ACCELERATE_MONITOR"
 #: The numbers of a rank that are gathered at a report.
 _ROW: Final = (
     "loss_sum", "num_losses", "longest_non_finite", "first_non_finite", "wants_stop", "seconds", "updates", "samples",
