@@ -21,13 +21,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.checkpointing import list_checkpoints
 from accelerate.distributed import preemption
+from accelerate.distributed.environment import ProcessIdentity
 from accelerate.distributed.preemption import StopAgreement
+from accelerate.distributed.rendezvous import agree_on_name
 from accelerate.distributed.store_client import Coordinator
 from accelerate.errors import SettingError
 from accelerate.utils import DataLoaderConfiguration, PreemptionPolicy, ProjectConfiguration, set_seed
@@ -483,6 +485,24 @@ def test_a_rank_that_was_late_is_asked_again(monkeypatch: pytest.MonkeyPatch) ->
         agreement.stop()
     assert len(stopped_at) == 2 and stopped_at[0] == stopped_at[1]
     assert "rank 1 didn't come to the step" in lines[0] and not any("nothing is saved" in line for line in lines)
+
+
+def test_a_notice_to_an_earlier_attempt_is_none_to_the_next_one_in_the_same_store() -> None:
+    """Each world has a name of its own in a store, so that keys of the one before, which nobody deletes, aren't its."""
+    store, noticed = HashStore(), []
+    for _ in range(2):
+        identity = ProcessIdentity(0, 1, 0, 1, "node1", 29500, "torchrun")
+        own = PrefixStore(agree_on_name(store, identity, timedelta(seconds=20)), store)
+        agreement = StopAgreement(Silent(), Coordinator(own, 0, 1, timedelta(seconds=20)), 5.0)  # pyright: ignore[reportArgumentType]
+        agreement.start()
+        if not noticed:
+            agreement._tell_all(preemption.Notice(0, "here", "a test"))
+        until = time.monotonic() + (60.0 if not noticed else 0.5)
+        while not agreement.is_asked and time.monotonic() < until:
+            time.sleep(0.01)
+        noticed.append(agreement.is_asked)
+        agreement.stop()
+    assert noticed == [True, False]
 
 
 def test_the_mark_of_an_earlier_attempt_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -428,11 +428,17 @@ def _kernel_line(pid: int) -> str:
         os.close(log)
 
 
-def record_saved(folder: str | None, rank: int, exit_code: int = PREEMPTED_EXIT_CODE) -> None:
-    """Tell the launcher whose records' folder this is, if there is one, that all ranks end preempted, by this code."""
+def record_saved(
+    folder: str | None, rank: int, exit_code: int = PREEMPTED_EXIT_CODE, attempt: str | None = None
+) -> None:
+    """Tell the launcher whose records' folder this is, if there is one, that all ranks end preempted, by this code.
+
+    Args:
+        attempt: what tells this start from others of the same launcher: the error file that torch's agent gave it.
+    """
     if folder is not None and os.path.isdir(folder):
         with contextlib.suppress(OSError):
-            saved_mark(Path(folder), rank).write_text(str(exit_code))
+            saved_mark(Path(folder), rank).write_text(f"{exit_code} {attempt or ''}".strip())
 
 
 def forget_saved(folder: str | None, rank: int) -> None:
@@ -442,10 +448,14 @@ def forget_saved(folder: str | None, rank: int) -> None:
             saved_mark(Path(folder), rank).unlink()
 
 
-def saved_exit_code(mark: Path) -> int | None:
-    """Return the exit code that the rank of this mark has announced; None where it has saved nothing."""
+def saved_exit_code(mark: Path, attempt: str = "") -> int | None:
+    """Return the exit code that the rank of this mark has announced; None where it has saved nothing.
+
+    Nor where ``attempt`` is given, and the mark is that of another one.
+    """
     try:
-        return int(mark.read_text() or PREEMPTED_EXIT_CODE)
+        code, _, saved_by = mark.read_text().partition(" ")
+        return None if attempt and attempt != saved_by else int(code or PREEMPTED_EXIT_CODE)
     except (OSError, ValueError):
         return None
 
@@ -455,7 +465,9 @@ def saved_mark(folder: Path, rank: int) -> Path:
     return folder / f"saved_{rank}"
 
 
-_ERROR_FILES = ("ACCELERATE_ERROR_FILE", "TORCHELASTIC_ERROR_FILE")
+#: Where torch's agent looks for a rank's exception: another file in each of its attempts.
+AGENTS_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_ERROR_FILES = ("ACCELERATE_ERROR_FILE", AGENTS_ERROR_FILE)
 
 
 def record_uncaught(read: Callable[[str], str | None]) -> None:

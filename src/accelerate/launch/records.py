@@ -37,21 +37,29 @@ class EndRecords:
             self._folder = Path(tempfile.mkdtemp(prefix="accelerate_records_"))
         return {RECORDS_VARIABLE: str(self._folder)}
 
-    def is_preempted(self, rank: int, returncode: int | None, environment: Mapping[str, str]) -> bool:
+    def is_preempted(
+        self, rank: int, returncode: int | None, environment: Mapping[str, str], attempt: str = ""
+    ) -> bool:
         """Return whether the rank ended with the code of a saved run, and did save, or was asked to on signals.
 
         Any script may exit with this code for a reason of its own; one that has saved chooses the code.
+
+        Args:
+            attempt: the start that ended, where there are several: it may end before it removes the mark of another.
         """
         if not returncode:
             return False
         asked = environment.get("ACCELERATE_SAVE_ON_SIGNAL", "").strip().lower() in TRUE_WORDS
         if asked and returncode == PREEMPTED_EXIT_CODE:
             return True
-        return self._folder is not None and saved_exit_code(saved_mark(self._folder, rank)) == returncode
+        return self._folder is not None and saved_exit_code(saved_mark(self._folder, rank), attempt) == returncode
 
     @property
     def saved_exit_code(self) -> int | None:
-        """The exit code of a rank of this host that saved because of a preemption, as all ranks then have."""
+        """The exit code of a rank of this host that saved because of a preemption, as all ranks then have.
+
+        A mark of the attempt before counts until a rank joins the next one: nothing has been trained since.
+        """
         marks = sorted(self._folder.glob("saved_*")) if self._folder is not None else []
         return next((code for mark in marks if (code := saved_exit_code(mark)) is not None), None)
 

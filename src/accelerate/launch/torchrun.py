@@ -219,10 +219,15 @@ def failures_of(found: Mapping[int, Any], started: float, records: EndRecords) -
                 traceback=parse_traceback(text),
                 stopped=failure.exitcode == -15,
                 log=_stderr_log(failure.error_file),
-                is_preempted=records.is_preempted(rank, failure.exitcode, environment),
+                is_preempted=records.is_preempted(rank, failure.exitcode, environment, _attempt_of(failure.error_file)),
             )
         )
     return sorted(failures, key=lambda failure: (failure.stopped, failure.is_consequence, failure.seconds))
+
+
+def _attempt_of(error_file: str) -> str:
+    """Return the attempt's own error file, which the rank knows too; nothing where the agent keeps none."""
+    return error_file if Path(error_file).name == "error.json" else ""
 
 
 def _stderr_log(error_file: str) -> Path | None:

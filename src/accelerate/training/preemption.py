@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 import torch
 
-from ..distributed.failures import RECORDS_VARIABLE, forget_saved, record_saved
+from ..distributed.failures import AGENTS_ERROR_FILE, RECORDS_VARIABLE, forget_saved, record_saved
 from ..distributed.notices import Notices
 from ..distributed.preemption import StopAgreement
 from ..distributed.world import World, release_before_leaving
@@ -241,4 +241,5 @@ class Preemption:
         raise SystemExit(code)
 
     def _tell_launcher(self) -> None:
-        record_saved(env.read(RECORDS_VARIABLE), self._world.rank, self._policy.exit_code)
+        attempt = env.read(AGENTS_ERROR_FILE)
+        record_saved(env.read(RECORDS_VARIABLE), self._world.rank, self._policy.exit_code, attempt)

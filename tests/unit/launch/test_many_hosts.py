@@ -254,5 +254,9 @@ def test_the_agents_records_say_which_exit_is_a_saved_one() -> None:
         record_saved(folder, 1, 99)
         assert records.is_preempted(1, 99, {}) and not records.is_preempted(1, 75, {})
         assert not records.is_preempted(1, 0, {}) and not records.is_preempted(1, None, {})
+        # Between the agent's restart and the rank's first Accelerator, which removes the mark, it may end by itself.
+        record_saved(folder, 2, 75, "/logs/attempt_0/2/error.json")
+        assert records.is_preempted(2, 75, {}, "/logs/attempt_0/2/error.json") and records.is_preempted(2, 75, {})
+        assert not records.is_preempted(2, 75, {}, "/logs/attempt_1/2/error.json")
     finally:
         records.close()
