@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
 
 from .callers import warn_of_old_spelling
 from .distributed.mesh import Mesh
@@ -550,6 +550,11 @@ def preemption(
     """
     from .plugins.preemption import PreemptionPolicy
 
+    if run.world.replicas is not None:
+        from .training.kept_run import JoinedRun, join_replicas
+
+        join_replicas(cast("JoinedRun", run), has_policy=policy is not None)
+        return None
     source, asked = "Accelerator(preemption=...)", run.settings.preemption.save_on_signal
     policy = _of_class("preemption", policy, PreemptionPolicy)
     if policy is None and not asked:

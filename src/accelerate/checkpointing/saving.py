@@ -222,6 +222,12 @@ def participants_of_save(
         CollectiveError: a rank that is needed doesn't come.
     """
     _check_target(output_dir, project)
+    if world is not None and world.replicas is not None:
+        raise CheckpointError(
+            "save_state() under `accelerate launch --keep_replicas`: its ranks save together, and any of them may be "
+            "lost meanwhile. Save `accelerator.unwrap_model(model).state_dict()` on the main process, or leave "
+            "--keep_replicas out."
+        )
     if world is None or world.coordinator is None or not world.is_distributed:
         return CallParticipants()
     if needs_all:

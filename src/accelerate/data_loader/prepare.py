@@ -30,6 +30,7 @@ from .prefetch import DataLoaderShard, PreparedLoader
 from .random_streams import SampleSeed
 from .sampling import IndexFreeSampler, SeedableRandomSampler, SkipBatchSampler
 from .sharding import BatchSamplerShard, IterableDatasetShard
+from .shared_epoch import shared_loader
 from .token_batches import LengthOf, TokenBatchSampler, with_token_budget
 
 if TYPE_CHECKING:
@@ -143,8 +144,8 @@ def prepare_data_loader(
         MissingDependency: ``use_stateful_dataloader`` without torchdata.
     """
     dp_rank = share if share is not None else _data_parallel_rank(num_processes, process_index, torch_device_mesh)
+    is_stream = isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches is None:
-        is_stream = isinstance(dataloader.dataset, IterableDataset)
         dispatch_batches = put_on_device and is_stream and not already_sharded
     _check_reader(dispatch_batches, put_on_device, bool(already_sharded) and dp_rank.count > 1)
     _check_split(dataloader, split_batches, dp_rank.count)
@@ -161,12 +162,14 @@ def prepare_data_loader(
     }
     if augment_by_sample:
         common["sample_seed"] = SampleSeed(data_seed if data_seed is not None else torch.initial_seed())
-    is_reseeded = use_seedable_sampler or index_free_shuffle
-    sampler = _seedable(dataloader, data_seed, index_free_shuffle) if is_reseeded else None
+    kept = _shared(dataloader, (dispatch_batches, split_batches, token_budget, already_sharded), data_seed, common)
+    if kept is not None:
+        return kept
+    reseeds = use_seedable_sampler or index_free_shuffle
+    sampler = _seedable(dataloader, data_seed, index_free_shuffle) if reseeds else None
     if token_budget is not None:
         sampler = with_token_budget(dataloader, sampler, token_budget, length_of, packed)
     is_own = reads_by_itself(dataloader)
-    is_stream = isinstance(dataloader.dataset, IterableDataset)
     aware = None if already_sharded is False else rank_aware_part(dataloader, dp_rank.count)
     is_presharded = dp_rank.count > 1 and (aware is not None or bool(already_sharded))
     if is_own:
@@ -200,6 +203,22 @@ def prepare_data_loader(
         prepared = _sharded_map(dataloader, root, sampler, dp_rank, split_batches, even_batches, common)
     prepared.own_loader = dataloader if is_own else None
     return prepared
+
+
+def _shared(
+    dataloader: DataLoader[object], asked: Sequence[object], data_seed: int | None, common: PreparedArguments
+) -> PreparedLoader | None:
+    """Return the loader of a run whose replicas are kept; None in another run."""
+    world = current_world()
+    if world is None or world.replicas is None:
+        return None
+    refused: dict[str, object] = {
+        **dict(zip(("dispatch_batches", "split_batches", "token_budget", "already_sharded"), asked, strict=True)),
+        "use_stateful_dataloader": common.get("use_stateful_dataloader"),
+        "augment_by_sample": common.get("sample_seed"),
+    }
+    prepared = shared_loader(dataloader, world.replicas, world.size, refused, data_seed, **common)
+    return _shown(prepared, dataloader, None, dataloader.batch_size)
 
 
 # -- the data-parallel rank --------------------------------------------------------------------------------

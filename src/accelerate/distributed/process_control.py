@@ -37,6 +37,9 @@ def wait_for_everyone(world: World | None = None) -> None:
     here = world_or_joined(world)
     if here.size == 1:
         return
+    if here.replicas is not None:
+        here.replicas.exchange("wait_for_everyone")
+        return
     coordinator = coordinator_of(here, "wait_for_everyone")
     here.kind.synchronize()
     coordinator.wait_for_everyone()

@@ -31,6 +31,7 @@ from .store_client import Coordinator
 if TYPE_CHECKING:
     from ..torch_private.distributed import Store
     from .environment import ProcessIdentity
+    from .membership import Membership
 
 logger: logging.Logger = logging.getLogger(__name__)
 Released = TypeVar("Released", bound=Callable[[], object])
@@ -55,6 +56,7 @@ class World:
     fork_launched: bool = False
     coordinator: Coordinator | None = field(default=None, repr=False, compare=False)
     group: Any = field(default=None, repr=False, compare=False)  # what its ranks communicate in; None: all processes
+    replicas: Membership | None = field(default=None, repr=False, compare=False)  # of a run that survives lost ranks
 
     @property
     def is_main(self) -> bool:
@@ -79,7 +81,7 @@ class World:
     @property
     def label(self) -> str:
         """The DistributedType of plain replicas in this world."""
-        return self.kind.label if self.backend is not None else "NO"
+        return self.kind.label if self.backend is not None or self.replicas is not None else "NO"
 
     @property
     def debug(self) -> bool:
@@ -151,6 +153,8 @@ def join_world(
         set_debug(True)
     if kind.runtime:
         _world = _join_runtime(kind, facts, spmd)
+    elif not alone and read("ACCELERATE_REPLICAS_FOLDER"):
+        _world = _join_members(kind, requested, facts)
     elif _has_group() and not alone:
         _world = _adopt(requested, timeout, facts)
     else:
@@ -337,6 +341,29 @@ def _form(
         backend=backend,
         attempt=identity.attempt,
         coordinator=coordinator,
+        **facts,
+    )
+
+
+def _join_members(kind: DeviceKind, requested: torch.device | str | None, facts: dict[str, Any]) -> World:
+    """Return the world of a run whose replicas are kept: without a process group, which no lost rank could leave."""
+    from .membership import Membership
+
+    identity = environment.detect(snapshot())
+    if identity is None:
+        raise WorldError(
+            "ACCELERATE_REPLICAS_FOLDER is set, but RANK and WORLD_SIZE are not. Start the script with `accelerate "
+            "launch --keep_replicas N`, or unset the variable."
+        )
+    if kind is table.CPU:
+        _share_cores(identity)
+    return World(
+        identity.rank,
+        identity.size,
+        identity.local_rank,
+        identity.local_size,
+        _choose_device(kind, requested, identity),
+        replicas=Membership.of_environment(identity.rank),
         **facts,
     )
 

@@ -45,6 +45,8 @@ def choose(settings: Settings, host: Host) -> LaunchEngine:
     Raises:
         SettingError: the engine that was named can't do what else was asked for.
     """
+    if settings.launch.keep_replicas:
+        return _keeping_replicas(settings, host)
     named = settings.cluster.launcher
     if named is None or settings.launch.pretend is not None:
         return next(engine for engine in ORDER if engine.suits(settings, host))
@@ -56,3 +58,20 @@ def choose(settings: Settings, host: Host) -> LaunchEngine:
                 f"{settings.quote(address)}. Leave one of them out, or give --launcher torchrun."
             )
     return next(engine for engine in ORDER if engine.name == named)
+
+
+def _keeping_replicas(settings: Settings, host: Host) -> LaunchEngine:
+    """Return the engine that keeps the replicas of a run when one is lost: the local supervisor.
+
+    Raises:
+        SettingError: another one is needed for what else was asked for.
+    """
+    named = settings.cluster.launcher
+    chosen = next(engine for engine in ORDER if (engine.name == named if named else engine.suits(settings, host)))
+    if chosen.name != LocalProcesses.name:
+        raise SettingError(
+            f"{settings.quote('launch.keep_replicas')} keeps several processes of one machine, which --launcher local "
+            f"starts, but these settings start {chosen.name!r}. Give --num_processes of at least 2 on one machine, "
+            "without --max_restarts or a rendezvous, or leave --keep_replicas out."
+        )
+    return chosen

@@ -48,6 +48,7 @@ class LocalProcesses(LaunchEngine):
             logs=logs_of(settings),
             notes=(*notes, *device_notes(settings, host, size)),
             grace_seconds=settings.preemption.grace_seconds,
+            num_replacements=settings.launch.keep_replicas,
         )
 
     def run(self, plan: LaunchPlan) -> int:

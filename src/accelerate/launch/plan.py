@@ -110,6 +110,8 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()
     #: How long ranks that are signaled to stop may go on.
     grace_seconds: float = 30.0
+    #: How many lost ranks are replaced by new processes, while the others go on; 0: a lost rank ends the run.
+    num_replacements: int = 0
 
     def environments(self, base: Mapping[str, str]) -> Iterator[dict[str, str]]:
         """Yield the whole environment of each process of this host."""

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Final, Protocol, final
 
 from ..distributed.failures import (
@@ -35,6 +35,7 @@ from ..distributed.failures import (
 from ..errors import LaunchError
 from .plan import LaunchPlan, Stream
 from .records import EndRecords
+from .replicas import JOINS_VARIABLE, ReplicaMembers
 from .streams import HOLD_SECONDS, OutputStream, write_all
 
 #: A rank that is stopped by the user or the scheduler may save its work for this long.
@@ -155,6 +156,8 @@ class _Rank:
     stopped_at: float | None = None
     pidfd: int | None = None
     failure: Failure | None = None
+    #: It ended, and the run goes on without it, or with another process in its place.
+    is_given_up: bool = False
 
     @property
     def is_running(self) -> bool:
@@ -197,6 +200,8 @@ class Supervisor:
     failure_grace_seconds: float = FAILURE_GRACE_SECONDS
     #: Print the first cause at the end; callers that raise it leave it to the exception.
     report_failures: bool = True
+    #: The members of a run that goes on when ranks are lost; None: their loss ends the run.
+    members: ReplicaMembers | None = None
     failures: list[Failure] = field(default_factory=list)
     _records: EndRecords = field(default_factory=EndRecords)
     _ranks: list[_Rank] = field(default_factory=list)
@@ -230,6 +235,8 @@ class Supervisor:
         try:
             with self._signals() as signals:
                 self._selector.register(signals, selectors.EVENT_READ, None)
+                if self.members is not None:
+                    self.members.register(self._selector)
                 self._start_all(reaper)
                 while any(rank.is_running for rank in self._ranks):
                     self._wait(signals)
@@ -249,21 +256,27 @@ class Supervisor:
 
     def _start_all(self, reaper: Reaper) -> None:
         self._started_at = time.monotonic()
-        for local_rank, environment in enumerate(self.plan.environments(self.environment)):
-            environment |= self._records.environment
-            number = int(environment.get("RANK", local_rank))
-            with contextlib.ExitStack() as child_side:
-                streams, stdout, stderr = self._streams(local_rank, number, child_side)
-                pid = self.start(local_rank, environment, stdout, stderr)
-            reaper.add(pid)
-            rank = _Rank(number, pid, streams, self.plan.logs.file(number, "stderr"))
-            self._ranks.append(rank)
-            for stream in streams:
-                self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
-            if hasattr(os, "pidfd_open"):
-                with contextlib.suppress(OSError):  # not on this kernel: polling does it
-                    rank.pidfd = os.pidfd_open(pid)
-                    self._selector.register(rank.pidfd, selectors.EVENT_READ, rank)
+        for local_rank in range(len(self.plan.ranks) or 1):
+            self._start(local_rank, {}, reaper)
+
+    def _start(self, local_rank: int, extra: Mapping[str, str], reaper: Reaper) -> None:
+        """Start the process of one rank, with the ``extra`` variables in its environment."""
+        environment = {**[*self.plan.environments(self.environment)][local_rank], **self._records.environment, **extra}
+        if self.members is not None:
+            environment |= self.members.environment
+        number = int(environment.get("RANK", local_rank))
+        with contextlib.ExitStack() as child_side:
+            streams, stdout, stderr = self._streams(local_rank, number, child_side)
+            pid = self.start(local_rank, environment, stdout, stderr)
+        reaper.add(pid)
+        rank = _Rank(number, pid, streams, self.plan.logs.file(number, "stderr"))
+        self._ranks.append(rank)
+        for stream in streams:
+            self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):  # not on this kernel: polling does it
+                rank.pidfd = os.pidfd_open(pid)
+                self._selector.register(rank.pidfd, selectors.EVENT_READ, rank)
 
     def _streams(
         self, local_rank: int, rank: int, child_side: contextlib.ExitStack
@@ -307,6 +320,8 @@ class Supervisor:
                     self._receive(number)
             elif isinstance(key.data, OutputStream) and not key.data.read():
                 self._selector.unregister(key.fd)
+            elif isinstance(key.data, FunctionType | MethodType):
+                key.data()
         for stream in streams:
             stream.release()
 
@@ -326,8 +341,14 @@ class Supervisor:
                 self._selector.unregister(rank.pidfd)
                 os.close(rank.pidfd)
             ended.append(rank)
-        self._report_stragglers(ended)
+        self._report_stragglers([rank for rank in ended if self.members is None or rank.returncode == 0])
         for rank in ended:
+            if self.members is not None and self._goes_on_without(rank, self.members):
+                rank.kill_group()
+                reaper.remove(rank.pid)
+                if rank.returncode != 0 and self._stop is None and self.members.replace():
+                    self._start(rank.rank, {JOINS_VARIABLE: "1"}, reaper)
+                continue
             if rank.returncode != 0 and self._stop is None:
                 has_saved = self._is_preempted(rank)  # as the others are about to be
                 grace = self.stop_grace_seconds if has_saved else OUTPUT_GRACE_SECONDS
@@ -335,6 +356,30 @@ class Supervisor:
             if rank.returncode != 0:
                 rank.kill_group()
             reaper.remove(rank.pid)
+
+    def _goes_on_without(self, rank: _Rank, members: ReplicaMembers) -> bool:
+        """Tell the others that ``rank`` has ended; return whether they go on, although it failed."""
+        was_member = rank.rank in members.members
+        members.lost(rank.rank)
+        if not members.members and was_member:  # nobody is left who has the run's state
+            for other in self._ranks:
+                if other.is_running:
+                    other.is_given_up = True
+                    other.kill_group()
+        if rank.returncode == 0 or self._stop is not None or not members.members:
+            return False
+        rank.is_given_up = True
+        going_on = numbered(sorted(members.members))
+        left = members.num_replacements - members.num_replaced
+        self._print(
+            f"accelerate launch: rank {rank.rank} was lost ({_how_it_ended(rank)}); {going_on} goes on. "
+            + (
+                f"A new process takes its place ({left - 1} more may)."
+                if left
+                else "No more processes may take its place."
+            )
+        )
+        return True
 
     def _report_stragglers(self, ended: Sequence[_Rank]) -> None:
         """Print once which ranks still run a while after another has ended with code 0."""
@@ -418,7 +463,7 @@ class Supervisor:
             self._print("\n" * is_inside_line + report(self.failures, self.plan.num_processes))
 
     def _failure_of(self, rank: _Rank, memory: MemoryWatch) -> Failure | None:
-        if not rank.returncode:
+        if not rank.returncode or rank.is_given_up:
             return None
         errors = rank.streams[-1]
         traceback = parse_traceback(errors.text()) if rank.returncode > 0 or errors.traceback_at else None
@@ -484,6 +529,11 @@ class Supervisor:
             os.close(write_end)
 
 
+def _how_it_ended(rank: _Rank) -> str:
+    code = rank.returncode or 0
+    return signal_name(-code) if code < 0 else f"exit code {code}"
+
+
 def open_channel(like: int) -> tuple[int, int]:
     """Open (our end, the child's end) of a channel: a terminal where descriptor ``like`` is one, else a pipe.
 
@@ -507,5 +557,14 @@ def open_channel(like: int) -> tuple[int, int]:
 
 def supervise(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[int, Sequence[Failure]]:
     """Run the plan's command once for each of its ranks and return (exit code, failures)."""
-    supervisor = Supervisor(plan, start_command(plan), environment, stop_grace_seconds=plan.grace_seconds)
-    return supervisor.run(), supervisor.failures
+    members = None
+    if plan.num_replacements:
+        members = ReplicaMembers(plan.num_processes, plan.num_replacements)
+    supervisor = Supervisor(
+        plan, start_command(plan), environment, stop_grace_seconds=plan.grace_seconds, members=members
+    )
+    try:
+        return supervisor.run(), supervisor.failures
+    finally:
+        if members is not None:
+            members.close()

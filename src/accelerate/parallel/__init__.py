@@ -70,6 +70,7 @@ _ADOPTED = Candidate(".adopted", "Adopted", _awaits_shards)
 
 #: The candidates; the first that suits is chosen.
 ORDER: tuple[Candidate, ...] = (
+    Candidate(".kept_replicas", "KeptReplicas", lambda settings, world: world.replicas is not None),
     # Devices whose runtime connects its processes itself.
     Candidate(".xla", "XlaDevices", lambda settings, world: bool(world.kind.runtime)),
     Candidate(".deepspeed.strategy", "DeepSpeed", lambda settings, world: settings.deepspeed is not None),

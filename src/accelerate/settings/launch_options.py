@@ -91,6 +91,13 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
     max_restarts: int = option(
         0, "How many times a failed group of processes is started again.", key=None, minimum=0, flag_default=0
     )
+    keep_replicas: int = option(
+        0,
+        "Go on without a restart when a rank is lost, and replace so many lost ranks by new processes.",
+        key=None,
+        minimum=0,
+        flag_default=0,
+    )
     monitor_interval: float = option(
         0.1, "Seconds between two looks at the processes.", key=None, minimum=0, flag_default=0.1
     )

@@ -1,0 +1,252 @@
+"""An epoch whose samples the living ranks share anew at each step, so that a lost rank's samples are read by others."""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+
+from ..distributed.random import capture_host_streams, host_streams
+from ..errors import CollectiveError, PreparationError
+from .prefetch import Delivery, PreparedLoader
+from .resume import SavedPosition
+from .sampling import BatchInfo
+
+if TYPE_CHECKING:
+    from ..distributed.membership import Membership
+
+
+@final
+class SharedEpoch:
+    """The samples of an epoch that aren't part of an update yet: the same on all ranks, without communication.
+
+    A step takes up to ``batch_size`` samples for each living rank. Those of a rank that gave no gradient to the update
+    of its accumulation window go back to the front.
+    """
+
+    def __init__(self, batch_size: int, order: Sequence[int] = (), *, drop_last: bool = False) -> None:
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self._order, self._position = list(order), 0
+        self._open: dict[int, list[int]] = {}  # of the window, by rank
+        self.num_returns = 0  # how often samples went back
+        self.checksum: int = zlib.crc32(repr(self._order).encode())
+
+    @property
+    def num_left(self) -> int:
+        """Samples that no rank has taken, or that came back."""
+        return len(self._order) - self._position
+
+    def has_step(self, members: Sequence[int]) -> bool:
+        """Return whether there is another step for ``members``."""
+        return self.num_left >= (self.batch_size * len(members) if self.drop_last else 1)
+
+    def draw(self, members: Sequence[int]) -> dict[int, list[int]]:
+        """Take the samples of the next step, and return each member's; equally many, up to one."""
+        num_samples = min(self.batch_size * len(members), self.num_left)
+        shares, start = {}, self._position
+        for number, rank in enumerate(sorted(members)):
+            size = num_samples // len(members) + (number < num_samples % len(members))
+            shares[rank] = self._order[start : start + size]
+            self._open.setdefault(rank, []).extend(shares[rank])
+            start += size
+        self._position = start
+        return shares
+
+    def commit(self, contributors: Iterable[int]) -> None:
+        """Note an update that contains the samples of ``contributors``; those of other ranks go back."""
+        given = set(contributors)
+        back = [index for rank, taken in sorted(self._open.items()) if rank not in given for index in taken]
+        self._open.clear()
+        if back:
+            self._order, self._position = back + self._order[self._position :], 0
+            self.num_returns += 1
+
+    def copy(self) -> SharedEpoch:
+        """Return a copy, to draw ahead from."""
+        copied = SharedEpoch(self.batch_size, drop_last=self.drop_last)
+        copied._order, copied._position = self._order, self._position  # the list is replaced, and never changed
+        return copied
+
+    def state(self) -> dict[str, object]:
+        """Return what another process goes on from, between two windows."""
+        return {"order": self._order[self._position :], "checksum": self.checksum}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``."""
+        self._order, self._position, self._open = list(state["order"]), 0, {}
+        self.checksum = state["checksum"]
+
+
+@final
+class _Shares:
+    """A batch sampler that draws one rank's batches ahead; a rank without samples reads one that doesn't count."""
+
+    def __init__(self, epoch: SharedEpoch, members: Sequence[int], rank: int) -> None:
+        self._epoch, self._members, self._rank = epoch, members, rank
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self._epoch.has_step(self._members):
+            yield own_share(self._epoch.draw(self._members), self._rank)[0]
+
+
+def own_share(shares: Mapping[int, list[int]], rank: int) -> tuple[list[int], int]:
+    """Return the indices that ``rank`` reads, and how many of them count."""
+    own = shares[rank]
+    return (own, len(own)) if own else (next(share for share in shares.values() if share)[:1], 0)
+
+
+@final
+class SharedLoader(PreparedLoader):
+    """A prepared loader of a run whose replicas are kept: each sample of an epoch is part of one update."""
+
+    def __init__(self, dataset: Dataset[object], membership: Membership, data_seed: int | None, **kwargs: Any) -> None:
+        super().__init__(dataset, **kwargs)
+        self.membership, self.data_seed = membership, data_seed
+        size = int(getattr(self.batch_sampler, "batch_size", 1))
+        self.epoch_shared = SharedEpoch(size, drop_last=self._drop_last)
+        self.num_own_samples = 0  # of the current batch
+        self.is_trained = False  # updates were made from its batches
+        self._is_restored = False
+
+    @property
+    def iteration(self) -> int:
+        """The epoch of the running pass, or of the next one; a new process in the place of a lost one joins here."""
+        if self.membership.is_joining and self.gradient_state.between_batches is not None:
+            self.gradient_state.between_batches(self, True)
+        return self.progress.epoch
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.progress.epoch = value
+
+    def commit(self, contributors: Iterable[int], checksums: Iterable[int]) -> None:
+        """Note an update. The ``checksums`` of all ranks' orders are compared.
+
+        Raises:
+            CollectiveError: ranks have different orders.
+        """
+        self.is_trained = True
+        if set(checksums) != {self.epoch_shared.checksum}:
+            raise CollectiveError(
+                "The ranks draw different orders of the samples, so some would be read twice and others never. Let the "
+                "sampler draw from torch's, NumPy's or Python's random numbers, or give Accelerator a data_seed."
+            )
+        self.epoch_shared.commit(contributors)
+
+    def shared_state(self, *, begins: bool) -> dict[str, object]:
+        """Return the position for a process that joins; where a pass ``begins``, the one before is over."""
+        last = self.progress.batch_info
+        is_over = last is not None and last.is_last and not self.epoch_shared.num_left
+        is_running = last is not None and not is_over and not begins
+        state = self.epoch_shared.state() if is_running else None
+        return {"epoch": self.progress.epoch + is_over, "running": state, "trained": self.is_trained}
+
+    def restore_shared(self, state: Mapping[str, Any]) -> None:
+        """Go on from another rank's position."""
+        self.progress.epoch, self.is_trained = state["epoch"], state["trained"]
+        self._is_restored = state["running"] is not None
+        if self._is_restored:
+            self.epoch_shared.restore(state["running"])
+
+    def _read(self, saved: SavedPosition | None) -> Generator[Delivery, None, None]:
+        if not self._is_restored:
+            size, drop_last = self.epoch_shared.batch_size, self._drop_last
+            self.epoch_shared = SharedEpoch(size, self._draw_order(), drop_last=drop_last)
+        self._is_restored = False
+        return self._deliver(self.epoch_shared)
+
+    def _deliver(self, epoch: SharedEpoch) -> Generator[Delivery, None, None]:
+        membership, num_steps = self.membership, 0
+        while epoch.has_step(membership.members):
+            members, num_returns = membership.members, epoch.num_returns
+            sampler = _Shares(epoch.copy(), members, membership.rank)
+            for batch in self.reader(self.dataset, self.collate_fn, batch_sampler=sampler):
+                indices, self.num_own_samples = own_share(epoch.draw(members), membership.rank)
+                num_steps += 1
+                is_last = not epoch.has_step(members)
+                info = BatchInfo(indices, None, is_last, num_steps, num_steps, num_steps, indices)
+                yield (batch if self._active_prefetch is not None else self.place_batch(batch)), info
+                if membership.members != members or epoch.num_returns != num_returns:
+                    break  # what was read ahead is another rank's now
+
+    def _draw_order(self) -> list[int]:
+        batches: Any = self.batch_sampler
+        sampler = batches.sampler
+        if isinstance(sampler, SequentialSampler):
+            return list(sampler)
+        if self.data_seed is not None:
+            seed = self.data_seed + self.progress.epoch
+        else:
+            own = int(torch.empty((), dtype=torch.int64).random_())
+            seeds = self.membership.exchange("order", own).values
+            seed = seeds[min(seeds)]
+        with _streams_from(seed, sampler):
+            return [int(index) for index in sampler]
+
+    def _known_remainder(self) -> int:
+        return -1
+
+    def __len__(self) -> int:
+        """Return the steps of an epoch in which no rank is lost."""
+        size = self.epoch_shared.batch_size * max(1, len(self.membership.members) or self.num_launched)
+        sampler: Any = self.batch_sampler
+        num_samples = len(sampler.sampler)
+        return num_samples // size if self._drop_last else -(-num_samples // size)
+
+    num_launched = 1
+
+
+@contextmanager
+def _streams_from(seed: int, sampler: Any) -> Iterator[None]:
+    """Enter a context in which ``sampler`` draws from streams that begin with ``seed``."""
+    before = getattr(sampler, "generator", None)
+    with host_streams(capture_host_streams()):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        if before is not None:
+            sampler.generator = torch.Generator().manual_seed(seed)
+        try:
+            yield
+        finally:
+            if before is not None:
+                sampler.generator = before
+
+
+def shared_loader(
+    dataloader: DataLoader[object],
+    membership: Membership,
+    size: int,
+    refused: Mapping[str, object],
+    data_seed: int | None,
+    **arguments: Any,
+) -> SharedLoader:
+    """Return a loader over the same data, whose samples the living of ``size`` ranks share.
+
+    Raises:
+        PreparationError: an option among ``refused`` was asked for, or the loader can't be shared so.
+    """
+    asked = [name for name, value in refused.items() if value]
+    if isinstance(dataloader.dataset, IterableDataset):
+        asked.append("a dataset that is a stream")
+    elif type(dataloader.batch_sampler) is not BatchSampler:
+        asked.append(f"the batch sampler {type(dataloader.batch_sampler).__name__}")
+    if dataloader.persistent_workers:
+        asked.append("persistent_workers=True")
+    if asked:
+        raise PreparationError(
+            f"{', '.join(asked)} under `accelerate launch --keep_replicas`: the samples of an epoch are divided anew "
+            "when a rank is lost, which is built for datasets that are read by index in batches of one size. Leave "
+            "that out, or --keep_replicas."
+        )
+    sampling = {"batch_sampler": dataloader.batch_sampler}
+    prepared = SharedLoader(dataloader.dataset, membership, data_seed, **sampling, **arguments)
+    prepared.num_launched = size
+    return prepared

@@ -1,0 +1,191 @@
+"""The members of a run whose replicas are kept: values that the living ranks exchange when any of them may die.
+
+The launcher decides who is a member, because it is the parent of all ranks and outlives them: it hears each rank's end
+from the kernel. An exchange is complete once every living member has given its value; all members get the same answer,
+so whatever they do next, they do alike. What a rank gave before it died counts, and lies in shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+
+from ..errors import CollectiveError, WorldError
+from ..settings.env import read
+
+#: The launcher's folder: its socket, and what ranks give each other. Set by the launcher.
+FOLDER_VARIABLE: Final = "ACCELERATE_REPLICAS_FOLDER"
+#: Set by the launcher in a process that takes the place of a lost rank.
+JOINS_VARIABLE: Final = "ACCELERATE_REPLICA_JOINS"
+#: The name of the launcher's socket in the folder.
+SOCKET_NAME: Final = "members"
+
+
+@final
+@dataclass(frozen=True)
+class Answer:
+    """The same answer to every member: what each gave, who lives, and which processes wait to join."""
+
+    values: Mapping[int, Any]
+    members: tuple[int, ...]
+    joining: tuple[int, ...]
+
+    @classmethod
+    def of(cls, line: bytes) -> Answer:
+        """Return the answer in a line from the launcher."""
+        found = json.loads(line)
+        if "error" in found:
+            raise CollectiveError(found["error"])
+        values = {int(rank): value for rank, value in found["values"].items()}
+        return cls(values, tuple(found["members"]), tuple(found["joining"]))
+
+
+@final
+class Membership:
+    """This process's part of a run whose replicas are kept.
+
+    Args:
+        folder: the launcher's.
+        joins: this process takes the place of a lost one, and isn't a member until it has a member's state.
+    """
+
+    def __init__(self, folder: Path, rank: int, *, joins: bool) -> None:
+        self.folder, self.rank, self.is_joining = folder, rank, joins
+        self.members: tuple[int, ...] = ()
+        self.joining: tuple[int, ...] = ()
+        self._num_updates = self._num_states = 0
+        self._mapped: dict[Path, torch.Tensor] = {}
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._connection.connect(str(folder / SOCKET_NAME))
+        except OSError as error:
+            raise WorldError(
+                f"{FOLDER_VARIABLE}={folder}: no launcher answers there ({error}). Start the script with `accelerate "
+                "launch --keep_replicas N`, which sets the variable, or unset it."
+            ) from error
+        self._answers = self._connection.makefile("rb")
+        self._send({"rank": rank, "joins": joins})
+
+    @classmethod
+    def of_environment(cls, rank: int) -> Membership | None:
+        """Return the membership that the launcher arranged; None where it keeps no replicas."""
+        folder = read(FOLDER_VARIABLE)
+        return None if not folder else cls(Path(folder), rank, joins=bool(read(JOINS_VARIABLE)))
+
+    # -- exchanges -----------------------------------------------------------------------------------------
+
+    def exchange(self, operation: str, value: object = None) -> Answer:
+        """Give ``value`` to all members, and return what each gave in this operation.
+
+        Raises:
+            CollectiveError: members are in different operations, or the launcher has ended.
+        """
+        self._send({"operation": operation, "value": value})
+        return self._receive()
+
+    def _send(self, message: Mapping[str, object]) -> None:
+        try:
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError as error:
+            raise CollectiveError(_LAUNCHER_ENDED) from error
+
+    def _receive(self) -> Answer:
+        line = self._answers.readline()
+        if not line:
+            raise CollectiveError(_LAUNCHER_ENDED)
+        answer = Answer.of(line)
+        self.members, self.joining = answer.members, answer.joining
+        return answer
+
+    # -- sums ----------------------------------------------------------------------------------------------
+
+    def add_up(self, flat: torch.Tensor, value: object) -> tuple[torch.Tensor, Mapping[int, Any]]:
+        """Return the sum of all members' ``flat`` tensors, in the order of ranks, and what each gave beside it.
+
+        The sum is the same bit by bit everywhere. A member that dies before it has given its tensor isn't in the sum;
+        one that dies later is, everywhere. Buffers take turns: whoever gives a tensor has read those before the last.
+        """
+        turn = self._num_updates % 2
+        self._num_updates += 1
+        self._buffer(self.rank, turn, flat).copy_(flat)
+        values = self.exchange("update", {"turn": turn, "value": value}).values
+        total = torch.zeros_like(flat, device="cpu")
+        for rank in sorted(values):
+            total += self._buffer(rank, values[rank]["turn"], flat)
+        return total, {rank: given["value"] for rank, given in values.items()}
+
+    def piece_of(self, rank: int, flat: torch.Tensor, start: int) -> torch.Tensor:
+        """Return what ``rank`` gave in the last sum, from element ``start`` on."""
+        return self._buffer(rank, (self._num_updates - 1) % 2, flat)[start:]
+
+    def _buffer(self, rank: int, turn: int, like: torch.Tensor) -> torch.Tensor:
+        path = self.folder / f"gradients_{rank}_{turn}"
+        if path not in self._mapped:
+            size = like.numel() * like.element_size()
+            with path.open("ab") as file:
+                try:
+                    os.posix_fallocate(file.fileno(), 0, max(1, size))  # writing into a full file system would be fatal
+                except OSError as error:
+                    raise CollectiveError(
+                        f"{path}: no room for {size} bytes of gradients, which ranks exchange there ({error}). Give "
+                        "/dev/shm more room (docker run --shm-size), or point TMPDIR at a folder that has it."
+                    ) from error
+            self._mapped[path] = torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype)
+        return self._mapped[path]
+
+    # -- states --------------------------------------------------------------------------------------------
+
+    def share_state(self, operation: str, make: Callable[[], object]) -> Any:
+        """Return the state of the lowest member, which it makes with ``make``; None on that member itself.
+
+        Where it dies before it has given its state, the next one gives its own.
+        """
+        while True:
+            writer = min(self.members) if self.members else self._first_member()
+            path = self._write(make()) if self.rank == writer else None
+            given = [value for value in self.exchange(operation, path).values.values() if value]
+            if given:
+                return None if path is not None else _load(given[0])
+
+    def receive_state(self) -> Any:
+        """Wait until the members admit this process, and return the state that they have in common."""
+        self._send({"operation": "join", "value": None})
+        answer = self._receive()
+        self.is_joining, self._num_updates = False, answer.values[-1]
+        return _load(next(value for rank, value in sorted(answer.values.items()) if rank >= 0 and value))
+
+    def admit(self, make: Callable[[], object]) -> None:
+        """Let the processes that wait join, with the state of the lowest member."""
+        while self.joining:
+            path = self._write(make()) if self.rank == min(self.members) else None
+            answer = self.exchange("admit", {"path": path, "updates": self._num_updates})
+            if any(given["path"] for given in answer.values.values()):
+                return
+
+    def _first_member(self) -> int:
+        return min(self.exchange("members").members)
+
+    def _write(self, state: object) -> str:
+        """Write a state that others may read until this rank has written two more; return its path."""
+        self._num_states += 1
+        path = self.folder / f"state_{self.rank}_{os.getpid()}_{self._num_states}"
+        torch.save(state, path)
+        (self.folder / f"state_{self.rank}_{os.getpid()}_{self._num_states - 2}").unlink(missing_ok=True)
+        return str(path)
+
+
+def _load(path: str) -> Any:
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+_LAUNCHER_ENDED: Final = (
+    "The launcher, which keeps the members of this run, has ended: no rank can go on. Start the run again with "
+    "`accelerate launch --keep_replicas N`."
+)

@@ -1,0 +1,181 @@
+"""The launcher's part of a run whose replicas are kept: who is a member, and the exchanges among the members.
+
+Torch-free. One thread, the supervisor's, does all of it, so every end of a rank lies before or after every exchange.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, final
+
+from ..errors import LaunchError
+
+#: As in `distributed.membership`, which imports torch.
+FOLDER_VARIABLE: Final = "ACCELERATE_REPLICAS_FOLDER"
+JOINS_VARIABLE: Final = "ACCELERATE_REPLICA_JOINS"
+_SOCKET_NAME: Final = "members"
+_LONGEST_SOCKET_PATH: Final = 100
+#: Ranks exchange gradients in memory where there is so much room, else in files of the temporary folder.
+_MEMORY_FOLDER: Final = Path("/dev/shm")
+_ENOUGH_BYTES: Final = 1 << 30
+
+
+@final
+class _Connection:
+    """The connection of one process: its rank, and what it has sent of its next line."""
+
+    def __init__(self, opened: socket.socket) -> None:
+        self.socket, self.rank, self.pending = opened, -1, b""
+
+    def send(self, message: object) -> None:
+        try:
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:  # it has ended; the supervisor will say so
+            return
+
+
+@final
+class ReplicaMembers:
+    """The members of one run on this host, and the processes that wait to become members.
+
+    Args:
+        size: ranks at the start; all of them are members.
+        num_replacements: how many lost ranks are replaced by new processes.
+    """
+
+    def __init__(self, size: int, num_replacements: int) -> None:
+        self.size, self.num_replacements, self.num_replaced = size, num_replacements, 0
+        self.members = set(range(size))
+        self.folder = Path(tempfile.mkdtemp(prefix="accelerate_replicas_", dir=_choose_place()))
+        if len(str(self.folder)) > _LONGEST_SOCKET_PATH - len(_SOCKET_NAME):
+            raise LaunchError(f"{self.folder}: the path is too long for a socket. Set TMPDIR to a shorter one.")
+        self._connections: dict[int, _Connection] = {}
+        self._unknown: list[_Connection] = []
+        self._arrived: dict[int, tuple[str, Any]] = {}
+        self._waiting: set[int] = set()
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.bind(str(self.folder / _SOCKET_NAME))
+        self._listening.listen(128)
+        self._selector: selectors.BaseSelector | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variable by which ranks find the members."""
+        return {FOLDER_VARIABLE: str(self.folder)}
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Let ``selector`` call this object's functions, which it finds as the data of its keys."""
+        self._selector = selector
+        selector.register(self._listening, selectors.EVENT_READ, self._accept)
+
+    def close(self) -> None:
+        """Close all connections, and remove the folder."""
+        for connection in (*self._connections.values(), *self._unknown):
+            connection.socket.close()
+        self._listening.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -- messages ------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        assert self._selector is not None
+        connection = _Connection(self._listening.accept()[0])
+        self._unknown.append(connection)
+        read: Callable[[], None] = lambda: self._read(connection)  # noqa: E731
+        self._selector.register(connection.socket, selectors.EVENT_READ, read)
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            data = connection.socket.recv(1 << 20)
+        except OSError:
+            data = b""
+        if not data:
+            self._forget(connection)
+            return
+        *lines, connection.pending = (connection.pending + data).split(b"\n")
+        for line in lines:
+            self._handle(connection, json.loads(line))
+
+    def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
+        if "operation" not in message:
+            connection.rank = int(message["rank"])
+            self._unknown.remove(connection)
+            self._connections[connection.rank] = connection
+            return
+        if self._connections.get(connection.rank) is not connection:
+            return  # of a process that has ended
+        if message["operation"] == "join":
+            self._waiting.add(connection.rank)
+            return
+        self._arrived[connection.rank] = (message["operation"], message["value"])
+        self._complete()
+
+    def lost(self, rank: int) -> None:
+        """Note that the process of ``rank`` has ended. What it gave before counts."""
+        self.members.discard(rank)
+        self._waiting.discard(rank)
+        connection = self._connections.pop(rank, None)
+        if connection is not None:
+            self._forget(connection)
+        self._complete()
+
+    def _forget(self, connection: _Connection) -> None:
+        assert self._selector is not None
+        if connection.socket.fileno() >= 0:
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+        if connection in self._unknown:
+            self._unknown.remove(connection)
+
+    def _complete(self) -> None:
+        """Answer the running exchange, once every living member has given its value."""
+        if not self._arrived or not self.members or not self.members <= self._arrived.keys():
+            return
+        arrived, self._arrived = self._arrived, {}
+        operations = {operation for operation, _ in arrived.values()}
+        if len(operations) > 1:
+            named = "; ".join(f"rank {rank} is in {operation}" for rank, (operation, _) in sorted(arrived.items()))
+            self._answer(self.members, {"error": f"The ranks wait for each other in different operations: {named}."})
+            return
+        values = {rank: value for rank, (_, value) in arrived.items()}
+        answered = set(self.members)
+        if operations == {"admit"} and any(given["path"] for given in values.values()):
+            joined = set(self._waiting)
+            self.members |= joined
+            self._waiting -= joined
+            updates = next(given["updates"] for given in values.values())
+            paths = {rank: given["path"] for rank, given in values.items()}
+            self._answer(joined, self._reply({**paths, -1: updates}))
+        self._answer(answered, self._reply(values))
+
+    def _reply(self, values: dict[int, Any]) -> dict[str, Any]:
+        return {"values": values, "members": sorted(self.members), "joining": sorted(self._waiting)}
+
+    def _answer(self, ranks: set[int], message: dict[str, Any]) -> None:
+        for rank in ranks:
+            if rank in self._connections:
+                self._connections[rank].send(message)
+
+    # -- replacement ---------------------------------------------------------------------------------------
+
+    def replace(self) -> bool:
+        """Return whether a lost rank gets a new process; count it."""
+        if not self.members or self.num_replaced >= self.num_replacements:
+            return False
+        self.num_replaced += 1
+        return True
+
+
+def _choose_place() -> str | None:
+    if _MEMORY_FOLDER.is_dir() and os.access(_MEMORY_FOLDER, os.W_OK):
+        room = os.statvfs(_MEMORY_FOLDER)
+        if room.f_bavail * room.f_frsize >= _ENOUGH_BYTES:
+            return str(_MEMORY_FOLDER)
+    return None

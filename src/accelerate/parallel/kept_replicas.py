@@ -1,0 +1,119 @@
+"""Replicas that survive the loss of others: gradients are added up outside of any process group.
+
+As in torchft, a lost replica costs the update in which it was lost its samples, and the run nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, final
+
+import torch
+
+from ..data_loader.shared_epoch import SharedLoader
+from ..distributed.membership import Membership
+from ..distributed.world import World
+from ..errors import PreparationError
+from ..settings.labels import DistributedType
+from .base import PreparedArguments, Role, Strategy, StrategyOptions, refuse_device_map
+
+_REFUSED: Final = ("fsdp", "deepspeed", "megatron", "parallelism")
+
+
+@final
+class KeptReplicas(Strategy):
+    """One replica per process; a window's gradients are the mean over the samples of the ranks that gave theirs."""
+
+    def __init__(self, world: World, options: StrategyOptions) -> None:
+        super().__init__(world, options)
+        asked = [name for name in _REFUSED if getattr(options.plugins, name) is not None]
+        asked += ["DistributedDataParallelKwargs"] if options.ddp_handler is not None else []
+        if asked:
+            raise PreparationError(
+                f"{', '.join(asked)} under `accelerate launch --keep_replicas`: only plain replicas survive the loss "
+                "of a rank. Leave that out, or --keep_replicas."
+            )
+        assert world.replicas is not None, "chosen only then"
+        self._membership: Membership = world.replicas
+        self._trained: list[torch.nn.Module] = []
+        self._weight = 0.0  # samples of the open window
+        self._step_calls = -1  # when gradients were added up last
+        self.retry = None
+
+    @property
+    def label(self) -> DistributedType:
+        """The type of the kind of device: MULTI_CPU, MULTI_GPU, ...."""
+        return DistributedType(self.world.kind.label)
+
+    def check(self, arguments: PreparedArguments) -> None:
+        """Raise if a model can't be replicated."""
+        super().check(arguments)
+        for argument in arguments.of(Role.MODEL):
+            refuse_device_map(argument.current)
+
+    def release(self) -> None:
+        """Drop all references to prepared models."""
+        self._trained.clear()
+
+    def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return ``model`` with the values of the lowest member."""
+        self._trained.append(model)
+        if not self._membership.is_joining:
+            state = self._membership.share_state("prepare", model.state_dict)
+            if state is not None:
+                model.load_state_dict(state)
+        return model
+
+    def backward(
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
+    ) -> None:
+        """Add the gradients of ``loss``; where the window ends, make them the mean over all its samples."""
+        state = self.options.gradient_state
+        assert state is not None, "the Accelerator gives it"
+        if scaler is not None:
+            raise PreparationError("fp16 with a gradient scaler under --keep_replicas isn't built. Use bf16, or no.")
+        if self._step_calls == state.num_step_calls:
+            raise PreparationError(
+                "backward() after the gradients of this update were added up, under --keep_replicas: give one "
+                "backward the sum of the losses, or put micro-batches under accelerator.accumulate(model)."
+            )
+        loaders = [one for one in state.running_dataloaders if isinstance(one, SharedLoader)]
+        shared = loaders[-1] if loaders else None
+        weight = 1 if shared is None else shared.num_own_samples
+        (loss * weight).backward(**kwargs)
+        self._weight += weight
+        if not state.sync_gradients:
+            return
+        checksum = 0 if shared is None else shared.epoch_shared.checksum
+        contributions = self._average([self._weight, checksum])
+        self._weight, self._step_calls = 0.0, state.num_step_calls
+        if shared is not None:
+            shared.commit(contributions, [int(given[1]) for given in contributions.values()])
+
+    def _average(self, contribution: list[float]) -> dict[int, list[float]]:
+        """Make the gradients the mean over the samples of all that gave theirs; return what these gave."""
+        parameters = [p for model in self._trained for p in model.parameters() if p.requires_grad]
+        buffers = [b for model in self._trained for b in model.buffers() if b.is_floating_point()]
+        is_wide = any(tensor.dtype == torch.float64 for tensor in (*parameters, *buffers))
+        dtype = torch.float64 if is_wide else torch.float32
+        with torch.no_grad():
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            used = torch.tensor([p.grad is not None for p in parameters], dtype=dtype)
+            pieces = [torch.cat([grad.reshape(-1).to("cpu", dtype) for grad in grads]), used]
+            pieces += [buffer.reshape(-1).to("cpu", dtype) for buffer in buffers]
+            flat = torch.cat(pieces)
+            total, given = self._membership.add_up(flat, contribution)
+            weights = sum(weight for weight, _ in given.values())
+            start, num_values = 0, sum(p.numel() for p in parameters)
+            for parameter, is_used in zip(parameters, total[num_values : num_values + len(parameters)], strict=True):
+                values = total[start : start + parameter.numel()].view_as(parameter)
+                start += parameter.numel()
+                if is_used:
+                    mean = (values / weights).to(parameter.device, parameter.dtype)
+                    parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)
+            if buffers:  # as DDP does: those of the lowest rank
+                first = self._membership.piece_of(min(given), flat, num_values + len(parameters))
+                start = 0
+                for buffer in buffers:
+                    buffer.copy_(first[start : start + buffer.numel()].view_as(buffer))
+                    start += buffer.numel()
+        return dict(given)

@@ -1,0 +1,199 @@
+"""Ranks that are killed in the middle of a step: the others go on, and new processes take their places."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = """
+import json, os, signal, sys, time
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader.shared_epoch import SharedEpoch
+from accelerate.distributed.membership import Membership
+
+folder, num_samples, num_epochs, pause = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+deaths = json.loads(sys.argv[5])  # rank -> (update, place)
+torch.set_default_dtype(torch.float64)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+rank, members = accelerator.process_index, accelerator.world.replicas
+is_new = members.is_joining
+log = (folder / f"log_{rank}_{os.getpid()}").open("w")
+(folder / f"pid_{rank}").write_text(str(os.getpid()))
+
+def say(**what):
+    log.write(json.dumps({"time": time.time(), **what}) + "\\n")
+    log.flush()
+
+def die(place):
+    if not is_new and deaths.get(str(rank)) == [optimizer.num_updates, place]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Data(torch.utils.data.Dataset):
+    x = torch.randn(num_samples, 8, generator=torch.Generator().manual_seed(0))
+    def __len__(self):
+        return num_samples
+    def __getitem__(self, index):
+        if accelerator.world.replicas.members:
+            die("data")
+        return self.x[index], self.x[index].sum().reshape(1), index
+
+torch.manual_seed(7 + rank)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.999**n)
+loader = torch.utils.data.DataLoader(Data(), batch_size=4, shuffle=True)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+if not is_new:
+    torch.save(model.state_dict(), folder / f"start_{rank}.pt")
+
+commit, exchange, send = SharedEpoch.commit, Membership.exchange, Membership._send
+
+def noted(self, contributors):
+    given = set(contributors)
+    say(update=optimizer.num_updates, epoch=loader.progress.epoch,
+        samples=[index for rank, taken in sorted(self._open.items()) if rank in given for index in taken])
+    commit(self, given)
+
+def sending(self, message):
+    if message.get("operation") == "update":
+        die("given")  # its gradients lie in memory, and don't count
+    send(self, message)
+    if message.get("operation") == "update":
+        die("agreement")
+
+SharedEpoch.commit, Membership._send = noted, sending
+for epoch in range(loader.iteration, num_epochs):
+    for inputs, targets, _ in loader:
+        with accelerator.accumulate(model):
+            time.sleep(pause * torch.rand(()).item())
+            outputs = model(inputs)
+            die("forward")
+            accelerator.backward(torch.nn.functional.mse_loss(outputs, targets))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            say(done=optimizer.num_updates, members=members.members)
+            while deaths and len(members.members) + len(members.joining) < accelerator.num_processes:
+                if optimizer.num_updates < 6:
+                    break
+                time.sleep(0.05)
+                members.exchange("wait")
+torch.save([model.state_dict(), optimizer.state_dict()["state"], scheduler.get_last_lr()], folder / f"end_{rank}.pt")
+accelerator.wait_for_everyone()
+"""
+
+
+def _launch(folder: Path, num_ranks: int, num_replacements: int, *arguments: str) -> subprocess.Popen[str]:
+    (folder / "train.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu"]
+    counts = ["--num_processes", str(num_ranks), "--keep_replicas", str(num_replacements)]
+    command = [*launch, *counts, str(folder / "train.py"), str(folder), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for log in folder.glob("log_*"):
+        text = log.read_text()
+        found += [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return found
+
+
+def _check(folder: Path, num_ranks: int, num_samples: int, num_epochs: int) -> None:
+    """Compare with one process that makes the recorded updates; each sample is in one update of each epoch."""
+    updates: dict[int, tuple[int, list[int]]] = {}
+    for line in _lines(folder):
+        if "samples" in line:
+            recorded = (line["epoch"], line["samples"])
+            assert updates.setdefault(line["update"], recorded) == recorded
+    assert sorted(updates) == list(range(len(updates)))
+    read: dict[int, list[int]] = defaultdict(list)
+    for epoch, samples in updates.values():
+        read[epoch] += samples
+    assert sorted(read) == [*range(num_epochs)]
+    assert all(sorted(samples) == [*range(num_samples)] for samples in read.values())
+    ends = [torch.load(path, weights_only=True) for path in sorted(folder.glob("end_*"))]
+    assert ends
+    assert len(ends) == num_ranks
+    for other in ends[1:]:
+        torch.testing.assert_close(other, ends[0], rtol=0, atol=0)
+    x = torch.randn(num_samples, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+    model.load_state_dict(torch.load(next(folder.glob("start_*")), weights_only=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.999**n)
+    for number in range(len(updates)):
+        chosen = x[updates[number][1]]
+        torch.nn.functional.mse_loss(model(chosen), chosen.sum(1, keepdim=True)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(num_ranks):
+            scheduler.step()
+    torch.testing.assert_close(ends[0][0], dict(model.state_dict()), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        {0: (2, "forward"), 1: (2, "given")},
+        pytest.param(
+            {0: (3, "agreement"), 2: (2, "data")},
+            marks=pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="RUN_SLOW"),
+        ),
+    ],
+)
+def test_lost_ranks_cost_no_sample_and_no_restart(tmp_path: Path, deaths: dict[int, tuple[int, str]]) -> None:
+    launched = _launch(tmp_path, 3, 2, "150", "2", "0", json.dumps(deaths))
+    _, errors = launched.communicate(timeout=300)
+    assert launched.returncode == 0, errors
+    assert errors.count("was lost (SIGKILL)") == 2, errors
+    _check(tmp_path, 3, 150, 2)
+
+
+@pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="100 kills take ten minutes: RUN_SLOW")
+def test_a_hundred_random_kills(tmp_path: Path) -> None:
+    num_kills, num_samples, num_epochs = 100, 1500, 40
+    launched = _launch(tmp_path, 4, num_kills, str(num_samples), str(num_epochs), "0.06", "{}")
+    draw, killed = random.Random(11), list[float]()
+    while len(list(tmp_path.glob("start_*"))) < 4:
+        time.sleep(0.1)
+    while len(killed) < num_kills and launched.poll() is None:
+        time.sleep(draw.random() * 5 if draw.random() < 0.9 else 0.05)
+        at, newest = max((line["time"], line["members"]) for line in _lines(tmp_path) if "members" in line)
+        if killed and at < killed[-1] + 0.1:
+            continue  # who lives is known at the next update
+        num_lost = 2 if draw.random() < 0.2 and len(newest) > 2 else 1
+        for rank in draw.sample(newest, num_lost) if len(newest) > num_lost else ():
+            killed.append(time.time())
+            os.kill(int((tmp_path / f"pid_{rank}").read_text()), signal.SIGKILL)
+    _, errors = launched.communicate(timeout=1200)
+    assert launched.returncode == 0, errors
+    assert len(killed) >= num_kills
+    _check(tmp_path, len(list(tmp_path.glob("end_*"))), num_samples, num_epochs)
+
+
+def test_a_rank_that_raises_everywhere_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "from accelerate import Accelerator\nAccelerator(cpu=True)\nraise SystemExit(3)\n"
+    )
+    command = ["launch", "--cpu", "--num_processes", "2", "--keep_replicas", "1", str(tmp_path / "train.py")]
+    ended = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 3, ended.stderr

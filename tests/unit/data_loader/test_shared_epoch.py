@@ -1,0 +1,56 @@
+"""The samples of an epoch that living ranks share."""
+
+from __future__ import annotations
+
+from accelerate.data_loader.shared_epoch import SharedEpoch, own_share
+
+
+def test_each_member_takes_a_batch_and_the_last_step_is_divided() -> None:
+    epoch = SharedEpoch(2, range(7))
+    assert epoch.draw([0, 1]) == {0: [0, 1], 1: [2, 3]}
+    assert epoch.draw([0, 1]) == {0: [4, 5], 1: [6]}
+    assert not epoch.has_step([0, 1])
+
+
+def test_samples_of_a_rank_that_gave_no_gradient_come_back_first() -> None:
+    epoch = SharedEpoch(2, range(8))
+    epoch.draw([0, 1])
+    epoch.commit([1])
+    assert epoch.num_returns == 1
+    assert epoch.draw([1]) == {1: [0, 1]}
+    assert epoch.draw([1]) == {1: [4, 5]}
+    epoch.commit([1])
+    assert epoch.num_left == 2
+
+
+def test_a_window_of_several_steps_is_committed_as_one() -> None:
+    epoch = SharedEpoch(1, range(4))
+    epoch.draw([0, 1])
+    epoch.draw([0, 1])
+    epoch.commit([0])
+    assert epoch.draw([0]) == {0: [1]}
+    assert epoch.draw([0]) == {0: [3]}
+
+
+def test_a_rank_without_samples_reads_one_that_does_not_count() -> None:
+    shares = SharedEpoch(2, range(2)).draw([0, 2, 5])
+    assert shares == {0: [0], 2: [1], 5: []}
+    assert own_share(shares, 5) == ([0], 0)
+    assert own_share(shares, 2) == ([1], 1)
+
+
+def test_a_copy_draws_ahead_and_a_state_goes_on() -> None:
+    epoch = SharedEpoch(2, range(9))
+    epoch.draw([0])
+    epoch.commit([0])
+    assert epoch.copy().draw([0]) == {0: [2, 3]}
+    other = SharedEpoch(2)
+    other.restore(epoch.state())
+    assert other.draw([0]) == epoch.draw([0]) == {0: [2, 3]}
+
+
+def test_drop_last_leaves_out_an_incomplete_step() -> None:
+    epoch = SharedEpoch(2, range(7), drop_last=True)
+    epoch.draw([0, 1])
+    assert not epoch.has_step([0, 1])
+    assert epoch.has_step([0])
