@@ -85,8 +85,15 @@ class Membership:
         """Give ``value`` to all members, and return what each gave in this operation.
 
         Raises:
-            CollectiveError: members are in different operations, or the launcher has ended.
+            CollectiveError: members are in different operations, this process has yet to join them, or the launcher
+                has ended.
         """
+        if self.is_joining:
+            raise CollectiveError(
+                f"`{operation}` in a process that takes the place of lost rank {self.rank} and hasn't joined the "
+                "others, who are elsewhere in the script: it joins where the loop over a prepared loader begins. Call "
+                "it inside of that loop."
+            )
         self._send({"operation": operation, "value": value})
         return self._receive()
 

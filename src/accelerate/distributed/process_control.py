@@ -38,7 +38,8 @@ def wait_for_everyone(world: World | None = None) -> None:
     if here.size == 1:
         return
     if here.replicas is not None:
-        here.replicas.exchange("wait_for_everyone")
+        if not here.replicas.is_joining:  # else the others have been here before it began
+            here.replicas.exchange("wait_for_everyone")
         return
     coordinator = coordinator_of(here, "wait_for_everyone")
     here.kind.synchronize()

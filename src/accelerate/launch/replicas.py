@@ -25,6 +25,10 @@ _LONGEST_SOCKET_PATH: Final = 100
 #: Ranks exchange gradients in memory where there is so much room, else in files of the temporary folder.
 _MEMORY_FOLDER: Final = Path("/dev/shm")
 _ENOUGH_BYTES: Final = 1 << 30
+_ONE_PROCESS: Final = (
+    "under --keep_replicas each rank makes one Accelerator in one process. Start programs from a rank by `accelerate "
+    "launch --num_processes 1`"
+)
 
 
 @final
@@ -105,6 +109,9 @@ class ReplicaMembers:
 
     def _handle(self, connection: _Connection, message: dict[str, Any]) -> None:
         if "operation" not in message:
+            if message["rank"] in self._connections:
+                connection.send({"error": f"Rank {message['rank']} is another process, which lives: {_ONE_PROCESS}."})
+                return
             connection.rank = int(message["rank"])
             self._unknown.remove(connection)
             self._connections[connection.rank] = connection

@@ -35,7 +35,7 @@ from ..distributed.failures import (
 from ..errors import LaunchError
 from .plan import LaunchPlan, Stream
 from .records import EndRecords
-from .replicas import JOINS_VARIABLE, ReplicaMembers
+from .replicas import FOLDER_VARIABLE, JOINS_VARIABLE, ReplicaMembers
 from .streams import HOLD_SECONDS, OutputStream, write_all
 
 #: A rank that is stopped by the user or the scheduler may save its work for this long.
@@ -256,14 +256,16 @@ class Supervisor:
 
     def _start_all(self, reaper: Reaper) -> None:
         self._started_at = time.monotonic()
-        for local_rank in range(len(self.plan.ranks) or 1):
-            self._start(local_rank, {}, reaper)
+        for local_rank, environment in enumerate(self.plan.environments(self.environment)):
+            self._start(local_rank, environment, reaper)
 
-    def _start(self, local_rank: int, extra: Mapping[str, str], reaper: Reaper) -> None:
-        """Start the process of one rank, with the ``extra`` variables in its environment."""
-        environment = {**[*self.plan.environments(self.environment)][local_rank], **self._records.environment, **extra}
+    def _start(self, local_rank: int, environment: dict[str, str], reaper: Reaper) -> None:
+        """Start the process of one rank."""
+        environment |= self._records.environment
         if self.members is not None:
             environment |= self.members.environment
+        else:
+            environment.pop(FOLDER_VARIABLE, None)  # of a launch around this one
         number = int(environment.get("RANK", local_rank))
         with contextlib.ExitStack() as child_side:
             streams, stdout, stderr = self._streams(local_rank, number, child_side)
@@ -347,7 +349,8 @@ class Supervisor:
                 rank.kill_group()
                 reaper.remove(rank.pid)
                 if rank.returncode != 0 and self._stop is None and self.members.replace():
-                    self._start(rank.rank, {JOINS_VARIABLE: "1"}, reaper)
+                    environment = [*self.plan.environments(self.environment)][rank.rank]
+                    self._start(rank.rank, {**environment, JOINS_VARIABLE: "1"}, reaper)
                 continue
             if rank.returncode != 0 and self._stop is None:
                 has_saved = self._is_preempted(rank)  # as the others are about to be

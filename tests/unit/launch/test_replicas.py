@@ -1,0 +1,119 @@
+"""The launcher's part of a run whose replicas are kept: who is a member, and when an exchange is complete."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from accelerate.launch.replicas import ReplicaMembers
+
+
+class Launcher:
+    """The members of three ranks, with the loop of the supervisor run by hand."""
+
+    def __init__(self) -> None:
+        self.members, self.selector = ReplicaMembers(3, 1), selectors.DefaultSelector()
+        self.members.register(self.selector)
+        self.opened: list[socket.socket] = []
+
+    def run(self) -> None:
+        while found := self.selector.select(0):
+            for key, _ in found:
+                key.data()
+
+    def connect(self, rank: int) -> socket.socket:
+        opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        opened.settimeout(30)
+        opened.connect(str(self.members.folder / "members"))
+        self.opened.append(opened)
+        self.send(opened, rank=rank)
+        return opened
+
+    def send(self, to: socket.socket, **message: object) -> None:
+        to.sendall(json.dumps(message).encode() + b"\n")
+        self.run()
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    made = Launcher()
+    yield made
+    made.members.close()
+    made.selector.close()
+    for opened in made.opened:
+        opened.close()
+
+
+def answer(to: socket.socket) -> dict[str, Any]:
+    return json.loads(to.recv(1 << 16).split(b"\n")[0])
+
+
+def has_answer(to: socket.socket) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(to, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
+def test_what_a_rank_gave_before_it_died_counts(launcher: Launcher) -> None:
+    ranks = [launcher.connect(rank) for rank in range(3)]
+    for rank in (0, 1):
+        launcher.send(ranks[rank], operation="update", value=rank)
+    launcher.members.lost(1)
+    assert not has_answer(ranks[0])
+    launcher.send(ranks[2], operation="update", value=2)
+    expected = {"values": {"0": 0, "1": 1, "2": 2}, "members": [0, 2], "joining": []}
+    assert answer(ranks[0]) == answer(ranks[2]) == expected
+
+
+def test_half_a_line_does_not_count(launcher: Launcher) -> None:
+    ranks = [launcher.connect(rank) for rank in range(3)]
+    for rank in (0, 1):
+        launcher.send(ranks[rank], operation="update", value=rank)
+    ranks[2].sendall(b'{"operation": "update", "val')
+    launcher.run()
+    launcher.members.lost(2)
+    assert answer(ranks[1]) == {"values": {"0": 0, "1": 1}, "members": [0, 1], "joining": []}
+
+
+def test_a_process_joins_with_the_state_that_a_member_gave(launcher: Launcher) -> None:
+    ranks = [launcher.connect(rank) for rank in range(3)]
+    launcher.members.lost(1)
+    new = launcher.connect(1)
+    launcher.send(new, operation="join", value=None)
+    for rank in (0, 2):
+        launcher.send(ranks[rank], operation="update", value=rank)
+    assert answer(ranks[0])["joining"] == answer(ranks[2])["joining"] == [1]
+    launcher.members.lost(0)  # before it has given its state
+    launcher.send(ranks[2], operation="admit", value={"path": None, "updates": 5})
+    assert answer(ranks[2])["members"] == [2]
+    launcher.send(ranks[2], operation="admit", value={"path": "state", "updates": 5})
+    assert answer(new)["values"] == {"2": "state", "-1": 5}
+    assert answer(ranks[2])["members"] == [1, 2]
+
+
+def test_ranks_in_different_operations_hear_which(launcher: Launcher) -> None:
+    ranks = [launcher.connect(rank) for rank in range(3)]
+    launcher.send(ranks[0], operation="update", value=0)
+    launcher.send(ranks[1], operation="update", value=1)
+    launcher.send(ranks[2], operation="wait_for_everyone", value=None)
+    assert "rank 0 is in update; rank 1 is in update; rank 2 is in wait_for_everyone" in answer(ranks[1])["error"]
+
+
+def test_a_second_process_is_no_rank(launcher: Launcher) -> None:
+    ranks = [launcher.connect(rank) for rank in range(3)]
+    other = launcher.connect(1)
+    assert "--num_processes 1" in answer(other)["error"]
+    launcher.send(other, operation="update", value=-1)
+    for rank in range(3):
+        launcher.send(ranks[rank], operation="update", value=rank)
+    assert answer(ranks[0])["values"] == {"0": 0, "1": 1, "2": 2}
+
+
+def test_no_more_processes_than_asked_for_take_the_places_of_lost_ranks(launcher: Launcher) -> None:
+    assert launcher.members.replace()
+    assert not launcher.members.replace()
