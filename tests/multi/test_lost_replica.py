@@ -138,9 +138,10 @@ def _check(folder: Path, num_ranks: int, num_ends: int, num_samples: int, num_ep
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.999**n)
     for number in range(len(updates)):
         chosen = x[updates[number][1]]
-        torch.nn.functional.mse_loss(model(chosen), chosen.sum(1, keepdim=True)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if len(chosen):  # else the ranks that had samples were lost
+            torch.nn.functional.mse_loss(model(chosen), chosen.sum(1, keepdim=True)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         for _ in range(num_ranks):
             scheduler.step()
     torch.testing.assert_close(ends[0][0], dict(model.state_dict()), rtol=1e-7, atol=1e-9)

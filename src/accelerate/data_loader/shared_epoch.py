@@ -114,6 +114,8 @@ class SharedLoader(PreparedLoader):
         self.is_trained = False  # updates were made from its batches
         self._is_restored = False
 
+    _prefetches_batches = False  # a batch that is read counts as taken, so none is read before it is used
+
     @property
     def iteration(self) -> int:
         """The epoch of the running pass, or of the next one; a new process in the place of a lost one joins here."""
@@ -155,6 +157,13 @@ class SharedLoader(PreparedLoader):
             self.epoch_shared.restore(state["running"])
 
     def _read(self, saved: SavedPosition | None) -> Generator[Delivery, None, None]:
+        if type(self.batch_sampler) is not BatchSampler:
+            raise PreparationError(
+                "skip_first_batches() under `accelerate launch --keep_replicas`: the living ranks share what is left "
+                "of an epoch, so no count of batches says where a rank is. Leave it out, or --keep_replicas."
+            )
+        if not self.membership.members:  # no model was prepared, with which ranks get to know each other
+            self.membership.exchange("members")
         if not self._is_restored:
             size, drop_last = self.epoch_shared.batch_size, self._drop_last
             self.epoch_shared = SharedEpoch(size, self._draw_order(), drop_last=drop_last)
@@ -171,7 +180,7 @@ class SharedLoader(PreparedLoader):
                 num_steps += 1
                 is_last = not epoch.has_step(members)
                 info = BatchInfo(indices, None, is_last, num_steps, num_steps, num_steps, indices)
-                yield (batch if self._active_prefetch is not None else self.place_batch(batch)), info
+                yield self.place_batch(batch), info
                 if membership.members != members or epoch.num_returns != num_returns:
                     break  # what was read ahead is another rank's now
 

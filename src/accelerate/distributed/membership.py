@@ -122,7 +122,14 @@ class Membership:
         turn = self._num_updates % 2
         self._num_updates += 1
         self._buffer(self.rank, turn, flat).copy_(flat)
-        values = self.exchange("update", {"turn": turn, "value": value}).values
+        given = {"turn": turn, "size": flat.numel(), "value": value}
+        values = self.exchange("update", given).values
+        sizes = {rank: given["size"] for rank, given in sorted(values.items())}
+        if len(set(sizes.values())) > 1:
+            raise CollectiveError(
+                f"The ranks have gradients of different sizes: {sizes} (rank: numbers). Prepare the same models on all "
+                "ranks, and freeze the same parameters at the same step."
+            )
         total = torch.zeros_like(flat, device="cpu")
         for rank in sorted(values):
             total += self._buffer(rank, values[rank]["turn"], flat)
@@ -133,7 +140,7 @@ class Membership:
         return self._buffer(rank, (self._num_updates - 1) % 2, flat)[start:]
 
     def _buffer(self, rank: int, turn: int, like: torch.Tensor) -> torch.Tensor:
-        path = self.folder / f"gradients_{rank}_{turn}"
+        path = self.folder / f"gradients_{rank}_{turn}_{like.numel()}"  # parameters may be frozen on the way
         if path not in self._mapped:
             size = like.numel() * like.element_size()
             with path.open("ab") as file:

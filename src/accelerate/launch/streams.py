@@ -52,7 +52,13 @@ class OutputStream:
     """The read end of one output of a rank, which shows, logs and remembers what arrives."""
 
     def __init__(
-        self, descriptor: int, show: Callable[[bytes], None], *, prefix: str = "", log: Path | None = None
+        self,
+        descriptor: int,
+        show: Callable[[bytes], None],
+        *,
+        prefix: str = "",
+        log: Path | None = None,
+        appends: bool = False,
     ) -> None:
         self.descriptor = descriptor
         self._show = show
@@ -66,7 +72,7 @@ class OutputStream:
         if log is not None:
             try:
                 log.parent.mkdir(parents=True, exist_ok=True)
-                self._log = log.open("wb", buffering=0)
+                self._log = log.open("ab" if appends else "wb", buffering=0)
             except OSError as error:
                 raise LaunchError(f"--log_dir: {log} can't be written: {error.strerror}.") from error
 

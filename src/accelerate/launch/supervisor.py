@@ -288,17 +288,18 @@ class Supervisor:
         prefix = f"[{logs.role}{rank}]:"
         streams: list[OutputStream] = []
         stdout: int | None = None
+        appends = any(before.rank == rank for before in self._ranks)  # to the log of the process that was lost
         if logs.directory is not None or Stream.OUT in teed or self.show_out is not None:
             ours, stdout = open_channel(1)
             child_side.callback(os.close, stdout)
             shown = prefix if Stream.OUT in teed else ""
             show = self.show_out or (lambda data: write_all(1, data))
-            streams.append(OutputStream(ours, show, prefix=shown, log=logs.file(rank, "stdout")))
+            streams.append(OutputStream(ours, show, prefix=shown, log=logs.file(rank, "stdout"), appends=appends))
         ours, stderr = open_channel(2)
         child_side.callback(os.close, stderr)
         shown = prefix if Stream.ERR in teed else ""
         show = self.show_err or (lambda data: write_all(2, data))
-        streams.append(OutputStream(ours, show, prefix=shown, log=logs.file(rank, "stderr")))
+        streams.append(OutputStream(ours, show, prefix=shown, log=logs.file(rank, "stderr"), appends=appends))
         return streams, stdout, stderr
 
     def _wait(self, signals: int) -> None:
@@ -375,7 +376,7 @@ class Supervisor:
         going_on = numbered(sorted(members.members))
         left = members.num_replacements - members.num_replaced
         self._print(
-            f"accelerate launch: rank {rank.rank} was lost ({_how_it_ended(rank)}); {going_on} goes on. "
+            f"accelerate launch: rank {rank.rank} was lost ({_how_it_ended(rank)}); the run goes on with {going_on}. "
             + (
                 f"A new process takes its place ({left - 1} more may)."
                 if left

@@ -107,7 +107,9 @@ class KeptReplicas(Strategy):
             for parameter, is_used in zip(parameters, total[num_values : num_values + len(parameters)], strict=True):
                 values = total[start : start + parameter.numel()].view_as(parameter)
                 start += parameter.numel()
-                if is_used:
+                if not weights:  # nobody who gave a gradient had a sample: an update of none
+                    parameter.grad = None
+                elif is_used:
                     mean = (values / weights).to(parameter.device, parameter.dtype)
                     parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)
             if buffers:  # as DDP does: those of the lowest rank

@@ -1,0 +1,37 @@
+"""The mean over what living ranks gave, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from accelerate.parallel.kept_replicas import KeptReplicas
+
+
+class TwoMembers:
+    """Gives the gradients of this rank twice, with the weights that a test chose."""
+
+    def __init__(self, *weights: float) -> None:
+        self.weights = weights
+
+    def add_up(self, flat: torch.Tensor, value: object) -> tuple[torch.Tensor, Mapping[int, Any]]:
+        return flat * len(self.weights), {rank: [weight, 0] for rank, weight in enumerate(self.weights)}
+
+
+def averaged(*weights: float) -> torch.Tensor | None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight.grad = torch.full((1, 1), 6.0)
+    strategy: Any = KeptReplicas.__new__(KeptReplicas)
+    strategy._membership, strategy._trained = TwoMembers(*weights), [model]
+    strategy._average([weights[0], 0])
+    return model.weight.grad
+
+
+def test_gradients_become_the_mean_over_the_samples() -> None:
+    assert torch.equal(averaged(3, 1) or torch.empty(0), torch.full((1, 1), 3.0))
+
+
+def test_an_update_without_samples_changes_nothing() -> None:
+    assert averaged(0, 0) is None  # the only rank that had a sample was lost; an optimizer leaves such parameters alone
