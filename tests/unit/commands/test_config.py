@@ -319,7 +319,9 @@ def test_input_that_ends_is_reported_without_a_traceback_and_writes_nothing(tmp_
 @pytest.mark.parametrize("keys", ["digits", "arrows"])
 def test_the_same_answers_typed_in_a_terminal_write_the_same_file(tmp_path: Path, keys: str) -> None:
     pexpect = pytest.importorskip("pexpect")
-    child = pexpect.spawn(COMMAND[0], COMMAND[1:], env=environment(tmp_path), timeout=20, encoding="utf-8")
+    child = pexpect.spawn(
+        COMMAND[0], COMMAND[1:], env=environment(tmp_path), timeout=20, encoding="utf-8", dimensions=(24, 100)
+    )
     down = "\x1b[B"
     answers = SEED_ANSWERS if keys == "digits" else ["", down * 2, "1", "no", "no", "2", ""]
     for question, answer in zip(SEED_QUESTIONS, answers, strict=True):
@@ -345,6 +347,7 @@ def test_esc_goes_back_j_and_k_move_and_the_help_stands_below_the_open_question_
         ("> [2] multi-GPU", "kk"),
         ("> [0] No distributed training", "j"),
         ("> [1] multi-CPU", "\r"),
+        ("\nmulti-node training)? [1]: ", ""),  # a long question goes on in the next row, cut between words
         (help, "\x1b"),  # Esc: back to the type of machine, with multi-CPU marked
         ("> [1] multi-CPU", "\x1b[B"),
         ("> [2] multi-GPU", "\r"),

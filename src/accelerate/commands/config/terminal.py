@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import os
 import select
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TextIO, TypeVar, final
 
@@ -28,7 +29,7 @@ _REST_OF_SEQUENCE: Final = 0.05
 _DIM: Final = "\x1b[2m"
 _BOLD: Final = "\x1b[1m"
 _NORMAL: Final = "\x1b[0m"
-_HINT: Final = "arrows, j and k, or a number, then Enter; Esc goes a question back, Ctrl-C leaves"
+_HINT: Final = "arrows, j and k, or a number, then Enter; Esc: a question back; Ctrl-C: leave"
 
 #: A line of text with the style in which it is drawn.
 _Line = tuple[str, str]
@@ -117,8 +118,9 @@ class Terminal:
 
     def explain(self, text: str) -> None:
         """Show why the last answer has to be given again."""
-        self._output.write(f"{text}\n")
-        last = self._answered.pop() - (-len(text) // self._size().columns)
+        rows = [row for line in text.splitlines() for row in self._rows(line)]
+        self._output.write("\n".join(rows) + "\n")
+        last = self._answered.pop() + len(rows)
         if self._answered:
             self._answered[-1] += last  # a step back removes both
 
@@ -142,11 +144,17 @@ class Terminal:
             raise
 
     def _close(self, question: str, answer: str) -> None:
-        """Replace the open question by one line with its answer."""
-        self._draw([("", f"{question} "), (_BOLD, answer)], 0, joined=True)
-        self._output.write("\r\n")
+        """Replace the open question by its answer, in bold after it."""
+        self._erase()
+        plain, styled = len(question) + 1, list[str]()
+        rows = self._rows(f"{question} {answer}")
+        for row in rows:
+            head = row[: max(0, plain)]
+            plain -= len(head) + 1  # the space at which the row was cut
+            styled.append(f"{head}{_BOLD}{row[len(head) :]}{_NORMAL}")
+        self._output.write("\r\n".join(styled) + "\r\n")
         self._output.flush()
-        self._answered.append(self._rows_above + 1)
+        self._answered.append(len(rows))
 
     def _help(self, why: str) -> list[_Line]:
         lines = ([why] if why else []) + ([] if self._answered else [_HINT])
@@ -172,18 +180,26 @@ class Terminal:
             lines.append((style, f"{'>' if index == marked else ' '} [{index}] {choice.label}"))
         self._draw([*lines, ("", f"  {note}")] if note else lines, len(lines) - 1 + bool(note))
 
-    def _draw(self, lines: Sequence[_Line], at: int, *, joined: bool = False) -> None:
+    def _draw(self, lines: Sequence[_Line], at: int) -> None:
         """Draw the lines in the place of what was drawn before, with the cursor at the end of line ``at``."""
         self._erase()
-        width = self._size().columns
-        texts = ["".join(text for _, text in lines)] if joined else [text for _, text in lines]
-        rows = [max(1, -(-len(text) // width)) for text in texts]
-        self._output.write(("" if joined else "\r\n").join(f"{style}{text}{_NORMAL}" for style, text in lines))
-        rows_below, column = sum(rows[at + 1 :]), (len(texts[at]) - 1) % width + 1
+        rows = [self._rows(text) for _, text in lines]
+        styled = (style + "\r\n".join(each) + _NORMAL for (style, _), each in zip(lines, rows, strict=True))
+        self._output.write("\r\n".join(styled))
+        rows_below = sum(len(each) for each in rows[at + 1 :])
         if rows_below:
-            self._output.write(f"\x1b[{rows_below}A\r\x1b[{column}C")
+            self._output.write(f"\x1b[{rows_below}A\r\x1b[{max(1, len(rows[at][-1]))}C")
         self._output.flush()
-        self._rows_above = sum(rows[: at + 1]) - 1
+        self._rows_above = sum(len(each) for each in rows[: at + 1]) - 1
+
+    def _rows(self, text: str) -> list[str]:
+        """Return the text in rows of the terminal's width, cut between words and indented alike."""
+        width = self._size().columns
+        body = text.rstrip()
+        indent = text[: len(text) - len(text.lstrip())] if body else ""
+        *rows, last = textwrap.wrap(body, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+        last += text[len(body) :]  # the space before what is typed
+        return [*rows, last[:width], *([last[width:]] if len(last) > width else [])]
 
     def _erase(self) -> None:
         up = f"\x1b[{self._rows_above}A" if self._rows_above else ""
