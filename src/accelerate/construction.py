@@ -17,7 +17,7 @@ from .distributed.random import check_stream_name
 from .distributed.world import World, expected_backend
 from .errors import MissingDependency, SettingError
 from .logging import install_rich_tracebacks
-from .optional import is_installed, require
+from .optional import MEGATRON_REMEDY, is_installed, require
 from .plugins import Plugins
 from .plugins.data import DataLoaderConfiguration
 from .plugins.deepspeed import DEEPSPEED_FLOOR, DeepSpeedPlugin, active_plugin
@@ -342,10 +342,8 @@ def megatron_plugin(settings: Settings, options: MegatronOptions) -> MegatronLMP
         importlib.import_module("megatron.training")
     except ImportError as error:
         raise MissingDependency(
-            f"Megatron-LM, asked for by {settings.quote('paradigm.use_megatron_lm')}, can't be imported ({error}). It "
-            "is not on PyPI (`megatron-core` is only its core): clone https://github.com/NVIDIA/Megatron-LM and run "
-            "`pip install --no-build-isolation .` in it, or put it on PYTHONPATH. Without it, torch's own tensor and "
-            "pipeline parallelism do: ParallelismConfig(tp_size=..., pp_size=...)."
+            f"Megatron-LM, asked for by {settings.quote('paradigm.use_megatron_lm')}, can't be imported ({error}). "
+            f"{MEGATRON_REMEDY}"
         ) from error
     from .plugins.megatron import MegatronLMPlugin
 

@@ -36,6 +36,11 @@ _DISTRIBUTIONS: Final[dict[str, tuple[str, ...]]] = {
     "yaml": ("PyYAML",),
 }
 
+MEGATRON_REMEDY: Final = (
+    "It is not on PyPI (`megatron-core` is only its core): clone https://github.com/NVIDIA/Megatron-LM and run "
+    "`pip install --no-build-isolation .` in it, or put it on PYTHONPATH. Without it, torch's own tensor and "
+    "pipeline parallelism do: ParallelismConfig(tp_size=..., pp_size=...)."
+)
 AIM_CEILING: Final = "4.0.0"
 TORCHAO_FLOOR: Final = "0.6.1"
 
@@ -57,6 +62,16 @@ def installed_version(module: str) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def can_be_found(module: str) -> bool:
+    """Return whether ``module`` is somewhere on the path; only the packages above it are imported."""
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # of a package above it
+        return False
+    except ValueError:  # a stand-in without a spec
+        return True
 
 
 def is_installed(module: str, *, at_least: str | None = None, below: str | None = None) -> bool:

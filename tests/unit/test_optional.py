@@ -4,12 +4,13 @@ import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from accelerate import optional
 from accelerate.errors import MissingDependency
-from accelerate.optional import installed_version, is_installed, require
+from accelerate.optional import can_be_found, installed_version, is_installed, require
 
 PROBES = [
     function for name, function in vars(optional).items() if name.startswith("is_") and name.endswith("_available")
@@ -45,6 +46,14 @@ def test_a_package_with_metadata_is_installed_and_not_imported(site: Path) -> No
     assert is_installed("acme_package")
     assert installed_version("acme_package") == "1.2"
     assert "acme_package" not in sys.modules
+
+
+def test_a_module_is_looked_for_without_being_imported(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_package(site, "acme_looked_for", None)
+    assert can_be_found("acme_looked_for") and "acme_looked_for" not in sys.modules
+    assert not can_be_found("acme_absent") and not can_be_found("acme_absent.part")
+    monkeypatch.setitem(sys.modules, "acme_stand_in", ModuleType("acme_stand_in"))
+    assert can_be_found("acme_stand_in")
 
 
 def test_a_folder_of_the_same_name_is_not_a_package(site: Path) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from ..cores import num_cores
 from ..errors import SettingError, WorldError
-from ..optional import installed_version
+from ..optional import MEGATRON_REMEDY, can_be_found, installed_version
 from ..ports import DEFAULT_PORT, get_free_port, is_port_in_use
 from .plan import Program
 from .slurm import is_task
@@ -147,10 +147,17 @@ def _unknown_address(settings: Settings) -> Iterable[str]:
 def _missing_engine(settings: Settings) -> Iterable[str]:
     # Other launchers' processes, and other programs', may have an environment of their own.
     is_here = settings.cluster.launcher in (None, "local", "torchrun") and not settings.launch.no_python
-    if settings.paradigm.use_deepspeed and is_here and installed_version("deepspeed") is None:
+    if not is_here:
+        return
+    if settings.paradigm.use_deepspeed and installed_version("deepspeed") is None:
         yield (
             f"{settings.quote('paradigm.use_deepspeed')}, but 'deepspeed' isn't installed for {sys.executable}. "
             'Install it with: pip install "accelerate[deepspeed]"'
+        )
+    if settings.paradigm.use_megatron_lm and not can_be_found("megatron.training"):
+        yield (
+            f"{settings.quote('paradigm.use_megatron_lm')}, but Megatron-LM ('megatron.training') isn't installed for "
+            f"{sys.executable}. {MEGATRON_REMEDY}"
         )
 
 

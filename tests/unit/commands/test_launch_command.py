@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from accelerate.commands import launch, main
 from accelerate.commands.launch import launch_command, launch_command_parser, plan_launch
+from accelerate.launch import preflight
 from accelerate.launch.plan import LaunchPlan
-from accelerate.optional import installed_version
+from accelerate.launch.preflight import check_cheap
+from accelerate.optional import can_be_found, installed_version
 from accelerate.ports import get_free_port
 from accelerate.settings.run import launch_options_of
 
@@ -184,6 +186,17 @@ def test_an_engine_that_is_missing_is_said_before_anything_starts(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "'deepspeed' isn't installed" in refused(capsys, "--use_deepspeed", "--num_processes", "2", str(script))
+
+
+@pytest.mark.skipif(can_be_found("megatron.training"), reason="Megatron-LM is installed")
+def test_a_missing_megatron_is_said_too(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--use_megatron_lm", "--num_processes", "2", str(script))
+    said = refused(capsys, *words)
+    assert "(flag --use_megatron_lm), but Megatron-LM" in said and "NVIDIA/Megatron-LM" in said
+    monkeypatch.setattr(preflight, "can_be_found", lambda name: name == "megatron.training")
+    check_cheap(plan_launch(parsed(*words))[0], {})
 
 
 @pytest.mark.parametrize("flag", ["--help-all", "--help_all"])
