@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple, cast
 
 from ..settings.option import OptionInfo
 from ..settings.run import launch_options_of
-from .parser import Subparsers, command_parser
+from .help_text import OWN
+from .main import COMMANDS
+from .parser import Subparsers, command_parser, spellings
 
 SHELLS: Final = ("bash", "zsh", "fish")
 _SUBCOMMANDS: Final = {"config": "default update show", "completion": " ".join(SHELLS)}
@@ -27,15 +30,13 @@ _TEMPLATE: Final = """\
 {values}
   esac
   case "$command:$word" in
-    launch:-*|test:-*) COMPREPLY=($(compgen -W "{flags}" -- "$word")) ;;
+{flags}
 {subcommands}
   esac
 }}
 complete -o default -F _accelerate accelerate
 """
 
-
-_OWN: Final = ("--config_file", "--explain", "--dry-run", "--help", "--help-all")
 _FISH: Final = """\
 # Completion of the command accelerate; put this line into your shell's start-up file:
 #   accelerate completion fish | source
@@ -48,19 +49,57 @@ def script(shell: str) -> str:
     return _fish() if shell == "fish" else _bash(shell)
 
 
+class _Flag(NamedTuple):
+    """A flag as a shell has to know it."""
+
+    spellings: Sequence[str]
+    takes_value: bool
+    choices: Sequence[str]
+    help: str
+
+
+def _flags() -> dict[tuple[str, ...], list[_Flag]]:
+    """Return the flags by the subcommands that take them."""
+    own = (*OWN, ("--help", "", "Show this help."))
+    launch = [_Flag(spellings(flag), bool(value), (), help) for flag, value, help in own]
+    launch += [_Flag(row.flags, not row.switch, _choices(row), row.help) for row in launch_options_of()]
+    found: dict[tuple[str, ...], list[_Flag]] = {("launch", "test"): launch}
+    for name, (module, _) in COMMANDS.items():
+        if name not in ("launch", "test"):
+            parser = getattr(importlib.import_module(f".{module}", __package__), f"{module}_command_parser")()
+            found[name,] = list(_flags_of(parser))
+    return found
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> Iterable[_Flag]:
+    for action in parser._actions:
+        long = [flag for flag in action.option_strings if flag.startswith("--")]
+        choices = [str(choice) for choice in cast("Iterable[object]", action.choices or ())]
+        if long:
+            yield _Flag(long, action.nargs != 0, choices, action.help or "")
+
+
 def _choices(option: OptionInfo) -> Sequence[str]:
     """Return the values that the option can have, () where they can't be listed."""
     return ("true", "false") if option.kind == "bool" and not option.switch else option.choices or ()
 
 
+def _name(flag: _Flag) -> str:
+    return next(spelling for spelling in flag.spellings if spelling.startswith("--"))
+
+
 def _bash(shell: str) -> str:
-    from .main import COMMANDS
+    def offered(patterns: Iterable[str], words: Iterable[str], after: str = "") -> str:
+        return f'    {"|".join(patterns)}) COMPREPLY=($(compgen -W "{" ".join(words)}" -- "$word")){after} ;;'
 
     values: list[str] = []
-    for option in launch_options_of():
-        if choices := _choices(option):
-            pattern = "|".join(f"launch:{flag}" for flag in option.flags)
-            values.append(f'    {pattern}) COMPREPLY=($(compgen -W "{" ".join(choices)}" -- "$word")); return ;;')
+    flags: list[str] = []
+    for names, members in _flags().items():
+        flags.append(offered([f"{name}:-*" for name in names], map(_name, members)))
+        for flag in members:
+            if flag.choices:
+                patterns = [f"{name}:{spelling}" for name in names for spelling in flag.spellings]
+                values.append(offered(patterns, flag.choices, "; return"))
     subcommands = [
         f'    {name}:*) [[ $COMP_CWORD -eq 2 ]] && COMPREPLY=($(compgen -W "{arguments}" -- "$word")) ;;'
         for name, arguments in _SUBCOMMANDS.items()
@@ -70,27 +109,26 @@ def _bash(shell: str) -> str:
         prelude="autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "",
         commands=" ".join(COMMANDS),
         values="\n".join(values),
-        flags=" ".join([*_OWN, *(str(option.flag) for option in launch_options_of())]),
+        flags="\n".join(flags),
         subcommands="\n".join(subcommands),
     )
 
 
 def _fish() -> str:
-    from .main import COMMANDS
-
     def quoted(text: str) -> str:
         return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
+    def after(names: str) -> str:
+        return f'complete -c accelerate -n "__fish_seen_subcommand_from {names}"'
+
     first = 'complete -c accelerate -n "test (count (commandline -opc)) -eq 1"'
     lines = [f"{first} -a {name} -d {quoted(help)}" for name, (_, help) in COMMANDS.items()]
-    for name, arguments in _SUBCOMMANDS.items():
-        lines.append(f'complete -c accelerate -n "__fish_seen_subcommand_from {name}" -f -a {quoted(arguments)}')
-    launch = 'complete -c accelerate -n "__fish_seen_subcommand_from launch test"'
-    lines += [f"{launch} -l {flag[2:]}{' -r' if flag == '--config_file' else ''}" for flag in _OWN]
-    for option in launch_options_of():
-        choices = _choices(option)
-        value = "" if option.switch else f" -x -a {quoted(' '.join(choices))}" if choices else " -r"
-        lines.append(f"{launch} -l {str(option.flag)[2:]}{value} -d {quoted(option.help)}")
+    lines += [f"{after(name)} -f -a {quoted(arguments)}" for name, arguments in _SUBCOMMANDS.items()]
+    for names, members in _flags().items():
+        for flag in members:
+            choices = f" -x -a {quoted(' '.join(flag.choices))}" if flag.choices else " -r"
+            value = choices if flag.takes_value else ""
+            lines.append(f"{after(' '.join(names))} -l {_name(flag)[2:]}{value} -d {quoted(flag.help)}")
     return _FISH + "\n".join(lines) + "\n"
 
 

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from accelerate.commands.completion import SHELLS, main, script
+from accelerate.commands.main import COMMANDS
 from accelerate.settings.run import launch_options_of
 
 
@@ -28,6 +29,10 @@ def complete(*words: str) -> list[str]:
         (["accelerate", "launch", "--mixed_precision", "b"], ["bf16"]),
         (["accelerate", "launch", "--mixed-precision", ""], ["no", "fp16", "bf16", "fp8"]),
         (["accelerate", "config", ""], ["default", "update", "show"]),
+        (["accelerate", "launch", "--nproc"], ["--nproc_per_node"]),
+        (["accelerate", "test", "--mixed_precision", "b"], ["bf16"]),
+        (["accelerate", "migrate", "--ver"], ["--verify"]),
+        (["accelerate", "estimate-memory", "--mixed-precision", "b"], ["bf16"]),
         (["accelerate", "launch", "train"], []),
     ],
 )
@@ -44,6 +49,9 @@ def test_bash_completes_commands_options_and_values(words: list[str], expected: 
         ("accelerate launch --mixed_precision b", ["bf16"]),
         ("accelerate launch --mixed_precision ", ["bf16", "fp16", "fp8", "no"]),
         ("accelerate config ", ["default", "show", "update"]),
+        ("accelerate launch --nproc", ["--nproc_per_node"]),
+        ("accelerate migrate --ver", ["--verify"]),
+        ("accelerate monitor run --theme ", ["dark", "light"]),
     ],
 )
 def test_fish_completes_commands_options_and_values(line: str, expected: list[str]) -> None:
@@ -54,8 +62,10 @@ def test_fish_completes_commands_options_and_values(line: str, expected: list[st
 
 def test_the_script_of_fish_names_every_flag_once_and_closes_its_quotes() -> None:
     lines = [line for line in script("fish").splitlines() if not line.startswith("#")]
-    flags = [line.split(" -l ")[1].split()[0] for line in lines if " -l " in line]
-    assert {str(option.flag)[2:] for option in launch_options_of()} < set(flags) and len(set(flags)) == len(flags)
+    flags = [(line.split('"')[1], line.split(" -l ")[1].split()[0]) for line in lines if " -l " in line]
+    launched = {("__fish_seen_subcommand_from launch test", str(option.flag)[2:]) for option in launch_options_of()}
+    assert launched < set(flags) and len(set(flags)) == len(flags)
+    assert {names.split()[1] for names, _ in flags} == set(COMMANDS) - {"test"}
     for line in lines:
         unescaped = line.replace("\\\\", "").replace("\\'", "")
         assert unescaped.count("'") % 2 == 0, line
