@@ -56,6 +56,7 @@ def main(folder: str, seconds: float) -> None:
             outputs = model(points)
             loss = nn.functional.cross_entropy(outputs, labels)
             accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             accuracy.update((outputs.argmax(dim=1) == labels).float())

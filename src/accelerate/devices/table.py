@@ -64,6 +64,7 @@ class DeviceKind:
     memory_peak: str = "max_memory_allocated"
     memory_peak_reset: str = "reset_peak_memory_stats"
     memory_left: str = "mem_get_info"
+    busy: str = ""  # gives the percentage of the last moments in which the device computed
     bf16: str = "is_bf16_supported"  # a call, or always, or never
     shards_attention: bool = False  # torch's context parallelism shards its kernels of attention
     fp16: str = _ALWAYS
@@ -186,6 +187,14 @@ class DeviceKind:
         result = self._call(call, *arguments, otherwise=0)
         return 0 if result is None else result
 
+    def utilization(self, device: torch.device) -> float | None:
+        """Return the fraction of the last moments in which `device` computed; None for a kind that can't tell.
+
+        Raises what the driver's package raises, ImportError where it isn't installed.
+        """
+        percentage = self._call(self.busy, device)
+        return None if percentage is None else float(percentage) / 100
+
     def supports_bf16(self) -> bool:
         """Return whether the device computes in bfloat16."""
         return self._supports(self.bf16)
@@ -284,7 +293,7 @@ KINDS: Final[tuple[DeviceKind, ...]] = (
         "cuda", "MULTI_GPU", "torch.cuda", backend="nccl", visible_devices="CUDA_VISIBLE_DEVICES",
         builds="cuda hip", binds_group=True, driver_builds="cuda", driver_files="/proc/driver/nvidia/gpus/*",
         driver_command="nvidia-smi -L", fp8="accelerate.devices.hardware:check_cuda_fp8_capability",
-        fp8_fallback="fp16", fp8_backends="AO TE", shards_attention=True,
+        fp8_fallback="fp16", fp8_backends="AO TE", shards_attention=True, busy="utilization",
     ),
     DeviceKind(
         "xpu", "MULTI_XPU", "torch.xpu", backend="xccl", visible_devices="ZE_AFFINITY_MASK", builds="xpu",

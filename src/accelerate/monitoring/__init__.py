@@ -3,6 +3,7 @@
 - `run_monitor`: the run's monitor, which ``Accelerator.watch_run`` makes, its callbacks, and rules for losses.
 - `loop_watch`: the same for a script that doesn't ask for it, by `accelerate launch --monitor`.
 - `throughput`: rates, waiting times and reports; `records`: the file that each rank writes.
+- `utilization`: how busy a rank's device is.
 """
 
 from __future__ import annotations

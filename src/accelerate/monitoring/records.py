@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
@@ -47,11 +47,19 @@ class RankRecord:
     Args:
         folder: that of the files of all ranks; None writes nothing.
         seconds_between: reports that come sooner after the last one are left out of the file.
+        utilization: gives how busy the device is; the writer thread asks it for each line of numbers.
     """
 
-    def __init__(self, folder: Path | None, rank: int, *, seconds_between: float = 0.1) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        rank: int,
+        *,
+        seconds_between: float = 0.1,
+        utilization: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self.path: Path | None = None if folder is None else folder / FILE_PATTERN.format(rank)
-        self._seconds_between = seconds_between
+        self._seconds_between, self._utilization = seconds_between, utilization
         self._last = -math.inf
         self._left_out: Mapping[str, object] | None = None
         self._lines: queue.SimpleQueue[Mapping[str, object] | None] = queue.SimpleQueue()
@@ -115,6 +123,8 @@ class RankRecord:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("\n" * is_torn)
                 while (line := self._lines.get()) is not None:
+                    if "event" not in line and (busy := self._utilization()) is not None:
+                        line = {"device_utilization": busy, **line}
                     file.write(json.dumps(line, default=str) + "\n")
                     if self._lines.empty():
                         file.flush()

@@ -33,6 +33,7 @@ from ..training.accumulation import GradientState
 from .ledger import EVALUATION, Ledger, Position
 from .records import FOLDER, FOLDER_VARIABLE, RankRecord, shown_command
 from .throughput import Flops, StepReport, StepTimer, host_memory_bytes, peak_flops_of
+from .utilization import DeviceMeter
 
 #: The numbers of a rank that are gathered at a report.
 _ROW: Final = (
@@ -104,7 +105,8 @@ class RunWatch:
         self._num_loads = 0
         self.samples_per_batch = 0.0
         self._warned = False
-        self._record = RankRecord(folder, world.rank, seconds_between=_seconds_between(world))
+        meter = DeviceMeter(world.kind, world.device)
+        self._record = RankRecord(folder, world.rank, seconds_between=_seconds_between(world), utilization=meter.read)
         self._began, self._began_at = perf_counter(), 0
         self._record.start(rank=world.rank, ranks=world.size, total_steps=total_steps, **facts)
         self._ledger = Ledger(folder if world.is_main else None, self._position, hang_seconds() or math.inf)

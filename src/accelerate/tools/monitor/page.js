@@ -1,4 +1,5 @@
 // ------------------------------------------------------------------------------------------------------ the page
+const isCpu = () => String(data.facts.device || "cpu").startsWith("cpu");
 const curve = name => data.curves[name] || { steps: [], values: [] };
 function tile(parent, name, [value, unit], note = "") {
   const t = html("div", "card tile", null, parent);
@@ -17,11 +18,11 @@ function tiles() {
   tile(box, "Step time", seconds(n.step_seconds), data.skew && data.skew.share > .02 ? `rank ${data.skew.rank} is ${Math.round(100 * data.skew.share)} % slower` : data.skew ? "all ranks alike" : "");
   if (n.wait_seconds !== undefined) tile(box, "Waiting for data", [n.step_seconds ? String(+(100 * n.wait_seconds / n.step_seconds).toPrecision(2)) : "–", "%"], `${joined(seconds(n.wait_seconds))} a step`);
   const memory = data.ranks.map(r => r.memory_bytes).filter(real);
-  tile(box, "Memory", memory.length ? bytes(Math.max(...memory)) : ["–", ""], data.facts.device && !String(data.facts.device).startsWith("cpu") ? "peak, fullest rank" : "host, fullest rank");
+  tile(box, "Memory", memory.length ? bytes(Math.max(...memory)) : ["–", ""], isCpu() ? "host, fullest rank" : "peak, fullest rank");
   if (n.mfu !== undefined) tile(box, "MFU", [String(+(100 * n.mfu).toPrecision(3)), "%"], "of the devices' peak");
   if (n.learning_rate !== undefined) tile(box, "Learning rate", [scientific(n.learning_rate)]);
   if (n.gradient_norm !== undefined) tile(box, "Gradient norm", [plain(n.gradient_norm)], "before clipping");
-  if (n.device_utilization !== undefined) tile(box, "Device busy", [String(+(100 * n.device_utilization).toPrecision(3)), "%"], "rank 0");
+  if (n.device_utilization !== undefined) tile(box, "Device busy", [String(Math.round(100 * n.device_utilization)), "%"], isCpu() ? "of rank 0's threads" : "rank 0");
   if (n.eta_seconds !== undefined && data.state === "running") tile(box, "Time left", [duration(n.eta_seconds)], `to step ${grouped(n.total_steps)}`);
 }
 function plots() {
@@ -41,11 +42,9 @@ function plots() {
   perRank("memory", third, "Memory", "memory_bytes", "bytes");
   if (known) draw("lr", third, { title: "Learning rate", series: [{ name: "learning rate", color: "purple", ...curve("learning_rate") }], zero: true, format: "scientific" });
   if (data.curves.mfu) draw("mfu", third, { title: "MFU", unit: "share of the devices' peak", series: [{ name: "MFU", color: "teal", ...data.curves.mfu }], zero: true, format: "share" });
-  const more = [
-    ["gradient_norm", { title: "Gradient norm", unit: "before clipping" }, "pink", "plain", weight],
-    ["device_utilization", { title: "Device busy", unit: "rank 0" }, "olive", "share", 0],
-  ].filter(([name]) => data.curves[name]);
-  for (const [name, spec, tone, format, weight] of more) draw(name, more.length > 1 ? "w6" : "w12", { ...spec, series: lines(name.replace("_", " "), tone, curve(name), weight), robust: true, zero: true, format });
+  const norm = data.curves.gradient_norm, busy = Object.keys((data.per_rank.device_utilization || { lines: {} }).lines).length > 0, fourth = norm && busy ? "w6" : "w12";
+  if (norm) draw("gradient_norm", fourth, { title: "Gradient norm", unit: "before clipping", series: lines("gradient norm", "pink", norm, weight), robust: true, zero: true });
+  if (busy) perRank("busy", fourth, "Device busy", "device_utilization", "share", isCpu() ? "CPU time of the rank's threads" : "");
   if (data.num_ranks > 1) {
     perRank("steps", "w6", "Step time of each rank", "step_seconds", "seconds");
     perRank("waits", "w6", "Waiting for data, each rank", "wait_seconds", "seconds");
@@ -59,9 +58,9 @@ function settle() {  // the charts that were drawn are those of the page, in thi
   // A chart whose first numbers come late has its place all the same.
   if (drawn.some((box, i) => place().children[i] !== box)) place().append(...drawn);
 }
-function perRank(id, width, title, name, format) {
+function perRank(id, width, title, name, format, unit = "") {
   const lines = Object.entries((data.per_rank[name] || { lines: {} }).lines);
-  draw(id, width, { title, unit: data.num_followed < data.num_ranks ? `${data.num_followed} of ${grouped(data.num_ranks)} ranks` : "", series: lines.map(([label, c], i) => ({ name: label, color: PALETTE[i % PALETTE.length], ...c })), zero: true, format });
+  draw(id, width, { title, unit: [unit, data.num_followed < data.num_ranks ? `${data.num_followed} of ${grouped(data.num_ranks)} ranks` : ""].filter(Boolean).join(", "), series: lines.map(([label, c], i) => ({ name: label, color: PALETTE[i % PALETTE.length], ...c })), zero: true, format });
 }
 function ago(time) {
   const s = Math.max(0, data.now - time);

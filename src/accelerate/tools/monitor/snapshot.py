@@ -62,7 +62,7 @@ def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
     content["curves"] = {name: thinned(main.curves[name]) for name in KNOWN if name in main.curves}
     own = {**run.logged, **{name: curve for name, curve in main.curves.items() if name not in KNOWN}}
     content["own"] = {name: thinned(curve) for name, curve in sorted(own.items())}
-    content["per_rank"] = {name: over_ranks(run, name) for name in PER_RANK}
+    content["per_rank"] = {name: over_ranks(run, name) for name in (*PER_RANK, "device_utilization")}
     return content
 
 

@@ -1,0 +1,52 @@
+"""How busy a rank's device is: the part of the time since the last look in which it computed, where that can be known.
+
+For the CPU that is this process's CPU time, as a fraction of what its threads could have had; for a GPU what its driver
+says, which torch asks where the driver's Python package is installed (`nvidia-ml-py`, `amdsmi`). The thread that writes
+a rank's record does so, never the training loop.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final, final
+
+import torch
+
+from ..cores import num_cores
+from ..devices.table import CPU, DeviceKind
+
+#: Sooner after the last look the clocks' own steps are too large a part of the answer.
+_FEWEST_SECONDS: Final = 0.05
+
+
+@final
+class DeviceMeter:
+    """A meter of one device. Make it where the training runs: the number of threads is that of this thread."""
+
+    def __init__(self, kind: DeviceKind, device: torch.device) -> None:
+        self._kind, self._device = kind, device
+        self._num_threads = max(1, min(torch.get_num_threads(), num_cores()))
+        self._time, self._used = time.perf_counter(), time.process_time()
+        self._is_known = kind is CPU or bool(kind.busy)
+
+    def read(self) -> float | None:
+        """Return the fraction, 0 to 1; None where it isn't known, or the last look was just now."""
+        if not self._is_known:
+            return None
+        return self._read_cpu() if self._kind is CPU else self._read_driver()
+
+    def _read_cpu(self) -> float | None:
+        now, used = time.perf_counter(), time.process_time()
+        seconds = now - self._time
+        if seconds < _FEWEST_SECONDS:
+            return None
+        share = (used - self._used) / (seconds * self._num_threads)
+        self._time, self._used = now, used
+        return min(1.0, round(share, 3))
+
+    def _read_driver(self) -> float | None:
+        try:
+            return self._kind.utilization(self._device)
+        except Exception:  # a vendor's package may raise anything; not known then, and not asked again
+            self._is_known = False
+            return None
