@@ -17,7 +17,6 @@ from ..errors import SettingError
 from ..launch.plan import LaunchPlan
 from ..settings import env
 
-_VARIABLE: Final = "ACCELERATE_MONITOR"
 _FOLDERS: Final = "runs"
 _PORT: Final = 8321
 #: So long an open page is given to ask for the end of the run; it asks once a second.
@@ -26,8 +25,10 @@ _LAST_SECONDS: Final = 2.5
 
 def folder_of_launch(args: argparse.Namespace) -> Path:
     """Return the new run's folder, that of the environment or ``runs/<script>_<time>``; its outputs go there too."""
+    from ..monitoring.records import FOLDER_VARIABLE
+
     name = Path(str(args.training_script)).stem or "run"
-    folder = Path(env.read(_VARIABLE) or f"{_FOLDERS}/{name}_{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    folder = Path(env.read(FOLDER_VARIABLE) or f"{_FOLDERS}/{name}_{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     if getattr(args, "log_dir", None) is None:
         args.log_dir = str(folder / "logs")
     return folder
@@ -40,10 +41,13 @@ def shown(plan: LaunchPlan, folder: Path) -> Generator[LaunchPlan]:
     Raises:
         SettingError: the plan hands the run to somebody else, whose ranks this machine may not see.
     """
+    from ..monitoring.records import FOLDER_VARIABLE
+
     if plan.files or not plan.ranks:
         raise SettingError(
             f"--monitor shows a run that this launch starts here, and {plan.engine} hands it on. Set "
-            f"{_VARIABLE}=FOLDER for the ranks, one that this machine sees too, and run `accelerate monitor` there."
+            f"{FOLDER_VARIABLE}=FOLDER for the ranks, one that this machine sees too, and run `accelerate monitor` "
+            "there."
         )
     from ..tools.monitor.runs import Runs
     from ..tools.monitor.serve import Server
@@ -60,7 +64,7 @@ def shown(plan: LaunchPlan, folder: Path) -> Generator[LaunchPlan]:
               file=sys.stderr, flush=True)  # fmt: skip
         _open(server.url)
         try:
-            yield dataclasses.replace(plan, environment={**plan.environment, _VARIABLE: str(folder)})
+            yield dataclasses.replace(plan, environment={**plan.environment, FOLDER_VARIABLE: str(folder)})
         finally:
             if server.seconds_since_asked < _LAST_SECONDS:
                 time.sleep(_LAST_SECONDS)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         after_save,
         before_save,
         folder_of,
-        note_norm,
         watch,
     )
     from .throughput import Flops, StepReport, count_flops
@@ -55,9 +54,7 @@ __getattr__: Callable[[str], Any] = names_from(
     "accelerate",
     {
         "monitoring.throughput": "Flops StepReport count_flops",
-        "monitoring.run_monitor": (
-            "RunCallback LossRules RunWatch after_load after_save before_save folder_of note_norm watch"
-        ),
+        "monitoring.run_monitor": "RunCallback LossRules RunWatch after_load after_save before_save folder_of watch",
         "monitoring.loop_watch": "LoopWatch",
     },
 )
@@ -70,3 +67,10 @@ def watch_loop(run: WatchedRun, optimizers: Sequence[torch.optim.Optimizer]) -> 
     from .loop_watch import LoopWatch
 
     return LoopWatch(run, optimizers)
+
+
+def note_norm(run: RunWatch | None, norm: torch.Tensor) -> torch.Tensor:
+    """Return ``norm``, after telling the watch, if there is one; where there is none, nothing is imported."""
+    if run is not None:
+        run.note_gradient_norm(norm)
+    return norm

@@ -503,13 +503,6 @@ def before_save(run: RunWatch | None, *, alone: bool = False) -> dict[str, objec
     return {"watch": {"updates": run.updates} if alone else run.before_save()}
 
 
-def note_norm(run: RunWatch | None, norm: torch.Tensor) -> torch.Tensor:
-    """Return ``norm``, after telling the watch, if there is one."""
-    if run is not None:
-        run.note_gradient_norm(norm)
-    return norm
-
-
 def after_save(run: RunWatch | None, folder: str, seconds: float, preempted_by: object) -> None:
     """Tell the watch, if there is one, what was saved; and the notice of preemption because of which."""
     if run is not None:

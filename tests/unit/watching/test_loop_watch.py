@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -59,6 +62,22 @@ def test_nothing_is_written_where_nobody_asks(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delenv("ACCELERATE_MONITOR", raising=False)
     train(Accelerator(cpu=True, project_dir=str(tmp_path)), 20, losses=[])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_loop_that_nobody_watches_imports_no_monitor() -> None:
+    """Neither the constructor nor the first clipping does; in a process of its own, whose modules are few."""
+    code = """if True:
+        import sys, torch
+        from accelerate import Accelerator
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(torch.nn.Linear(2, 1))
+        accelerator.backward(model(torch.ones(3, 2)).sum())
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 1
+        print([name for name in sys.modules if name.startswith("accelerate.monitoring.")])
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "ACCELERATE_MONITOR"}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "['accelerate.monitoring.records']"
 
 
 def test_a_script_that_watches_its_run_does_so_in_the_launch_s_folder(
