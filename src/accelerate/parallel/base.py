@@ -64,6 +64,8 @@ class Strategy(ABC):
     engine: Any = None
     #: Whether another strategy takes over as soon as a model comes that was sharded before.
     hands_over_shards: ClassVar[bool] = False
+    #: Whether a pass through a model can be computed again, with nothing but the model itself (`sdc_check`).
+    can_repeat_passes: ClassVar[bool] = False
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         self.world = world

@@ -35,6 +35,7 @@ class SingleDevice(Strategy):
     """One process with the model on one device; nothing is wrapped."""
 
     hands_over_shards = True
+    can_repeat_passes = True
 
     @property
     def label(self) -> DistributedType:
@@ -100,6 +101,7 @@ class DataParallel(Strategy):
     """Replicas of the whole model, one per process; gradients are averaged during backward."""
 
     hands_over_shards = True
+    can_repeat_passes = True
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)

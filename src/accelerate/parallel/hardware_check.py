@@ -37,10 +37,9 @@ from .matrix_optimizer import needs_whole_matrices
 from .recorded_pass import Checksums, Forward, PassRecorder
 from .replica_check import checksum, has_bits
 
-#: The strategies whose passes can be computed again, by the names of their classes.
-_SUPPORTED: Final = ("SingleDevice", "DataParallel", "FullyShard")
 _AGAIN: Final = ", computed again on the same rank, differs"
 _NEIGHBOUR: Final = ", computed again by the next rank, differs"
+_FOR_ANOTHER: Final = ", computed twice for the rank before, differs"
 _UPDATE: Final = " after the update isn't what the update gives when computed again"
 _MEMORY: Final = " changed between two updates, by no operation"
 
@@ -68,7 +67,7 @@ def check_hardware(
         raise SettingError(f"{asked}: hardware is checked every n updates. Give 1 or more, or leave it out.")
     if action not in ("raise", "warn"):
         raise SettingError(f"{asked}: on_sdc is 'raise' or 'warn'.")
-    if type(strategy).__name__ not in _SUPPORTED or strategy.mesh.active("tp", "cp", "sp", "ep", "pp"):
+    if not strategy.can_repeat_passes or strategy.mesh.active("tp", "cp", "sp", "ep", "pp"):
         raise SettingError(
             f"{asked}: under {type(strategy).__name__} ({strategy.mesh.equation()}) no pass is computed again. It is "
             "under one process, DDP and FSDP2 without other axes; leave sdc_check out."
@@ -94,11 +93,13 @@ class _Finding:
 
     Attributes:
         what: the tensor, and what is wrong with it.
+        place: of the tensor among those that were compared, in the order in which they were computed.
         ranks: of which one computes wrong.
         is_proven: it was compared before, and was the same then: the program can be repeated.
     """
 
     what: str
+    place: int
     ranks: tuple[int, ...]
     is_proven: bool
 
@@ -118,7 +119,7 @@ class _UpdateCheck:
     ) -> None:
         self._prepared, self._owner, self._every, self._action = prepared, owner, every, action
         self._world: World = strategy.world
-        self._has_neighbour = type(strategy).__name__ == "DataParallel"
+        self._has_neighbour = strategy.world.size > 1 and strategy.state.is_whole()
         trained = {id(parameter) for group in prepared.param_groups for parameter in group["params"]}
         self._recorders = [each for each in recorders if any(id(p) in trained for p in each.model.parameters())]
         self._names = {
@@ -170,40 +171,41 @@ class _UpdateCheck:
         self._expected = Checksums() if takes_closure else self._expected_update(optimizer)
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        is_next = (self._count + 1) % self._every == 0
+        if not self._is_armed and not is_next:
+            return
+        # Also before an update that is checked: a shard that changes within it makes the passes of all ranks differ.
+        written = {each: tensor for name, p, _ in self._named(optimizer) for each, tensor in _held(name, p, optimizer)}
+        sums = {name: checksum(tensor) for name, tensor in written.items()}
+        self._written = {name: (tensor, num_changes(tensor), sums[name]) for name, tensor in written.items()}
         if self._is_armed:
-            written = {
-                each: tensor for name, p, _ in self._named(optimizer) for each, tensor in _held(name, p, optimizer)
-            }
-            sums = {name: checksum(tensor) for name, tensor in written.items()}
             self._compare(self._expected, sums, _UPDATE)
             self._expected = Checksums()
-            self._written = {name: (tensor, num_changes(tensor), sums[name]) for name, tensor in written.items()}
             self._agree()
-        if (self._count + 1) % self._every == 0:
+        if is_next:
             self._arm()
             for recorder in self._recorders:
                 recorder.clear()
-        elif self._is_armed:
+        else:
             self._disarm()
 
     # -- comparing -----------------------------------------------------------------------------------------
 
     def _compare(
         self, first: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor], what: str, *others: int
-    ) -> None:
-        """Note what differs of that which both hold; of that which never was the same, that it can't be compared."""
-        names = [name for name in first if name in again and name + what not in self._said]
-        if not names:
-            return
-        differ = torch.stack([first[name].cpu() != again[name].cpu() for name in names]).tolist()
-        for name, is_other in zip(names, differ, strict=True):
+    ) -> bool:
+        """Return whether something that both hold differs, and note each; what is the same can be compared."""
+        places = {name: place for place, name in enumerate(first) if name in again and name + what not in self._said}
+        if not places:
+            return False
+        differ = torch.stack([first[name].cpu() != again[name].cpu() for name in places]).tolist()
+        for (name, place), is_other in zip(places.items(), differ, strict=True):
+            key = name + what
             if is_other:
-                self._note(name + what, *others)
+                self._findings.append(_Finding(key, place, (self._world.rank, *others), key in self._proven))
             else:
-                self._proven.add(name + what)
-
-    def _note(self, what: str, *others: int) -> None:
-        self._findings.append(_Finding(what, (self._world.rank, *others), what in self._proven))
+                self._proven.add(key)
+        return any(differ)
 
     def _compare_memory(self) -> None:
         """Compare what the optimizer wrote with what is there now, unless an operation has changed it since."""
@@ -226,25 +228,38 @@ class _UpdateCheck:
         own = recorder.recorded()
         self._compare(own, again, _AGAIN)
         if self._has_neighbour:
-            next_rank = (self._world.rank + 1) % self._world.size
-            self._compare(own, self._neighbours_answer(recorder, forwards), _NEIGHBOUR, next_rank)
+            self._compare_with_neighbour(recorder, forwards, own)
 
     def _leave_out(self, once: Checksums, twice: Checksums) -> None:
         names = [name for name in once if name in twice and not torch.equal(once[name], twice[name])]
-        self._said.update(name + what for name in names for what in (_AGAIN, _NEIGHBOUR))
+        self._said.update(name + what for name in names for what in (_AGAIN, _NEIGHBOUR, _FOR_ANOTHER))
         if names:
             self._say(f"{names[0]} and {len(names) - 1} more are other ones each time, without a fault")
 
-    def _neighbours_answer(self, recorder: PassRecorder, forwards: Sequence[Forward]) -> Mapping[str, torch.Tensor]:
-        """Return what the next rank gets for the passes of this one. A collective: each does so for the one before."""
+    def _compare_with_neighbour(self, recorder: PassRecorder, forwards: Sequence[Forward], own: Checksums) -> None:
+        """Compare ``own`` with what the next rank gets for the same passes. A collective.
+
+        Where some rank's differs, each rank repeats what it has computed for the rank before: one that doesn't agree
+        with itself is the one that is wrong. All do so together, since a model may have collectives of its own.
+        """
+        world = self._world
         given = self._pass_on([_on(torch.device("cpu"), forward) for forward in forwards], 1)
+        answer = self._computed_for_another(recorder, given)
+        next_rank = (world.rank + 1) % world.size
+        differs = self._compare(own, self._pass_on(answer, -1), _NEIGHBOUR, next_rank)
+        doubts = torch.tensor([int(differs)], device=world.device)
+        dist.all_reduce(doubts, dist.ReduceOp.MAX, world.group)
+        if int(doubts):
+            self._proven.update(name + _FOR_ANOTHER for name in answer if name + _AGAIN in self._proven)
+            self._compare(answer, self._computed_for_another(recorder, given), _FOR_ANOTHER)
+
+    def _computed_for_another(self, recorder: PassRecorder, given: Sequence[Forward]) -> Checksums:
         try:
             there = [_on(self._world.device, forward) for forward in given]
-            answer = {name: total.cpu() for name, total in recorder.replay(there).items()}
+            return {name: total.cpu() for name, total in recorder.replay(there).items()}
         except Exception as error:  # a foreign model's, as above
             self._say(f"the passes of the rank before can't be computed here ({error!r})")
-            answer = {}
-        return self._pass_on(answer, -1)
+            return Checksums()
 
     def _pass_on(self, value: Any, step: int) -> Any:
         """Send ``value`` to the rank ``step`` further on in the ring, and return what comes from the other side."""
@@ -354,19 +369,22 @@ _ADVICE: Final = (
 
 def _verdict(found: Sequence[_Finding]) -> str:
     """Format who computes wrong, and the first tensor of which that is known."""
-    # First what has changed in memory: of a shard, all ranks compute something else then.
-    in_memory = [each for each in found if each.what.endswith(_MEMORY)]
-    alone = in_memory or [each for each in found if len(each.ranks) == 1]
-    if alone:
-        ranks = sorted({rank for each in alone for rank in each.ranks})
-        first, count = alone[0].what, len({each.what for each in alone})
+    alone = [each for each in found if len(each.ranks) == 1]
+    local = [each for each in alone if each.what.endswith((_MEMORY, _UPDATE))]
+    if local:  # what no collective has a part in; of a shard that changed, all ranks compute something else
+        chosen, is_sure = local, True
+        ranks = sorted({each.ranks[0] for each in local})
+    elif alone:  # what came first is the cause: gathered weights, shared statistics bring it to other ranks
+        first = min(each.place for each in alone)
+        ranks = sorted({each.ranks[0] for each in alone if each.place == first})
+        chosen, is_sure = [each for each in alone if each.ranks[0] in ranks], len(ranks) == 1
     else:  # pairs of neighbours, of which one is wrong: the rank that is in all of them, if there is one
         pairs = [set(each.ranks) for each in found]
         ranks = sorted(set.intersection(*pairs) or set.union(*pairs))
-        first, count = found[0].what, len({each.what for each in found})
+        chosen, is_sure = found, len(ranks) == 1
+    count = len({each.what for each in chosen})
     more = f" (and {count - 1} more)" if count > 1 else ""
-    one_of = "one of " if len(ranks) > 1 and not alone else ""
-    return f"{one_of}{numbered(ranks)}: {first}{more}"
+    return f"{'' if is_sure else 'one of '}{numbered(ranks)}: {chosen[0].what}{more}"
 
 
 def _held(name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

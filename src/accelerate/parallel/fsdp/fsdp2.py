@@ -52,6 +52,8 @@ _own: Final[WeakSet[torch.nn.Module]] = WeakSet()
 class FullyShard(ShardedStrategy):
     """Parameters sharded over the ranks, and gathered by wrap units while these compute."""
 
+    can_repeat_passes = True
+
     def __init__(self, world: World, options: StrategyOptions) -> None:
         if world.device.type == "cpu" and not is_torch_version(">=", OLDEST_ON_CPU):
             raise MissingDependency(
