@@ -15,6 +15,7 @@ from offline_data import digits_as_colour_images
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
+from watch_option import add_watch
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -64,6 +65,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="stay on the CPU")
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
     parser.add_argument("--plot", help="write the curves to this PNG file")
+    add_watch(parser)
     arguments = parser.parse_args()
 
     accelerator = Accelerator(cpu=arguments.cpu, mixed_precision=arguments.mixed_precision)

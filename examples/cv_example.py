@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset, Subset, random_split
 from tqdm import tqdm
+from watch_option import add_watch
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--image_size", type=int, default=224, help="side of the pets' images")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--plot", help="write the curves to this PNG file")
+    add_watch(parser)
     arguments = parser.parse_args()
 
     accelerator = Accelerator(cpu=arguments.cpu, mixed_precision=arguments.mixed_precision)

@@ -19,7 +19,9 @@ GLOBAL_BATCH_SIZE = 64
 LOSS_TOLERANCE = 1e-4
 
 
-def run(num_processes: int, num_epochs: int, report: Path) -> tuple[list[dict[str, float]], float]:
+def run(
+    num_processes: int, num_epochs: int, report: Path, *, is_watched: bool = False
+) -> tuple[list[dict[str, float]], float]:
     """The history of one launched run, and the seconds from the command to its end."""
     command = [
         sys.executable, "-m", "accelerate.commands.launch",
@@ -28,6 +30,7 @@ def run(num_processes: int, num_epochs: int, report: Path) -> tuple[list[dict[st
         "--batch_size", str(GLOBAL_BATCH_SIZE // num_processes),
         "--num_epochs", str(num_epochs),
         "--report", str(report),
+        *(["--watch", str(report.with_suffix(""))] if is_watched else []),
     ]  # fmt: skip
     print(
         f"\n$ accelerate launch {' '.join(command[3:6])} examples/digits.py {' '.join(command[7:])}",
@@ -75,11 +78,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("demo_output"))
     parser.add_argument("--num_epochs", type=int, default=8)
+    parser.add_argument("--watch", action="store_true", help="keep the runs' numbers: accelerate monitor OUTPUT_DIR")
     arguments = parser.parse_args()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
 
-    one, seconds_one = run(1, arguments.num_epochs, arguments.output_dir / "one_process.json")
-    two, seconds_two = run(2, arguments.num_epochs, arguments.output_dir / "two_processes.json")
+    one, seconds_one = run(
+        1, arguments.num_epochs, arguments.output_dir / "one_process.json", is_watched=arguments.watch
+    )
+    two, seconds_two = run(
+        2, arguments.num_epochs, arguments.output_dir / "two_processes.json", is_watched=arguments.watch
+    )
     equal = compare(one, two)
     print(f"from command to end: {seconds_one:.1f} s on 1 process, {seconds_two:.1f} s on 2")
     print(speed(one, two))

@@ -19,6 +19,7 @@ from offline_data import digits
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
+from watch_option import add_watch
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -110,6 +111,7 @@ def main() -> None:
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
     parser.add_argument("--report", help="write the history to this JSON file")
     parser.add_argument("--plot", help="write the curves to this PNG file")
+    add_watch(parser)
     train(parser.parse_args())
 
 

@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
+from watch_option import add_watch
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -186,6 +187,7 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, help="2e-5 on MRPC, 2e-3 offline")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--plot", help="write the curves to this PNG file")
+    add_watch(parser)
     arguments = parser.parse_args()
 
     accelerator = Accelerator(cpu=arguments.cpu, mixed_precision=arguments.mixed_precision)

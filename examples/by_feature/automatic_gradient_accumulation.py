@@ -19,6 +19,7 @@ from accelerate.utils import find_executable_batch_size, set_seed
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from offline_data import digits
+from watch_option import add_watch
 
 
 def training_function(arguments: argparse.Namespace) -> float:
@@ -84,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--seed", type=int, default=42)
     options.add_argument("--cpu", action="store_true", help="stay on the CPU")
     options.add_argument("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
+    add_watch(options)
     return options
 
 

@@ -20,6 +20,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from offline_data import digits
+from watch_option import add_watch
 
 
 def training_function(arguments: argparse.Namespace) -> float:
@@ -80,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--sharded", action="store_true", help="FSDP2: parameters lie over several processes")
     options.add_argument("--cpu", action="store_true", help="stay on the CPU")
     options.add_argument("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
+    add_watch(options)
     return options
 
 

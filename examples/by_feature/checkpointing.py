@@ -20,6 +20,7 @@ from accelerate.utils import ProjectConfiguration, set_seed
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from offline_data import digits
+from watch_option import add_watch
 
 
 class Progress:
@@ -94,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--checkpointing_steps", type=int, default=30, help="steps between two checkpoints")
     options.add_argument("--cpu", action="store_true", help="stay on the CPU")
     options.add_argument("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
+    add_watch(options)
     return options
 
 

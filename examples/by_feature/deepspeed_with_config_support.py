@@ -19,6 +19,7 @@ from accelerate.utils import DummyOptim, DummyScheduler, set_seed
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from offline_data import digits
+from watch_option import add_watch
 
 
 def training_function(arguments: argparse.Namespace) -> float:
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
     config = Path(__file__).resolve().parent.parent / "deepspeed_config_templates" / "zero_stage2_config.json"
     options.add_argument("--deepspeed_config_file", default=str(config))
+    add_watch(options)
     return options
 
 

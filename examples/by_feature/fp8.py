@@ -20,6 +20,7 @@ from accelerate.utils import AORecipeKwargs, set_seed
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from offline_data import digits
+from watch_option import add_watch
 
 
 def training_function(arguments: argparse.Namespace) -> float:
@@ -72,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--learning_rate", type=float, default=3e-3)
     options.add_argument("--seed", type=int, default=42)
     options.add_argument("--cpu", action="store_true", help="stay on the CPU")
+    add_watch(options)
     return options
 
 

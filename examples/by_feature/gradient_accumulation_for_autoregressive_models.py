@@ -21,6 +21,7 @@ from accelerate.utils import set_seed
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from offline_data import standard_library_files
+from watch_option import add_watch
 
 IGNORED = -100  # the label of positions that don't count
 
@@ -99,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--seed", type=int, default=42)
     options.add_argument("--cpu", action="store_true", help="stay on the CPU")
     options.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"])
+    add_watch(options)
     return options
 
 

@@ -20,6 +20,7 @@ from accelerate.utils import set_seed
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from offline_data import digits
+from watch_option import add_watch
 
 
 def training_function(arguments: argparse.Namespace) -> float:
@@ -72,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--local_sgd_steps", type=int, default=8, help="steps between two averages")
     options.add_argument("--cpu", action="store_true", help="stay on the CPU")
     options.add_argument("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
+    add_watch(options)
     return options
 
 

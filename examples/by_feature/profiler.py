@@ -19,6 +19,7 @@ from accelerate.utils import set_seed
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 from offline_data import digits
+from watch_option import add_watch
 
 
 def training_function(arguments: argparse.Namespace) -> float:
@@ -74,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--trace_dir", default="traces", help="where each rank leaves its trace")
     options.add_argument("--cpu", action="store_true", help="stay on the CPU")
     options.add_argument("--mixed_precision", choices=["no", "fp16", "bf16", "fp8"])
+    add_watch(options)
     return options
 
 

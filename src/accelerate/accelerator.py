@@ -1180,7 +1180,8 @@ class Accelerator:
             self.strategy.backward(loss, self.precision.scaler, steps)
 
         work = Work(compute_loss, batch, named, backward, reduction, self.gradient_state.sync_gradients)
-        return self._micro_batches.backward(work, num_parts=num_parts, always_careful=always_careful)
+        loss = self._micro_batches.backward(work, num_parts=num_parts, always_careful=always_careful)
+        return self._noting(loss)
 
     def pipeline_step(
         self, model: torch.nn.Module, batch: tuple[object, object], loss_function: Callable[..., torch.Tensor]
@@ -1211,7 +1212,7 @@ class Accelerator:
             ```
         """
         inputs, targets = batch
-        return self.strategy.pipeline_step(
+        loss = self.strategy.pipeline_step(
             model,
             inputs if isinstance(inputs, tuple) else (inputs,),
             targets,
@@ -1220,6 +1221,13 @@ class Accelerator:
             num_steps=self.gradient_state.note_backward(),
             synchronises=self.gradient_state.sync_gradients,
         )
+        return self._noting(loss)
+
+    def _noting(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return ``loss``, after giving it to the watch that the launcher asked for, if there is one."""
+        if self._loop is not None:
+            self._run = self._loop(loss, self._noted_watch)
+        return loss
 
     def _window_parameters(self) -> Iterator[torch.nn.Parameter]:
         """Return the parameters of the models of the current window; of all models where none was named."""

@@ -135,6 +135,39 @@ def test_the_checkpointing_example_goes_on_where_it_was(tmp_path: Path) -> None:
     assert run_on_ranks(trained("checkpointing", halves, *words), 1, timeout_seconds=90) == expected
 
 
+#: Nothing is trained, or there are no options: `accelerate launch --monitor` watches what trains.
+NOT_WATCHED = {"before", "after", "big_model", "distributed"}
+#: They have no options of their own: data, plots, the option itself.
+PARTS = {"curves", "offline_data", "watch_option"}
+
+
+def test_every_example_takes_watch() -> None:
+    scripts = {path.stem: path for path in EXAMPLES.rglob("*.py") if path.stem not in NOT_WATCHED | PARTS}
+    assert len(scripts) >= 27
+    for path in scripts.values():
+        text = path.read_text()
+        assert "    add_watch(" in text or '.add_argument("--watch"' in text, path
+
+
+def test_a_watched_example_keeps_its_numbers(tmp_path: Path) -> None:
+    run_on_ranks(
+        trained("cross_validation", tmp_path, "--num_folds", "2", "--watch", "runs/first"), 1, timeout_seconds=90
+    )
+    record = tmp_path / "runs" / "first" / "monitor" / "rank_0.jsonl"
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert lines[0]["watched_by"] == "launcher"
+    assert sum("loss" in line for line in lines) >= 2
+
+
+def test_the_ranks_of_a_launch_watch_in_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    option = load(EXAMPLES / "watch_option.py")
+    monkeypatch.setattr(sys, "argv", ["examples/by_feature/base.py"])
+    monkeypatch.setitem(os.environ, "RANK", "3")
+    assert option.default_folder() == f"runs/base_{os.getppid()}"
+    monkeypatch.delitem(os.environ, "RANK")
+    assert option.default_folder() == f"runs/base_{os.getpid()}"
+
+
 def test_tracked_numbers_are_in_the_log_of_lines(tmp_path: Path) -> None:
     run_on_ranks(trained("tracking", tmp_path, "--project_dir", "run"), 1, timeout_seconds=90)
     rows = [json.loads(line) for path in (tmp_path / "run").rglob("*.jsonl") for line in path.read_text().splitlines()]

@@ -18,6 +18,7 @@ from accelerate.commands.launch_page import folder_of_launch, shown
 from accelerate.errors import SettingError
 from accelerate.launch.plan import LaunchPlan
 from accelerate.monitoring.records import shown_command
+from accelerate.monitoring.run_monitor import RunWatch
 
 
 def lines_in(folder: Path) -> list[dict[str, object]]:
@@ -56,6 +57,48 @@ def test_the_variable_has_a_loop_watched_as_it_is(
     assert reports[-1]["step"] == 20 and reports[-1]["learning_rate"] == 0.25
     assert reports[-1]["loss"] == pytest.approx(sum(losses[10 * accumulation :]) / (10 * accumulation), rel=1e-4)
     assert isinstance(norm := reports[-1]["gradient_norm"], float) and norm > 0
+
+
+@pytest.mark.parametrize("form", ["backward_in_parts", "pipeline_step"])
+def test_the_other_forms_of_a_backward_are_watched_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MONITOR", str(tmp_path / "run"))
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    inputs, targets = torch.ones(4, 2), torch.zeros(4, 1)
+    loss = torch.nn.functional.mse_loss(model(inputs), targets).item()
+    for _ in range(10):
+        if form == "pipeline_step":
+            accelerator.pipeline_step(model, (inputs, targets), torch.nn.functional.mse_loss)
+        else:
+            accelerator.backward_in_parts(
+                lambda part: torch.nn.functional.mse_loss(model(part[0]), part[1]), (inputs, targets)
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    (report,) = (line for line in lines_in(tmp_path / "run") if "event" not in line)
+    assert report["step"] == 10 and report["loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_a_model_after_another_is_watched_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MONITOR", str(tmp_path / "run"))
+    accelerator = Accelerator(cpu=True)
+    watch: RunWatch | None = None
+    for rate in (0.5, 0.25):  # two folds of a cross-validation
+        model = torch.nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
+        for _ in range(10):
+            accelerator.backward(model(torch.ones(3, 2)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.free_memory()
+        watch = watch or accelerator._run
+    assert watch is not None and watch is accelerator._run and watch.updates == 20
+    assert watch.last_report is not None and watch.last_report.learning_rate == 0.25
+    accelerator.end_training()
 
 
 def test_nothing_is_written_where_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
