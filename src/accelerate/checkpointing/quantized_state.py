@@ -87,8 +87,7 @@ def refuse_half_weights(optimizer: Any) -> None:
     Raises:
         PreparationError: the shape and dtype of the first such parameter.
     """
-    block = getattr(optimizer, "block_size", math.inf)
-    if not _keeps_few_bits(optimizer) or block == math.inf:
+    if not _keeps_few_bits(optimizer):
         return
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if not is_sharded(parameter) or parameter.dtype == torch.float32 or parameter.ndim == 0:
@@ -96,7 +95,7 @@ def refuse_half_weights(optimizer: Any) -> None:
         cuts = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
         rows = -(-parameter.shape[0] // math.prod(size for placement, size in cuts if placement.is_shard()))
         num_held = rows * math.prod(parameter.shape[1:])  # of the first rank, so that all ranks raise
-        if num_held >= _SMALLEST and num_held % block == 0:
+        if num_held >= _SMALLEST and num_held % _block(optimizer) == 0:
             raise PreparationError(
                 f"{type(optimizer).__name__} got a sharded weight of shape {tuple(parameter.shape)} in "
                 f"{parameter.dtype}, whose state it would keep in few bits: torchao's step fails there. Leave the "
@@ -105,7 +104,8 @@ def refuse_half_weights(optimizer: Any) -> None:
 
 
 def _keeps_few_bits(optimizer: object) -> bool:
-    return callable(getattr(optimizer, "_subclass_zeros", None)) and callable(getattr(optimizer, "_new_buffer", None))
+    has_them = all(callable(getattr(optimizer, name, None)) for name in ("_subclass_zeros", "_new_buffer"))
+    return has_them and getattr(optimizer, "block_size", math.inf) < math.inf  # torchao's _AdamW: full state
 
 
 def _local(value: Any) -> Any:

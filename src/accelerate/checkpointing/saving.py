@@ -388,11 +388,13 @@ def _collect(saving: Saving, items: RunItems, staging: StagingDirectory) -> None
     if everything:
         saving.items += items.of_rank(staging.ranks.rank)
     if staging.is_committer:
-        if staging.description.details.get("epoch") is None and (epoch := items.epoch()) is not None:
+        told = staging.description.details  # the program's own keys stay as they are
+        if told.get("epoch") is None and (epoch := items.epoch()) is not None:
             staging.details["epoch"] = epoch
-        if most := max(updates := items.updates(), default=0):
-            staging.details.setdefault("updates", most)  # unless the program calls something else so
+        if updates := items.updates():
             staging.details[OPTIMIZER_UPDATES] = updates
+            if any(updates) and "updates" not in told:
+                staging.details["updates"] = max(updates)
         if everything and items.window is not None:
             staging.details[OPEN_WINDOW] = True
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, final
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import CHECKPOINT_NAME, CHECKPOINTS_FOLDER, RNG_STATE_NAME
 from ..settings.training import ProjectOptions
+from .layout import OPTIMIZER_UPDATES
 from .manifest import PIN_NAME, UNFINISHED_NAME, Manifest, problems, read_manifest
 from .storage import LocalStorage, Storage, storage_of
 
@@ -87,8 +88,8 @@ class Entry:
         if self.manifest is None:
             return None
         details = self.manifest.details
-        updates = details.get("updates")
-        return details.get("step", updates if isinstance(updates, int) else self.manifest.step)
+        updates = max(details.get(OPTIMIZER_UPDATES) or [details.get("updates")])  # one number in older checkpoints
+        return details.get("step", updates if isinstance(updates, int) and updates else self.manifest.step)
 
     @property
     def epoch(self) -> int | None:

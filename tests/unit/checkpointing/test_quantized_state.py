@@ -111,6 +111,30 @@ def test_shards_come_back_bit_by_bit_and_go_to_other_ranks(kind: str, rows: int,
     assert run_on_ranks(run, 3) == [True, True, True]
 
 
+def test_full_state_of_torchao_is_left_alone_in_uneven_shards() -> None:
+    """``_AdamW`` has the blocks of its few-bit sisters, of infinite size."""
+
+    def run() -> bool:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (3,))
+        parameter: Any = nn.Parameter(shard(torch.zeros(86 * 3 - 2, 64), mesh))
+        optimizer = optim._AdamW([parameter])
+        state = state_of(optimizer, parameter)
+        split = split_state(state, optimizer)
+        joined = join_state(split, parameter, optimizer)
+        assert all(split[name] is value and joined[name] is value for name, value in state.items())
+        refuse_half_weights(optimizer)
+        few_bits = split_state(state_of(low := optim.AdamW8bit([parameter]), parameter), low)
+        with pytest.raises(CheckpointError, match="keeps it in few bits, which _AdamW doesn't"):
+            join_state(few_bits, parameter, optimizer)
+        return sorted(split) == ["exp_avg", "exp_avg_sq", "step"]
+
+    assert run_on_ranks(run, 3) == [True, True, True]
+
+
 def test_state_of_others_that_is_called_alike_is_kept() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     state = {"momentum.scale": torch.ones(2), "values.values": 3, 7: "by number"}

@@ -42,3 +42,16 @@ def test_each_optimizer_goes_on_from_its_own_count(told: bool, expected: tuple[i
     run, optimizers = updated(tmp_path, 0, 0)
     run.load_state(str(folder))
     assert tuple(optimizer.num_updates for optimizer in optimizers) == expected
+
+
+@pytest.mark.parametrize("own", ["of 10", 40, None])
+def test_details_of_the_program_stay_as_they_are(own: object, tmp_path: Path) -> None:
+    """Also one that is called as a number of ours, beside which listings and resumption have the true one."""
+    run, _ = updated(tmp_path, 3)
+    folder = Path(run.save_state(str(tmp_path / "checkpoint_0"), details={"updates": own} if own else None))
+    details = json.loads((folder / "manifest.json").read_text())["details"]
+    assert details["updates"] == (own or 3) and details["optimizer_updates"] == [3]
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [3]
+    run, (optimizer,) = updated(tmp_path, 0)
+    run.load_state(str(folder))
+    assert optimizer.num_updates == 3
