@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Final, Literal, final
 
 _SEPARATOR: Final = "|"
+#: The operation of a rank whose gradients other ranks wait for, unless theirs aren't there either.
+UNREACHED: Final = "backward of a loss that reaches no shard"
 
 
 @final
@@ -74,6 +76,12 @@ class Verdict:
             return (
                 f"{here}, waiting for rank {self.rank} to finish its block, but inside it rank {self.rank} is in "
                 f"{where}, which needs all ranks. Move that call out of the block."
+            )
+        if self.kind == "stuck" and me.operation == UNREACHED:
+            return (
+                f"{here} that is trained, but {self.text}, for the gradients of this rank's loss. Let the losses of "
+                "all ranks reach the model, by `loss + 0.0 * output.sum()` where there is nothing to learn, or "
+                "leave the batch out on all ranks."
             )
         if self.kind == "stuck":
             return (

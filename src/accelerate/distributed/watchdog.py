@@ -56,7 +56,10 @@ _IDLE_FRACTION: Final = 0.2
 _ENDING_SECONDS: Final = 5.0
 #: Beyond so many ranks, a verdict has a line for each place instead of each rank.
 _LARGEST_TABLE: Final = 16
-_PASSED_THROUGH: Final = ("torch/_ops.py", "torch/autograd/function.py", "torch/utils/_contextlib.py")
+_PASSED_THROUGH: Final = (
+    *("torch/_ops.py", "torch/_library/autograd.py"),
+    *("torch/autograd/function.py", "torch/utils/_contextlib.py"),
+)
 #: A rank whose stack has one of these files waits for other ranks.
 _WAITING_FILES: Final = (
     *("torch/distributed/", "torch/autograd/"),

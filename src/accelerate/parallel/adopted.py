@@ -28,7 +28,7 @@ from .fsdp.state import checkpoint_state_of, shards_of
 from .gradients import ShardedGradients
 from .rebind import disable_foreach_across_meshes, inner_optimizer
 from .replicas import train_in_place
-from .sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, without_reduction
+from .sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, outer_units, without_reduction
 from .state import ModelState
 
 
@@ -76,6 +76,7 @@ class Adopted(ShardedStrategy):
         if replica_in(model) is None:
             key = id(model)
             self._replicas += train_in_place(model, self.mesh, lambda: key not in self._unreduced)
+            self._units.update(outer_units(model))
         return model
 
     def _refuse_whole(self, model: torch.nn.Module) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..distributed.mesh import TOKEN_AXES, Mesh
 from ..distributed.random import synchronize_rng_state
 from ..errors import PreparationError
+from ..nested import recursively_apply
 from ..torch_private.fsdp import sharded_parameters
 from ..torch_private.modules import call_after_backward, current_backward
 from .gradient_norm import local_tensor
@@ -31,6 +33,8 @@ TOLERANCE: Final = 1e-2
 
 #: parameter -> the handle of its hook, which a later preparation of the model replaces.
 _handles: Final = WeakTensorKeyDictionary()
+#: unit under ``fully_shard`` -> the handles of its hooks.
+_unit_handles: Final[WeakKeyDictionary[torch.nn.Module, list[RemovableHandle]]] = WeakKeyDictionary()
 
 
 def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], bool]) -> list[ReplicaGradients]:
@@ -58,11 +62,11 @@ def train_in_place(model: torch.nn.Module, mesh: Mesh, reduces: Callable[[], boo
     for parameter in [*reduced, *named.values()]:
         _remove_hook(parameter)  # of an earlier preparation, with its mesh and its no_sync
     if named and mesh.active(*TOKEN_AXES, "tp"):
-        return [ReplicaGradients(named, reduced, mesh, reduces)]
+        return [ReplicaGradients(model, named, reduced, mesh, reduces)]
     return []
 
 
-def backward_on_all(replicas: Iterable[ReplicaGradients], backward: Callable[[], None], *, reaches_any: bool) -> None:
+def backward_on_all(replicas: Sequence[ReplicaGradients], backward: Callable[[], None], *, reaches_any: bool) -> None:
     """Call ``backward``; enter the collectives of replicas that it reaches on other ranks only, as the gradient 0 does.
 
     Where shards are trained, fully_shard's collectives have brought all ranks there. Where none are, no hook is called
@@ -72,8 +76,8 @@ def backward_on_all(replicas: Iterable[ReplicaGradients], backward: Callable[[],
         reaches_any: the loss has a graph; else torch raises, which all ranks do where none has one.
     """
     alone = [one for one in replicas if one.is_alone()]
-    for one in alone:
-        one.has_entered = False
+    for one in replicas:
+        one.is_reached = one.has_entered = False
     if reaches_any or not alone:
         backward()
     for one in alone:
@@ -81,6 +85,11 @@ def backward_on_all(replicas: Iterable[ReplicaGradients], backward: Callable[[],
             one.finish()
     if alone and not reaches_any and not any(one.has_gradients() for one in alone):
         backward()
+
+
+def is_averaged(parameter: torch.Tensor) -> bool:
+    """Return whether something averages the gradients of ``parameter``, or waits for them."""
+    return parameter in _handles
 
 
 def _remove_hook(parameter: torch.Tensor) -> None:
@@ -96,6 +105,64 @@ def _add_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> 
     parameter.requires_grad_(True)  # torch takes no hook on a frozen one
     _handles[parameter] = parameter.register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(is_trained)
+
+
+def _add_unit_hooks(
+    unit: torch.nn.Module,
+    before: Sequence[torch.nn.Parameter],
+    held: Sequence[torch.nn.Parameter],
+    note: Callable[[torch.Tensor], None],
+) -> None:
+    """Call ``note`` in backward passes through ``unit``, and let all forwards have one.
+
+    Args:
+        before: the replicas in front of the unit: inputs get a graph on ranks that use none of them.
+        held: those in it, which ``fully_shard`` ignores: outputs do.
+    """
+
+    def add_graph(
+        _: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in before):
+            return None
+        inputs = {**dict(enumerate(args)), **kwargs}
+        floating = {key: x for key, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+        if not floating or any(tensor.requires_grad for tensor in floating.values()):
+            return None
+        key, tensor = next(iter(floating.items()))
+        inputs[key] = _with_graph(tensor)
+        return tuple(inputs[n] for n in range(len(args))), {name: inputs[name] for name in kwargs}
+
+    def enter(_: torch.nn.Module, args: object, output: object) -> object:
+        if not torch.is_grad_enabled():
+            return output
+        if any(p.requires_grad for p in held) and not any(tensor.requires_grad for tensor in _tensors_in(output)):
+            output = recursively_apply(_with_graph, output)
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(note)
+        return output
+
+    for handle in _unit_handles.pop(unit, ()):  # of an earlier preparation
+        handle.remove()
+    _unit_handles[unit] = [
+        unit.register_forward_pre_hook(add_graph, prepend=True, with_kwargs=True),  # fully_shard's sees the graph
+        unit.register_forward_hook(enter, prepend=True),
+    ]
+
+
+def _with_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` as a leaf of a graph, if it can be one."""
+    return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(item)
 
 
 def _make_replicas_equal(model: torch.nn.Module, mesh: Mesh) -> None:
@@ -167,6 +234,7 @@ class ReplicaGradients:
     """The gradients of replicated parameters, averaged over the ranks with samples of their own.
 
     Args:
+        model: the model, whose units under ``fully_shard`` are in their shards.
         named: the parameters that nothing else reduces; the frozen ones are left alone until they are trained.
         reduced: those that ``fully_shard`` reduces, on all ranks in each backward pass.
         reduces: whether the gradients of the pass that ends are complete.
@@ -174,6 +242,7 @@ class ReplicaGradients:
 
     def __init__(
         self,
+        model: torch.nn.Module,
         named: Mapping[str, torch.nn.Parameter],
         reduced: Iterable[torch.Tensor],
         mesh: Mesh,
@@ -181,9 +250,11 @@ class ReplicaGradients:
     ) -> None:
         self._named, self._reduces, self._mesh = named, reduces, mesh
         self._group, self._size = mesh.group(*TOKEN_AXES), mesh.size(*TOKEN_AXES)
+        self._units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
         self._is_checked = not mesh.active("tp")
         self._backward = -1
-        self.has_entered: bool = False  # since it was set so
+        self.is_reached: bool = False  # by a backward pass, since it was set so
+        self.has_entered: bool = False
         for parameter in named.values():
             _add_hook(parameter, self._note)
         self._handle = _handles[next(iter(named.values()))]
@@ -192,6 +263,24 @@ class ReplicaGradients:
         self._reduced = [parameter for parameter in reduced if parameter.is_floating_point()]
         for parameter in self._reduced:
             _add_hook(parameter, self._queue)
+        if self._reduced and not any(parameter.requires_grad for parameter in self._reduced):
+            self._enter_with_units(list(model.parameters()))
+
+    def _enter_with_units(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Let passes through frozen units end with the collectives too, and those units be in the passes of all ranks.
+
+        A frozen unit is gathered in a backward pass if a replica is in front of it: one registered before a weight of
+        the unit. A rank whose batch uses no such replica gathers it with the others, for a gradient that nobody reads.
+        """
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        reduced = set(map(id, self._reduced))
+        for unit in self._units:
+            inside = [places[id(p)] for p in unit.parameters() if id(p) in reduced]
+            if inside:
+                before = [p for p in self._named.values() if places[id(p)] < max(inside)]
+                own = set(map(id, unit.parameters()))
+                held = [p for p in self._named.values() if id(p) in own]
+                _add_unit_hooks(unit, before, held, self._queue)
 
     def is_alone(self) -> bool:
         """Return whether replicas are trained beside shards that aren't, and the pass that comes is complete."""
@@ -217,6 +306,7 @@ class ReplicaGradients:
 
     def _queue(self, _: torch.Tensor) -> None:
         """Let the pass that runs end with the collectives, once."""
+        self.is_reached = True
         if self._backward != current_backward() and self._reduces():
             self._backward = current_backward()
             self.has_entered = True

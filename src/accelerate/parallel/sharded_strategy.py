@@ -5,23 +5,30 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, cast, final
+from weakref import WeakSet
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ..checkpointing.quantized_state import refuse_half_weights
 from ..checkpointing.sharded import InPlace, StateAccess
+from ..distributed.verdicts import UNREACHED
 from ..distributed.world import World
 from ..modules import is_sharded
-from ..torch_private.fsdp import reset_sharded_runtime, snapshot_sharded_gradients
+from ..torch_private.fsdp import (
+    awaits_backward,
+    reset_sharded_runtime,
+    sharded_parameters,
+    snapshot_sharded_gradients,
+)
 from ..training.oom_retry import Retryable, snapshot_gradients
 from .base import Strategy, StrategyOptions
 from .compile import uncompiled
 from .gradient_norm import clip_sharded_grad_norm, clip_sharded_grad_value
 from .matrix_optimizer import shard_state, step_on_whole_matrices
 from .rebind import canonical_name, inner_optimizer
-from .replicas import ReplicaGradients, backward_on_all
+from .replicas import ReplicaGradients, backward_on_all, is_averaged
 from .state import ModelState, Owner
 
 
@@ -30,23 +37,48 @@ class ShardedStrategy(Strategy, ABC):
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
-        self._replicas: list[ReplicaGradients] = []  # those of models that came sharded
+        self._replicas: list[ReplicaGradients] = []  # what is whole beside shards
+        self._units: WeakSet[FSDPModule] = WeakSet()  # the outer ones of all models
 
     def release(self) -> None:
         """Forget the models."""
         super().release()
         self._replicas.clear()
+        self._units.clear()
 
     def backward(
         self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
     ) -> None:
-        """Add the gradients of ``loss / num_steps``, also where it reaches no parameter on this rank alone."""
+        """Add the gradients of ``loss / num_steps``, also where it reaches no whole parameter on this rank alone.
+
+        Raises:
+            CollectiveError: it reaches no shard on this rank alone.
+        """
+        waiting = [unit for unit in self._units if awaits_backward(unit)]
+        if not loss.requires_grad and any(map(_is_trained, waiting)):
+            self._require_all()  # then torch raises on all ranks
         if scaler is not None and self._replicas and not loss.requires_grad:
             scaler.scale(loss)  # makes the scale, without which the scaler doesn't step
         backward = super().backward
         backward_on_all(
             self._replicas, lambda: backward(loss, scaler, num_steps, **kwargs), reaches_any=loss.requires_grad
         )
+        is_reached = not all(map(awaits_backward, waiting)) or any(one.is_reached for one in self._replicas)
+        if not is_reached and any(map(_is_trained, waiting)):
+            self._require_all()
+
+    def _require_all(self) -> None:
+        """Raise on all ranks unless all of them are here, where none of their losses reaches a shard."""
+        if self.world.coordinator is not None:
+            self.world.coordinator.require_all(UNREACHED)
+
+    def _require_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise on all ranks if ``parameters`` have gradients on some ranks, and none on this one."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained or any(parameter.grad is not None for parameter in trained):
+            return
+        if self._units or any(is_sharded(parameter) or is_averaged(parameter) for parameter in trained):
+            self._require_all()
 
     def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the hooks that bring matrices together for an optimizer that needs them whole.
@@ -54,7 +86,13 @@ class ShardedStrategy(Strategy, ABC):
         Raises:
             PreparationError: ``optimizer`` would keep the state of sharded weights in bf16 in few bits.
         """
-        refuse_half_weights(inner_optimizer(optimizer))
+        inner = inner_optimizer(optimizer)
+        refuse_half_weights(inner)
+
+        def require_gradients(stepped: torch.optim.Optimizer, *_: object) -> None:
+            self._require_gradients(parameter for group in stepped.param_groups for parameter in group["params"])
+
+        inner.register_step_pre_hook(require_gradients)
         step_on_whole_matrices(optimizer, self.world.device)
 
     def clip_grad_norm(
@@ -65,6 +103,8 @@ class ShardedStrategy(Strategy, ABC):
         error_if_nonfinite: bool = False,
     ) -> torch.Tensor:
         """Scale the gradients to a global norm of at most ``max_norm``; a collective."""
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._require_gradients(parameters)
         return clip_sharded_grad_norm(parameters, max_norm, norm_type, self.world.device, error_if_nonfinite)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
@@ -104,6 +144,10 @@ class ShardedRetry(Retryable):
         if not outer_units(model):
             return super().snapshot_gradients(model)
         return snapshot_sharded_gradients(uncompiled(model), snapshot_gradients)
+
+
+def _is_trained(unit: FSDPModule) -> bool:
+    return any(parameter.requires_grad for parameter in sharded_parameters(cast("torch.nn.Module", unit)))
 
 
 @contextmanager

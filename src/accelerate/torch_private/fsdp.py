@@ -27,6 +27,7 @@ _SETUP = "torch.distributed.fsdp._init_utils"
 _RUNTIME = "torch.distributed.fsdp._runtime_utils"
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"
+_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _COMMON = "torch.distributed.fsdp._fully_shard._fsdp_common"
 _SAVED = "_saved_grad_shard"  # sharded gradients from before passes without reduction; or the attribute isn't there
 _HOOK = "_post_backward_hook_state"
@@ -453,6 +454,12 @@ def reset_sharded_runtime(model: FSDPModule) -> None:
     """Reset FSDP's runtime state: reshard every unit and let it wait for a forward."""
     if _state_of(model)._is_root is not None:  # else no forward has come as far as that
         model.reset_iter_state()
+
+
+@uses(f"{_STATE}:._comm_ctx", f"{_GROUP}:.post_forward_order")
+def awaits_backward(model: FSDPModule) -> bool:
+    """Return whether ``model`` or a unit inside of it had a forward after the last backward pass through them."""
+    return bool(getattr(_state_of(model)._comm_ctx, "post_forward_order", ()))  # made by the first forward
 
 
 @uses(f"{_STATE}:FSDPState._root_post_backward_final_callback")

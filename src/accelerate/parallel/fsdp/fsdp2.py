@@ -24,6 +24,7 @@ from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...precision import Precision
 from ...settings.labels import DistributedType
 from ...torch_private.distributed import concatenated
+from ...torch_private.fsdp import sharded_parameters
 from ...training.oom_retry import RetryMode
 from ...training.open_window import GradientHolder
 from ...versions import is_torch_version
@@ -33,8 +34,8 @@ from ..context_parallel import prepare_attention
 from ..expert_parallel import average_expert_gradients, shard_experts
 from ..gradients import ShardedGradients
 from ..rebind import inner_optimizer
-from ..replicas import train_in_place
-from ..sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, without_reduction
+from ..replicas import ReplicaGradients, train_in_place
+from ..sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, outer_units, without_reduction
 from ..state import ModelState
 from ..tensor_parallel import parallelize
 from .packed import attach_statistics, broadcast_statistics, check_packed, store_as
@@ -115,6 +116,7 @@ class FullyShard(ShardedStrategy):
                 self.recompute(model)
                 key = id(model)
                 self._replicas += train_in_place(model, self.mesh, lambda: key not in self._unreduced)
+                self._units.update(outer_units(model))
             return super().place_model(model, precision, device_placement, evaluation_mode=True)
         plugin = self.plugin
         model = precision.convert(model)
@@ -186,12 +188,29 @@ class FullyShard(ShardedStrategy):
                 options["mp_policy"] = replace(options["mp_policy"], output_dtype=None)
             fully_shard(unit, **{**options, "mesh": own_mesh} if unit in experts else options)
         _own.add(model)
+        self._units.update(outer_units(model))
         attach_statistics(model)
         replicate_unsharded(model, mesh, self.world)
-        average_ignored(ignored, self.world, lambda: key not in self._unreduced)
+        self._average_ignored(model, ignored)
         average_expert_gradients(left_out, self.mesh, lambda: key not in self._unreduced)
         if callable(getattr(model, "generate", None)):
             register_fsdp_forward_method(model, "generate")
+
+    def _average_ignored(self, model: torch.nn.Module, ignored: list[torch.nn.Module]) -> None:
+        """Let the gradients of ``ignored`` be averaged: torch leaves them alone, and every rank would train its own."""
+        key = id(model)
+
+        def reduces() -> bool:
+            return key not in self._unreduced
+
+        modules = [module for one in ignored for module in one.modules()]
+        sparse = [module for module in modules if getattr(module, "sparse", False)]
+        average_ignored(sparse, self.world, reduces)
+        trained = {id(p) for module in modules for p in module.parameters(recurse=False) if p.requires_grad}
+        trained -= {id(p) for module in sparse for p in module.parameters()}
+        named = {name: p for name, p in model.named_parameters() if id(p) in trained}
+        if named:
+            self._replicas.append(ReplicaGradients(model, named, sharded_parameters(model), self.mesh, reduces))
 
     def _unsharded_experts(self, experts: list[torch.nn.Module]) -> tuple[list[torch.nn.Module], DeviceMesh | None]:
         """Return those of ``experts`` that no other axis shards (all or none), and the mesh that shards the others."""
