@@ -88,7 +88,8 @@ class Entry:
         if self.manifest is None:
             return None
         details = self.manifest.details
-        updates = max(details.get(OPTIMIZER_UPDATES) or [details.get("updates")])  # one number in older checkpoints
+        counts = details.get(OPTIMIZER_UPDATES)
+        updates = max(counts) if counts else details.get("updates")  # one number for all in older checkpoints
         return details.get("step", updates if isinstance(updates, int) and updates else self.manifest.step)
 
     @property
