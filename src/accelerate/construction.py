@@ -551,7 +551,7 @@ def preemption(
     if run.world.replicas is not None:
         from .training.kept_run import JoinedRun, join_replicas
 
-        join_replicas(cast("JoinedRun", run), has_policy=policy is not None)
+        join_replicas(cast("JoinedRun", run), _of_class("preemption", policy, PreemptionPolicy))
         return None
     source, asked = "Accelerator(preemption=...)", run.settings.preemption.save_on_signal
     policy = _of_class("preemption", policy, PreemptionPolicy)

@@ -20,6 +20,7 @@ from ..settings.training import ProjectOptions
 from .agreement import Ranks, StoreCollectives
 from .background import Background
 from .items import ABSENT_RANKS, AddedItems, CheckpointItem, DeferredItem, RunItems
+from .kept import by_lowest_member
 from .layout import OPEN_WINDOW, OPTIMIZER_UPDATES, STREAMS_ALIKE
 from .manifest import PIN_NAME, SILENT, ByteProgress, Manifest, read_manifest
 from .objects import run_hooks
@@ -92,6 +93,7 @@ class Saving:
             self.store.ranks.close()
 
 
+@by_lowest_member
 def save_run(
     run: RunState,
     output_dir: str | PathLike[str] | None = None,
@@ -222,12 +224,6 @@ def participants_of_save(
         CollectiveError: a rank that is needed doesn't come.
     """
     _check_target(output_dir, project)
-    if world is not None and world.replicas is not None:
-        raise CheckpointError(
-            "save_state() under `accelerate launch --keep_replicas`: its ranks save together, and any of them may be "
-            "lost meanwhile. Save `accelerator.unwrap_model(model).state_dict()` on the main process, or leave "
-            "--keep_replicas out."
-        )
     if world is None or world.coordinator is None or not world.is_distributed:
         return CallParticipants()
     if needs_all:

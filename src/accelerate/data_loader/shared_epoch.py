@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from ..distributed.random import capture_host_streams, host_streams
-from ..errors import CollectiveError, PreparationError
+from ..errors import CheckpointError, CollectiveError, PreparationError
 from .prefetch import Delivery, PreparedLoader
 from .resume import SavedPosition
 from .sampling import BatchInfo
@@ -75,11 +75,11 @@ class SharedEpoch:
 
     def state(self) -> dict[str, object]:
         """Return what another process goes on from, between two windows."""
-        return {"order": self._order[self._position :], "checksum": self.checksum}
+        return {"order": torch.tensor(self._order[self._position :]), "checksum": self.checksum}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        self._order, self._position, self._open = list(state["order"]), 0, {}
+        self._order, self._position, self._open = state["order"].tolist(), 0, {}
         self.checksum = state["checksum"]
 
 
@@ -141,7 +141,7 @@ class SharedLoader(PreparedLoader):
             )
         self.epoch_shared.commit(contributors)
 
-    def shared_state(self, *, begins: bool) -> dict[str, object]:
+    def shared_state(self, *, begins: bool) -> dict[str, Any]:
         """Return the position for a process that joins; where a pass ``begins``, the one before is over."""
         last = self.progress.batch_info
         is_over = last is not None and last.is_last and not self.epoch_shared.num_left
@@ -151,10 +151,33 @@ class SharedLoader(PreparedLoader):
 
     def restore_shared(self, state: Mapping[str, Any]) -> None:
         """Go on from another rank's position."""
-        self.progress.epoch, self.is_trained = state["epoch"], state["trained"]
+        self.progress.epoch, self.is_trained = state["epoch"], bool(state["trained"])
         self._is_restored = state["running"] is not None
         if self._is_restored:
             self.epoch_shared.restore(state["running"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and, inside of one, the samples that are left of it."""
+        return self.shared_state(begins=False)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken.
+
+        Raises:
+            CheckpointError: it was taken in the middle of an epoch by a loader of another kind of run.
+        """
+        self.progress.leave()
+        if "running" in state_dict:
+            self.restore_shared(state_dict)
+            return
+        is_between = state_dict.get("_iterator_finished") or not state_dict.get("rounds")
+        if not is_between:
+            raise CheckpointError(
+                "The checkpoint was saved in the middle of an epoch by a run without `accelerate launch "
+                "--keep_replicas`, whose ranks don't share an epoch's samples as those with it do. Resume without it, "
+                "or from a checkpoint between two epochs."
+            )
+        self.progress.epoch = int(state_dict["epoch"]) + (bool(state_dict.get("rounds")))
 
     def _read(self, saved: SavedPosition | None) -> Generator[Delivery, None, None]:
         if type(self.batch_sampler) is not BatchSampler:

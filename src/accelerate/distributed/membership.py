@@ -13,29 +13,35 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 
 from ..errors import CollectiveError, WorldError
 from ..settings.env import read
+from .notices import Notices
 
 #: The launcher's folder: its socket, and what ranks give each other. Set by the launcher.
 FOLDER_VARIABLE: Final = "ACCELERATE_REPLICAS_FOLDER"
 #: Set by the launcher in a process that takes the place of a lost rank.
 JOINS_VARIABLE: Final = "ACCELERATE_REPLICA_JOINS"
+#: With fewer living members, these save and end. Set by the launcher.
+MINIMUM_VARIABLE: Final = "ACCELERATE_REPLICAS_MINIMUM"
 #: The name of the launcher's socket in the folder.
 SOCKET_NAME: Final = "members"
+
+Made = TypeVar("Made")
 
 
 @final
 @dataclass(frozen=True)
 class Answer:
-    """The same answer to every member: what each gave, who lives, and which processes wait to join."""
+    """The same answer to every member: what each gave, who lives, who waits to join, and why the run ends."""
 
     values: Mapping[int, Any]
     members: tuple[int, ...]
     joining: tuple[int, ...]
+    ending: str
 
     @classmethod
     def of(cls, line: bytes) -> Answer:
@@ -44,7 +50,7 @@ class Answer:
         if "error" in found:
             raise CollectiveError(found["error"])
         values = {int(rank): value for rank, value in found["values"].items()}
-        return cls(values, tuple(found["members"]), tuple(found["joining"]))
+        return cls(values, tuple(found["members"]), tuple(found["joining"]), found["ending"])
 
 
 @final
@@ -54,10 +60,13 @@ class Membership:
     Args:
         folder: the launcher's.
         joins: this process takes the place of a lost one, and isn't a member until it has a member's state.
+        minimum: with fewer living members, these save and end.
     """
 
-    def __init__(self, folder: Path, rank: int, *, joins: bool) -> None:
-        self.folder, self.rank, self.is_joining = folder, rank, joins
+    def __init__(self, folder: Path, rank: int, *, joins: bool, minimum: int = 1) -> None:
+        self.folder, self.rank, self.is_joining, self.minimum = folder, rank, joins, minimum
+        self.ending = ""  # why the members save and end; empty while they go on
+        self.notices: Notices | None = None  # of preemption, which this process passes on
         self.members: tuple[int, ...] = ()
         self.joining: tuple[int, ...] = ()
         self._num_updates = self._num_states = 0
@@ -77,7 +86,9 @@ class Membership:
     def of_environment(cls, rank: int) -> Membership | None:
         """Return the membership that the launcher arranged; None where it keeps no replicas."""
         folder = read(FOLDER_VARIABLE)
-        return None if not folder else cls(Path(folder), rank, joins=bool(read(JOINS_VARIABLE)))
+        if not folder:
+            return None
+        return cls(Path(folder), rank, joins=bool(read(JOINS_VARIABLE)), minimum=int(read(MINIMUM_VARIABLE) or 1))
 
     # -- exchanges -----------------------------------------------------------------------------------------
 
@@ -94,7 +105,8 @@ class Membership:
                 "others, who are elsewhere in the script: it joins where the loop over a prepared loader begins. Call "
                 "it inside of that loop."
             )
-        self._send({"operation": operation, "value": value})
+        notice = None if self.notices is None else self.notices.take(0)
+        self._send({"operation": operation, "value": value, "notice": notice})
         return self._receive()
 
     def _send(self, message: Mapping[str, object]) -> None:
@@ -108,8 +120,20 @@ class Membership:
         if not line:
             raise CollectiveError(_LAUNCHER_ENDED)
         answer = Answer.of(line)
-        self.members, self.joining = answer.members, answer.joining
+        self.members, self.joining, self.ending = answer.members, answer.joining, answer.ending
         return answer
+
+    def made_by_lowest(self, operation: str, make: Callable[[], Made]) -> tuple[Made, bool]:
+        """Return what ``make()`` returns on the lowest member, which alone calls it, and whether that is this rank.
+
+        Where it dies before it has given that (a JSON value, not None), the next one calls it.
+        """
+        while True:
+            lowest = min(self.members or self.exchange("members").members)
+            own = make() if self.rank == lowest else None
+            given = [value for value in self.exchange(operation, own).values.values() if value is not None]
+            if given:
+                return given[0], own is not None
 
     # -- sums ----------------------------------------------------------------------------------------------
 
@@ -157,16 +181,9 @@ class Membership:
     # -- states --------------------------------------------------------------------------------------------
 
     def share_state(self, operation: str, make: Callable[[], object]) -> Any:
-        """Return the state of the lowest member, which it makes with ``make``; None on that member itself.
-
-        Where it dies before it has given its state, the next one gives its own.
-        """
-        while True:
-            writer = min(self.members) if self.members else self._first_member()
-            path = self._write(make()) if self.rank == writer else None
-            given = [value for value in self.exchange(operation, path).values.values() if value]
-            if given:
-                return None if path is not None else _load(given[0])
+        """Return the state of the lowest member, which it makes with ``make``; None on that member itself."""
+        path, is_own = self.made_by_lowest(operation, lambda: self._write(make()))
+        return None if is_own else _load(path)
 
     def receive_state(self) -> Any:
         """Wait until the members admit this process, and return the state that they have in common."""
@@ -182,9 +199,6 @@ class Membership:
             answer = self.exchange("admit", {"path": path, "updates": self._num_updates})
             if any(given["path"] for given in answer.values.values()):
                 return
-
-    def _first_member(self) -> int:
-        return min(self.exchange("members").members)
 
     def _write(self, state: object) -> str:
         """Write a state that others may read until this rank has written two more; return its path."""

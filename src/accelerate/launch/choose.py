@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..errors import SettingError
 from .deepspeed import DeepSpeedLauncher
-from .engine import LaunchEngine
+from .engine import LaunchEngine, count_processes
 from .kubernetes import Kubernetes
 from .local import LocalProcesses, OneProcess
 from .mpi import Mpirun
@@ -47,6 +47,11 @@ def choose(settings: Settings, host: Host) -> LaunchEngine:
     """
     if settings.launch.keep_replicas:
         return _keeping_replicas(settings, host)
+    if settings.was_given("launch.min_replicas"):
+        raise SettingError(
+            f"{settings.quote('launch.min_replicas')} is for ranks that go on when others are lost. Give "
+            "--keep_replicas N as well, or leave it out."
+        )
     named = settings.cluster.launcher
     if named is None or settings.launch.pretend is not None:
         return next(engine for engine in ORDER if engine.suits(settings, host))
@@ -66,12 +71,20 @@ def _keeping_replicas(settings: Settings, host: Host) -> LaunchEngine:
     Raises:
         SettingError: another one is needed for what else was asked for.
     """
-    named = settings.cluster.launcher
+    named, launch = settings.cluster.launcher, settings.launch
     chosen = next(engine for engine in ORDER if (engine.name == named if named else engine.suits(settings, host)))
+    is_here = launch.num_machines == 1 and launch.rdzv_backend == "static" and not launch.rdzv_conf
+    if not named and chosen.name == Torchrun.name and is_here and count_processes(settings, host) > 1:
+        chosen = next(engine for engine in ORDER if engine.name == LocalProcesses.name)  # which starts it again, too
+    if chosen.name == LocalProcesses.name and launch.min_replicas > count_processes(settings, host):
+        raise SettingError(
+            f"{settings.quote('launch.min_replicas')} is more than the {count_processes(settings, host)} processes of "
+            "this launch, so too few would live from the start. Give at most as many."
+        )
     if chosen.name != LocalProcesses.name:
         raise SettingError(
             f"{settings.quote('launch.keep_replicas')} keeps several processes of one machine, which --launcher local "
             f"starts, but these settings start {chosen.name!r}. Give --num_processes of at least 2 on one machine, "
-            "without --max_restarts or a rendezvous, or leave --keep_replicas out."
+            "without a rendezvous, or leave --keep_replicas out."
         )
     return chosen

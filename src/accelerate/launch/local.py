@@ -50,6 +50,8 @@ class LocalProcesses(LaunchEngine):
             notes=(*notes, *device_notes(settings, host, size)),
             grace_seconds=settings.preemption.grace_seconds,
             num_replacements=settings.launch.keep_replicas,
+            min_replicas=settings.launch.min_replicas,
+            num_restarts=settings.launch.max_restarts,
         )
 
     def run(self, plan: LaunchPlan) -> int:

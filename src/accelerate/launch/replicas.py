@@ -15,11 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, final
 
+from ..distributed.failures import numbered
 from ..errors import LaunchError
 
 #: As in `distributed.membership`, which imports torch.
 FOLDER_VARIABLE: Final = "ACCELERATE_REPLICAS_FOLDER"
 JOINS_VARIABLE: Final = "ACCELERATE_REPLICA_JOINS"
+MINIMUM_VARIABLE: Final = "ACCELERATE_REPLICAS_MINIMUM"
 _SOCKET_NAME: Final = "members"
 _LONGEST_SOCKET_PATH: Final = 100
 #: Ranks exchange gradients in memory where there is so much room, else in files of the temporary folder.
@@ -52,10 +54,16 @@ class ReplicaMembers:
     Args:
         size: ranks at the start; all of them are members.
         num_replacements: how many lost ranks are replaced by new processes.
+        minimum: with fewer members, these are to save and end.
+
+    Attributes:
+        ending: why all members are to save and end; empty while they go on.
+        is_preempted: a member got a notice of preemption.
     """
 
-    def __init__(self, size: int, num_replacements: int) -> None:
+    def __init__(self, size: int, num_replacements: int, minimum: int = 1) -> None:
         self.size, self.num_replacements, self.num_replaced = size, num_replacements, 0
+        self.minimum, self.ending, self.is_preempted = minimum, "", False
         self.members = set(range(size))
         self.folder = Path(tempfile.mkdtemp(prefix="accelerate_replicas_", dir=_choose_place()))
         if len(str(self.folder)) > _LONGEST_SOCKET_PATH - len(_SOCKET_NAME):
@@ -71,8 +79,8 @@ class ReplicaMembers:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variable by which ranks find the members."""
-        return {FOLDER_VARIABLE: str(self.folder)}
+        """The variables by which ranks find the members, and know how few may go on."""
+        return {FOLDER_VARIABLE: str(self.folder), MINIMUM_VARIABLE: str(self.minimum)}
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Let ``selector`` call this object's functions, which it finds as the data of its keys."""
@@ -119,19 +127,30 @@ class ReplicaMembers:
         if self._connections.get(connection.rank) is not connection:
             return  # of a process that has ended
         if message["operation"] == "join":
-            self._waiting.add(connection.rank)
+            if not self.ending:
+                self._waiting.add(connection.rank)
             return
+        if notice := message.get("notice"):
+            self.is_preempted = True
+            self._end(f"preempted by {notice}")
         self._arrived[connection.rank] = (message["operation"], message["value"])
         self._complete()
 
-    def lost(self, rank: int) -> None:
+    def lost(self, rank: int, *, has_failed: bool = True) -> None:
         """Note that the process of ``rank`` has ended. What it gave before counts."""
         self.members.discard(rank)
         self._waiting.discard(rank)
+        if has_failed and len(self.members) < self.minimum:
+            living = numbered(sorted(self.members))
+            self._end(f"only {living} of {self.size} lives, fewer than --min_replicas {self.minimum}")
         connection = self._connections.pop(rank, None)
         if connection is not None:
             self._forget(connection)
         self._complete()
+
+    def _end(self, why: str) -> None:
+        self.ending = self.ending or why
+        self._waiting.clear()
 
     def _forget(self, connection: _Connection) -> None:
         assert self._selector is not None
@@ -163,7 +182,8 @@ class ReplicaMembers:
         self._answer(answered, self._reply(values))
 
     def _reply(self, values: dict[int, Any]) -> dict[str, Any]:
-        return {"values": values, "members": sorted(self.members), "joining": sorted(self._waiting)}
+        members, joining = sorted(self.members), sorted(self._waiting)
+        return {"values": values, "members": members, "joining": joining, "ending": self.ending}
 
     def _answer(self, ranks: set[int], message: dict[str, Any]) -> None:
         for rank in ranks:
@@ -174,7 +194,7 @@ class ReplicaMembers:
 
     def replace(self) -> bool:
         """Return whether a lost rank gets a new process; count it."""
-        if not self.members or self.num_replaced >= self.num_replacements:
+        if not self.members or self.ending or self.num_replaced >= self.num_replacements:
             return False
         self.num_replaced += 1
         return True

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, FunctionType, MethodType
 from typing import Final, Protocol, final
@@ -364,25 +364,24 @@ class Supervisor:
     def _goes_on_without(self, rank: _Rank, members: ReplicaMembers) -> bool:
         """Tell the others that ``rank`` has ended; return whether they go on, although it failed."""
         was_member = rank.rank in members.members
-        members.lost(rank.rank)
-        if not members.members and was_member:  # nobody is left who has the run's state
+        members.lost(rank.rank, has_failed=rank.returncode != 0)
+        if was_member and (members.ending or not members.members):  # nobody is left to join
             for other in self._ranks:
-                if other.is_running:
+                if other.is_running and other.rank not in members.members:
                     other.is_given_up = True
                     other.kill_group()
-        if rank.returncode == 0 or self._stop is not None or not members.members:
+        has_saved = members.ending and self._is_preempted(rank)
+        if rank.returncode == 0 or self._stop is not None or not members.members or has_saved:
             return False
         rank.is_given_up = True
-        going_on = numbered(sorted(members.members))
-        left = members.num_replacements - members.num_replaced
-        self._print(
-            f"accelerate launch: rank {rank.rank} was lost ({_how_it_ended(rank)}); the run goes on with {going_on}. "
-            + (
-                f"A new process takes its place ({left - 1} more may)."
-                if left
-                else "No more processes may take its place."
-            )
-        )
+        living, left = numbered(sorted(members.members)), members.num_replacements - members.num_replaced
+        if members.ending:
+            outlook = f"{members.ending}: the run saves and ends."
+        elif left:
+            outlook = f"the run goes on with {living}. A new process takes its place ({left - 1} more may)."
+        else:
+            outlook = f"the run goes on with {living}. No more processes may take its place."
+        self._print(f"accelerate launch: rank {rank.rank} was lost ({_how_it_ended(rank)}); {outlook}")
         return True
 
     def _report_stragglers(self, ended: Sequence[_Rank]) -> None:
@@ -560,15 +559,27 @@ def open_channel(like: int) -> tuple[int, int]:
 
 
 def supervise(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[int, Sequence[Failure]]:
-    """Run the plan's command once for each of its ranks and return (exit code, failures)."""
-    members = None
-    if plan.num_replacements:
-        members = ReplicaMembers(plan.num_processes, plan.num_replacements)
-    supervisor = Supervisor(
-        plan, start_command(plan), environment, stop_grace_seconds=plan.grace_seconds, members=members
-    )
-    try:
-        return supervisor.run(), supervisor.failures
-    finally:
-        if members is not None:
-            members.close()
+    """Run the plan's command once for each of its ranks and return (exit code, failures).
+
+    A run whose lost ranks are replaced is started again after a failure, as often as the plan says.
+    """
+    num_restarts = plan.num_restarts if plan.num_replacements else 0
+    for number in range(num_restarts + 1):
+        members = None
+        if plan.num_replacements:
+            members = ReplicaMembers(plan.num_processes, plan.num_replacements, plan.min_replicas)
+            plan = replace(plan, environment={**plan.environment, "TORCHELASTIC_RESTART_COUNT": str(number)})
+        supervisor = Supervisor(
+            plan, start_command(plan), environment, stop_grace_seconds=plan.grace_seconds, members=members
+        )
+        try:
+            code = supervisor.run()
+        finally:
+            if members is not None:
+                members.close()
+        is_told = supervisor.received is not None or (members is not None and members.is_preempted)
+        if code == 0 or is_told or number == num_restarts:
+            return code, supervisor.failures
+        text = f"accelerate launch: the run ended with code {code}; it is started again (restart {number + 1} of "
+        write_all(2, f"{text}{num_restarts}), and goes on where it calls `accelerator.resume()`.\n".encode())
+    raise AssertionError("the last start has returned")

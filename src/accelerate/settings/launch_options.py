@@ -98,6 +98,13 @@ class LaunchOptions(OptionGroup, title="Launch", key="", flag=""):
         minimum=0,
         flag_default=0,
     )
+    min_replicas: int = option(
+        1,
+        "With fewer living ranks under --keep_replicas, these save and end; --max_restarts starts the run again.",
+        key=None,
+        minimum=1,
+        flag_default=1,
+    )
     monitor_interval: float = option(
         0.1, "Seconds between two looks at the processes.", key=None, minimum=0, flag_default=0.1
     )

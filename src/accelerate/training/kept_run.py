@@ -1,20 +1,29 @@
-"""A run whose replicas are kept: at a step's end, processes join that take the place of lost ones."""
+"""A run whose replicas are kept: at a step's end processes join in place of lost ones, or too few save and end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, final
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, final
 
+from ..distributed.failures import RECORDS_VARIABLE, record_saved
 from ..distributed.membership import Membership
+from ..distributed.notices import Notices
 from ..distributed.random import capture_host_streams, restore_rng_states
-from ..distributed.world import World
+from ..distributed.world import World, release_before_leaving
 from ..errors import SettingError
+from ..plugins.preemption import PreemptionPolicy
+from ..settings import env
+from ..settings.preemption import PREEMPTED_EXIT_CODE
 from ..settings.tree import Settings
 from .accumulation import GradientState
 
+if TYPE_CHECKING:
+    from ..plugins.handlers import ProjectConfiguration
+
 
 class JoinedRun(Protocol):
-    """The parts of an Accelerator that a process which joins takes over from another rank."""
+    """The parts of an Accelerator that a process which joins takes over from another rank, and that are saved."""
 
     settings: Settings
     world: World
@@ -25,16 +34,25 @@ class JoinedRun(Protocol):
     _dataloaders: Sequence[Any]
     _custom_objects: Sequence[Any]
 
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where it saves."""
+        ...
 
-def join_replicas(run: JoinedRun, *, has_policy: bool) -> None:
+    def save_state(self, *, asynchronous: bool | None, details: Mapping[str, object] | None) -> str:
+        """Save everything as one checkpoint, and return its folder."""
+        ...
+
+
+def join_replicas(run: JoinedRun, policy: PreemptionPolicy | None) -> None:
     """Let processes join ``run`` between its batches, or this process join the others before its first batch.
 
     Raises:
-        SettingError: the run is also to save when a preemption comes, or computes in fp16 or fp8.
+        SettingError: the run is to save when a preemption comes or few ranks live, but has no folder; or it is to ask
+            for preemptions itself; or it computes in fp16 or fp8.
     """
     precision = run.settings.run.mixed_precision
-    asked = ["preemption=" if has_policy else ""]
-    asked += ["save_on_signal" if run.settings.preemption.save_on_signal else ""]
+    asked = ["PreemptionPolicy(save_on_signal=False)" if policy is not None and not policy.save_on_signal else ""]
     asked += [f"mixed_precision={precision}" if precision in ("fp16", "fp8") else ""]
     if named := ", ".join(filter(None, asked)):
         raise SettingError(
@@ -42,24 +60,65 @@ def join_replicas(run: JoinedRun, *, has_policy: bool) -> None:
             "only. Leave it out, or --keep_replicas."
         )
     assert run.world.replicas is not None, "called only then"
-    run.gradient_state.between_batches = _KeptRun(run, run.world.replicas).between_batches
+    membership = run.world.replicas
+    if policy is None and run.settings.preemption.save_on_signal:
+        policy = PreemptionPolicy()
+    if (policy is not None or membership.minimum > 1) and run.project_configuration.project_dir is None:
+        reason = "a notice of preemption comes" if policy else f"fewer than --min_replicas {membership.minimum} live"
+        raise SettingError(
+            f"Where {reason}, the ranks save and end, but the run has no folder. Give Accelerator(project_dir=...) "
+            "and let the script call `accelerator.resume()` before its loop."
+        )
+    if policy is not None and membership.notices is None:
+        is_first = run.world.is_local_main  # which tells the others
+        file, url = (policy.notice_file, policy.notice_url) if is_first else (None, None)
+        membership.notices = Notices(policy.signals, file, url)
+        membership.notices.start()
+        release_before_leaving(membership.notices.stop)
+    exit_code = PREEMPTED_EXIT_CODE if policy is None else policy.exit_code
+    run.gradient_state.between_batches = _KeptRun(run, membership, exit_code).between_batches
 
 
 @final
 class _KeptRun:
     """The places between two batches, at which a process may join."""
 
-    def __init__(self, run: JoinedRun, membership: Membership) -> None:
-        self._run, self._membership = run, membership
+    def __init__(self, run: JoinedRun, membership: Membership, exit_code: int) -> None:
+        self._run, self._membership, self._exit_code = run, membership, exit_code
 
     def between_batches(self, loader: object, begins: bool = False) -> None:
-        """Join, or let others join, before the next batch of ``loader``."""
+        """Join, let others join, or save and end, before the next batch of ``loader``.
+
+        Raises:
+            SystemExit: too few ranks live, or one is preempted; they have saved.
+        """
         membership = self._membership
         if membership.is_joining:
             if loader in self._run._dataloaders:
                 self._restore(membership.receive_state())
-        elif membership.joining and getattr(loader, "is_trained", False) and self._run.gradient_state.sync_gradients:
-            membership.admit(lambda: self._state(loader if begins else None))
+        elif not membership.joining and not membership.ending:
+            return
+        elif getattr(loader, "is_trained", False) and self._run.gradient_state.sync_gradients:
+            if membership.joining:
+                membership.admit(lambda: self._state(loader if begins else None))
+            if membership.ending:
+                self._save_and_end(loader, begins)
+
+    def _save_and_end(self, loader: Any, begins: bool) -> None:
+        run, membership = self._run, self._membership
+        if begins:
+            loader.progress.start()  # an epoch that was left before its end isn't gone on with
+        run.project_configuration.automatic_checkpoint_naming = True  # where `resume()` looks
+        folder = run.save_state(asynchronous=False, details={"ended": membership.ending})
+        if membership.rank == min(membership.members):
+            text = (
+                f"accelerate: {membership.ending}. Saved {folder}, and all ranks end with exit code {self._exit_code}."
+            )
+            print(text, file=sys.stderr)
+        if membership.notices is not None:
+            membership.notices.ignore()
+        record_saved(env.read(RECORDS_VARIABLE), membership.rank, self._exit_code)
+        raise SystemExit(self._exit_code)
 
     def _state(self, begun: object) -> dict[str, object]:
         """Return what ranks have in common, where a pass over ``begun`` begins."""

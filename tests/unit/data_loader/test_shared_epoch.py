@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from accelerate.data_loader.shared_epoch import SharedEpoch, own_share
+from typing import Any
+
+import pytest
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from accelerate.data_loader.shared_epoch import SharedEpoch, SharedLoader, own_share
+from accelerate.errors import CheckpointError, PreparationError
 
 
 def test_each_member_takes_a_batch_and_the_last_step_is_divided() -> None:
@@ -54,3 +60,45 @@ def test_drop_last_leaves_out_an_incomplete_step() -> None:
     epoch.draw([0, 1])
     assert not epoch.has_step([0, 1])
     assert epoch.has_step([0])
+
+
+class Alone:
+    """The membership of one living rank."""
+
+    members, rank, is_joining = (0,), 0, False
+
+
+def loader() -> SharedLoader:
+    membership: Any = Alone()
+    data: Any = list(range(6))
+    batches = BatchSampler(SequentialSampler(data), 2, drop_last=False)
+    return SharedLoader(data, membership, None, batch_sampler=batches)
+
+
+def test_a_loader_goes_on_with_what_is_left_of_its_epoch() -> None:
+    first, second = loader(), loader()
+    for batch in first:
+        first.commit([0], [first.epoch_shared.checksum])
+        assert batch.tolist() == [0, 1]
+        break
+    second.load_state_dict(first.state_dict())
+    assert [batch.tolist() for batch in second] == [[2, 3], [4, 5]]
+    assert second.iteration == 1
+    assert [len(batch) for batch in second] == [2, 2, 2]
+
+
+def test_checkpoints_of_other_runs_are_taken_between_two_epochs() -> None:
+    taken = loader()
+    taken.load_state_dict({"epoch": 3, "rounds": 0, "_iterator_finished": True})
+    assert taken.iteration == 3
+    taken.load_state_dict({"epoch": 3, "rounds": 9, "_iterator_finished": True})
+    assert taken.iteration == 4
+    with pytest.raises(CheckpointError, match="in the middle of an epoch"):
+        taken.load_state_dict({"epoch": 3, "rounds": 2, "_iterator_finished": False})
+
+
+def test_skipped_batches_are_refused() -> None:
+    skipping = loader()
+    skipping.show(batch_sampler=[[0, 1]])
+    with pytest.raises(PreparationError, match="skip_first_batches"):
+        next(iter(skipping))

@@ -55,6 +55,7 @@ def test_the_order_of_engines_can_be_read() -> None:
         ({"cpu": True, "log_dir": "logs"}, CPU_HOST, "local"),
         ({"cpu": True, "tee": "3"}, CPU_HOST, "local"),
         ({"cpu": True, "num_processes": 2, "max_restarts": 1}, CPU_HOST, "torchrun"),
+        ({"cpu": True, "num_processes": 2, "max_restarts": 1, "keep_replicas": 1}, CPU_HOST, "local"),
         ({"cpu": True, "num_processes": 2, "rdzv_backend": "c10d"}, CPU_HOST, "torchrun"),
         (
             {"cpu": True, "num_processes": 4, "num_machines": 2, "main_process_ip": "a", "main_process_port": 1},
@@ -225,6 +226,23 @@ def test_an_engine_can_be_named() -> None:
 def test_a_named_engine_that_cant_do_the_rest_is_refused() -> None:
     with pytest.raises(SettingError, match=r"--launcher local.*contradicts.*--max_restarts 2"):
         choose(settings(cpu=True, launcher="local", max_restarts=2), CPU_HOST)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"num_processes": 2, "rdzv_backend": "c10d", "keep_replicas": 1}, r"--keep_replicas 1.*start 'torchrun'"),
+        ({"num_processes": 1, "max_restarts": 1, "keep_replicas": 1}, r"--keep_replicas 1.*at least 2"),
+        (
+            {"num_processes": 2, "keep_replicas": 1, "min_replicas": 3},
+            r"--min_replicas 3.* is more than the 2 processes",
+        ),
+        ({"num_processes": 2, "min_replicas": 2}, r"--min_replicas 2.*--keep_replicas N"),
+    ],
+)
+def test_what_cannot_keep_replicas_is_refused(flags: dict[str, Any], text: str) -> None:
+    with pytest.raises(SettingError, match=text):
+        choose(settings(cpu=True, **flags), CPU_HOST)
 
 
 def test_gpus_that_arent_there_are_noted() -> None:

@@ -66,7 +66,7 @@ def test_what_a_rank_gave_before_it_died_counts(launcher: Launcher) -> None:
     launcher.members.lost(1)
     assert not has_answer(ranks[0])
     launcher.send(ranks[2], operation="update", value=2)
-    expected = {"values": {"0": 0, "1": 1, "2": 2}, "members": [0, 2], "joining": []}
+    expected = {"values": {"0": 0, "1": 1, "2": 2}, "members": [0, 2], "joining": [], "ending": ""}
     assert answer(ranks[0]) == answer(ranks[2]) == expected
 
 
@@ -77,7 +77,7 @@ def test_half_a_line_does_not_count(launcher: Launcher) -> None:
     ranks[2].sendall(b'{"operation": "update", "val')
     launcher.run()
     launcher.members.lost(2)
-    assert answer(ranks[1]) == {"values": {"0": 0, "1": 1}, "members": [0, 1], "joining": []}
+    assert answer(ranks[1]) == {"values": {"0": 0, "1": 1}, "members": [0, 1], "joining": [], "ending": ""}
 
 
 def test_a_process_joins_with_the_state_that_a_member_gave(launcher: Launcher) -> None:
@@ -117,3 +117,35 @@ def test_a_second_process_is_no_rank(launcher: Launcher) -> None:
 def test_no_more_processes_than_asked_for_take_the_places_of_lost_ranks(launcher: Launcher) -> None:
     assert launcher.members.replace()
     assert not launcher.members.replace()
+
+
+def test_too_few_members_hear_that_they_end_and_nobody_joins_them(launcher: Launcher) -> None:
+    launcher.members.minimum = 2
+    ranks = [launcher.connect(rank) for rank in range(3)]
+    launcher.members.lost(0)
+    new = launcher.connect(0)
+    launcher.send(new, operation="join", value=None)
+    launcher.send(ranks[1], operation="update", value=1)
+    launcher.send(ranks[2], operation="update", value=2)
+    assert answer(ranks[1])["ending"] == ""
+    launcher.send(ranks[1], operation="update", value=1)
+    launcher.members.lost(2)
+    heard = answer(ranks[1])
+    assert heard["ending"] == "only rank 1 of 3 lives, fewer than --min_replicas 2"
+    assert (heard["members"], heard["joining"]) == ([1], [])
+    assert not launcher.members.replace()
+
+
+def test_a_notice_to_one_rank_is_one_to_all(launcher: Launcher) -> None:
+    ranks = [launcher.connect(rank) for rank in range(3)]
+    for rank in range(3):
+        launcher.send(ranks[rank], operation="update", value=rank, notice="SIGTERM" if rank == 1 else None)
+    assert [answer(one)["ending"] for one in ranks] == ["preempted by SIGTERM"] * 3
+    assert launcher.members.is_preempted and not launcher.members.replace()
+
+
+def test_ranks_that_end_well_are_not_missed(launcher: Launcher) -> None:
+    launcher.members.minimum = 3
+    launcher.connect(0)
+    launcher.members.lost(0, has_failed=False)
+    assert not launcher.members.ending

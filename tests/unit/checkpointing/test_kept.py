@@ -1,0 +1,51 @@
+"""Saves of which one member makes the checkpoint, and all hear what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from accelerate.checkpointing.kept import by_lowest_member
+from accelerate.errors import CheckpointError
+
+
+class Members:
+    """Those of a rank that is the lowest one, or hears of it."""
+
+    def __init__(self, heard: dict[str, str] | None) -> None:
+        self.heard = heard
+
+    def made_by_lowest(self, _operation: str, make: Callable[[], dict[str, str]]) -> tuple[dict[str, str], bool]:
+        return (make(), True) if self.heard is None else (self.heard, False)
+
+
+def run(heard: dict[str, str] | None, window: object = None) -> Any:
+    project = SimpleNamespace(automatic_checkpoint_naming=True, iteration=0)
+    open_window = SimpleNamespace(state_dict=lambda: window)
+    return SimpleNamespace(world=SimpleNamespace(replicas=Members(heard)), project=project, open_window=open_window)
+
+
+def test_the_lowest_member_saves_and_the_others_hear_where() -> None:
+    saved = by_lowest_member(lambda run: "run/checkpoints/checkpoint_4")
+    unsaved = by_lowest_member(lambda run: pytest.fail("it isn't the lowest"))
+    assert saved(run(None)) == "run/checkpoints/checkpoint_4"
+    other = run({"address": "run/checkpoints/checkpoint_4"})
+    assert unsaved(other) == "run/checkpoints/checkpoint_4"
+    assert other.project.iteration == 5
+
+
+def test_an_error_of_the_one_that_saves_is_one_of_all() -> None:
+    def fail(run: Any) -> str:
+        raise OSError("no space left")
+
+    for heard in (None, {"error": "OSError: no space left"}):
+        with pytest.raises(CheckpointError, match="can't save: OSError: no space left"):
+            by_lowest_member(fail)(run(heard))
+
+
+def test_a_save_inside_of_an_accumulation_window_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="inside a window"):
+        by_lowest_member(lambda run: "never")(run(None, window={}))
