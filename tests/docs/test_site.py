@@ -58,6 +58,14 @@ def test_every_page_can_be_reached_and_every_entry_is_a_page() -> None:
     assert sorted(navigation()) == sorted(pages)
 
 
+def test_the_site_works_without_a_network_and_without_a_server() -> None:
+    """The plugin `offline` would have pages fetch a worker for file:// from elsewhere, unless one is named."""
+    configuration = (ROOT / "mkdocs.yml").read_text()
+    assert "\n  - offline" in configuration and "font: false" in configuration
+    (script,) = re.findall(r"polyfills: \[(.*iframe-worker.*)\]", configuration)
+    assert "window.Worker = class" in (DOCUMENTS / script).read_text()
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     broken = []
     for page in DOCUMENTS.rglob("*.md"):
