@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -62,7 +63,7 @@ def compare(one: list[dict[str, float]], two: list[dict[str, float]]) -> bool:
 
 def speed(one: list[dict[str, float]], two: list[dict[str, float]]) -> str:
     """How the two runs compare in speed, and why two processes aren't twice as fast here."""
-    first, second = (max(epoch["samples_per_second"] for epoch in run) for run in (one, two))
+    first, second = (statistics.median(epoch["samples_per_second"] for epoch in run) for run in (one, two))
     milliseconds = [1000 * GLOBAL_BATCH_SIZE / rate for rate in (first, second)]
     took = f"{milliseconds[0]:.1f} ms on 1 process, {milliseconds[1]:.1f} ms on 2 ({os.cpu_count()} cores)"
     text = f"an update of {GLOBAL_BATCH_SIZE} samples: {took}"
