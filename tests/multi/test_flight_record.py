@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate import Accelerator
+from accelerate.distributed.failures import note_logs
 from accelerate.torch_private.distributed import flight_records
 from tests.ranks import run_on_ranks
 
@@ -91,16 +94,19 @@ def test_the_report_of_a_hang_names_the_collective(fault: str, num_ranks: int, t
         )
     text = (tmp_path / "report").read_text()
     assert re.search(FAULTS[fault].replace("LAST", str(num_ranks - 1)), text), text
-    assert f"Flight records of all ranks: {tmp_path / 'flight_record'}" in text
-    summary = json.loads((tmp_path / "flight_record" / "summary.json").read_text())
-    assert summary["verdict"] == text.splitlines() and "0" in summary["ranks"]
+    path = tmp_path / "flight_record" / "summary.json"
+    summary = json.loads(path.read_text())
+    missing = [num_ranks - 1] if fault == "is stopped" else []
+    assert f": {path}" in text and summary["verdict"] == text.splitlines()[:-1]
+    assert summary["missing"] == missing and len(summary["ranks"]) == num_ranks - len(missing)
     whole = json.loads((tmp_path / "flight_record" / "rank_0.json").read_text())
     assert whole["entries"][-1]["profiling_name"] == "gloo:all_reduce"
 
 
 SCRIPT = """
-import os, signal, sys, torch
+import os, signal, torch
 from accelerate import Accelerator
+from accelerate.distributed.failures import note_logs
 run = Accelerator(cpu=True)
 model = run.prepare(torch.nn.Linear(2, 2))
 run.backward(model(torch.ones(1, 2)).sum())
@@ -110,19 +116,64 @@ run.backward(model(torch.ones(1, 2)).sum())
 """
 
 
+def fail(folder: str, has_silent_rank: bool) -> str:
+    """Rank 0 is in a collective, rank 1 fails, rank 2 doesn't answer or fails next; return what is printed."""
+    run = Accelerator(cpu=True)
+    watch, rank, done = run.world.coordinator.watch, run.process_index, Path(folder) / "done"
+    if has_silent_rank and rank == 2:
+        watch._stopped.set()
+    run.wait_for_everyone()
+    while rank == 1 and not watch._answers(watch._ask([0], "???"), [0])[0][1].collectives:
+        time.sleep(0.01)  # until rank 0 is in its collective
+    while rank == 2 and not done.exists():
+        time.sleep(0.01)
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        if rank == 1 or (rank == 2 and not has_silent_rank):
+            sys.excepthook(ValueError, ValueError(f"no such row on rank {rank}"), None)
+            done.touch()
+    dist.all_reduce(torch.ones(3))
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("has_silent_rank", [False, True], ids=["all ranks answer", "a rank doesn't answer"])
+def test_the_flight_records_of_a_failure_are_collected_into_one_file(
+    has_silent_rank: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into the folder of the launcher's logs where there is one, else into a temporary one."""
+    logs, records = tmp_path / "logs", tmp_path / "records"
+    records.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = {"ACCELERATE_RECORDS_FOLDER": str(records)}
+    if not has_silent_rank:
+        note_logs(records, logs)
+    nothing, told, second = run_on_ranks(fail, 3, str(tmp_path), has_silent_rank, environment=environment)
+    who = "rank 1" if has_silent_rank else r"rank 1 is one collective behind.*rank 2 too"
+    assert re.search(rf"(?s)no such row on rank 1\n.*Collectives: {who}.*in which rank 0 waits", told), told
+    assert re.search(r"it hasn't entered all_reduce #\d+ \(12 B, Float \[3\]\) of the default group", told)
+    assert nothing == "" and "Collectives" not in second and ("no such row" in second) is not has_silent_rank
+    assert ("No flight record of rank 2:" in told) is has_silent_rank
+    ranks = "0 and 1" if has_silent_rank else "0, 1 and 2"
+    path = Path(re.search(rf"Flight records of ranks {ranks}: (.*)", told)[1])  # pyright: ignore[reportOptionalSubscript]
+    assert path.name == "summary.json"
+    assert path.parent.parent == tmp_path if has_silent_rank else path.parent == logs / "flight_record"
+    summary = json.loads(path.read_text())
+    assert set(summary["ranks"]) == ({"0", "1"} if has_silent_rank else {"0", "1", "2"})
+    assert summary["missing"] == ([2] if has_silent_rank else [])
+
+
 def test_the_error_of_a_rank_that_lost_another_names_the_collective(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [*command, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False, env=environment
     )
     assert done.returncode
-    found = re.search(
-        r"This rank's last collective \(torch's flight record\): \w+ #\d+ \(.* of the default", done.stderr
-    )
-    assert found, done.stderr  # it may have been DDP's exchange of bucket sizes
-    assert "First cause: rank 1 of 2" in done.stderr
+    told = done.stderr
+    found = re.search(r"This rank's last collective \(torch's flight record\): \w+ #\d+ \(.* of the default", told)
+    assert found, told  # it may have been DDP's exchange of bucket sizes
+    assert "First cause: rank 1 of 2" in told
 
 
 def test_nothing_is_said_where_torch_keeps_no_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from ..settings.preemption import PREEMPTED_EXIT_CODE
 
 #: Tells ranks the folder of their launcher in which they leave records for it.
 RECORDS_VARIABLE = "ACCELERATE_RECORDS_FOLDER"
+_LOGS = "log_dir"
 LOGS_HINT = "Its whole output is above; for one file a rank: accelerate launch --log_dir DIRECTORY ..."
 TRACEBACK_START = "Traceback (most recent call last):"
 
@@ -457,6 +458,19 @@ def saved_exit_code(mark: Path, attempt: str = "") -> int | None:
         code, _, saved_by = mark.read_text().partition(" ")
         return None if attempt and attempt != saved_by else int(code or PREEMPTED_EXIT_CODE)
     except (OSError, ValueError):
+        return None
+
+
+def note_logs(folder: Path, logs: Path) -> None:
+    """Note the folder of a launcher's logs in that of its records, for its ranks."""
+    (folder / _LOGS).write_text(str(logs.resolve()), encoding="utf-8")
+
+
+def logs_of_launcher(folder: str | None) -> str | None:
+    """Return the folder of the logs of the launcher whose records' folder this is, where it has both."""
+    try:
+        return None if folder is None else (Path(folder) / _LOGS).read_text(encoding="utf-8")
+    except OSError:
         return None
 
 

@@ -10,18 +10,17 @@ import contextlib
 import json
 import math
 import os
-import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Final, final
 
-from ..errors import CollectiveError
+from ..settings.env import read
 from ..torch_private.distributed import flight_records, ranks_of_group
-from .failures import is_lost_connection
+from .failures import RECORDS_VARIABLE, logs_of_launcher
 from .store_requests import some_ranks
 
 #: So many of a rank's collectives travel to the rank that compares.
@@ -30,6 +29,7 @@ _NUM_SENT: Final = 20
 _LARGEST_LIST: Final = 64
 _MOST_SENTENCES: Final = 4
 _SHOWN_RANKS: Final = 8
+_WRITE_SECONDS: Final = 1.0
 _DEFAULT: Final = "default_pg"
 _BYTES: Final = {
     **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
@@ -217,25 +217,42 @@ def _compared(records: Mapping[int, RankRecord], group: str, members: Sequence[i
     )
 
 
-# -- files and errors --------------------------------------------------------------------------------------
+def last_collective(collectives: Iterable[Collective]) -> Collective | None:
+    """Return the newest that hasn't ended, else the newest."""
+    newest = list(collectives)[::-1]
+    return next((one for one in newest if not one.is_done), newest[0] if newest else None)
 
 
-def folder_in(project_dir: str | os.PathLike[str]) -> Path:
-    """Return the folder of a project's flight records."""
-    return Path(project_dir) / "flight_record"
+# -- files -------------------------------------------------------------------------------------------------
+
+_SUMMARY: Final = "summary.json"
 
 
-def write_own(project_dir: str | os.PathLike[str], rank: int) -> None:
+def shared_folder(project_dir: str | os.PathLike[str] | None) -> Path | None:
+    """Return the folder of flight records that all ranks of a host know: the project's, else the launcher's logs'."""
+    if project_dir is None:
+        project_dir = logs_of_launcher(read(RECORDS_VARIABLE))
+    return None if project_dir is None else Path(project_dir) / "flight_record"
+
+
+def write_own(folder: Path, rank: int) -> None:
     """Write all that torch has recorded on this rank to a file of its own, if it has recorded anything."""
     dumps = [json.loads(dump) for dump in flight_records()]
     if any(dump.get("entries") for dump in dumps):
-        _write(folder_in(project_dir) / f"rank_{rank}.json", dumps[0] if len(dumps) == 1 else dumps)
+        _write(folder / f"rank_{rank}.json", dumps[0] if len(dumps) == 1 else dumps)
 
 
-def write_summary(project_dir: str | os.PathLike[str], text: str, records: Mapping[int, RankRecord]) -> None:
-    """Write the verdict, and what was collected of each rank, the newest first."""
+def write_summary(folder: Path | None, text: str, records: Mapping[int, RankRecord], size: int) -> Path:
+    """Write the verdict, what was collected of each rank, and whose record is missing, to one file; return its path.
+
+    Args:
+        folder: a temporary one where there is none.
+    """
     ranks = {rank: [asdict(one) for one in record.collectives] for rank, record in sorted(records.items())}
-    _write(folder_in(project_dir) / "summary.json", {"verdict": text.splitlines(), "ranks": ranks})
+    missing = [rank for rank in range(size) if rank not in records]
+    path = (folder or Path(tempfile.mkdtemp(prefix="accelerate_flight_record_"))) / _SUMMARY
+    _write(path, {"verdict": text.splitlines(), "missing": missing, "ranks": ranks})
+    return path
 
 
 def _write(path: Path, value: object) -> None:
@@ -244,33 +261,7 @@ def _write(path: Path, value: object) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
-    # A disk that hangs mustn't keep the report from being printed.
-    threading.Thread(target=write, name="accelerate flight record", daemon=True).start()
-
-
-def last_collective(collectives: Iterable[Collective]) -> Collective | None:
-    """Return the newest that hasn't ended, else the newest."""
-    newest = list(collectives)[::-1]
-    return next((one for one in newest if not one.is_done), newest[0] if newest else None)
-
-
-def name_collective_of_lost_peer() -> None:
-    """Let the error that another rank's end causes here say in which collective this rank was."""
-    before = sys.excepthook
-    if getattr(before, "names_collectives", False):
-        return
-
-    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        text = ""
-        if isinstance(error, (CollectiveError, RuntimeError)) and is_lost_connection(str(error)):
-            last = last_collective(own_collectives())
-            text = "" if last is None else f"This rank's last collective (torch's flight record): {last}."
-        if text and sys.version_info >= (3, 11):
-            error.add_note(text)
-        before(kind, error, trace)
-        if text and sys.version_info < (3, 11):
-            print(text, file=sys.stderr)
-
-    note.names_collectives = True  # pyright: ignore[reportFunctionMemberAccess]
-    note.records_failures = getattr(before, "records_failures", False)  # pyright: ignore[reportFunctionMemberAccess]
-    sys.excepthook = note
+    # A disk that hangs mustn't keep the report from being printed, nor the process from ending.
+    writing = threading.Thread(target=write, name="accelerate flight record", daemon=True)
+    writing.start()
+    writing.join(_WRITE_SECONDS)

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType, TracebackType
@@ -26,13 +26,15 @@ from weakref import WeakSet
 from ..errors import CollectiveError, SettingError
 from ..settings.env import read
 from ..torch_private.distributed import set_keys
+from .failure_hook import FailureHook
 from .failures import Frame
-from .flight_record import RankRecord, compare, folder_in, name_collective_of_lost_peer, write_own, write_summary
+from .flight_record import RankRecord, compare, shared_folder, write_own, write_summary
 from .store_requests import delete_keys, read_present, some_ranks
 
 if TYPE_CHECKING:
     from ..torch_private.distributed import Store
     from .store_client import Coordinator
+    from .store_requests import Wait
     from .world import World
 
 Response = TypeVar("Response")
@@ -44,12 +46,18 @@ DEFAULT_SECONDS: Final = 300.0
 _TICK_SECONDS: Final = 1.0
 _JOIN_SECONDS: Final = 1.0
 _ANSWER_SECONDS: Final = 4.0
+#: A rank that ends by an exception waits so long for the others' flight records, and they for it.
+_COLLECTING_SECONDS: Final = 3.0
+#: ... and so long once its launcher has told it to stop.
+_LAST_SECONDS: Final = 0.1
 _STORE_TIMEOUT_SECONDS: Final = 60.0
-#: What a rank is asked: nothing, because other ranks are; or its position, with its flight record too; else, to end,
-#: with the reason.
+#: What a rank is asked: nothing, because other ranks are; or its position, with its flight record too, or without
+#: writing all of this to a file; else, to end, with the reason.
 _NOTHING: Final = "-"
 _WHERE: Final = "?"
 _WHERE_AND_RECORD: Final = "??"
+_RECORD: Final = "???"
+_POSITIONS: Final = (_WHERE, _WHERE_AND_RECORD, _RECORD)
 #: A rank that is in one and the same collective of torch's for so long, and uses almost no CPU time, waits there.
 _STUCK_SECONDS: Final = 2.0
 _IDLE_FRACTION: Final = 0.2
@@ -127,13 +135,14 @@ def watch_for_hangs(world: World, counter: ProgressCounter, project_dir: str | N
     seconds = hang_seconds()
     if coordinator is None or world.size == 1:
         return
-    name_collective_of_lost_peer()
+    hook = FailureHook.install()
     if seconds == 0:
         return
     if coordinator.watch is None:
         sees_backward = world.kind.name == "cpu"
         coordinator.watch = HangWatch(coordinator, seconds, threading.get_ident(), sees_backward)
         coordinator.watch.start()  # until the coordinator leaves
+        hook.collect = coordinator.watch.report_of_failure
     coordinator.watch.counters.add(counter)
     coordinator.watch.project_dir = project_dir or coordinator.watch.project_dir
 
@@ -232,7 +241,7 @@ class HangWatch:
         if self._request(lambda: self._store.add(f"hang/{number}/asking", 1)) > 1:
             return
         number = self._ask(range(self._size), _WHERE_AND_RECORD)
-        answer = self._position_as_answer(number, with_record=True)
+        answer = self._position_as_answer(number, _WHERE_AND_RECORD)
         self._request(lambda: answer(self._store))
         self._log_verdict(number)
 
@@ -269,9 +278,9 @@ class HangWatch:
         They delete the question's key, which may only be done by the connection that has read it: a wait that is woken
         by a key reads it with another request, and finds nothing where it is deleted between the two.
         """
-        is_asked = question in (_WHERE, _WHERE_AND_RECORD) and number != self._num_answered
-        answer = self._position_as_answer(number, question == _WHERE_AND_RECORD) if is_asked else None
-        if question not in (_WHERE, _WHERE_AND_RECORD, _NOTHING, ""):
+        is_asked = question in _POSITIONS and number != self._num_answered
+        answer = self._position_as_answer(number, question) if is_asked else None
+        if question not in (*_POSITIONS, _NOTHING, ""):
             self._end_process(question)
 
         def publish(store: Store) -> None:
@@ -281,18 +290,18 @@ class HangWatch:
 
         return publish
 
-    def _position_as_answer(self, number: int, with_record: bool) -> Callable[[Store], None]:
+    def _position_as_answer(self, number: int, question: str) -> Callable[[Store], None]:
         """Return the requests that publish where this rank is now, in place of its answer to an earlier question."""
         before, self._num_answered = self._num_answered, number
-        position = self._position(with_record)
+        position = self._position(question != _WHERE)
 
         def publish(store: Store) -> None:
             if position:
                 store.set(f"hang/{number}/{self._rank}", position)
             if before:
                 delete_keys(store, f"hang/{before}/{self._rank}")
-            if with_record and self.project_dir is not None:
-                write_own(self.project_dir, self._rank)
+            if question == _WHERE_AND_RECORD and (folder := shared_folder(self.project_dir)) is not None:
+                write_own(folder, self._rank)
 
         return publish
 
@@ -310,14 +319,20 @@ class HangWatch:
         )
         return json.dumps([asdict(position), RankRecord.own().encoded() if with_record else None])
 
-    def _answers(self, number: int, ranks: Sequence[int]) -> list[Answer]:
-        """Return what those of `ranks` say that answer in time."""
+    def _answers(
+        self,
+        number: int,
+        ranks: Sequence[int],
+        seconds: float = _ANSWER_SECONDS,
+        is_urgent: Callable[[], bool] | None = None,
+    ) -> list[Answer]:
+        """Return what those of `ranks` say that answer in time, or before that is urgent."""
         keys = [f"hang/{number}/{rank}" for rank in ranks]
         if not keys:
             return []
         with self._coordinator.waits.start(*keys) as answers:
-            if answers.is_over(_ANSWER_SECONDS):
-                return [_read_answer(text) for text in answers.response()]
+            if _is_over(answers, seconds, is_urgent):
+                return [_read_answer(text) for text in answers.response() if text]
         found = read_present(self._store, keys, self._request)
         return [_read_answer(text) for text in found.values() if text]
 
@@ -330,12 +345,43 @@ class HangWatch:
                 records[position.rank] = record
         if self._stopped.is_set():
             return
-        has_files = self.project_dir is not None and any(record.collectives for record in records.values())
-        files = str(folder_in(self.project_dir)) if self.project_dir is not None and has_files else ""
-        text = verdict(positions, self._seconds, compare(records, self._size), files)
-        if self.project_dir is not None and has_files:
-            write_summary(self.project_dir, text, records)
+        text = verdict(positions, self._seconds, compare(records, self._size))
+        if any(record.collectives for record in records.values()):
+            text += f"\n{self._written(text, records)}"
         _log.error("%s", text)
+
+    def _written(self, text: str, records: Mapping[int, RankRecord]) -> str:
+        """Write the report and the flight records that were collected to one file; return the line that names it."""
+        path = write_summary(shared_folder(self.project_dir), text, records, self._size)
+        return f"Flight records of {some_ranks(records, 16)}: {path}"
+
+    # -- a rank that ends by an exception ------------------------------------------------------------------
+
+    def report_of_failure(self, is_urgent: Callable[[], bool]) -> str:
+        """Return in which collectives ranks wait for each other; nothing where none does.
+
+        The first rank that fails asks all; another one returns nothing, once that one has what it needs.
+
+        Raises:
+            CollectiveError: the store has ended.
+        """
+        request, store = self._coordinator.request, self._store
+        if request(lambda: store.add("failure/reports", 1), _COLLECTING_SECONDS) > 1:
+            with self._coordinator.waits.start("failure/collected") as collected:
+                _is_over(collected, _COLLECTING_SECONDS + _LAST_SECONDS)
+            return ""
+        number = self._ask(range(self._size), _RECORD)
+        answers = self._answers(number, range(self._size), _COLLECTING_SECONDS, is_urgent)
+        request(lambda: store.set("failure/collected", "1"), _COLLECTING_SECONDS)
+        records = {position.rank: record for position, record in answers if record is not None}
+        sentences = compare(records, self._size)
+        if not sentences:
+            return ""
+        lines = [f"Collectives: {sentence}" for sentence in sentences]
+        if absent := [rank for rank in range(self._size) if rank not in records]:
+            lines.insert(0, f"No flight record of {some_ranks(absent, 16)}: it has ended, is stopped, or is cut off.")
+        text = "\n".join(lines)
+        return f"{text}\n{self._written(text, records)}"
 
     # -- questions of a rank that waits for others ---------------------------------------------------------
 
@@ -366,6 +412,17 @@ class HangWatch:
             logging.shutdown()
             sys.stderr.flush()
             os._exit(1)
+
+
+def _is_over(wait: Wait[list[str]], seconds: float, is_urgent: Callable[[], bool] | None = None) -> bool:
+    """Return whether the wait has ended, after waiting for that for up to `seconds`, or a moment where it is urgent."""
+    if is_urgent is None:
+        return wait.is_over(seconds)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not is_urgent():
+        if wait.is_over(_LAST_SECONDS):
+            return True
+    return wait.is_over(_LAST_SECONDS)
 
 
 def close_connections() -> None:
@@ -426,14 +483,11 @@ def _position_of(rank: int, seconds: float, frame: FrameType) -> StackPosition:
 # -- the verdict -------------------------------------------------------------------------------------------
 
 
-def verdict(
-    positions: Sequence[StackPosition | None], seconds: float, collectives: Sequence[str] = (), files: str = ""
-) -> str:
+def verdict(positions: Sequence[StackPosition | None], seconds: float, collectives: Sequence[str] = ()) -> str:
     """Format a table of the ranks and the rank that is waited for; None means that a rank didn't respond.
 
     Args:
         collectives: sentences that compare the ranks' flight records.
-        files: the folder of these records.
     """
     absent = [rank for rank, position in enumerate(positions) if position is None]
     known = [position for position in positions if position is not None]
@@ -447,7 +501,6 @@ def verdict(
         lines += [f"  {some_ranks(absent)} without a response"] if absent else []
     lines.append(f"Verdict: {_who_is_waited_for(known, stuck, absent)}")
     lines += [f"Collectives: {sentence}" for sentence in collectives]
-    lines += [f"Flight records of all ranks: {files}"] if files else []
     lines.append(f"({VARIABLE}=SECONDS sets the time without progress; 0 switches this off.)")
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@ preemption leaves a mark there, under its rank.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
-from ..distributed.failures import RECORDS_VARIABLE, Failure, how_it_ended, saved_exit_code, saved_mark
+from ..distributed.failures import RECORDS_VARIABLE, Failure, how_it_ended, note_logs, saved_exit_code, saved_mark
 from ..settings.option import TRUE_WORDS
 from ..settings.preemption import PREEMPTED_EXIT_CODE
 
@@ -36,6 +37,12 @@ class EndRecords:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="accelerate_records_"))
         return {RECORDS_VARIABLE: str(self._folder)}
+
+    def note_logs(self, logs: Path | str | None) -> None:
+        """Tell the ranks where the launcher's logs are, if they are anywhere: flight records go there too."""
+        if logs:
+            with contextlib.suppress(OSError):
+                note_logs(Path(self.environment[RECORDS_VARIABLE]), Path(logs))
 
     def is_preempted(
         self, rank: int, returncode: int | None, environment: Mapping[str, str], attempt: str = ""

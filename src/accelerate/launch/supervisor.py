@@ -256,6 +256,7 @@ class Supervisor:
 
     def _start_all(self, reaper: Reaper) -> None:
         self._started_at = time.monotonic()
+        self._records.note_logs(self.plan.logs.directory)
         for local_rank, environment in enumerate(self.plan.environments(self.environment)):
             self._start(local_rank, environment, reaper)
 

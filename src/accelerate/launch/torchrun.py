@@ -159,6 +159,7 @@ def _run(arguments: Sequence[str], records: EndRecords) -> int:
 
     started = time.time()
     options = run.parse_args(list(arguments))
+    records.note_logs(options.log_dir)
     try:
         run.run(options)
     except ChildFailedError as error:

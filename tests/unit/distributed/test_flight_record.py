@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -114,3 +115,36 @@ def test_what_torch_writes_is_read() -> None:
     assert str(waits) == "all_reduce #4 (12 B, BFloat16 [2, 3]) of the default group"
     assert ended.is_done and last_collective([waits, ended]) == waits and last_collective([ended]) == ended
     assert collectives_of("{}") == [] and last_collective([]) is None
+
+
+def nccl_entry(number: int, state: str) -> dict[str, object]:
+    """An entry as torch's recorder of NCCL's process groups writes it (version 2.10 of the form)."""
+    return {
+        "record_id": number - 1, "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": number,
+        "p2p_seq_id": 0, "op_id": number, "profiling_name": "nccl:_all_gather_base",
+        "time_created_ns": 1721856000000000000 + number, "input_sizes": [[1024, 256]], "input_dtypes": ["BFloat16"],
+        "output_sizes": [[8192, 256]], "output_dtypes": ["BFloat16"], "state": state, "retired": state == "completed",
+        "time_discovered_started_ns": 0 if state == "scheduled" else 1721856000000000100,
+        "time_discovered_completed_ns": 1721856000000000200 if state == "completed" else 0,
+        "timeout_ms": 600000, "is_p2p": False, "thread_name": "pt_autograd_0", "thread_id": "140", "frames": [],
+    }  # fmt: skip
+
+
+def test_collectives_on_a_device_are_read_beside_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps a recorder for each: with a group on CUDA, the host's alone would be empty."""
+    entries = [nccl_entry(7, "completed"), nccl_entry(8, "started"), nccl_entry(9, "scheduled")]
+    dump = json.dumps({
+        "version": "2.10", "comm_lib_version": "2.29.3", "nccl_comm_state": {}, "entries": entries,
+        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+        "pg_status": {"0": {"last_enqueued_collective": "9", "last_started_collective": "8"}},
+    })  # fmt: skip
+    module = sys.modules["torch._C._distributed_c10d"]
+    monkeypatch.setattr(module, "_dump_nccl_trace_json", lambda collectives, active: dump.encode(), raising=False)
+    monkeypatch.setattr(module, "_dump_fr_trace_json", lambda collectives, active: b'{"entries": []}', raising=False)
+    own = RankRecord.own()
+    assert [one.is_done for one in own.collectives if one.group == "nccl:0"] == [False, False, True]
+    (sentence,) = compare({0: own, 1: record(*collectives_of(json.dumps({"entries": entries[:1]})))}, 2)
+    assert sentence == (
+        "rank 1 is one collective behind: it hasn't entered _all_gather_base #8 (524.3 kB, BFloat16 [1024, 256]) of "
+        "the default group, in which rank 0 waits. Its last one there: _all_gather_base #7."
+    )

@@ -1,0 +1,86 @@
+"""The hook for an exception that ends a rank: the collectives in which ranks were, beside its traceback.
+
+The first rank that fails collects the flight records of all, while the others stay to answer. A launcher that has seen
+a rank die stops the others soon: then what has arrived is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import ClassVar, final
+
+from ..errors import CollectiveError
+from .failures import is_lost_connection
+from .flight_record import last_collective, own_collectives
+
+#: Collects, until the given function says that it is urgent, and returns the report; nothing where there is none.
+Collect = Callable[[Callable[[], bool]], str]
+
+
+@final
+class FailureHook:
+    """This process's `sys.excepthook`, around the one that was there before.
+
+    Attributes:
+        collect: of the newest world; None where it has none.
+    """
+
+    _installed: ClassVar[FailureHook | None] = None
+
+    def __init__(self) -> None:
+        self._before = sys.excepthook
+        #: What is asked before another hook is installed that writes the launcher's file.
+        self.records_failures: bool = getattr(self._before, "records_failures", False)
+        self.collect: Collect | None = None
+
+    @classmethod
+    def install(cls) -> FailureHook:
+        """Return the hook of this process, installed once."""
+        if cls._installed is None:
+            cls._installed = cls()
+            sys.excepthook = cls._installed
+        return cls._installed
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Show the exception, then what is known of all ranks' collectives."""
+        text = _own_collective(error)
+        if text and sys.version_info >= (3, 11):
+            error.add_note(text)
+        # At once: by the time of their tracebacks the launcher finds out which rank failed first.
+        self._before(kind, error, trace)
+        if text and sys.version_info < (3, 11):
+            print(text, file=sys.stderr)
+        if self.collect is None or not issubclass(kind, Exception):
+            return
+        sys.stderr.flush()
+        # The store may have ended, which the traceback says.
+        with _sigterm_noted() as is_stopped, contextlib.suppress(RuntimeError):
+            if found := self.collect(is_stopped):
+                print(found, file=sys.stderr, flush=True)
+
+
+def _own_collective(error: BaseException) -> str:
+    """Return in which collective this rank was, for an error that another rank's end has caused."""
+    if not isinstance(error, (CollectiveError, RuntimeError)) or not is_lost_connection(str(error)):
+        return ""
+    last = last_collective(own_collectives())
+    return "" if last is None else f"This rank's last collective (torch's flight record): {last}."
+
+
+@contextlib.contextmanager
+def _sigterm_noted() -> Iterator[Callable[[], bool]]:
+    """Let SIGTERM only be noted in this block, and yield a function that returns whether it came."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped.is_set
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    try:
+        yield stopped.is_set
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
