@@ -39,7 +39,8 @@ def shown(plan: LaunchPlan, folder: Path) -> Generator[LaunchPlan]:
     """Serve the page of the run in ``folder`` while the block runs; yield the plan whose ranks report there.
 
     Raises:
-        SettingError: the plan hands the run to somebody else, whose ranks this machine may not see.
+        SettingError: the plan hands the run to somebody else, whose ranks this machine may not see; or its ranks may be
+            lost, and share no losses.
     """
     from ..monitoring.records import FOLDER_VARIABLE
 
@@ -48,6 +49,11 @@ def shown(plan: LaunchPlan, folder: Path) -> Generator[LaunchPlan]:
             f"--monitor shows a run that this launch starts here, and {plan.engine} hands it on. Set "
             f"{FOLDER_VARIABLE}=FOLDER for the ranks, one that this machine sees too, and run `accelerate monitor` "
             "there."
+        )
+    if plan.num_replacements:
+        raise SettingError(
+            f"--monitor and --keep_replicas {plan.num_replacements}: the page shows a mean over all ranks, and those "
+            "that may be lost don't gather it. Leave one of them out."
         )
     from ..tools.monitor.runs import Runs
     from ..tools.monitor.serve import Server

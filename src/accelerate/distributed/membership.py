@@ -172,8 +172,7 @@ class Membership:
                     os.posix_fallocate(file.fileno(), 0, max(1, size))  # writing into a full file system would be fatal
                 except OSError as error:
                     raise CollectiveError(
-                        f"{path}: no room for {size} bytes of gradients, which ranks exchange there ({error}). Give "
-                        "/dev/shm more room (docker run --shm-size), or point TMPDIR at a folder that has it."
+                        f"{path}: no room for {size} bytes of gradients, which ranks exchange there ({error}). {_ROOM}"
                     ) from error
             self._mapped[path] = torch.from_file(str(path), shared=True, size=like.numel(), dtype=like.dtype)
         return self._mapped[path]
@@ -204,7 +203,13 @@ class Membership:
         """Write a state that others may read until this rank has written two more; return its path."""
         self._num_states += 1
         path = self.folder / f"state_{self.rank}_{os.getpid()}_{self._num_states}"
-        torch.save(state, path)
+        try:
+            torch.save(state, path)
+        except (OSError, RuntimeError) as error:
+            path.unlink(missing_ok=True)
+            raise CollectiveError(
+                f"{path}: no room for the state of a rank, which others read ({error}). {_ROOM}"
+            ) from error
         (self.folder / f"state_{self.rank}_{os.getpid()}_{self._num_states - 2}").unlink(missing_ok=True)
         return str(path)
 
@@ -213,6 +218,7 @@ def _load(path: str) -> Any:
     return torch.load(path, weights_only=True, map_location="cpu")
 
 
+_ROOM: Final = "Give /dev/shm more room (docker run --shm-size), or point TMPDIR at a folder that has it."
 _LAUNCHER_ENDED: Final = (
     "The launcher, which keeps the members of this run, has ended: no rank can go on. Start the run again with "
     "`accelerate launch --keep_replicas N`."

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from accelerate.distributed.membership import Membership
+from accelerate.errors import CollectiveError
 from accelerate.parallel.kept_replicas import KeptReplicas
 
 
@@ -35,3 +39,10 @@ def test_gradients_become_the_mean_over_the_samples() -> None:
 
 def test_an_update_without_samples_changes_nothing() -> None:
     assert averaged(0, 0) is None  # the only rank that had a sample was lost; an optimizer leaves such parameters alone
+
+
+def test_a_state_that_cannot_be_written_says_where_room_is_missing(tmp_path: Path) -> None:
+    membership: Any = Membership.__new__(Membership)
+    membership.folder, membership.rank, membership._num_states = tmp_path / "gone", 0, 0
+    with pytest.raises(CollectiveError, match=r"no room for the state of a rank.*TMPDIR"):
+        membership._write({})
