@@ -4,7 +4,8 @@
 
 One process with one thread trains two stacks of linear layers by AdamW in turns, one with ``sdc_check=20``. Printed are
 medians of CPU time of an update without it, of one between two checks, and of what a check adds (the update that is
-checked, and the one after, which compares what lies in memory), with its share where each 100th and 1000th is checked.
+checked, the one before, which notes what lies in memory, and the one after, which compares that), with its share where
+each 100th and 1000th is checked.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def measure(width: int, layers: int, batch: int, rounds: int) -> dict[str, float
             round_of.append(update(*checked))
         between = statistics.median(round_of)
         found["between"].append(between)
-        found["added"].append(round_of[-1] + round_of[0] - 2 * between)
+        found["added"].append(round_of[-2] + round_of[-1] + round_of[0] - 3 * between)
     return {name: statistics.median(values[1:]) for name, values in found.items()}
 
 
