@@ -194,6 +194,28 @@ def test_batches_of_a_prepared_loader_are_not_moved(moved: str, stays: str | Non
     assert (f"    {stays}\n" in body) if stays else (".to(" not in body and ".cuda(" not in body)
 
 
+@pytest.mark.parametrize(
+    ("loss", "is_weighted"),
+    [
+        ("F.cross_entropy(model(x), y, ignore_index=0)", True),
+        ("F.cross_entropy(model(x), y, weights)", True),
+        ("F.nll_loss(model(x), y, weights, reduction='mean')", True),
+        ("torch.nn.CrossEntropyLoss(weights)(model(x), y)", True),
+        ("torch.nn.NLLLoss(weight=weights)(model(x), y)", True),
+        ("F.cross_entropy(model(x), y)", False),
+        ("F.cross_entropy(model(x), y, None, reduction='mean')", False),
+        ("F.cross_entropy(model(x), y, weight=None)", False),
+        ("F.cross_entropy(model(x), y, weights, reduction='sum')", False),
+        ("torch.nn.MSELoss()(model(x), y)", False),
+    ],
+)
+def test_a_weighted_mean_is_said_and_not_compared_on_two_processes(loss: str, is_weighted: bool) -> None:
+    text = LOOP.replace("import torch\n", "import torch\nimport torch.nn.functional as F\n", 1)
+    found = migrate(text.replace("(model(x) - y).pow(2).mean()", loss), "train.py")
+    assert [each for each in found.differs if "weighted mean" in each] == found.differs
+    assert bool(found.differs) == any("weighted mean" in note.text for note in found.notes) == is_weighted
+
+
 def test_a_loop_that_only_evaluates_keeps_its_loader_and_says_so() -> None:
     text = LOOP + "test_loader = DataLoader([1])\nfor x in test_loader:\n    x = x.cuda()\n    print(model(x))\n"
     found = migrate(text, "train.py")

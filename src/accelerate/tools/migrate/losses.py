@@ -14,6 +14,9 @@ _WEIGHTED: Final = (
     "over its own part, and the processes count the same. `accelerator.backward(sum_of_losses, weight=their_weight)` "
     "gives the mean over all parts.",
 )
+#: Where these take the weights of classes by position.
+_WEIGHT_PLACES: Final = {"CrossEntropyLoss": 0, "NLLLoss": 0, "cross_entropy": 2, "nll_loss": 2}
+_MEAN: Final = ast.Constant("mean")
 _PAIRED: Final = (
     "the loss compares the samples of a batch with each other, and a process has its own only",
     "this compares the samples of a batch with each other: on several processes each with those of its own process.",
@@ -35,10 +38,18 @@ def _is_weighted(plan: Plan, node: ast.AST) -> bool:
     """Return whether a cross entropy is a mean over what its ``ignore_index`` or the ``weight`` of classes leaves."""
     if not isinstance(node, ast.Call):
         return False
-    last = plan.script.path(node.func).rpartition(".")[2]
-    is_mean = last in ("CrossEntropyLoss", "NLLLoss", "cross_entropy", "nll_loss")
-    given = {keyword.arg for keyword in node.keywords}
-    return is_mean and bool(given & {"ignore_index", "weight"}) and "reduction" not in given
+    place = _WEIGHT_PLACES.get(plan.script.path(node.func).rpartition(".")[2])
+    if place is None:
+        return False
+    given = {keyword.arg: keyword.value for keyword in node.keywords}
+    reduction = given.get("reduction", _MEAN)
+    weight = node.args[place] if len(node.args) > place else given.get("weight")
+    leaves_out = "ignore_index" in given or not (weight is None or _is_none(weight))
+    return leaves_out and isinstance(reduction, ast.Constant) and reduction.value == _MEAN.value
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _is_of_pairs(node: ast.AST) -> bool:
