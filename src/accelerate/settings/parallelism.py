@@ -63,12 +63,18 @@ class ParallelismOptions(
         "deepspeed",
         "What implements sequence parallelism: DeepSpeed, or this package over torch.",
         choices=("deepspeed", "torch"),
+        question="Which implementation of sequence parallelism do you want to use?",
         flag_default="deepspeed",
     )
     tp_handler: Any = option(None, "More about tensor parallelism.", kind="object")
     cp_handler: Any = option(None, "More about context parallelism.", kind="object")
     sp_handler: Any = option(None, "More about sequence parallelism.", kind="object")
-    pp_size: int = option(1, "Over how many processes the layers are dealt, as stages of a pipeline.", minimum=1)
+    pp_size: int = option(
+        1,
+        "Over how many processes the layers are dealt, as stages of a pipeline.",
+        question="What is the pipeline parallelism size?",
+        minimum=1,
+    )
     # No variable of its own: others write PARALLELISM_CONFIG_EP_SIZE for a degree that is no factor of theirs.
     pp_handler: Any = option(None, "More about pipelines.", kind="object")
     ep_size: int = option(1, "Over how many processes the experts of a layer are dealt.", minimum=1, env=None)

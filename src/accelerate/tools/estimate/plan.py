@@ -388,8 +388,9 @@ def as_text(plan: Plan) -> str:
     rows = [("way", *PARTS, "host", "peak", "fits")]
     rows += [(each.name, *map(convert_bytes, _bytes_of(each)), "yes" if each.fits else "") for each in plan.candidates]
     lines = [
-        f"{plan.model} on {plan.gpus} x {convert_bytes(plan.memory)} ({convert_bytes(plan.usable)} planned with): one "
-        f"training step of batch {plan.batch} per data-parallel rank and sequence {plan.sequence}, on the busiest rank",
+        f"{plan.model} on {plan.gpus} x {convert_bytes(plan.memory)} ({convert_bytes(plan.usable)} planned with; 1 GB "
+        f"is 1024^3 bytes): one training step of batch {plan.batch} per data-parallel rank and sequence "
+        f"{plan.sequence}, on the busiest rank",
         "",
         *aligned(rows),
         "",
