@@ -149,6 +149,40 @@ def test_it_counts_as_zeros_beside_shards_that_are_frozen() -> None:
         assert weights == pytest.approx(weights_expected(cell[1]), abs=1e-5), cell
 
 
+class Adapter(nn.Module):
+    """A frozen layer that is sharded, and a whole one of ``width`` behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(width)
+        self.body = nn.Linear(4, 4).requires_grad_(False)
+        self.behind = nn.Linear(4, width)
+        self.back = nn.Linear(width, 4)
+        fully_shard(self.body, mesh=init_device_mesh("cpu", (2,)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.back(self.behind(self.body(x)))
+
+
+def test_two_models_in_one_loss_count_as_zeros_on_the_rank_that_uses_neither() -> None:
+    """A pass reaches the last model first; messages of ranks that it doesn't reach come in the same order."""
+
+    def on_rank() -> tuple[list[float], str]:
+        run = Accelerator(cpu=True)
+        first, second = run.prepare(Adapter(3), Adapter(7))
+        loss = second(first(torch.ones(2, 4))).square().mean()
+        run.backward(loss if run.process_index == 0 else torch.zeros(()))
+        norms = [float(model.behind.weight.grad.norm()) for model in (first, second)]
+        with pytest.raises(RuntimeError) as caught:  # the gradients are still there
+            run.backward(torch.zeros(()))
+        return norms, str(caught.value)
+
+    there, here = run_on_ranks(on_rank, 2)
+    assert there == here
+    assert min(there[0]) > 0
+    assert "does not require grad" in there[1]
+
+
 @slow
 @pytest.mark.parametrize("way", ["backward", "without a graph", "plain, clip", "plain, step"])
 @pytest.mark.parametrize("shard", [trained, tensor_parallel])

@@ -77,14 +77,15 @@ def backward_on_all(replicas: Sequence[ReplicaGradients], backward: Callable[[],
     """
     alone = [one for one in replicas if one.is_alone()]
     for one in replicas:
-        one.is_reached = one.has_entered = False
-    if reaches_any or not alone:
-        backward()
-    for one in alone:
-        if not one.has_entered:
-            one.finish()
-    if alone and not reaches_any and not any(one.has_gradients() for one in alone):
-        backward()
+        one.is_reached, one.is_deferred = False, one in alone
+    try:
+        if not alone or not alone[0].is_reached_elsewhere_only(reaches_any):
+            backward()
+    finally:
+        for one in alone:
+            one.is_deferred = False
+    for one in alone:  # in one order on all ranks; the order in which passes reach them differs
+        one.finish()
 
 
 def is_averaged(parameter: torch.Tensor) -> bool:
@@ -254,7 +255,7 @@ class ReplicaGradients:
         self._is_checked = not mesh.active("tp")
         self._backward = -1
         self.is_reached: bool = False  # by a backward pass, since it was set so
-        self.has_entered: bool = False
+        self.is_deferred: bool = False  # the caller of the pass enters the collectives after it
         for parameter in named.values():
             _add_hook(parameter, self._note)
         self._handle = _handles[next(iter(named.values()))]
@@ -292,9 +293,11 @@ class ReplicaGradients:
             and self._reduces()
         )
 
-    def has_gradients(self) -> bool:
-        """Return whether a trained replica has a gradient."""
-        return any(parameter.requires_grad and parameter.grad is not None for parameter in self._named.values())
+    def is_reached_elsewhere_only(self, reaches_any: bool) -> bool:
+        """Return whether the loss has a graph on another rank, not here. A collective; waits only where it has none."""
+        found = torch.tensor([reaches_any], dtype=torch.int32, device=self._mesh.world.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self._group)
+        return not reaches_any and bool(found)
 
     def _note(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -307,9 +310,8 @@ class ReplicaGradients:
     def _queue(self, _: torch.Tensor) -> None:
         """Let the pass that runs end with the collectives, once."""
         self.is_reached = True
-        if self._backward != current_backward() and self._reduces():
+        if not self.is_deferred and self._backward != current_backward() and self._reduces():
             self._backward = current_backward()
-            self.has_entered = True
             # In two steps, so that on all ranks they come after those of fully_shard at the end of the pass, whichever
             # parameter was first.
             call_after_backward(lambda: call_after_backward(self.finish))

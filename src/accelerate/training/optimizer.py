@@ -152,9 +152,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._is_overflow = False
         else:
             if self._updates.count and found:  # a fused kernel: only the device knows
-                self._count_skipped(
-                    found
-                )  # Reading the flags waits for the device, so they are read only on demand (by the scheduler).
+                self._count_skipped(found)
+            # Reading the flags waits for the device, so they are read only on demand (by the scheduler).
             self._is_overflow = lambda: any(bool(flag.item()) for flag in found)
         return result
 
