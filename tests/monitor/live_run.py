@@ -46,7 +46,7 @@ def main(folder: str, seconds: float) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2400)
     loader = DataLoader(Spirals(4096), batch_size=32, shuffle=True)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-    accelerator.init_trackers("spirals")
+    accelerator.init_trackers("spirals", {"width": 64, "batch size": 32})
     run = accelerator.watch_run(5, total_steps=1200)
     accelerator.resume()
     began, accuracy = time.monotonic(), accelerator.streaming_mean()
@@ -65,6 +65,7 @@ def main(folder: str, seconds: float) -> None:
             if run.updates % 150 == 0:
                 accelerator.save_state()
         accelerator.log({"accuracy": accuracy.mean()}, step=run.updates)
+        accelerator.print(f"step {run.updates}: accuracy {float(accuracy.mean()):.1%}", flush=True)
         accuracy.reset()
         if run.updates == 256 and accelerator.process_index == 1:
             logging.getLogger("spirals").warning("1 sample in 64 takes 4 ms to read; more workers would hide it")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -21,6 +23,7 @@ from tests.monitor.many_ranks import write_large_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(400)]
 
+BEGAN = 1.79e9  # of the runs that are made up for the list
 HERE = Path(__file__).resolve().parent
 #: With DOCS_IMAGES=1 the pictures of the documentation are made anew.
 IMAGES = HERE.parent.parent / "docs" / "images" if os.environ.get("DOCS_IMAGES") else None
@@ -59,8 +62,7 @@ def page(tmp_path: Path) -> Iterator[Page]:
 @pytest.fixture
 def monitor(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
     folder = tmp_path / "spirals"
-    folder.mkdir()
-    program = accelerate("monitor", folder, "--port", "0", cwd=tmp_path)
+    program = accelerate("monitor", "spirals", "--port", "0", cwd=tmp_path)
     assert program.stdout is not None
     address = program.stdout.readline().split(" at ")[1].split()[0]
     yield program, address, folder
@@ -79,16 +81,16 @@ def width_and_height(picture: Path) -> tuple[int, int]:
 
 
 def test_a_live_run_of_two_ranks(page: Page, monitor: tuple[subprocess.Popen[str], str, Path], tmp_path: Path) -> None:
-    server, address, folder = monitor
+    server, address, _ = monitor
     images = IMAGES or tmp_path / "images"
     page.open(address)
     page.wait("!document.querySelector('#empty').hidden")
     assert "Nothing has been reported yet" in page.ask("document.body.innerText")
     assert page.ask("document.querySelector('#where').textContent") == "spirals"  # seen from where it was started
 
-    training = accelerate(
-        "launch", "--cpu", "--num_processes", 2, "--main_process_port", 0, HERE / "live_run.py", folder, 150
-    )
+    shutil.copy(HERE / "live_run.py", tmp_path / "train.py")
+    words = ("--cpu", "--num_processes", 2, "--main_process_port", 0, "--log_dir", "spirals/logs")
+    training = accelerate("launch", *words, "train.py", "spirals", 150, cwd=tmp_path)
     try:
         # It appears by itself, and goes on by itself.
         facts = "document.querySelector('#facts').textContent"
@@ -109,6 +111,8 @@ def test_a_live_run_of_two_ranks(page: Page, monitor: tuple[subprocess.Popen[str
         for text in ("Started on 2 ranks", "Saved checkpoint_0", "Epoch 0 done", "more workers would hide it"):
             assert text in events
         assert page.ask("document.querySelectorAll('.chart svg path[d^=M]').length") >= 10
+        assert "train.py spirals 150" in page.ask("document.querySelector('#settings').innerText")
+        page.wait("document.querySelector('#output').innerText.includes(': accuracy ')")
 
         page.point_at(".chart svg", right=0.6)
         page.wait("document.querySelector('#tip').style.display === 'block'")
@@ -142,6 +146,91 @@ def test_a_live_run_of_two_ranks(page: Page, monitor: tuple[subprocess.Popen[str
     end(server)
     page.wait("document.querySelector('#state').textContent === 'not connected'")
     assert "doesn't answer" in page.ask("document.querySelector('#banner').textContent")
+
+
+def ended_run(folder: Path, rate: float, ending: dict[str, Any], *, last: int = 600) -> None:
+    """Write the files of a run on one rank, with three epochs, whose loss falls by its learning rate."""
+    (folder / "monitor").mkdir(parents=True)
+    start = {
+        "time": BEGAN,
+        "event": "start",
+        "rank": 0,
+        "ranks": 1,
+        "device": "cpu",
+        "command": f"train.py --lr {rate}",
+    }
+    lines: list[dict[str, Any]] = [start]
+    for step in range(5, last + 1, 5):
+        loss = 2.3 * math.exp(-rate * step) + 0.05 * math.sin(step) ** 2
+        numbers = {"loss": loss, "learning_rate": rate * (1 - step / 700), "step_seconds": 0.1, "wait_seconds": 0.01}
+        rates = {"samples_per_second": 320 + 9 * math.cos(step), "memory_bytes": 4 * 10**8, "accuracy": 1 - loss / 2.5}
+        lines.append({"time": BEGAN + 0.11 * step, "step": step, "epoch": step // 201, **numbers, **rates})
+        if step % 200 == 0:
+            lines.append({"time": BEGAN + 0.11 * step, "event": "epoch", "epoch": step // 200 - 1, "step": step})
+    lines += [{"time": BEGAN + 20, "event": "note", "text": "the loss is noisy", "step": 180}] * 3
+    lines.append({"time": BEGAN + 0.11 * last + 1, "step": last, **ending})
+    (folder / "monitor" / "rank_0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_runs_of_a_folder_are_listed_and_compared(page: Page, tmp_path: Path) -> None:
+    images = IMAGES or tmp_path / "images"
+    runs = tmp_path / "runs"
+    ended_run(runs / "slow", 2e-3, {"event": "end"})
+    ended_run(runs / "fast", 8e-3, {"event": "preempted", "text": "SIGTERM", "folder": "checkpoint_3"}, last=500)
+    ended_run(runs / "lost", 4e-2, {"event": "error", "text": "RuntimeError: CUDA error: device-side assert"}, last=200)
+    program = accelerate("monitor", "runs", "--port", "0", cwd=tmp_path)
+    try:
+        assert program.stdout is not None
+        address = program.stdout.readline().split(" at ")[1].split()[0]
+        page.open(f"{address}?theme=light")
+        page.wait("document.querySelectorAll('#runs tbody tr').length === 3")
+        listed = page.ask("document.querySelector('#runs').innerText")
+        for text in ("slow", "finished", "preempted", "checkpoint_3", "failed", "device-side assert"):
+            assert text in listed
+        page.resize(1360, 420)
+        page.picture(images / "monitor_list.png")
+        page.resize(420, 700)
+        page.wait("document.documentElement.scrollWidth <= innerWidth")
+        page.picture(tmp_path / "images" / "list_narrow.png")
+        page.resize(1360, 1000)
+        page.ask("document.querySelectorAll('#runs input').forEach(box => box.click())")
+        page.ask("document.querySelector('#compare').click()")
+        page.wait("document.querySelectorAll('#differences th').length === 4")
+        assert page.ask("document.querySelectorAll('#compared .chart').length") >= 5
+        differences = page.ask("document.querySelector('#differences').innerText")
+        assert "How it ended" in differences and "--lr 0.008" in differences and "SIGTERM" in differences
+        page.picture(tmp_path / "images" / "compared.png", whole=True)
+
+        page.open(f"{address}?theme=dark#run=slow")
+        page.wait("document.querySelector('#banner') && document.querySelectorAll('#charts .chart').length > 4")
+        assert page.ask("document.querySelector('#state').textContent") == "finished"
+        assert page.ask("document.querySelector('#events').innerText").count("the loss is noisy") == 1
+        assert "\u00d7 3" in page.ask("document.querySelector('#events').innerText")
+        tiles = page.ask("document.querySelector('#tiles').innerText")
+        assert "e-4" in tiles.split("Learning rate")[1].split()[0]
+        choose = "(s => {{ s.value = {!r}; s.dispatchEvent(new Event('change')) }})(document.querySelector('#axis'))"
+        for kind in ("time", "epoch", "step"):
+            page.ask(choose.format(kind))
+            labels = page.ask("document.querySelector('#charts .chart svg').textContent")
+            assert kind in labels
+        drag(page, "#charts .chart svg", 0.4, 0.6)
+        assert not page.ask("document.querySelector('#unzoom').hidden")
+        page.picture(tmp_path / "images" / "zoomed.png", whole=True)
+        page.ask("document.querySelector('#unzoom').click()")
+        assert page.ask("document.querySelector('#unzoom').hidden")
+        assert page.problems == []
+    finally:
+        end(program)
+
+
+def drag(page: Page, selector: str, begin: float, stop: float) -> None:
+    """Drag the mouse over an element, from one fraction of its width to another."""
+    left, top, width, height = page.ask(
+        f"(b => [b.x, b.y, b.width, b.height])(document.querySelector({selector!r}).getBoundingClientRect())"
+    )
+    for kind, share in (("mousePressed", begin), ("mouseMoved", stop), ("mouseReleased", stop)):
+        place = {"x": left + share * width, "y": top + height / 2}
+        page.call("Input.dispatchMouseEvent", type=kind, button="left", buttons=1, clickCount=1, **place)
 
 
 def saved_by_button(page: Page, folder: Path) -> None:

@@ -54,9 +54,9 @@ def monitor_command(args: argparse.Namespace) -> int:
     """
     from ..tools.monitor.runs import Runs
 
-    runs = Runs(args.run)
     if args.export is None and not args.once and not args.terminal:
-        return _serve(runs, args)
+        return _serve(Runs(args.run, may_come=True), args)
+    runs = Runs(args.run)
     run = runs.find("")
     if run is None:
         return _list(runs, args)
@@ -101,7 +101,8 @@ def _serve(runs: Runs, args: argparse.Namespace) -> int:
         if args.port is not None:
             raise
         server = Server(runs, args.host, 0)
-    print(f"{runs.folder.name} is shown at {server.url}  (Ctrl-C ends)", flush=True)
+    waits = "" if runs.folder.exists() else f"  {args.run} isn't there yet: the page waits for its run."
+    print(f"{runs.folder.name} is shown at {server.url}  (Ctrl-C ends){waits}", flush=True)
     if args.open:
         import webbrowser
 

@@ -41,7 +41,7 @@ class LoopWatch:
             self._watch = self._begin(resumed)
         if self._optimizers and self._optimizers[0] is not self._followed:
             self._follow(self._optimizers[0])
-        self._losses.append(loss.detach())
+        self._losses.append(loss.detach() if loss.ndim == 0 else loss.detach().float().mean())
         if self._hook is None and self._run.gradient_state.sync_gradients:
             self._end_update()
         return self._watch

@@ -290,6 +290,19 @@ def test_an_empty_folder_says_what_is_missing(tmp_path: Path, capsys: pytest.Cap
     assert "accelerate launch --monitor" in capsys.readouterr().out
 
 
+def test_a_page_may_be_opened_before_its_folder_is_there(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "first"
+    with pytest.raises(SettingError, match="not there"):
+        Runs(folder)
+    runs = Runs(folder, may_come=True)
+    assert runs.is_one and seen_of(runs.find(""))["state"] == "empty"
+    write(folder, 0, START, report(1))
+    assert seen_of(runs.find(""))["state"] == "running"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingError, match="not a folder"):
+        Runs(tmp_path / "file", may_come=True)
+
+
 def test_a_curve_of_dots_falls_from_left_to_right() -> None:
     lines = plot([0, 50, 100], [3.0, 2.0, 1.0], 40, 5)
     rows = [line.split("┤")[1] for line in lines if "┤" in line]

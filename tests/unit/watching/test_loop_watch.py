@@ -101,6 +101,20 @@ def test_a_model_after_another_is_watched_on(tmp_path: Path, monkeypatch: pytest
     accelerator.end_training()
 
 
+def test_a_loss_of_one_row_is_read_as_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MONITOR", str(tmp_path / "run"))
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(10):
+        accelerator.backward(model(torch.ones(1, 2)).square().flatten())  # [1]: torch takes it
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    (report,) = (line for line in lines_in(tmp_path / "run") if "event" not in line)
+    assert isinstance(report["loss"], float)
+
+
 def test_nothing_is_written_where_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_MONITOR", raising=False)
     train(Accelerator(cpu=True, project_dir=str(tmp_path)), 20, losses=[])

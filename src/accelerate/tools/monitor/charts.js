@@ -9,18 +9,19 @@ const charts = new Map();
 let drawn = [];  // the charts' boxes, in the order of the page
 
 // ---------------------------------------------------------------------------------------------- numbers as text
+const exponential = (v, decimals) => v.toExponential(decimals).replace(/\.?0+e/, "e").replace("e+", "e");
 const real = v => typeof v === "number" && Number.isFinite(v);
-function plain(v) {
+function plain(v, digits = 4) {
   if (!real(v)) return v === null || v === undefined ? "–" : String(v);
   const a = Math.abs(v);
-  if (a !== 0 && (a < 1e-3 || a >= 1e6)) return v.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
-  return String(+v.toPrecision(4));
+  if (a !== 0 && (a < 1e-3 || a >= 1e6)) return exponential(v, digits - 2);
+  return String(+v.toPrecision(digits));
 }
 const grouped = v => real(v) ? v.toLocaleString("en-US") : "–";
-function rate(v) {
+function rate(v, digits = 3) {
   if (!real(v)) return ["–", ""];
-  for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) if (v >= size) return [+(v / (unit === "k" ? 1e3 : size)).toPrecision(3) + "", unit];
-  return [v >= 100 ? grouped(Math.round(v)) : String(+v.toPrecision(3)), ""];
+  for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) if (v >= size) return [+(v / (unit === "k" ? 1e3 : size)).toPrecision(digits) + "", unit];
+  return [v >= 100 ? grouped(digits > 3 ? +v.toPrecision(digits) : Math.round(v)) : String(+v.toPrecision(digits)), ""];
 }
 function seconds(v, digits = 3) {
   if (!real(v)) return ["–", ""];
@@ -41,10 +42,10 @@ function duration(s) {
   const h = Math.floor(s / 3600), m = Math.floor(s / 60) % 60, two = n => String(n).padStart(2, "0");
   return h ? `${h}:${two(m)}:${two(s % 60)}` : `${m}:${two(s % 60)}`;
 }
-function scientific(v) { return real(v) && v !== 0 && Math.abs(v) < 1e-2 ? v.toExponential(2).replace(/\.?0+e/, "e") : plain(v); }
+function scientific(v, digits = 4) { return real(v) && v !== 0 && Math.abs(v) < 1e-2 ? exponential(v, digits - 2) : plain(v, digits); }
 const FORMATS = {
-  plain, scientific, seconds: (v, digits) => joined(seconds(v, digits)), bytes: (v, digits) => joined(bytes(v, digits)), rate: v => rate(v).join(""),
-  share: v => real(v) ? +(100 * v).toPrecision(3) + " %" : "–",
+  plain, scientific, seconds: (v, digits) => joined(seconds(v, digits)), bytes: (v, digits) => joined(bytes(v, digits)), rate: (v, digits) => rate(v, digits).join(""),
+  share: (v, digits = 3) => real(v) ? +(100 * v).toPrecision(digits) + " %" : "–",
 };
 
 // ---------------------------------------------------------------------------------------------------- drawing
@@ -216,8 +217,9 @@ function draw(id, width, spec) {
   } else if (high === low) { high *= 2; low /= 2; }
   const format = FORMATS[spec.format || "plain"];
   const ticks = !ys.length ? [] : log ? logTicks(low, high) : niceTicks(low, high, H > 240 ? 6 : 4);
-  let labels = ticks.map(v => format(v));
-  if (new Set(labels).size < labels.length) labels = ticks.map(v => format(v, 5));  // near each other
+  // As many digits as tell ticks near each other apart.
+  const apart = log || ticks.length < 2 ? 0 : Math.ceil(Math.log10(Math.max(...ticks.map(Math.abs)) / (ticks[1] - ticks[0]))) + 2;
+  const labels = ticks.map(v => apart > 3 ? format(v, Math.min(apart, 9)) : format(v));
   const left = Math.max(0, ...labels.map(t => t.length)) * 6.9 + 14, right = 10, top = 10, bottom = 36;
   const first = zoom ? zoom[0] : Math.min(...all), last = zoom ? zoom[1] : Math.max(...all), spanX = last - first || 1;
   const x = s => left + (s - first) / spanX * (W - left - right);

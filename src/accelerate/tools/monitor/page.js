@@ -24,6 +24,10 @@ function tiles() {
   if (n.gradient_norm !== undefined) tile(box, "Gradient norm", [plain(n.gradient_norm)], "before clipping");
   if (n.device_utilization !== undefined) tile(box, "Device busy", [String(Math.round(100 * n.device_utilization)), "%"], isCpu() ? "of rank 0's threads" : "rank 0");
   if (n.eta_seconds !== undefined && data.state === "running") tile(box, "Time left", [duration(n.eta_seconds)], `to step ${grouped(n.total_steps)}`);
+  // More than seven stand in two rows, and the last one fills the second.
+  const count = box.children.length, columns = count > 7 ? Math.ceil(count / 2) : count;
+  box.style.setProperty("--columns", columns);
+  box.lastChild.style.setProperty("--span", count > 7 && count % 2 ? 2 : 1);
 }
 function plots() {
   drawn = [];
@@ -146,6 +150,7 @@ function facts() {  // what the run was started with, and the end of what it pri
   $("command").hidden = !data.settings.command;
   pairs($("pairs"), shown);
   $("output").hidden = !data.output;
+  for (const [id, width, other] of [["settings", "w5", "output"], ["output", "w7", "settings"]]) $(id).className = "card list " + ($(other).hidden ? "w12" : width);
   if (!data.output) return;
   const box = $("lines"), follows = box.scrollHeight - box.scrollTop - box.clientHeight < 30;
   $("file").textContent = data.output.file;

@@ -215,12 +215,15 @@ class Reported:
 class RunFiles:
     """A run as described by its files; :meth:`refresh` reads what is new.
 
+    Args:
+        may_come: a folder that isn't there yet is one of no files.
+
     Raises:
         SettingError: ``folder`` isn't a folder.
     """
 
-    def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
+    def __init__(self, folder: Path, *, may_come: bool = False) -> None:
+        if not folder.is_dir() and (folder.exists() or not may_come):
             raise SettingError(
                 f"{folder} is {'not a folder' if folder.exists() else 'not there'}. Give the project's folder: what "
                 "Accelerator(project_dir=...) of the run says."

@@ -20,7 +20,7 @@ function head(name, text) {
   document.title = `${name} · ${lost ? "not connected" : "runs"}`;
   $("state").className = "pill" + (lost ? " lost" : "");
   $("state").textContent = lost ? "not connected" : text;
-  $("facts").textContent = folder.folder;
+  $("facts").textContent = folder.folder === name ? "" : folder.folder;
   $("progress").hidden = true;
   $("banner").hidden = !lost;
   if (lost) { $("banner").className = "banner warn"; $("banner").textContent = "The monitor doesn't answer; the page shows what it knew last."; }
@@ -64,7 +64,10 @@ function showComparison() {
   drawn = [];
   const weight = +$("smooth").value, log = $("log").getAttribute("aria-pressed") === "true";
   const own = [...new Set(docs.flatMap(([, doc]) => Object.keys(doc.own)))].sort().map(name => [name, name, "plain", "w6"]);
-  for (const [name, title, format, width] of [...MEASURES, ...own]) {
+  const measured = [...MEASURES.map(each => [...each]), ...own].filter(([name]) => docs.some(([, doc]) => doc.curves[name] || doc.own[name]));
+  const halves = measured.filter(each => each[3] === "w6");
+  if (halves.length % 2) halves.at(-1)[3] = "w12";  // the last row is filled
+  for (const [name, title, format, width] of measured) {
     const series = docs.flatMap(([run, doc], i) => {
       const c = doc.curves[name] || doc.own[name];
       return c ? lines(run, PALETTE[i], c, weight, { doc }).map(line => line.faint ? line : { ...line, name: run }) : [];

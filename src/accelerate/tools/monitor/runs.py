@@ -25,12 +25,15 @@ _SEARCH_SECONDS: Final = 5.0
 class Runs:
     """The runs of ``folder``, which may be one itself, or become one, or hold several.
 
+    Args:
+        may_come: the folder needn't be there yet.
+
     Raises:
         SettingError: ``folder`` isn't a folder.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.only = RunFiles(folder)
+    def __init__(self, folder: Path, *, may_come: bool = False) -> None:
+        self.only = RunFiles(folder, may_come=may_come)
         self.folder: Path = self.only.folder
         self._runs: dict[str, RunFiles] = {}
         self._num_found = 0
