@@ -179,15 +179,17 @@ def test_lost_ranks_cost_no_sample_and_no_restart(
 
 
 @pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="RUN_SLOW")
-def test_a_notice_to_one_rank_saves_and_the_next_launch_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to_launcher", [False, True])
+def test_a_notice_to_one_rank_saves_and_the_next_launch_goes_on(tmp_path: Path, to_launcher: bool) -> None:
     arguments = ("150", "2", "0.05", "{}", "0")
     launched = _launch(tmp_path, 3, 1, *arguments, options=("--save_on_signal", "--max_restarts", "1"))
     while not _lines(tmp_path):
         time.sleep(0.1)
-    os.kill(int((tmp_path / "pid_1").read_text()), signal.SIGUSR1)
+    notice = signal.SIGTERM if to_launcher else signal.SIGUSR1
+    os.kill(launched.pid if to_launcher else int((tmp_path / "pid_1").read_text()), notice)
     _, errors = launched.communicate(timeout=300)
     assert launched.returncode == 75, errors
-    assert "preempted by SIGUSR1. Saved " in errors and "started again (restart" not in errors, errors
+    assert f"preempted by {notice.name}. Saved " in errors and "started again (restart" not in errors, errors
     for start in tmp_path.glob("start_[12].pt"):
         start.unlink()
     (tmp_path / "start_0.pt").rename(tmp_path / "start.pt")

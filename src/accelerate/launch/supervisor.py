@@ -565,7 +565,8 @@ def supervise(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[int, Se
     A run whose lost ranks are replaced is started again after a failure, as often as the plan says.
     """
     num_restarts = plan.num_restarts if plan.num_replacements else 0
-    for number in range(num_restarts + 1):
+    number = 0
+    while True:
         members = None
         if plan.num_replacements:
             members = ReplicaMembers(plan.num_processes, plan.num_replacements, plan.min_replicas)
@@ -581,6 +582,6 @@ def supervise(plan: LaunchPlan, environment: Mapping[str, str]) -> tuple[int, Se
         is_told = supervisor.received is not None or (members is not None and members.is_preempted)
         if code == 0 or is_told or number == num_restarts:
             return code, supervisor.failures
-        text = f"accelerate launch: the run ended with code {code}; it is started again (restart {number + 1} of "
+        number += 1
+        text = f"accelerate launch: the run ended with code {code}; it is started again (restart {number} of "
         write_all(2, f"{text}{num_restarts}), and goes on where it calls `accelerator.resume()`.\n".encode())
-    raise AssertionError("the last start has returned")
