@@ -112,8 +112,9 @@ xla:             ## install torch_xla and its torch 2.9 into .xla (1 GB to downl
 	USE_TORCH_XLA=0 PYTHONPATH=src .xla/bin/python -m pytest -q tests/unit/precision tests/unit/test_accelerator.py \
 	  tests/unit/test_optimizer.py tests/unit/test_collectives.py tests/multi/test_fsdp1.py tests/multi/test_fsdp2.py
 
-kills: setup     ## kill runs at 300 random instants inside saving, and preempt 200 by signals at random instants (minutes)
-	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_kills.py tests/multi/test_preemption.py
+kills: setup     ## kill runs inside saving (300), preempt them (200), flip bits, lose replicas, check the hours of killed runs (an hour)
+	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_kills.py tests/multi/test_preemption.py tests/multi/test_ledger_kills.py \
+		tests/multi/test_flight_record.py tests/multi/test_hardware_check.py tests/multi/test_lost_replica.py
 
 processors: setup  ## run the tests that compute under each instruction set this processor has, on 1 and 2 threads (minutes)
 	$(BIN)/python tests/processors.py

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = (
     "Say where the hours of a run went: steps, waiting for data, saving, starting, steps that were done again after a "
-    "restart, and the time until it. The script reports with `run = accelerator.watch_run()` and `run.step(loss)`."
+    "restart, and the time until it. A run keeps a ledger if it is started with `accelerate launch --monitor`, or its "
+    "script calls `run = accelerator.watch_run()` and `run.step(loss)`."
 )
 
 
@@ -46,8 +47,8 @@ def report_command(args: argparse.Namespace) -> int:
     found = hours(args.run)
     if found is None:
         raise SettingError(
-            f"{args.run} has no ledger of hours (monitor/ledger). A run keeps one in its project's folder once it "
-            "calls `run = accelerator.watch_run()`."
+            f"{args.run} has no ledger of hours (monitor/ledger). A run keeps one in its project's folder if it "
+            "is started with `accelerate launch --monitor`, or its script calls `run = accelerator.watch_run()`."
         )
     print(json.dumps(found, indent=2) if args.json else table(found))
     return 0

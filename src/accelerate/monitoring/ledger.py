@@ -129,7 +129,7 @@ class Ledger:
         self._hang_began: tuple[float, float] | None = None  # seconds of the hang so far, and waited before it
         self._ended: str | None = None
         self._pid, self._offset, self._turn = os.getpid(), 0, 0
-        self._lock, self._left = threading.Lock(), threading.Event()
+        self._lock, self._file_lock, self._left = threading.Lock(), threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
         if folder is not None:
@@ -194,9 +194,10 @@ class Ledger:
                 return
 
     def _write(self, *, stays: bool = False) -> None:
-        with self._lock:
-            now = perf_counter()
-            line = json.dumps(self._line(now), separators=(",", ":")).encode()
+        # A disk that hangs mustn't stop the loop, which takes `_lock` at the ends of its passes.
+        with self._file_lock:
+            with self._lock:
+                line = json.dumps(self._line(perf_counter()), separators=(",", ":")).encode()
             try:
                 self._put(line.ljust(_LINE_BYTES - 1) + b"\n")
             except OSError as error:

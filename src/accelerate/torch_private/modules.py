@@ -97,7 +97,8 @@ def is_compiled(module: object) -> bool:
 def compile_seconds() -> float:
     """Return for how long torch.compile has compiled in this process."""
     compiler: Any = sys.modules.get("torch._dynamo.utils")  # not there: nothing is compiled
-    return 0.0 if compiler is None else sum(compiler.compilation_time_metrics.get("_compile.compile_inner", ()))
+    metrics: Any = getattr(compiler, "compilation_time_metrics", {})  # nor while another thread imports it
+    return sum(metrics.get("_compile.compile_inner", ()))
 
 
 @uses("torch._dynamo.eval_frame:._orig_mod")

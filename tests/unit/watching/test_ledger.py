@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from accelerate.errors import SettingError
 from accelerate.monitoring import ledger as module
 from accelerate.monitoring.ledger import Account, Ledger, Position, process_age
 from accelerate.tools.monitor.hours import hours, read_ledgers
+from accelerate.torch_private.modules import compile_seconds
 
 NOTHING = Position(0, 0, 0, 0.0, 0.0, 0.0, progress=0, stalled=None)
 
@@ -269,3 +272,29 @@ def test_a_folder_without_hours_is_refused(tmp_path: Path, name: str, capsys: py
     with pytest.raises(SettingError, match="project's folder") as raised:
         report.report_command(report.report_command_parser().parse_args([str(tmp_path / name)]))
     assert str(tmp_path / name) in str(raised.value)
+
+
+def test_a_disk_that_hangs_does_not_stop_the_loop(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread writes; the loop notes the ends of its passes meanwhile."""
+    writes, goes_on = threading.Event(), threading.Event()
+
+    def put(ledger: Ledger, line: bytes) -> None:
+        writes.set()
+        assert goes_on.wait(60)
+
+    monkeypatch.setattr(Ledger, "_put", put)
+    thread = threading.Thread(target=loop.ledger._write)
+    thread.start()
+    assert writes.wait(60)
+    loop.ledger.rejoin(None, loop.now)  # would wait for ever
+    loop.ledger.enter("evaluation", loop.now)
+    assert not goes_on.is_set() and thread.is_alive()
+    goes_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_compiler_that_is_being_imported_has_compiled_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread finds the module before its names are in it."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", types.ModuleType("torch._dynamo.utils"))
+    assert compile_seconds() == 0.0
