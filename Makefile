@@ -103,7 +103,7 @@ deepspeed: setup  ## install DeepSpeed and transformers beside .venv, and run Ze
 
 meshes: setup    ## every mesh of 2 and 4 ranks against one process, and every checkpoint under every other (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/multi/test_meshes.py tests/multi/test_pipeline.py tests/multi/test_coordinated_retry.py \
-		tests/multi/test_adopted.py tests/multi/test_unreached.py tests/multi/test_matrix_optimizers.py tests/multi/test_streamed_weights.py tests/multi/test_unreached.py
+		tests/multi/test_adopted.py tests/multi/test_unreached.py tests/multi/test_matrix_optimizers.py tests/multi/test_streamed_weights.py
 
 xla:             ## install torch_xla and its torch 2.9 into .xla (1 GB to download), train on 4 virtual devices (minutes)
 	tests/xla/setup.sh
