@@ -26,7 +26,7 @@ from ..settings import env
 from ..settings.run import launch_options_of
 from ..settings.tree import Settings
 from .config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
-from .launch_page import folder_of_launch, shown
+from .launch_page import check_shown, folder_of_launch, shown
 from .parser import Subparsers, add_launch_options, build_launch_parser, complain
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def _run(
         after.callback(release_ports)
         folder = folder_of_launch(args) if getattr(args, "monitor", False) else None
         settings, engine, plan = plan_launch(args, engine)
+        if folder is not None:
+            check_shown(plan)
         if _shown_instead(args, settings, engine, plan):
             return 0, settings, plan
         check_cheap(settings, env.snapshot())

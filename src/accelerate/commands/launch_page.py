@@ -34,9 +34,8 @@ def folder_of_launch(args: argparse.Namespace) -> Path:
     return folder
 
 
-@contextlib.contextmanager
-def shown(plan: LaunchPlan, folder: Path) -> Generator[LaunchPlan]:
-    """Serve the page of the run in ``folder`` while the block runs; yield the plan whose ranks report there.
+def check_shown(plan: LaunchPlan) -> None:
+    """Raise if no page can show the run.
 
     Raises:
         SettingError: the plan hands the run to somebody else, whose ranks this machine may not see; or its ranks may be
@@ -44,7 +43,7 @@ def shown(plan: LaunchPlan, folder: Path) -> Generator[LaunchPlan]:
     """
     from ..monitoring.records import FOLDER_VARIABLE
 
-    if plan.files or not plan.ranks:
+    if not plan.is_here:
         raise SettingError(
             f"--monitor shows a run that this launch starts here, and {plan.engine} hands it on. Set "
             f"{FOLDER_VARIABLE}=FOLDER for the ranks, one that this machine sees too, and run `accelerate monitor` "
@@ -55,6 +54,12 @@ def shown(plan: LaunchPlan, folder: Path) -> Generator[LaunchPlan]:
             f"--monitor and --keep_replicas {plan.num_replacements}: the page shows a mean over all ranks, and those "
             "that may be lost don't gather it. Leave one of them out."
         )
+
+
+@contextlib.contextmanager
+def shown(plan: LaunchPlan, folder: Path) -> Generator[LaunchPlan]:
+    """Serve the page of the run in ``folder`` while the block runs; yield the plan whose ranks report there."""
+    from ..monitoring.records import FOLDER_VARIABLE
     from ..tools.monitor.runs import Runs
     from ..tools.monitor.serve import Server
 

@@ -37,6 +37,17 @@ def usage() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand and return its exit code; without one, print the help and return 1."""
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `accelerate ... | head`: the reader has closed the pipe
+        sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]  (nothing is left to flush at exit)
+        return 141
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """Run the subcommand, or print what was asked of the command itself; return the exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     if not argv:
         print(usage())
@@ -57,13 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"accelerate: there is no command {name!r}.{hint}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"accelerate.commands.{COMMANDS[name][0]}")
-    try:
-        if name == "launch" and arguments is None:  # no other code runs in this process
-            return module.main(rest, replace=True)
-        return module.main(rest)
-    except BrokenPipeError:  # `accelerate ... | head`: the reader has closed the pipe
-        sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]  (nothing is left to flush at exit)
-        return 141
+    if name == "launch" and arguments is None:  # no other code runs in this process
+        return module.main(rest, replace=True)
+    return module.main(rest)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ class LocalProcesses(LaunchEngine):
             argv=program.argv(),
             environment={**base_environment(settings, host, size), **shared},
             ranks=tuple({name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")} for rank in range(size)),
+            is_here=True,
             rendezvous=f"{shared['MASTER_ADDR']}:{port} (static)",
             logs=logs_of(settings),
             notes=(*notes, *device_notes(settings, host, size)),
@@ -107,6 +108,7 @@ class OneProcess(LaunchEngine):
             engine=f"{self.name}: one process",
             argv=program.argv(),
             environment={**base_environment(settings, host, 1), **alone},
+            is_here=True,
             notes=(*notes, *device_notes(settings, host, 1)),
         )
 

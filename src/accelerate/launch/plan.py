@@ -99,6 +99,8 @@ class LaunchPlan:
     environment: Mapping[str, str]
     #: Set for one process of this host each; empty where another program (torchrun, mpirun) makes the ranks.
     ranks: tuple[Mapping[str, str], ...] = ()
+    #: Whether all ranks are processes that run on this machine, for as long as the launch does.
+    is_here: bool = False
     rendezvous: str = ""
     cwd: Path = field(default_factory=Path.cwd)
     logs: Logs = field(default_factory=Logs)

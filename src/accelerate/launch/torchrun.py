@@ -81,6 +81,7 @@ class Torchrun(LaunchEngine):
             engine=f"{self.name}: {per_host} processes on each of {launch.num_machines} machine(s)",
             argv=argv,
             environment=base_environment(settings, host, per_host),
+            is_here=launch.num_machines == 1,
             rendezvous=rendezvous,
             engine_options=options,
             notes=(*notes, *device_notes(settings, host, per_host)),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accelerate.commands.launch_page import shown
 from accelerate.cores import num_cores
 from accelerate.errors import SettingError
 from accelerate.launch.choose import ORDER, choose
@@ -245,12 +243,6 @@ def test_a_named_engine_that_cant_do_the_rest_is_refused() -> None:
 def test_what_cannot_keep_replicas_is_refused(flags: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingError, match=text):
         choose(settings(cpu=True, **flags), CPU_HOST)
-
-
-def test_no_page_shows_a_run_whose_ranks_may_be_lost(tmp_path: Path) -> None:
-    made = plan(settings(cpu=True, num_processes=2, keep_replicas=3))
-    with pytest.raises(SettingError, match=r"--monitor and --keep_replicas 3"), shown(made, tmp_path):
-        pass
 
 
 def test_gpus_that_arent_there_are_noted() -> None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.commands.launch_page import folder_of_launch, shown
+from accelerate.commands.launch_page import check_shown, folder_of_launch, shown
 from accelerate.errors import SettingError
-from accelerate.launch.plan import LaunchPlan
+from accelerate.launch.choose import choose
+from accelerate.launch.plan import LaunchPlan, Program
+from accelerate.launch.preflight import Host
 from accelerate.monitoring.records import shown_command
 from accelerate.monitoring.run_monitor import RunWatch
+from accelerate.settings.run import collect
 
 
 def lines_in(folder: Path) -> list[dict[str, object]]:
@@ -171,5 +176,21 @@ def test_the_launcher_serves_the_page_while_the_run_goes_on(
             assert json.load(answer)["is_one"]
     with pytest.raises(OSError):
         urllib.request.urlopen(address)
-    with pytest.raises(SettingError, match="slurm hands it on"), shown(LaunchPlan("slurm", (), {}), folder):
-        pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        ({"num_processes": 1}, None),
+        ({"num_processes": 2}, None),
+        ({"num_processes": 2, "max_restarts": 1}, None),
+        ({"num_processes": 2, "rdzv_backend": "c10d"}, None),
+        ({"num_processes": 4, "num_machines": 2, "main_process_ip": "node0"}, "on each of 2 machine.* hands it on"),
+        ({"num_processes": 2, "keep_replicas": 3}, "--monitor and --keep_replicas 3"),
+    ],
+)
+def test_runs_whose_ranks_are_on_this_machine_are_shown(flags: dict[str, Any], refusal: str | None) -> None:
+    settings, host = collect({}, {}, flags={"cpu": True, **flags}), Host(name="box", num_cores=8, free_port=40000)
+    plan = choose(settings, host).plan(settings, Program("train.py"), host)
+    with pytest.raises(SettingError, match=refusal) if refusal else contextlib.nullcontext():
+        check_shown(plan)
