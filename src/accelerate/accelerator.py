@@ -1099,7 +1099,7 @@ class Accelerator:
         if self._background.failure is not None:
             self._background.raise_failure()
         if self._loop is not None:
-            self._run = self._loop(loss if weight is None else loss / weight, self._noted_watch)
+            self._run = self._loop(loss, self._noted_watch, weight)
         steps = self.gradient_state.note_backward()
         if kwargs and "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs.pop("learning_rate"))

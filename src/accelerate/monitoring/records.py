@@ -35,7 +35,14 @@ FILE_PATTERN: Final = "rank_{}.jsonl"
 ENDINGS: Final = ("end", "error", "stop", "preempted", "killed")
 _KIND: Final = re.compile(r'"event": "(\w+)"')
 _END_BYTES: Final = 65536
-_SECRET: Final = re.compile(r"token|secret|passw|key|credential", re.IGNORECASE)
+#: The last word of a name whose value nobody should read: `--hf_token`, not `--tokenizer` or `--max_tokens`.
+_SECRET: Final = re.compile(
+    r"(^|[-_.]|api|auth|access)(token|secrets?|password|passwd|passphrase|key|credentials?)$", re.IGNORECASE
+)
+#: The password of a URL: `scheme://user:password@host`.
+_PASSWORD: Final = re.compile(r"(://[^/@:\s]*):[^/@\s]+@")
+#: (process, file) of each record that has begun here.
+_begun: Final[set[tuple[int, Path]]] = set()
 _MAX_WARNINGS: Final = 200
 _JOIN_SECONDS: Final = 2.0
 
@@ -77,8 +84,10 @@ class RankRecord:
         self._listener = _Listener(self)
         logging.getLogger().addHandler(self._listener)
         atexit.register(_end, weakref.ref(self))
-        if (lost := _unfinished(self.path)) is not None:
+        key = (os.getpid(), self.path.absolute())
+        if key not in _begun and (lost := _unfinished(self.path)) is not None:
             self.event("killed", text=lost)  # the writer has ended the last line, if it was torn
+        _begun.add(key)
         self.event("start", pid=os.getpid(), **facts)
         _tell_launcher(self.path)
 
@@ -144,7 +153,7 @@ def shown_command(argv: Sequence[str]) -> str:
             shown.append("***")
         else:
             shown.append(f"{name}=***" if sign and _SECRET.search(name) else word)
-    return shlex.join(shown)
+    return _PASSWORD.sub(r"\1:***@", shlex.join(shown))
 
 
 def _is_torn(path: Path) -> bool:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import urllib.request
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,75 @@ def test_a_loss_of_one_row_is_read_as_its_number(tmp_path: Path, monkeypatch: py
     assert isinstance(report["loss"], float)
 
 
+@pytest.mark.parametrize("weights", [(3, 1), (3, 0), (0, 0), (torch.tensor(2.0), torch.tensor(0.0))])
+def test_weighted_losses_are_read_as_their_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: tuple[float, float]
+) -> None:
+    """Sums over ``weights`` items of 2.0 each; a micro-batch without any is no NaN."""
+    monkeypatch.setenv("ACCELERATE_MONITOR", str(tmp_path / "run"))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(10):
+        for weight in weights:
+            with accelerator.accumulate(model):
+                loss = model(torch.ones(1, 1)).sum()
+                accelerator.backward(loss - loss.detach() + 2.0 * weight, weight=weight)
+                optimizer.step()
+                optimizer.zero_grad()
+    accelerator.end_training()
+    lines = lines_in(tmp_path / "run")
+    assert [line["event"] for line in lines if "event" in line] == ["start", "end"]
+    (report,) = (line for line in lines if "event" not in line)
+    assert report["loss"] == pytest.approx(2.0 if sum(weights) else 0.0)
+
+
+class Bare(torch.optim.SGD):
+    """An optimizer that has no hooks, as it doesn't call torch's constructor."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups, self.defaults, self.state = [{"params": list(parameters), "lr": 0.1}], {}, defaultdict(dict)
+
+    def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("first", ["never steps", "has no hooks"])
+def test_the_optimizer_that_steps_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str) -> None:
+    monkeypatch.setenv("ACCELERATE_MONITOR", str(tmp_path / "run"))
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    parts = [[model.bias], [model.weight]]
+    kind = torch.optim.SGD if first == "never steps" else Bare
+    made = [kind(parts[0]), torch.optim.SGD(parts[1], lr=0.1)] if first == "never steps" else [kind(model.parameters())]
+    model, *optimizers = accelerator.prepare(model, *made)
+    for _ in range(10):
+        accelerator.backward(model(torch.ones(3, 2)).square().mean())
+        optimizers[-1].step()
+        optimizers[-1].zero_grad()
+    accelerator.end_training()
+    (report,) = (line for line in lines_in(tmp_path / "run") if "event" not in line)
+    assert report["step"] == 10
+
+
+def test_a_second_accelerator_of_the_process_is_no_end_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MONITOR", str(tmp_path / "run"))
+    first = Accelerator(cpu=True)
+    model = first.prepare(torch.nn.Linear(2, 1))
+    first.backward(model(torch.ones(3, 2)).sum())
+    train(Accelerator(cpu=True), 10, losses=[])
+    events = [line["event"] for line in lines_in(tmp_path / "run") if "event" in line]
+    assert events == ["start", "start", "end"]
+    first.end_training()
+
+
 def test_nothing_is_written_where_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_MONITOR", raising=False)
     train(Accelerator(cpu=True, project_dir=str(tmp_path)), 20, losses=[])
@@ -157,6 +227,9 @@ def test_a_script_that_watches_its_run_does_so_in_the_launch_s_folder(
 def test_secrets_of_a_command_line_are_not_shown() -> None:
     words = ["train.py", "--hf_token", "abc", "--lr", "1e-3", "--api-key=abc", "--name", "two words"]
     assert shown_command(words) == "train.py --hf_token '***' --lr 1e-3 '--api-key=***' --name 'two words'"
+    words = ["train.py", "--tokenizer", "gpt2", "--max_tokens=128", "--keyframes", "3"]
+    assert shown_command(words) == " ".join(words)
+    assert shown_command(["train.py", "postgres://me:secret@host/db"]) == "train.py postgres://me:***@host/db"
 
 
 def test_the_launcher_serves_the_page_while_the_run_goes_on(
