@@ -98,7 +98,9 @@ def run_with_kills(folder: Path, kills: int, longest: float) -> Seen:
             try:
                 if start <= kills:
                     wait_for_ledger(folder, process, start)
-                    time.sleep(draw.uniform(0, longest))
+                    seconds = draw.uniform(0, longest)
+                    print(f"start {start}: a kill {seconds:.1f} s after the first sign", flush=True)
+                    time.sleep(seconds)
                 else:
                     assert process.wait() == 0
             finally:
@@ -122,7 +124,7 @@ def wait_for_ledger(folder: Path, process: subprocess.Popen[bytes], number: int)
     ("kills", "longest"),
     [
         (3, 2.5),
-        pytest.param(20, 6.0, marks=pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="20 kills: RUN_SLOW=1")),
+        pytest.param(20, 3.0, marks=pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="20 kills: RUN_SLOW=1")),
     ],
 )
 def test_the_hours_of_a_run_that_is_killed(tmp_path: Path, kills: int, longest: float) -> None:

@@ -392,6 +392,21 @@ def test_an_accelerator_of_another_thread_says_that_it_hears_no_signals(tmp_path
     assert "SIGTERM, SIGUSR1, SIGUSR2 aren't heard, because" in run_on_ranks(run, 1)[0]
 
 
+@pytest.mark.parametrize(("code", "is_told"), [(99, True), (CODE, False)])
+def test_a_code_after_which_slurm_does_not_queue_the_job_again_is_told(
+    code: int, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> str:
+        monkeypatch.setenv("ACCELERATE_SAVE_ON_SIGNAL", "true")  # as in the batch script of the launcher
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+        lines = _logged("accelerate.training.preemption")
+        Accelerator(cpu=True, project_dir=str(tmp_path), preemption=PreemptionPolicy(exit_code=code))
+        return "".join(lines)
+
+    (told,) = run_on_ranks(run, 1)
+    assert ("PreemptionPolicy(exit_code=99), but" in told and "(17) again after exit code 75 only" in told) == is_told
+
+
 def test_a_script_can_decide_itself() -> None:
     def run() -> tuple[int, bool]:
         accelerator = Accelerator(cpu=True, preemption=PreemptionPolicy(save_on_signal=False))

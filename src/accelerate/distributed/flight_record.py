@@ -13,7 +13,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Final, final
@@ -94,7 +94,10 @@ def _in_units(num_bytes: int) -> str:
 
 
 def collectives_of(dump: str) -> list[Collective]:
-    """Read what torch has recorded, the oldest first, without messages between two ranks."""
+    """Read what torch has recorded, the oldest first, without messages between two ranks.
+
+    A call that is part of a coalesced one isn't marked as ended by torch, only the whole is, under the same number.
+    """
     found: list[Collective] = []
     for entry in json.loads(dump).get("entries", ()):
         if entry["is_p2p"]:
@@ -108,7 +111,8 @@ def collectives_of(dump: str) -> list[Collective]:
                 bool(entry["retired"]) or entry["state"] == "completed",
             )
         )  # fmt: skip
-    return found
+    ended = {(one.group, one.number) for one in found if one.is_done}
+    return [replace(one, is_done=(one.group, one.number) in ended) for one in found]
 
 
 def own_collectives() -> list[Collective]:

@@ -34,6 +34,8 @@ DATA_WAIT: Final = "data_wait"
 SAVE: Final = "save"
 COMPILE: Final = "compile"
 HANG: Final = "hang"
+#: How a loop ended in whose process another one began.
+NEXT: Final = "next"
 _SECONDS: Final = 1.0
 _LINE_BYTES: Final = 512
 _IMPORTED: Final = perf_counter()
@@ -267,7 +269,8 @@ class _Newest:
     @classmethod
     def begin(cls, ledger: Ledger) -> None:
         before = None if cls.ledger is None else cls.ledger()
-        if before is not None:
+        if before is not None and before.is_alive:
+            before.finish(NEXT)
             before.close()
         cls.ledger = weakref.ref(ledger)
 

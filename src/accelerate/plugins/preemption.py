@@ -27,7 +27,8 @@ class PreemptionPolicy(LaunchedOptions, PreemptionOptions):
             200 but an empty one, ``NONE`` and ``FALSE``. It is asked every five seconds by one rank of each host.
         finish_evaluation: whether a notice inside of an evaluation waits for its end, which may take longer than the
             grace period. Otherwise the evaluation is left, and a resumed run doesn't repeat it.
-        exit_code: of the run, after it has saved. 75 (EX_TEMPFAIL) is what the launcher knows as "start me again".
+        exit_code: of the run, after it has saved. 75 (EX_TEMPFAIL) is what the launcher knows as "start me again", and
+            after which alone the batch script that it writes for Slurm queues the job again.
     """
 
     signals: tuple[str, ...] = field(default=("SIGTERM", "SIGUSR1", "SIGUSR2"))

@@ -21,6 +21,7 @@ from ..distributed.notices import Notices
 from ..distributed.preemption import StopAgreement
 from ..distributed.world import World, release_before_leaving
 from ..settings import env
+from ..settings.preemption import PREEMPTED_EXIT_CODE
 from .optimizer import AcceleratedOptimizer
 
 if TYPE_CHECKING:
@@ -94,10 +95,22 @@ class Preemption:
                     "which alone takes signals (on POSIX systems). Make it there, or give notice_file or notice_url.",
                     ", ".join(self._policy.signals),
                 )
+            self._warn_of_exit_code()
             self._agreement.start()
             release_before_leaving(self._agreement.stop)
         if self._policy.save_on_signal:
             self._gradient_state.between_batches = self.between_batches if self._leads else self._begin_to_lead
+
+    def _warn_of_exit_code(self) -> None:
+        """Say that a code of the policy's own doesn't queue this job again, where its batch script is the launcher's."""
+        asked = self._run.settings.preemption.save_on_signal and self._policy.save_on_signal
+        code, job = self._policy.exit_code, env.read("SLURM_JOB_ID")
+        if asked and job and code != PREEMPTED_EXIT_CODE and self._world.is_main:
+            _log.warning(
+                "Preemption: PreemptionPolicy(exit_code=%d), but the batch script that `accelerate launch` writes "
+                "queues the Slurm job (%s) again after exit code %d only. Leave exit_code out, or compare with %d in "
+                "a script of your own.", code, job, PREEMPTED_EXIT_CODE, code,
+            )  # fmt: skip
 
     def _take_over(self) -> None:
         before = Preemption._leading

@@ -117,6 +117,15 @@ def test_what_torch_writes_is_read() -> None:
     assert collectives_of("{}") == [] and last_collective([]) is None
 
 
+def test_a_part_of_a_coalesced_collective_ends_with_the_whole() -> None:
+    """torch records both under one number, and marks the whole alone."""
+    whole = {**nccl_entry(3, "completed"), "profiling_name": "nccl:coalesced"}
+    entries = [nccl_entry(3, "scheduled"), nccl_entry(3, "scheduled"), whole]
+    waits = record(*collectives_of(json.dumps({"entries": [*entries, nccl_entry(4, "started")]})))
+    (sentence,) = compare({0: waits, 1: record(*collectives_of(json.dumps({"entries": entries})))}, 2)
+    assert sentence.startswith("rank 1 is one collective behind: it hasn't entered _all_gather_base #4 ")
+
+
 def nccl_entry(number: int, state: str) -> dict[str, object]:
     """An entry as torch's recorder of NCCL's process groups writes it (version 2.10 of the form)."""
     return {

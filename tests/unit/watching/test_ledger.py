@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from accelerate import Accelerator
 from accelerate.commands import report
 from accelerate.errors import SettingError
 from accelerate.monitoring import ledger as module
 from accelerate.monitoring.ledger import Account, Ledger, Position, process_age
 from accelerate.tools.monitor.hours import hours, read_ledgers
 from accelerate.torch_private.modules import compile_seconds
+from tests.ranks import run_on_ranks
 
 NOTHING = Position(0, 0, 0, 0.0, 0.0, 0.0, progress=0, stalled=None)
 
@@ -298,3 +301,51 @@ def test_a_compiler_that_is_being_imported_has_compiled_nothing(monkeypatch: pyt
     """Another thread finds the module before its names are in it."""
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", types.ModuleType("torch._dynamo.utils"))
     assert compile_seconds() == 0.0
+
+
+def two_loops(folder: Path, began: float, first: int, second: int, at: int = 0, **last: Any) -> None:
+    """A process with two loops of so many updates; the second goes on from the update ``at``, if that isn't 0."""
+    resumed = {"first_update": at, "loads": 1} if at else {}
+    write(folder, began, line(10, 0), line(10 + first, first, ended="next"))
+    later = began + 10 + first
+    write(folder, later, line(10, at, **resumed), line(10 + second, at + second, **{**resumed, **last}))
+
+
+def test_a_second_loop_of_a_process_does_no_step_again(tmp_path: Path) -> None:
+    two_loops(tmp_path, 1000, 20, 30, ended="exit")
+    known = found(tmp_path)
+    assert (known["starts"], known["lost_updates"], known["seconds"]["lost"]) == (1, 0, 0)
+    assert known["seconds"]["step"] == pytest.approx(0.9 * 50)
+
+
+@pytest.mark.parametrize(("at", "lost"), [(0, 50), (25, 5)])
+def test_a_killed_second_loop_is_done_again_with_the_first_one_or_alone(at: int, lost: int, tmp_path: Path) -> None:
+    two_loops(tmp_path, 1000, 20, 30)
+    if at:  # the script knows that its first loop is over
+        resumed = {"first_update": at, "loads": 1}
+        write(tmp_path, 1100, line(10, at, **resumed), line(20, at + 10, **resumed))
+    else:
+        two_loops(tmp_path, 1100, 20, 30)
+    known = found(tmp_path)
+    assert (known["starts"], known["lost_updates"]) == (2, lost)
+    assert known["seconds"]["lost"] == pytest.approx(lost)
+
+
+def test_a_real_process_with_two_loops_tells_one_start(tmp_path: Path) -> None:
+    def run() -> None:
+        accelerator = Accelerator(cpu=True, project_dir=str(tmp_path))
+        model = torch.nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            watch = accelerator.watch_run(every=5)
+            for _ in range(20):
+                loss = model(torch.ones(2, 2)).mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                watch.step(loss)
+        accelerator.end_training()
+
+    run_on_ranks(run, 1)
+    known = hours(tmp_path)
+    assert known is not None
+    assert (known["starts"], known["lost_updates"], known["updates"]) == (1, 0, 20)

@@ -20,6 +20,7 @@ from ...monitoring.ledger import (
     EVALUATION,
     FOLDER,
     HANG,
+    NEXT,
     SAVE,
     SHUTDOWN,
     START_UP,
@@ -69,9 +70,14 @@ class Line(NamedTuple):
 @final
 @dataclass
 class Stretch:
-    """The updates from a process's beginning, or from a checkpoint that it loaded, to the next load or its end."""
+    """The updates from a loop's beginning, or from a checkpoint that it loaded, to the next load or its end.
+
+    Attributes:
+        is_next_loop: it begins a loop that came after another one of its process.
+    """
 
     first_update: int
+    is_next_loop: bool = False
     lines: list[Line] = field(default_factory=list[Line])
 
     @property
@@ -113,14 +119,16 @@ def hours(folder: Path) -> Hours | None:
             seconds[kind] = seconds.get(kind, 0.0) + spent
     for before, after in itertools.pairwise(processes):
         seconds[IDLE] += max(0.0, after[0].began - before[-1].time)
-    lost_updates = _move_lost([part for lines in processes for part in stretches(lines)], seconds)
+    follows = [False, *(_is_next_loop(before, after) for before, after in itertools.pairwise(processes))]
+    parts = [part for lines, is_next in zip(processes, follows, strict=True) for part in stretches(lines, is_next)]
+    lost_updates = _move_lost(parts, seconds)
     wall = max(lines[-1].time for lines in processes) - processes[0][0].began
     return {
         "began": processes[0][0].began,
         "wall_seconds": wall,
         "seconds": seconds,
         "goodput": seconds[STEP] / wall if wall > 0 else 0.0,
-        "starts": len(processes),
+        "starts": follows.count(False),
         "updates": processes[-1][-1].updates,
         "lost_updates": lost_updates,
     }
@@ -136,16 +144,24 @@ def _move_lost(parts: Sequence[Stretch], seconds: dict[str, float]) -> int:
             for kind, spent in part.work_after(first).items():
                 seconds[kind] -= spent
                 seconds[LOST] += spent
-        done_again = min(done_again, part.first_update)
+        if not part.is_next_loop:
+            done_again = min(done_again, part.first_update)
+        elif done_again > part.first_update:  # some of it counts, and so the whole loop before
+            done_again = float("inf")
     return lost_updates
 
 
-def stretches(lines: Sequence[Line]) -> list[Stretch]:
-    """Return the parts of one process between the checkpoints that it loaded."""
+def _is_next_loop(before: Sequence[Line], lines: Sequence[Line]) -> bool:
+    """Return whether a loop is another one of the process of the loop before."""
+    return before[-1].ended == NEXT and before[-1].pid == lines[0].pid
+
+
+def stretches(lines: Sequence[Line], is_next_loop: bool = False) -> list[Stretch]:
+    """Return the parts of one loop between the checkpoints that it loaded."""
     found: list[Stretch] = []
     for before, line in zip([None, *lines], lines, strict=False):
         if before is None or line.loads != before.loads:
-            found.append(Stretch(line.first_update))
+            found.append(Stretch(line.first_update, is_next_loop and line.loads == 0))
         found[-1].lines.append(line)
     return found
 
