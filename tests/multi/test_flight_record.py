@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from accelerate import Accelerator
+from accelerate.distributed.failure_hook import FailureHook
 from accelerate.distributed.failures import note_logs
+from accelerate.distributed.world import leave_world
 from accelerate.torch_private.distributed import flight_records
 from tests.ranks import run_on_ranks
 
@@ -179,3 +181,18 @@ def test_the_error_of_a_rank_that_lost_another_names_the_collective(tmp_path: Pa
 def test_nothing_is_said_where_torch_keeps_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch._C._distributed_c10d._dump_fr_trace_json")
     assert not any("gloo" in dump for dump in flight_records())
+
+
+def test_a_failure_after_the_world_has_ended_asks_nobody() -> None:
+    """The hook keeps neither the watch nor the store, whose server rank 0 has."""
+
+    def on_rank() -> tuple[bool, bool]:
+        accelerator = Accelerator(cpu=True)
+        coordinator = accelerator.world.coordinator
+        assert coordinator is not None and coordinator.watch is not None
+        hook = FailureHook.install()
+        is_asked = hook.collect == coordinator.watch.report_of_failure
+        leave_world()
+        return is_asked, hook.collect is None
+
+    assert run_on_ranks(on_rank, 2) == [(True, True)] * 2

@@ -46,6 +46,12 @@ class FailureHook:
             sys.excepthook = cls._installed
         return cls._installed
 
+    @classmethod
+    def forget(cls, collect: Collect) -> None:
+        """Collect nothing more by ``collect``, whose world has ended."""
+        if cls._installed is not None and cls._installed.collect == collect:
+            cls._installed.collect = None
+
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Show the exception, then what is known of all ranks' collectives."""
         text = _own_collective(error)

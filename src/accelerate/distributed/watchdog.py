@@ -205,7 +205,8 @@ class HangWatch:
         return {self._question_key(self._rank, self._num_heard + 1): _NOTHING}
 
     def join(self) -> None:
-        """Wait for the end of the thread, unless it waits for the store."""
+        """Wait for the end of the thread, unless it waits for the store; later failures ask nobody."""
+        FailureHook.forget(self.report_of_failure)
         self._thread.join(timeout=_JOIN_SECONDS)
 
     def _run(self) -> None:
