@@ -114,6 +114,19 @@ def test_the_bare_loop_trains_and_resumes_as_one_process(name: str, folder: Path
     assert alone["losses"] == pytest.approx(expected["losses"][6:], rel=1e-5)
 
 
+def test_experts_are_resumed_where_none_are_parallel(folder: Path, tmp_path: Path) -> None:
+    """What ranks of expert parallelism saved goes on in plain shards of two ranks, as in one process."""
+    saved = tmp_path / "saved"
+    expected = run_on_ranks(lambda: train(folder, "mixture", {}), 1, timeout_seconds=300)[0]
+    run_on_ranks(lambda: train(folder, "mixture", CELLS["ep2"][2], saves=saved), 2, timeout_seconds=300)
+    sizes = {"fsdp_size": 2}
+    found = run_on_ranks(lambda: train(folder, "mixture", sizes, loads=saved), 2, timeout_seconds=300)[0]
+    assert found["losses"] == pytest.approx(expected["losses"][6:], rel=1e-5)
+    assert found["norms"] == pytest.approx(expected["norms"][3:], rel=1e-5)
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(torch.tensor(found["weights"][name]), torch.tensor(value), rtol=1e-3, atol=1e-4)
+
+
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """What the Trainer reads."""
 
