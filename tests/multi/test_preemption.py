@@ -6,16 +6,19 @@ of signals by default; ``make kills`` sends 200.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,12 +29,14 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.checkpointing import list_checkpoints
-from accelerate.distributed import preemption
+from accelerate.checkpointing.background import Background
+from accelerate.distributed import notices, preemption
 from accelerate.distributed.environment import ProcessIdentity
 from accelerate.distributed.preemption import StopAgreement
 from accelerate.distributed.rendezvous import agree_on_name
 from accelerate.distributed.store_client import Coordinator
 from accelerate.errors import SettingError
+from accelerate.training.preemption import Preemption
 from accelerate.utils import DataLoaderConfiguration, PreemptionPolicy, ProjectConfiguration, set_seed
 from tests.oracle.killed_runs import Attempt, Augmented, digest, noter, read_notes
 from tests.ranks import run_on_ranks
@@ -208,11 +213,43 @@ def compare(notes: Path, expected: list[dict[str, Any]]) -> None:
 # -- other ways --------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_appears_on_a_host_is_a_notice(tmp_path: Path) -> None:
-    notice = tmp_path / "notice"
+@contextlib.contextmanager
+def metadata_server(notice: Path) -> Iterator[str]:
+    """A cloud's address, which says nothing until the file is there."""
 
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"TRUE" if notice.exists() else b"FALSE")
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/preempted"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_answer_of_an_address_is_a_notice(tmp_path: Path) -> None:
+    notice = tmp_path / "notice"
+    with metadata_server(notice) as url:
+        stops_by_notice(tmp_path, notice, notice_url=url)
+
+
+@pytest.mark.skipif(not IS_SLOW, reason="as the address; one process hears of a file below: RUN_SLOW=1")
+def test_a_file_that_appears_on_a_host_is_a_notice(tmp_path: Path) -> None:
+    stops_by_notice(tmp_path, tmp_path / "notice", notice_file=str(tmp_path / "notice"))
+
+
+def stops_by_notice(tmp_path: Path, notice: Path, **given: str) -> None:
     def run() -> tuple[int, Any]:
-        policy = PreemptionPolicy(signals=(), notice_file=str(notice), exit_code=76)
+        notices._URL_SECONDS = 0.05  # pyright: ignore[reportAttributeAccessIssue]
+        policy = PreemptionPolicy(signals=(), exit_code=76, **given)  # pyright: ignore[reportArgumentType]
         accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), preemption=policy)
         loader = accelerator.prepare(DataLoader(list(range(4)), batch_size=1))
         num_steps = 0
@@ -229,6 +266,68 @@ def test_a_file_that_appears_on_a_host_is_a_notice(tmp_path: Path) -> None:
 
     (first, first_code), (second, second_code) = run_on_ranks(run, 2)
     assert first == second >= 3 and first_code == second_code == 76
+    assert saved_by_notice(tmp_path) == ["checkpoint_0"]
+
+
+def test_a_signal_inside_of_a_background_save_leaves_both_checkpoints_whole(tmp_path: Path) -> None:
+    def run() -> tuple[int, bool]:
+        held, start = threading.Event(), Background.start
+        Background.start = lambda background, save: start(background, lambda: (held.wait(60), save()))
+        project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+        accelerator = Accelerator(cpu=True, project_config=project, preemption=PreemptionPolicy())
+        model = nn.Linear(1, 1)
+        data = DataLoader(torch.ones(40, 1), batch_size=1)  # pyright: ignore
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), data)
+        number, is_saving = 0, False
+        with pytest.raises(SystemExit):
+            for number, rows in enumerate(loader):
+                accelerator.backward(model(rows).sum())
+                optimizer.step()
+                if number == 2:
+                    accelerator.save_state(asynchronous=True)
+                if number == 3:
+                    is_noticed(accelerator, sends=bool(accelerator.is_last_process))
+                    is_saving = accelerator._background.is_running
+                    threading.Timer(0.3, held.set).start()  # the stop has to wait for it
+        return number, is_saving
+
+    first, second = run_on_ranks(run, 2)
+    assert first == second and first[1] and first[0] < 10
+    entries = list_checkpoints(tmp_path)
+    assert sorted((entry.name, entry.problem) for entry in entries) == [("checkpoint_0", None), ("checkpoint_1", None)]
+    assert saved_by_notice(tmp_path) == ["checkpoint_1"]
+
+
+def test_a_signal_inside_of_a_window_while_data_is_waited_for_stops_at_the_windows_end(tmp_path: Path) -> None:
+    def run() -> int:
+        policy = PreemptionPolicy()
+        accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), preemption=policy, gradient_accumulation_steps=3)
+
+        class Rows(torch.utils.data.Dataset[torch.Tensor]):
+            def __len__(self) -> int:
+                return 48
+
+            def __getitem__(self, index: int) -> torch.Tensor:
+                if index == 9:  # the fifth row of rank 1
+                    is_noticed(accelerator, sends=True)
+                return torch.ones(1)
+
+        model = nn.Linear(1, 1)
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(Rows(), batch_size=1)
+        )
+        num_trained = 0
+        with pytest.raises(SystemExit):
+            for rows in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(rows).sum())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                num_trained += 1
+        return num_trained
+
+    first, second = run_on_ranks(run, 2)
+    assert first == second and first in (6, 9)
     assert saved_by_notice(tmp_path) == ["checkpoint_0"]
 
 
@@ -299,8 +398,10 @@ def _loop(folder: str, loaders: int = 1) -> tuple[Any, ...]:
     return accelerator, *prepared
 
 
-def _noticed(accelerator: Accelerator) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+def is_noticed(accelerator: Accelerator, sends: bool = True) -> None:
+    """Wait until this rank knows of the notice, which it has sent itself or not."""
+    if sends:
+        os.kill(os.getpid(), signal.SIGTERM)
     until = time.monotonic() + 30
     while not accelerator._preemption._agreement.is_asked and time.monotonic() < until:  # pyright: ignore
         time.sleep(0.005)
@@ -316,7 +417,7 @@ def _train(kind: str, folder: str, when: int | None) -> list[int]:
         for rows in loader:
             number = int(rows.item())
             if number == when and kind != "two loaders":
-                _noticed(accelerator)
+                is_noticed(accelerator)
             if kind == "skips" and 4 <= number < 9:
                 trained.append(number)
                 continue
@@ -325,7 +426,7 @@ def _train(kind: str, folder: str, when: int | None) -> list[int]:
                     rows = rows + next(iterator)
                 except StopIteration:
                     if number == when:
-                        _noticed(accelerator)
+                        is_noticed(accelerator)
                     iterator = iter(others[0])
                     rows = rows + next(iterator)
             loss = model(rows).sum()
@@ -373,7 +474,7 @@ def test_the_newest_accelerator_stops_its_loop(tmp_path: Path) -> None:
                 second.backward(model(rows).sum())
                 optimizer.step()
                 if rows.item() == 3:
-                    _noticed(second)
+                    is_noticed(second)
         list(early)  # isn't stopped any more
         return second.gradient_state.num_backwards, first.preempted
 
@@ -392,18 +493,16 @@ def test_an_accelerator_of_another_thread_says_that_it_hears_no_signals(tmp_path
     assert "SIGTERM, SIGUSR1, SIGUSR2 aren't heard, because" in run_on_ranks(run, 1)[0]
 
 
-@pytest.mark.parametrize(("code", "is_told"), [(99, True), (CODE, False)])
+@pytest.mark.parametrize(("job", "code", "is_told"), [("17", 99, True), ("17", CODE, False), ("", 99, False)])
 def test_a_code_after_which_slurm_does_not_queue_the_job_again_is_told(
-    code: int, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: str, code: int, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def run() -> str:
-        monkeypatch.setenv("ACCELERATE_SAVE_ON_SIGNAL", "true")  # as in the batch script of the launcher
-        monkeypatch.setenv("SLURM_JOB_ID", "17")
-        lines = _logged("accelerate.training.preemption")
-        Accelerator(cpu=True, project_dir=str(tmp_path), preemption=PreemptionPolicy(exit_code=code))
-        return "".join(lines)
-
-    (told,) = run_on_ranks(run, 1)
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    settings = SimpleNamespace(preemption=SimpleNamespace(save_on_signal=True))
+    run: Any = SimpleNamespace(settings=settings, world=SimpleNamespace(is_main=True))
+    made: Any = SimpleNamespace(_run=run, _world=run.world, _policy=PreemptionPolicy(exit_code=code))
+    Preemption._warn_of_exit_code(made)
+    told = caplog.text
     assert ("PreemptionPolicy(exit_code=99), but" in told and "(17) again after exit code 75 only" in told) == is_told
 
 

@@ -102,7 +102,7 @@ class Preemption:
             self._gradient_state.between_batches = self.between_batches if self._leads else self._begin_to_lead
 
     def _warn_of_exit_code(self) -> None:
-        """Say that a code of the policy's own doesn't queue this job again, where its batch script is the launcher's."""
+        """Say that a code of the policy's own doesn't queue this job again, where the launcher wrote its script."""
         asked = self._run.settings.preemption.save_on_signal and self._policy.save_on_signal
         code, job = self._policy.exit_code, env.read("SLURM_JOB_ID")
         if asked and job and code != PREEMPTED_EXIT_CODE and self._world.is_main:

@@ -33,8 +33,10 @@ time.sleep(0.2)
 if rank == 0:
     if how == "preempted":
         record.event("preempted", text="SIGUSR1 to rank 0", folder="checkpoint_1")
-    if how == "SIGKILL":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "out of memory":  # what the kernel writes, and does then
+        Path("kmsg").write_text(f"3,1,5,-;Out of memory: Killed process {os.getpid()} (python) anon-rss:8kB\\n")
+    if how in ("SIGKILL", "SIGTERM", "out of memory"):
+        os.kill(os.getpid(), signal.SIGTERM if how == "SIGTERM" else signal.SIGKILL)
     if how == "raise":
         raise ValueError("the reason")
     sys.exit({"exit": 3, "preempted": 75, "normal": 0}[how])
@@ -68,6 +70,8 @@ def ends(folder: Path) -> list[list[tuple[str, str]]]:
     ("how", "code", "event", "text", "state"),
     [
         ("SIGKILL", 137, "killed", "the process was killed by SIGKILL. ", "failed"),
+        ("SIGTERM", 143, "killed", "the process was killed by SIGTERM", "failed"),
+        ("out of memory", 137, "killed", "the process was killed by SIGKILL. Out of memory: Killed process ", "failed"),
         ("raise", 1, "error", "ValueError: the reason", "failed"),
         ("exit", 3, "killed", "the process exited with code 3", "failed"),
         ("preempted", 75, "preempted", "SIGUSR1 to rank 0", "preempted"),
@@ -75,8 +79,9 @@ def ends(folder: Path) -> list[list[tuple[str, str]]]:
     ],
 )
 def test_the_end_of_each_rank_is_recorded_and_shown(
-    how: str, code: int, event: str, text: str, state: str, tmp_path: Path
+    how: str, code: int, event: str, text: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "_KERNEL_LOG", str(tmp_path / "kmsg"))
     assert run(tmp_path, how) == code
     first, second = ends(tmp_path)
     kinds = [kind for kind, _ in first if kind != "end"] or ["end"]

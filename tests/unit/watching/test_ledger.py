@@ -21,7 +21,6 @@ from accelerate.monitoring import ledger as module
 from accelerate.monitoring.ledger import Account, Ledger, Position, process_age
 from accelerate.tools.monitor.hours import hours, read_ledgers
 from accelerate.torch_private.modules import compile_seconds
-from tests.ranks import run_on_ranks
 
 NOTHING = Position(0, 0, 0, 0.0, 0.0, 0.0, progress=0, stalled=None)
 
@@ -332,20 +331,17 @@ def test_a_killed_second_loop_is_done_again_with_the_first_one_or_alone(at: int,
 
 
 def test_a_real_process_with_two_loops_tells_one_start(tmp_path: Path) -> None:
-    def run() -> None:
-        accelerator = Accelerator(cpu=True, project_dir=str(tmp_path))
-        model = torch.nn.Linear(2, 1)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(2):
-            watch = accelerator.watch_run(every=5)
-            for _ in range(20):
-                loss = model(torch.ones(2, 2)).mean()
-                accelerator.backward(loss)
-                optimizer.step()
-                watch.step(loss)
-        accelerator.end_training()
-
-    run_on_ranks(run, 1)
+    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path))
+    inner = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+    for _ in range(2):
+        watch = accelerator.watch_run(every=5, log=False)
+        for _ in range(20):
+            loss = model(torch.ones(2, 2)).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            watch.step(loss)
+    accelerator.end_training()
     known = hours(tmp_path)
     assert known is not None
     assert (known["starts"], known["lost_updates"], known["updates"]) == (1, 0, 20)
