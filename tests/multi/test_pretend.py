@@ -96,6 +96,41 @@ def test_replicas_print_save_and_end(script: Path, tmp_path: Path) -> None:
     assert "save_state(never_written)" in out and not (tmp_path / "never_written").exists()
 
 
+FEW_BITS = """
+import sys
+import torch
+import torchao.optim
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.compile(torch.nn.Linear(256, 256)))
+optimizer = getattr(torchao.optim, sys.argv[1])(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+while True:
+    accelerator.backward(model(torch.randn(4, 256)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "written"),
+    [
+        ("AdamW4bit", "143.6 kB", r"27[4-7]\.\d kB"),
+        pytest.param("AdamW8bit", "274.4 kB", r"27[0-2]\.\d kB", marks=slow),
+        pytest.param("_AdamW", "1.1 MB", "1.1 MB", marks=slow),
+    ],
+)
+def test_state_in_few_bits(kind: str, held: str, written: str, tmp_path: Path) -> None:
+    """Of torchao, whose update is compiled: codes, scales and a table; biases are too small, and have full state."""
+    pytest.importorskip("torchao.optim", reason="the extra fp8 installs it")
+    (tmp_path / "train.py").write_text(FEW_BITS)
+    out = launch(tmp_path, "train.py", "4", "--num_steps", "2", arguments=(kind,))
+    assert "Rank 0 of 4 (local rank 0 of 4 on host 0), DataParallel: 2 steps" in out
+    assert re.search(rf"optimizer state +{held}\n", out)
+    assert re.search(rf"optimizer.safetensors +{written}\n", out)
+
+
 @FSDP2_ON_CPU
 def test_shards_of_replicas_of_tensor_parallel_layers(script: Path, tmp_path: Path) -> None:
     sizes = ("dp_replicate_size=32", "dp_shard_size=64", "tp_size=8")

@@ -177,7 +177,7 @@ class _Encoder:
         raise refuse(path, value)
 
     def tensor(self, value: torch.Tensor, path: str, name: str) -> Json:
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        if type(value) not in plain_tensors:
             raise refuse(path, value, "only plain tensors have one form on disk")
         if value.is_meta:
             raise refuse(path, value, "it lies on the meta device and has no values")
@@ -220,6 +220,8 @@ class _Encoder:
         return {TAG: "array", "dtype": dtype, "shape": list(value.shape), "key": key}
 
 
+#: The kinds of tensors that are nothing but their numbers. A pretended run adds those without numbers.
+plain_tensors: tuple[type[torch.Tensor], ...] = (torch.Tensor, torch.nn.Parameter)
 _TEXT: Final = frozenset((str,))
 _PLAIN: Final = frozenset((type(None), bool, str, int, float))
 _NESTED: Final = frozenset((list, dict))

@@ -13,8 +13,8 @@ from torch._ops import OpOverload as Operator
 from .names import declare, uses
 
 __all__ = [
-    "Chunks", "Operator", "fake_backend", "group_of_collective", "is_number_read", "local_part", "operator_name",
-    "replicated_module", "returns_tensor", "returns_work_only", "sharded_module", "work_done",
+    "Chunks", "Operator", "fake_backend", "group_of_collective", "inner_tensors", "is_number_read", "local_part",
+    "operator_name", "replicated_module", "returns_tensor", "returns_work_only", "sharded_module", "work_done",
 ]  # fmt: skip
 
 _C10D = "torch._C._distributed_c10d"
@@ -83,6 +83,12 @@ def work_done() -> object:
 def local_part(tensor: object) -> object:
     """Return this rank's part of a DTensor; anything else as it is."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def inner_tensors(value: object) -> list[object]:
+    """Return the tensors that one consists of, as torchao's in few bits; anything else as it is."""
+    flatten: Any = getattr(value, "__tensor_flatten__", None)
+    return [value] if flatten is None else [getattr(value, name) for name in flatten()[0]]
 
 
 @uses(("torch.nn.parallel.distributed:_verify_param_shape_across_processes", "process_group, tensors, logger"))

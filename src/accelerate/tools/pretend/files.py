@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from ...checkpointing import codec
 from ...checkpointing.agreement import Ranks
 from ...checkpointing.items import CheckpointItem, RunItems
 from ...checkpointing.layout import MAX_RANKS, folder_of_rank
@@ -16,7 +17,9 @@ from ...checkpointing.shards_item import ShardsItem
 from ...checkpointing.store import StagingDirectory
 from ...checkpointing.weights import EVERYTHING
 from ...distributed.mesh import Mesh
+from ...torch_private.tracing import fake_tensor_class
 from .memory import num_bytes_of
+from .replacing import replaced
 
 if TYPE_CHECKING:
     from ...accelerator import Accelerator
@@ -69,7 +72,8 @@ def files_of_checkpoint(accelerator: Accelerator, mesh: Mesh) -> list[WrittenFil
         yield file
         found.append(WrittenFile(name, file.num_bytes))
 
-    with tempfile.TemporaryDirectory() as folder:
+    plain = (*codec.plain_tensors, fake_tensor_class())
+    with replaced(codec, "plain_tensors", plain), tempfile.TemporaryDirectory() as folder:
         staging = StagingDirectory(Path(folder), is_writer, Ranks(world))
         later = parts.write(staging) if parts.write is not None else None
         written: list[CheckpointItem] = list(later) if later is not None and not callable(later) else []

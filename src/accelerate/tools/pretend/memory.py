@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from ...torch_private.pretended import local_part
+from ...torch_private.pretended import inner_tensors, local_part
 from ...torch_private.tracing import tree_leaves
 from ..estimate.allocations import AllocationTracker
 from .replacing import replaced
@@ -63,7 +63,8 @@ class MemoryRecord:
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the optimizer's state, and the gradients that it has used."""
-        self.tracker.count(map(local_part, tree_leaves(list(optimizer.state.values()))), "optimizer")
+        state = map(local_part, tree_leaves(list(optimizer.state.values())))
+        self.tracker.count((part for value in state for part in inner_tensors(value)), "optimizer")
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.gradients(local_part(each.grad) for each in parameters if each.grad is not None)
 

@@ -132,6 +132,8 @@ class ValuelessMode(TorchDispatchMode):
                 (fake_tensor, "__format__", lambda tensor, spec: format(_readable(tensor), spec)),
             ):
                 held.enter_context(replaced(owner, name, value))
+            # Compiled code can't run without values: an update of torchao's optimizers, or what the script compiles.
+            held.enter_context(torch.compiler.set_stance("force_eager"))
             held.enter_context(self)
             yield
 
