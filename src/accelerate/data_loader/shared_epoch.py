@@ -35,7 +35,7 @@ class SharedEpoch:
         self._order, self._position = list(order), 0
         self._open: dict[int, list[int]] = {}  # of the window, by rank
         self.num_returns = 0  # how often samples went back
-        self.checksum: int = zlib.crc32(repr(self._order).encode())
+        self.checksum: int = zlib.crc32(repr(self._order).encode())  # of the order, and of all that was taken from it
 
     @property
     def num_left(self) -> int:
@@ -66,6 +66,7 @@ class SharedEpoch:
         if back:
             self._order, self._position = back + self._order[self._position :], 0
             self.num_returns += 1
+        self.checksum = zlib.crc32(repr((sorted(given), self.num_left)).encode(), self.checksum)
 
     def copy(self) -> SharedEpoch:
         """Return a copy, to draw ahead from."""
@@ -75,11 +76,14 @@ class SharedEpoch:
 
     def state(self) -> dict[str, object]:
         """Return what another process goes on from, between two windows."""
-        return {"order": torch.tensor(self._order[self._position :]), "checksum": self.checksum}
+        taken = {str(rank): torch.tensor(own, dtype=torch.int64) for rank, own in self._open.items()}
+        order = torch.tensor(self._order[self._position :], dtype=torch.int64)
+        return {"order": order, "checksum": self.checksum, "open": taken}  # open: batches that all left out
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``."""
-        self._order, self._position, self._open = state["order"].tolist(), 0, {}
+        self._order, self._position = state["order"].tolist(), 0
+        self._open = {int(rank): taken.tolist() for rank, taken in state.get("open", {}).items()}
         self.checksum = state["checksum"]
 
 
@@ -142,10 +146,13 @@ class SharedLoader(PreparedLoader):
         self.epoch_shared.commit(contributors)
 
     def shared_state(self, *, begins: bool) -> dict[str, Any]:
-        """Return the position for a process that joins; where a pass ``begins``, the one before is over."""
+        """Return the position for a process that joins; where a pass ``begins``, the one before is over.
+
+        A position that was restored, and that no pass has gone on from yet, is the position.
+        """
         last = self.progress.batch_info
         is_over = last is not None and last.is_last and not self.epoch_shared.num_left
-        is_running = last is not None and not is_over and not begins
+        is_running = self._is_restored or (last is not None and not is_over and not begins)
         state = self.epoch_shared.state() if is_running else None
         return {"epoch": self.progress.epoch + is_over, "running": state, "trained": self.is_trained}
 

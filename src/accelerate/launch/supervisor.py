@@ -132,6 +132,10 @@ class Reaper:
         """Unregister the process group of ``pid``, which has ended."""
         self._send(f"-{pid}\n")
 
+    def remove_at_end(self, folder: Path) -> None:
+        """Register ``folder`` to be removed when this process dies."""
+        self._send(f"={folder}\n")
+
     def close(self) -> None:
         """Let the reaper kill what is still registered, and wait for it."""
         assert self._process.stdin is not None
@@ -236,6 +240,7 @@ class Supervisor:
             with self._signals() as signals:
                 self._selector.register(signals, selectors.EVENT_READ, None)
                 if self.members is not None:
+                    reaper.remove_at_end(self.members.folder)
                     self.members.register(self._selector)
                 self._start_all(reaper)
                 while any(rank.is_running for rank in self._ranks):
@@ -260,9 +265,12 @@ class Supervisor:
         for local_rank, environment in enumerate(self.plan.environments(self.environment)):
             self._start(local_rank, environment, reaper)
 
-    def _start(self, local_rank: int, environment: dict[str, str], reaper: Reaper) -> None:
-        """Start the process of one rank."""
+    def _start(self, local_rank: int, environment: dict[str, str], reaper: Reaper, *, joins: bool = False) -> None:
+        """Start the process of one rank, which ``joins`` others in the place of a lost one."""
         environment |= self._records.environment
+        environment.pop(JOINS_VARIABLE, None)  # of a launch around this one
+        if joins:
+            environment[JOINS_VARIABLE] = "1"
         if self.members is not None:
             environment |= self.members.environment
         else:
@@ -352,7 +360,7 @@ class Supervisor:
                 reaper.remove(rank.pid)
                 if rank.returncode != 0 and self._stop is None and self.members.replace():
                     environment = [*self.plan.environments(self.environment)][rank.rank]
-                    self._start(rank.rank, {**environment, JOINS_VARIABLE: "1"}, reaper)
+                    self._start(rank.rank, environment, reaper, joins=True)
                 continue
             if rank.returncode != 0 and self._stop is None:
                 has_saved = self._is_preempted(rank)  # as the others are about to be

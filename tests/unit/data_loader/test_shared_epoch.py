@@ -97,6 +97,36 @@ def test_checkpoints_of_other_runs_are_taken_between_two_epochs() -> None:
         taken.load_state_dict({"epoch": 3, "rounds": 2, "_iterator_finished": False})
 
 
+def test_a_position_that_was_restored_is_given_on_before_a_pass_begins() -> None:
+    first, second, third = loader(), loader(), loader()
+    for _ in first:
+        first.commit([0], [first.epoch_shared.checksum])
+        break
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict()["running"]["order"].tolist() == [2, 3, 4, 5]
+    third.restore_shared(second.shared_state(begins=True))
+    assert [batch.tolist() for batch in third] == [batch.tolist() for batch in second] == [[2, 3], [4, 5]]
+
+
+def test_a_joiner_knows_of_batches_that_all_left_out() -> None:
+    first, joined = SharedEpoch(2, range(12)), SharedEpoch(2)
+    first.draw([0, 1])
+    joined.restore(first.state())
+    for epoch in (first, joined):
+        epoch.draw([0, 1, 2])
+        epoch.commit([0, 2])
+    assert first.draw([0, 2]) == joined.draw([0, 2]) == {0: [2, 3], 2: [6, 7]}
+    assert first.checksum == joined.checksum
+
+
+def test_ranks_that_put_back_other_samples_hear_so() -> None:
+    first, second = SharedEpoch(2, range(12)), SharedEpoch(2, range(12))
+    for epoch, given in ((first, [0, 1]), (second, [1])):
+        epoch.draw([0, 1])
+        epoch.commit(given)
+    assert first.checksum != second.checksum
+
+
 def test_skipped_batches_are_refused() -> None:
     skipping = loader()
     skipping.show(batch_sampler=[[0, 1]])

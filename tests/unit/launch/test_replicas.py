@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import selectors
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accelerate.launch.replicas import ReplicaMembers
+from accelerate.launch import reaper
+from accelerate.launch.replicas import ReplicaMembers, remove_left_folders
 
 
 class Launcher:
@@ -149,3 +153,47 @@ def test_ranks_that_end_well_are_not_missed(launcher: Launcher) -> None:
     launcher.connect(0)
     launcher.members.lost(0, has_failed=False)
     assert not launcher.members.ending
+
+
+def test_a_rank_that_ends_before_it_is_known_leaves_its_place_to_another(launcher: Launcher) -> None:
+    died = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    died.connect(str(launcher.members.folder / "members"))
+    for key, _ in launcher.selector.select(0):
+        key.data()  # accepted; what it says isn't read yet
+    died.sendall(b'{"rank": 1}\n{"operation": "join", "value": null}\n')
+    died.close()
+    launcher.members.lost(1)
+    launcher.run()
+    ranks = [launcher.connect(0), launcher.connect(2)]
+    assert not has_answer(launcher.connect(1))
+    launcher.send(ranks[0], operation="update", value=0)
+    launcher.send(ranks[1], operation="update", value=2)
+    assert answer(ranks[0])["joining"] == []
+
+
+def test_states_of_a_lost_rank_are_removed_but_for_the_newest_two(launcher: Launcher) -> None:
+    for number in range(4):
+        (launcher.members.folder / f"state_1_77_{number}").touch()
+    launcher.members.lost(1)
+    assert len(list(launcher.members.folder.glob("state_1_*"))) == 2
+
+
+def test_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
+    opened = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
+    for name, one in zip(("lives", "killed"), opened, strict=True):
+        folder = tmp_path / f"accelerate_replicas_{name}"
+        folder.mkdir()
+        one.bind(str(folder / "members"))
+        one.listen()
+    opened[1].close()
+    (tmp_path / "accelerate_replicas_begins").mkdir()
+    remove_left_folders(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "accelerate_replicas_begins",
+        "accelerate_replicas_lives",
+    ]
+    opened[0].close()
+    for path in tmp_path.iterdir():
+        lines = f"={path}\n"
+        subprocess.run([sys.executable, "-I", "-S", reaper.__file__], input=lines, text=True, check=True, timeout=60)
+    assert not list(tmp_path.iterdir())
