@@ -152,3 +152,46 @@ def test_the_hours_of_a_run_that_is_killed(tmp_path: Path, kills: int, longest: 
     # an update that was done twice was lost once
     updates = [note.updates for note in known if note.kind == "step"]
     assert found["lost_updates"] == pytest.approx(len(updates) - len(set(updates)), abs=kills)
+
+
+WAITS = """
+import sys, time
+import torch
+from accelerate import Accelerator
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return torch.ones(4)
+
+accelerator = Accelerator(cpu=True, project_dir=sys.argv[1])
+inner = torch.nn.Linear(4, 1)
+model, optimizer, loader = accelerator.prepare(
+    inner, torch.optim.SGD(inner.parameters(), lr=0.001), torch.utils.data.DataLoader(Rows(), batch_size=1)
+)
+watch = accelerator.watch_run(every=5, log=False)
+compiled = torch.compile(model, backend="aot_eager")
+for number, rows in enumerate(loader):
+    accelerator.backward(compiled(rows).sum())
+    optimizer.step()
+    if number == 20:
+        time.sleep(6)
+    watch.step()
+accelerator.end_training()
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="waits, compiles and hangs for seconds: RUN_SLOW=1")
+def test_waits_hangs_and_compiling_of_a_real_process_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(WAITS)
+    environment = {**os.environ, "ACCELERATE_HANG_SECONDS": "3", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, str(tmp_path / "script.py"), str(tmp_path)], env=environment, check=True)
+    found = hours(tmp_path)
+    assert found is not None
+    seconds = found["seconds"]
+    assert seconds["data_wait"] >= 40 * 0.05 * 0.9 and seconds["hang"] >= 3 and seconds["compile"] > 0
+    assert found["updates"] == 40 and found["lost_updates"] == 0
+    assert sum(seconds.values()) == pytest.approx(found["wall_seconds"], abs=0.02)
