@@ -98,6 +98,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def imports_of_earlier_modules_stay() -> None:
+    """So does what modules before this one have imported and kept, a second of each collection after some hundred."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need a network run only when asked for by mark."""
     if "online" in (config.getoption("-m") or ""):

@@ -43,6 +43,9 @@ for epoch in range(100):
 """
 
 
+slow = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="RUN_SLOW=1: several runs of a script (make slow)")
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -63,6 +66,7 @@ def test_a_conversion_that_trains_the_same_is_written(script: Path, capsys: pyte
     assert sorted(path.name for path in script.parent.iterdir()) == ["model.pt", "train.py"]
 
 
+@slow
 def test_a_conversion_that_trains_otherwise_is_named(script: Path) -> None:
     found = migrate(SCRIPT, "train.py")
     wrong = dataclasses.replace(found, after=found.after.replace("float(sys.argv[1])", "2 * float(sys.argv[1])"))
@@ -83,6 +87,7 @@ def test_a_model_that_stays_apart_on_each_process_is_found(script: Path) -> None
     assert [text.split(":")[0] for text in comparison.differences] == ["2 processes"]
 
 
+@slow
 def test_what_a_failed_run_said_is_shown(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(script), "--verify", "--write"]) == 1  # without its argument
     said = capsys.readouterr().err
@@ -123,7 +128,7 @@ def test_runs_that_differ_by_design_are_excused_by_name() -> None:
     assert not Comparison([one, rounded]).differences
 
 
-@pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="RUN_SLOW=1: each script is trained three times or more")
+@slow
 @pytest.mark.parametrize("name", CONVERTED)
 def test_every_script_of_the_corpus_trains_the_same(name: str) -> None:
     path, arguments = SCRIPTS[name], ARGUMENTS.get(name, "").format(port=free_port()).split()

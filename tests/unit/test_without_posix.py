@@ -19,6 +19,7 @@ from accelerate.checkpointing.storage import check_name, problem_on_windows
 from accelerate.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
+slow = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="RUN_SLOW=1: processes of their own (make slow)")
 #: Runs at the start of every child interpreter, and of those that it starts.
 TAKEN_AWAY = """
 import builtins, io, os, select, signal, socket, sys, types
@@ -224,7 +225,7 @@ TRAIN_WITH_WORKERS = """
 """
 
 
-@pytest.mark.parametrize("kind", ["plain", "stateful"])
+@pytest.mark.parametrize("kind", ["stateful", pytest.param("plain", marks=slow)])
 def test_workers_are_spawned_and_a_run_goes_on_exactly_inside_an_epoch(kind: str, tmp_path: Path) -> None:
     assert "the same losses" in run(tmp_path, script(tmp_path, TRAIN_WITH_WORKERS), kind)
 

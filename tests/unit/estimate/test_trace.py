@@ -19,6 +19,7 @@ from benchmarks.estimates import MODELS, LanguageModel, Subject, compare
 from tests.torch_needed import needs_torch
 
 ROOT = Path(__file__).resolve().parents[3]
+slow = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="RUN_SLOW=1: processes of their own (make slow)")
 
 
 def traced(make: Any, inputs: Any, **options: Any) -> TrainingTrace:
@@ -36,7 +37,7 @@ def test_the_estimate_is_the_measured_peak(subject: Subject) -> None:
     assert abs(row.error) < 0.03, row
 
 
-@pytest.mark.parametrize("limit", ["SSE41", "AVX", "AVX2"])
+@pytest.mark.parametrize("limit", ["SSE41", pytest.param("AVX", marks=slow), pytest.param("AVX2", marks=slow)])
 def test_the_estimate_of_convolutions_knows_the_instructions_that_they_are_computed_with(limit: str) -> None:
     """As on an older processor; what this one lacks is the same as what it has."""
     program = """
