@@ -2029,7 +2029,7 @@ class Accelerator:
                 watch.step(loss)
             ```
         """
-        if sdc_check:
+        if sdc_check or self.strategy.checks:  # costly to import
             parallel.check_hardware(self.strategy, self._wrapped_models, self._optimizers, sdc_check, on_sdc)
         self._loop, rules = None, monitoring.LossRules() if rules is _NOT_GIVEN else rules
         self._run = monitoring.watch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import warnings
@@ -273,6 +274,165 @@ def test_other_strategies_are_refused_by_name() -> None:
         return str(error.value)
 
     assert "sdc_check=10" in run_on_ranks(on_rank, 2)[0] and "under FlatShard" in run_on_ranks(on_rank, 2)[0]
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer that steps another one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+
+class Together(torch.optim.SGD):
+    """An optimizer whose rate is that of all parameters together, and says nothing in the first updates."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        gradients = [each.grad for group in self.param_groups for each in group["params"]]
+        norm = torch.stack([each.square().sum() for each in gradients if each is not None]).sum().sqrt()
+        for group in self.param_groups:
+            group["lr"] = 0.01 * float((1 / norm).clamp(max=1))
+        super().step(closure)
+
+
+class Same(torch.optim.AdamW):
+    """AdamW by another name."""
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda parameters: Around(torch.optim.SGD(parameters, lr=0.1)), ["Around"]),
+        (lambda parameters: Together(parameters, lr=0.01), ["Together"]),
+        (lambda parameters: Same(parameters), []),
+    ],
+)
+def test_no_step_is_called_again_that_does_more_than_update_each_parameter(make: Any, said: list[str]) -> None:
+    weights, texts = [], list[str]()
+    for every in (0, 2):
+        torch.manual_seed(3)
+        model = nn.Linear(4, 3)
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, make(model.parameters()))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.watch_run(log=False, rules=None, sdc_check=every)
+            for update in range(5):
+                optimizer.zero_grad()
+                accelerator.backward(model(torch.ones(2, 4)).square().mean() * (0.01 if update < 3 else 100))
+                optimizer.step()
+        texts += [str(one.message) for one in caught if one.category is HardwareWarning]
+        weights.append(model.weight.detach())
+    assert torch.equal(*weights)
+    assert [f"the update of {name}, " in text for name, text in zip(said, texts, strict=True)] == [True] * len(said)
+
+
+def test_a_check_ends_where_another_begins_or_none_is_wanted() -> None:
+    accelerator, model, optimizer = made("single")
+
+    def hooks() -> int:
+        of_step = len(optimizer.optimizer._optimizer_step_pre_hooks)
+        return of_step + sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in model.modules())
+
+    without, asked = hooks(), {"log": False, "rules": None}
+    accelerator.watch_run(sdc_check=5, **asked)
+    once = hooks()
+    accelerator.watch_run(sdc_check=1, **asked)
+    assert hooks() == once > without
+    model(torch.randn(16, 6))
+    torch.save(accelerator.unwrap_model(model), io.BytesIO())  # as ever
+    accelerator.watch_run(**asked)
+    assert hooks() == without
+    accelerator.watch_run(sdc_check=5, **asked)
+    accelerator.free_memory()
+    assert hooks() == without
+
+
+def test_only_forwards_that_are_trained_are_computed_again() -> None:
+    """Not those of an evaluation with gradients; a mask that was made in inference mode does no harm."""
+
+    class Masked(nn.Linear):
+        calls = 0
+
+        def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            type(self).calls += 1
+            return super().forward(inputs) + mask
+
+    accelerator = Accelerator(cpu=True)
+    model = Masked(4, 3)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.watch_run(log=False, rules=None, sdc_check=1)
+    with torch.inference_mode():
+        mask = torch.ones(3)
+    inputs = torch.ones(2, 4)
+    for _ in range(10):
+        model(inputs, mask)
+    first, second = model(inputs, mask), model(inputs + 1, mask)
+    accelerator.backward((first + second).square().mean())
+    Masked.calls = 0
+    optimizer.step()
+    assert Masked.calls == 4  # two, twice since it is the first update
+
+
+def test_what_cant_be_recorded_is_refused() -> None:
+    class Bare(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:  # torch's own isn't called
+            self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
+
+    model = Net()
+    bare = Bare(torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model, bare)
+    with pytest.raises(SettingError, match=r"sdc_check=2.*Bare takes no hooks of its step"):
+        accelerator.watch_run(log=False, sdc_check=2)
+    model.first.compile(backend="eager")
+    with pytest.raises(SettingError, match="a compiled model isn't recorded"):
+        accelerator.watch_run(log=False, sdc_check=2)
+
+
+class Deep:
+    """What recursion doesn't get to the end of."""
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_no_rank_waits_for_one_that_cant_compute_its_passes_again(strategy: str) -> None:
+    """Whose inputs have changed since (FSDP2), or can't be sent to its neighbour (DDP)."""
+
+    class WithMore(Net):
+        def forward(self, inputs: torch.Tensor, more: Any = None) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(inputs)
+
+    def on_rank() -> list[str]:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if strategy == "fsdp2" else None
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        model = WithMore()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        more: Any = None
+        for _ in range(100_000 if strategy == "ddp" and accelerator.process_index == 0 else 0):
+            more = Deep(more)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            accelerator.watch_run(log=False, rules=None, sdc_check=1)
+            inputs = torch.randn(16, 6)
+            accelerator.backward(model(inputs, more).square().mean())
+            if accelerator.process_index == 0 and strategy == "fsdp2":
+                inputs.zero_()
+            optimizer.step()
+        while more is not None:  # one by one
+            more = more.inside
+        return [str(one.message) for one in said if one.category is HardwareWarning]
+
+    said = run_on_ranks(on_rank, 2)
+    if strategy == "fsdp2":
+        assert all("not all ranks can compute theirs again" in str(texts) for texts in said)
+    else:
+        assert "be sent to another rank (RecursionError" in str(said[0]) and said[1] == []
 
 
 @SLOW

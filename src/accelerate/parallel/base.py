@@ -77,6 +77,8 @@ class Strategy(ABC):
         self.before_adoption: tuple[Strategy, Mesh, str] | None = None
         #: By which a batch is computed again when memory runs out; None: an engine updates parameters in ``backward``.
         self.retry: Retryable | None = Retryable(world)
+        #: What ends the checks of hardware that run (`sdc_check`).
+        self.checks: list[Callable[[], None]] = []
 
     # -- choosing ------------------------------------------------------------------------------------------
 
@@ -150,6 +152,12 @@ class Strategy(ABC):
 
     def release(self) -> None:
         """Drop all references to prepared models."""
+        self.end_checks()
+
+    def end_checks(self) -> None:
+        """End the checks of hardware: models and optimizers have none of their hooks any more."""
+        while self.checks:
+            self.checks.pop()()
 
     # -- training ------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Hochschild et al., "Cores that don't count", HotOS 2021; Dixit et al., "Silent D
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..distributed.collectives import gather_object
 from ..distributed.failures import numbered
@@ -31,7 +31,7 @@ from ..nested import recursively_apply
 from ..torch_private.modules import num_changes, set_step_hooks
 from ..training.optimizer import AcceleratedOptimizer
 from .base import Strategy
-from .compile import uncompiled
+from .compile import has_compiled_regions
 from .gradient_norm import local_tensor
 from .matrix_optimizer import needs_whole_matrices
 from .recorded_pass import Checksums, Forward, PassRecorder
@@ -43,8 +43,14 @@ _FOR_ANOTHER: Final = ", computed twice for the rank before, differs"
 _UPDATE: Final = " after the update isn't what the update gives when computed again"
 _MEMORY: Final = " changed between two updates, by no operation"
 
-#: optimizer -> the handles of its hooks, which a later check replaces.
-_handles: Final = WeakIdKeyDictionary()
+#: The ``step`` of the optimizers that update each parameter by itself, and nothing else: no other one is called again.
+_REPEATABLE_STEPS: Final = {
+    inspect.unwrap(vars(torch.optim)[name].step)
+    for name in (
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
+        "SGD", "SparseAdam",
+    )
+}  # fmt: skip
 
 
 def check_hardware(
@@ -58,10 +64,13 @@ def check_hardware(
 
     Args:
         models: as ``prepare`` returned them.
+        every: with 0, what an earlier call asked for ends.
 
     Raises:
         SettingError: what was asked for can't be.
     """
+    if every == 0:
+        return strategy.end_checks()
     asked = f"watch_run(sdc_check={every}, on_sdc={action!r})"
     if every < 1:
         raise SettingError(f"{asked}: hardware is checked every n updates. Give 1 or more, or leave it out.")
@@ -74,8 +83,9 @@ def check_hardware(
         )
     if not models or not optimizers:
         raise SettingError(f"{asked}: there is nothing to check yet. Call it after prepare(model, optimizer).")
-    if any(uncompiled(model) is not model for model in models):
+    if any(map(has_compiled_regions, models)):
         raise SettingError(f"{asked}: a compiled model isn't recorded. Leave sdc_check or the compiler out.")
+    strategy.end_checks()
     recorders = []
     for number, model in enumerate(models):
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -83,7 +93,17 @@ def check_hardware(
         recorders.append(PassRecorder(inner, label, optimizers[0].gradient_state, strategy.world.device))
     for number, optimizer in enumerate(optimizers):
         owner = f" of optimizer {number}" if len(optimizers) > 1 else ""
-        _UpdateCheck(optimizer, owner, recorders, strategy, every, action).register()
+        check = _UpdateCheck(optimizer, owner, recorders, strategy, every, action)
+        try:
+            check.register()
+        except AttributeError as error:
+            strategy.end_checks()
+            kind = type(optimizer.optimizer).__name__
+            raise SettingError(
+                f"{asked}: {kind} takes no hooks of its step. Call super().__init__() in it, or leave sdc_check out."
+            ) from error
+        strategy.checks.append(check.end)
+        check.arm()
 
 
 @final
@@ -119,6 +139,7 @@ class _UpdateCheck:
     ) -> None:
         self._prepared, self._owner, self._every, self._action = prepared, owner, every, action
         self._world: World = strategy.world
+        self._can_repeat_step = inspect.unwrap(type(prepared.optimizer).step) in _REPEATABLE_STEPS
         self._has_neighbour = strategy.world.size > 1 and strategy.state.is_whole()
         trained = {id(parameter) for group in prepared.param_groups for parameter in group["params"]}
         self._recorders = [each for each in recorders if any(id(p) in trained for p in each.model.parameters())]
@@ -127,6 +148,7 @@ class _UpdateCheck:
             for each in self._recorders
             for name, parameter in each.model.named_parameters()
         }
+        self._handles: list[RemovableHandle] = []
         self._count = 0
         self._is_armed = False
         self._findings: list[_Finding] = []
@@ -136,15 +158,20 @@ class _UpdateCheck:
         self._written: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}  # tensor, version, checksum
 
     def register(self) -> None:
-        """Put the check around each step of the optimizer, in the place of an earlier one."""
+        """Put the check around each step of the optimizer."""
         optimizer = self._prepared.optimizer
-        for handle in _handles.pop(optimizer, ()):
-            handle.remove()
-        before: RemovableHandle = optimizer.register_step_pre_hook(self._before)
-        _handles[optimizer] = [before, optimizer.register_step_post_hook(self._after)]
-        self._arm()
+        self._handles.append(optimizer.register_step_pre_hook(self._before))
+        self._handles.append(optimizer.register_step_post_hook(self._after))
 
-    def _arm(self) -> None:
+    def end(self) -> None:
+        """Remove all hooks from the optimizer and the models, and forget what was noted."""
+        for handle in self._handles:
+            handle.remove()
+        self._disarm()
+        self._written = {}
+
+    def arm(self) -> None:
+        """Record the passes from here on, and check the next update."""
         self._is_armed = True
         for recorder in self._recorders:
             recorder.arm()
@@ -183,7 +210,7 @@ class _UpdateCheck:
             self._expected = Checksums()
             self._agree()
         if is_next:
-            self._arm()
+            self.arm()
             for recorder in self._recorders:
                 recorder.clear()
         else:
@@ -217,18 +244,34 @@ class _UpdateCheck:
         self._compare(first, again, _MEMORY)
 
     def _compare_passes(self, recorder: PassRecorder) -> None:
-        forwards = recorder.forwards
-        try:
-            again = recorder.replay(forwards)
-            if self._count == 1:  # the first time: what a rank can't repeat even twice isn't compared
-                self._leave_out(again, recorder.replay(forwards))
-        except Exception as error:  # a foreign model's: no run fails for that
-            self._say(f"the passes of {type(recorder.model).__name__} can't be computed again ({error!r})")
-            again = Checksums()
+        forwards = recorder.forwards if self._is_agreed(recorder, len(recorder.forwards)) else []
+        again = self._replay(recorder, forwards)
+        if self._count == 1:  # the first time: what a rank can't repeat even twice isn't compared
+            is_agreed = self._is_agreed(recorder, int(bool(again)))
+            self._leave_out(again, self._replay(recorder, forwards if is_agreed else []))
         own = recorder.recorded()
         self._compare(own, again, _AGAIN)
         if self._has_neighbour:
             self._compare_with_neighbour(recorder, forwards, own)
+
+    def _is_agreed(self, recorder: PassRecorder, count: int) -> bool:
+        """Return whether ``count``, of passes to compute again, is that of all ranks, where they are collectives."""
+        if self._world.size == 1 or not recorder.has_collectives:
+            return True
+        counts = torch.tensor([count, -count], device=self._world.device)
+        dist.all_reduce(counts, dist.ReduceOp.MIN, self._world.group)
+        fewest, most = counts.tolist()
+        if fewest != -most:
+            self._say(f"passes of {type(recorder.model).__name__}, since not all ranks can compute theirs again")
+        return fewest == -most
+
+    def _replay(self, recorder: PassRecorder, forwards: Sequence[Forward], of: str = "") -> Checksums:
+        try:
+            there = [_on(self._world.device, forward) for forward in forwards] if of else forwards
+            return recorder.replay(there)
+        except Exception as error:  # a foreign model's: no run fails for that
+            self._say(f"the passes of {of or type(recorder.model).__name__} can't be computed again ({error!r})")
+            return Checksums()
 
     def _leave_out(self, once: Checksums, twice: Checksums) -> None:
         names = [name for name in once if name in twice and not torch.equal(once[name], twice[name])]
@@ -254,12 +297,8 @@ class _UpdateCheck:
             self._compare(answer, self._computed_for_another(recorder, given), _FOR_ANOTHER)
 
     def _computed_for_another(self, recorder: PassRecorder, given: Sequence[Forward]) -> Checksums:
-        try:
-            there = [_on(self._world.device, forward) for forward in given]
-            return {name: total.cpu() for name, total in recorder.replay(there).items()}
-        except Exception as error:  # a foreign model's, as above
-            self._say(f"the passes of the rank before can't be computed here ({error!r})")
-            return Checksums()
+        forwards = given if self._is_agreed(recorder, len(given)) else []
+        return {name: total.cpu() for name, total in self._replay(recorder, forwards, "the rank before").items()}
 
     def _pass_on(self, value: Any, step: int) -> Any:
         """Send ``value`` to the rank ``step`` further on in the ring, and return what comes from the other side."""
@@ -270,7 +309,7 @@ class _UpdateCheck:
             try:
                 dist.send_object_list([value], to, world.group, world.device)
             except Exception as error:  # of the user's objects, which can't be pickled: nothing was sent
-                if isinstance(error, RuntimeError):  # of the connection
+                if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):  # of the connection
                     raise
                 self._say(f"what the model was given can't be sent to another rank ({error!r})")
                 dist.send_object_list([()], to, world.group, world.device)
@@ -287,6 +326,9 @@ class _UpdateCheck:
     def _expected_update(self, optimizer: torch.optim.Optimizer) -> Checksums:
         """Return the checksums of what the step will write, computed on copies, one parameter at a time."""
         if needs_whole_matrices(optimizer):
+            return Checksums()
+        if not self._can_repeat_step:  # it may step another optimizer, or know all parameters together
+            self._say(f"the update of {type(optimizer).__name__}, which isn't one of torch.optim's by one parameter")
             return Checksums()
         found, streams = Checksums(), capture_rng_states()
         try:
@@ -420,4 +462,6 @@ def _on(device: torch.device, forward: Forward) -> Forward:
         lambda tensor: tensor.to(device), {"args": forward.args, "kwargs": forward.kwargs, "of": forward.gradients}
     )
     buffers = {name: buffer.cpu() for name, buffer in forward.buffers.items()}
-    return replace(forward, args=moved["args"], kwargs=moved["kwargs"], gradients=moved["of"], buffers=buffers)
+    return replace(
+        forward, versions=[], args=moved["args"], kwargs=moved["kwargs"], gradients=moved["of"], buffers=buffers
+    )

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any, TypeAlias, final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -35,10 +37,14 @@ class Forward:
     """One call of the model, with all that another one needs to be the same.
 
     Attributes:
+        number: of the call, among those whose graphs there are.
+        versions: how often each tensor that was given had been changed in place.
         buffers: by their names, as they were before the call.
         gradients: by backward pass and number of the output, the gradient of that output.
     """
 
+    number: int
+    versions: list[tuple[torch.Tensor, int]]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     streams: Mapping[str, Any]
@@ -61,18 +67,29 @@ class PassRecorder:
         self.model = model
         self.label, self._window, self._device = label, window, device
         self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        #: Whether a pass is a collective.
+        self.has_collectives = self._is_sharded or any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, RemovableHandle] = {}  # by parameter, from a forward to the update only
-        self._forwards: list[Forward] = []
-        self._versions: list[tuple[torch.Tensor, int]] = []
+        # By number, and held by the graph alone: one that no backward pass goes through (evaluation) goes with it.
+        self._forwards: WeakValueDictionary[int, Forward] = WeakValueDictionary()
+        self._used: list[Forward] = []  # a backward pass went through them
         self._outputs: dict[int, Checksums] = {}  # by number of the forward
         self._gradients: dict[int, Checksums] = {}  # by number of the backward pass
-        self._number: int | None = None  # of the forward that runs
+        self._running: Forward | None = None
+        self._number: int | None = None  # of the forward that runs, also again
         self._is_replay = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> PassRecorder:
         """Return the same object: a copy of the model isn't recorded."""
         return self
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the state of one that records nothing: a model that was pickled isn't checked where it loads."""
+        return {
+            **vars(self), "_is_replay": True, "_running": None, "_number": None, "_forwards": {}, "_used": [],
+            "_outputs": {}, "_gradients": {},
+        }  # fmt: skip
 
     # -- recording -----------------------------------------------------------------------------------------
 
@@ -104,7 +121,8 @@ class PassRecorder:
             handle.remove()
         self._hooked.clear()
         self._forwards.clear()
-        self._versions.clear()
+        self._used.clear()
+        self._running = self._number = None
         self._outputs.clear()
         self._gradients.clear()
 
@@ -123,35 +141,40 @@ class PassRecorder:
         if self._is_replay or not is_wanted or not self._window.sync_gradients:
             return
         kind = self._device.type
-        self._number = len(self._forwards)
-        self._versions += [(tensor, num_changes(tensor)) for tensor in find_tensors([args, kwargs])]
-        self._forwards.append(
-            Forward(
-                recursively_apply(torch.Tensor.detach, args),
-                recursively_apply(torch.Tensor.detach, kwargs),
-                capture_rng_states(),
-                {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
-                (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-            )
+        number = next(each for each in count() if each not in self._forwards)
+        self._running = self._forwards[number] = Forward(
+            number,
+            [(tensor, num_changes(tensor)) for tensor in find_tensors([args, kwargs]) if not tensor.is_inference()],
+            recursively_apply(_as_given, args),
+            recursively_apply(_as_given, kwargs),
+            capture_rng_states(),
+            {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         )
+        self._number, self._outputs[number] = number, Checksums()
         self._hook_parameters("", module)
 
     def _end(self, _: nn.Module, __: object, output: object) -> None:
-        if self._is_replay or self._number is None:
+        forward = self._running
+        if self._is_replay or forward is None:
             return
-        number, self._number = self._number, None
+        self._running = self._number = None
         for place, tensor in enumerate(find_tensors(output)):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._keep_gradient, self._forwards[number], number, place))
+                tensor.register_hook(partial(self._keep_gradient, forward, place))
 
     def _note_output(self, name: str, _: nn.Module, __: object, output: object) -> None:
         if self._number is None or current_backward() != -1:  # not of activations that are computed again
             return
         _note(self._outputs.setdefault(self._number, {}), name, find_tensors(output))
 
-    def _keep_gradient(self, forward: Forward, number: int, place: int, gradient: torch.Tensor) -> None:
+    def _keep_gradient(self, forward: Forward, place: int, gradient: torch.Tensor) -> None:
+        if self._forwards.get(forward.number) is not forward:  # of an update that is over
+            return
+        if not forward.gradients:
+            self._used.append(forward)
         forward.gradients.setdefault(current_backward(), {})[place] = gradient.detach()
-        self._note_gradient(_output_gradient(number, place), gradient)
+        self._note_gradient(_output_gradient(forward.number, place), gradient)
 
     def _note_gradient(self, name: str, gradient: torch.Tensor) -> None:
         _note(self._gradients.setdefault(current_backward(), {}), name, [gradient])
@@ -160,13 +183,13 @@ class PassRecorder:
 
     @property
     def forwards(self) -> Sequence[Forward]:
-        """The calls that were recorded; none where an input was changed in place since."""
-        is_same = all(num_changes(tensor) == version for tensor, version in self._versions)
-        return [*self._forwards] if is_same else []
+        """The calls that a backward pass went through; none where an input was changed in place since."""
+        is_same = all(num_changes(tensor) == version for each in self._used for tensor, version in each.versions)
+        return [each for each in self._forwards.values() if each.gradients] if is_same else []
 
     def recorded(self) -> Checksums:
         """Return the checksums of all that was computed in the passes of :attr:`forwards`."""
-        return self._named(_backward_numbers(self._forwards), self._outputs, self._gradients)
+        return self._named(_backward_numbers(self._used), self._outputs, self._gradients)
 
     def replay(self, forwards: Sequence[Forward]) -> Checksums:
         """Compute ``forwards`` and their backward passes again; return the checksums of what that gives.
@@ -197,8 +220,9 @@ class PassRecorder:
         for number in numbers:
             last = max(place for place, forward in enumerate(forwards) if number in forward.gradients)
             while len(outputs) <= last:
-                self._number = len(outputs)
-                outputs.append(self._forward(forwards[self._number]))
+                forward = forwards[len(outputs)]
+                self._number = forward.number
+                outputs.append(self._forward(forward))
                 self._number = None
             given = [
                 (place, at, gradient)
@@ -209,7 +233,7 @@ class PassRecorder:
             if given:
                 done[number] = self._backward([outputs[place][at] for place, at, _ in given], [one[2] for one in given])
                 for place, at, gradient in given:
-                    _note(self._gradients[done[number]], _output_gradient(place, at), [gradient])
+                    _note(self._gradients[done[number]], _output_gradient(forwards[place].number, at), [gradient])
         return done
 
     def _forward(self, forward: Forward) -> list[torch.Tensor]:
@@ -254,6 +278,11 @@ class PassRecorder:
                 where = f" in {kind} {number}" if number else ""
                 found.update({f"{name}{self.label}{where}": value for name, value in sums.items()})
         return found
+
+
+def _as_given(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` as it is now; of one made in inference mode, whose changes nothing counts, a copy."""
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
 def _output_gradient(number: int, place: int) -> str:
