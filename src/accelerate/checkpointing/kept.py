@@ -33,6 +33,9 @@ def by_lowest_member(
                 "is True."
             )
 
+        if members.is_behind:
+            return members.last_saved  # the others have been here before
+
         def attempt() -> dict[str, str]:
             try:
                 return {"address": save(run, *args, **kwargs)}
@@ -42,6 +45,7 @@ def by_lowest_member(
         found, _ = members.made_by_lowest("save_state", attempt)
         if "error" in found:
             raise CheckpointError(f"can't save: {found['error']}")
+        members.last_saved = found["address"]
         if run.project.automatic_checkpoint_naming:
             run.project.iteration = number_of(found["address"]) + 1
         return found["address"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import zlib
+from array import array
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
@@ -35,7 +36,7 @@ class SharedEpoch:
         self._order, self._position = list(order), 0
         self._open: dict[int, list[int]] = {}  # of the window, by rank
         self.num_returns = 0  # how often samples went back
-        self.checksum: int = zlib.crc32(repr(self._order).encode())  # of the order, and of all that was taken from it
+        self.checksum: int = zlib.crc32(array("q", self._order))  # of the order, and of all that was taken from it
 
     @property
     def num_left(self) -> int:
@@ -117,6 +118,23 @@ class SharedLoader(PreparedLoader):
         self.num_own_samples = 0  # of the current batch
         self.is_trained = False  # updates were made from its batches
         self._is_restored = False
+        self.num_passes = 0  # that the script has begun, those that were missed with them
+        self._first_epoch = -1
+        self._num_missed = 0  # passes that the others have finished before this process joined them
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        """Read an epoch; nothing of one that the others finished before this process joined them."""
+        if self.membership.is_joining and self.gradient_state.between_batches is not None:
+            self.gradient_state.between_batches(self, True)
+        self._note_start()
+        if self._num_missed:
+            self._num_missed -= 1
+            return (batch for batch in ())
+        return super().__iter__()
+
+    def _note_start(self) -> None:
+        if self._first_epoch < 0:
+            self._first_epoch = self.progress.epoch
 
     _prefetches_batches = False  # a batch that is read counts as taken, so none is read before it is used
 
@@ -124,7 +142,7 @@ class SharedLoader(PreparedLoader):
     def iteration(self) -> int:
         """The epoch of the running pass, or of the next one; a new process in the place of a lost one joins here."""
         if self.membership.is_joining and self.gradient_state.between_batches is not None:
-            self.gradient_state.between_batches(self, True)
+            self.gradient_state.between_batches(self, False)
         return self.progress.epoch
 
     @iteration.setter
@@ -155,6 +173,19 @@ class SharedLoader(PreparedLoader):
         is_running = self._is_restored or (last is not None and not is_over and not begins)
         state = self.epoch_shared.state() if is_running else None
         return {"epoch": self.progress.epoch + is_over, "running": state, "trained": self.is_trained}
+
+    def shared_passes(self, *, begins: bool) -> tuple[int, int]:
+        """Return how many passes the script has left behind, and the epoch of its first."""
+        is_inside = not begins and any(one is self for one in self.gradient_state.running_dataloaders)
+        return self.num_passes - is_inside, self._first_epoch
+
+    def miss_passes(self, num_passes: int, first_epoch: int, *, is_trained: bool) -> None:
+        """Read nothing in the passes that others have finished: their script began them at ``first_epoch``."""
+        self._note_start()
+        self.is_trained = is_trained
+        ahead = self._first_epoch - first_epoch if num_passes else 0  # this script begins with a newer checkpoint
+        self.num_passes, self._first_epoch = num_passes, first_epoch if num_passes else self._first_epoch
+        self._num_missed = max(0, num_passes - ahead)
 
     def restore_shared(self, state: Mapping[str, Any]) -> None:
         """Go on from another rank's position."""
@@ -198,6 +229,7 @@ class SharedLoader(PreparedLoader):
             size, drop_last = self.epoch_shared.batch_size, self._drop_last
             self.epoch_shared = SharedEpoch(size, self._draw_order(), drop_last=drop_last)
         self._is_restored = False
+        self.num_passes += 1
         return self._deliver(self.epoch_shared)
 
     def _deliver(self, epoch: SharedEpoch) -> Generator[Delivery, None, None]:
@@ -246,7 +278,7 @@ def _streams_from(seed: int, sampler: Any) -> Iterator[None]:
     """Enter a context in which ``sampler`` draws from streams that begin with ``seed``."""
     before = getattr(sampler, "generator", None)
     with host_streams(capture_host_streams()):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # the devices' streams stay as they are
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)

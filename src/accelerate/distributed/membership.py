@@ -66,6 +66,9 @@ class Membership:
 
     def __init__(self, folder: Path, rank: int, *, joins: bool, minimum: int = 1) -> None:
         self.folder, self.rank, self.is_joining, self.minimum = folder, rank, joins, minimum
+        #: It has joined, and comes to the place of the others; what they exchange on the way, they have exchanged.
+        self.is_entering = False
+        self.last_saved = ""  # the folder of the newest checkpoint
         self.ending = ""  # why the members save and end; empty while they go on
         self.notices: Notices | None = None  # of preemption, which this process passes on
         self.members: tuple[int, ...] = ()
@@ -91,21 +94,28 @@ class Membership:
             return None
         return cls(Path(folder), rank, joins=bool(read(JOINS_VARIABLE)), minimum=int(read(MINIMUM_VARIABLE) or 1))
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether this process is on its way to the place in the script where the others are."""
+        return self.is_joining or self.is_entering
+
     # -- exchanges -----------------------------------------------------------------------------------------
 
     def exchange(self, operation: str, value: object = None) -> Answer:
-        """Give ``value`` to all members, and return what each gave in this operation.
+        """Give ``value`` to all members, and return what each gave in this operation; before it enters, its own alone.
 
         Raises:
             CollectiveError: members are in different operations, this process has yet to join them, or the launcher
                 has ended.
         """
-        if self.is_joining:
+        if self.is_joining or (self.is_entering and operation == "update"):
             raise CollectiveError(
                 f"`{operation}` in a process that takes the place of lost rank {self.rank} and hasn't joined the "
                 "others, who are elsewhere in the script: it joins where the loop over a prepared loader begins. Call "
                 "it inside of that loop."
             )
+        if self.is_entering:
+            return Answer({self.rank: value}, self.members, self.joining, self.ending)
         notice = None if self.notices is None else self.notices.take(0)
         self._send({"operation": operation, "value": value, "notice": notice})
         return self._receive()

@@ -38,7 +38,7 @@ def wait_for_everyone(world: World | None = None) -> None:
     if here.size == 1:
         return
     if here.replicas is not None:
-        if not here.replicas.is_joining:  # else the others have been here before it began
+        if not here.replicas.is_behind:  # else the others have been here before
             here.replicas.exchange("wait_for_everyone")
         return
     coordinator = coordinator_of(here, "wait_for_everyone")

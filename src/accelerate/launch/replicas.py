@@ -29,6 +29,10 @@ _LONGEST_SOCKET_PATH: Final = 100
 #: Ranks exchange gradients in memory where there is so much room, else in files of the temporary folder.
 _MEMORY_FOLDER: Final = Path("/dev/shm")
 _ENOUGH_BYTES: Final = 1 << 30
+_UNEVEN: Final = (
+    "update: the script counts something that a process in the place of a lost one counts from 0. Begin its loop with "
+    "`for epoch in range(loader.iteration, ...)`, and count steps in an object that is registered for checkpointing."
+)
 _ONE_PROCESS: Final = (
     "under --keep_replicas each rank makes one Accelerator in one process. Start programs from a rank by `accelerate "
     "launch --num_processes 1`"
@@ -74,6 +78,8 @@ class ReplicaMembers:
         self._unknown: list[_Connection] = []
         self._arrived: dict[int, tuple[str, Any]] = {}
         self._waiting: set[int] = set()
+        self._starters = set(range(size))  # still the processes of the start
+        self._ended: set[int] = set()  # of these, those that came to their end
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listening.bind(str(self.folder / f"{_SOCKET_NAME}.new"))
         self._listening.listen(128)
@@ -143,6 +149,10 @@ class ReplicaMembers:
 
     def lost(self, rank: int, *, has_failed: bool = True) -> None:
         """Note that the process of ``rank`` has ended. What it gave before counts."""
+        if has_failed:
+            self._starters.discard(rank)
+        elif rank in self._starters:
+            self._ended.add(rank)
         self.members.discard(rank)
         self._waiting.discard(rank)
         if has_failed and len(self.members) < self.minimum:
@@ -180,6 +190,10 @@ class ReplicaMembers:
         if len(operations) > 1:
             named = "; ".join(f"rank {rank} is in {operation}" for rank, (operation, _) in sorted(arrived.items()))
             self._answer(self.members, {"error": f"The ranks wait for each other in different operations: {named}."})
+            return
+        if operations == {"update"} and self._ended:
+            ended, going_on = numbered(sorted(self._ended)), numbered(sorted(arrived))
+            self._answer(self.members, {"error": f"{ended} came to the end, and {going_on} makes one more {_UNEVEN}"})
             return
         values = {rank: value for rank, (_, value) in arrived.items()}
         answered = set(self.members)

@@ -503,9 +503,17 @@ class Supervisor:
         return self._records.is_preempted(rank.rank, rank.returncode, {**self.environment, **self.plan.environment})
 
     def _exit_code(self) -> int:
-        """Return the exit code of the first cause, 0 without one."""
+        """Return the exit code of the first cause, 0 without one; 1 where the main process was lost and is missed."""
         first = first_cause(self.failures)
-        return 0 if first is None else first.exit_code
+        if first is not None:
+            return first.exit_code
+        is_missed = self.members is not None and not any(one.rank == 0 and one.returncode == 0 for one in self._ranks)
+        if is_missed:
+            self._print(
+                "accelerate launch: the run came to its end without rank 0, which was lost: what the main process does "
+                "after the loop (`if accelerator.is_main_process:`) wasn't done, so the exit code is 1."
+            )
+        return int(is_missed)
 
     def _print(self, text: str) -> None:
         data = f"{text}\n".encode()

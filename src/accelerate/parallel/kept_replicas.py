@@ -57,7 +57,7 @@ class KeptReplicas(Strategy):
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return ``model`` with the values of the lowest member."""
         self._trained.append(model)
-        if not self._membership.is_joining:
+        if not self._membership.is_behind:
             state = self._membership.share_state("prepare", model.state_dict)
             if state is not None:
                 model.load_state_dict(state)
@@ -71,7 +71,8 @@ class KeptReplicas(Strategy):
         assert state is not None, "the Accelerator gives it"
         if scaler is not None:
             raise PreparationError("fp16 with a gradient scaler under --keep_replicas isn't built. Use bf16, or no.")
-        if self._step_calls == state.num_step_calls:
+        is_added_up = self._step_calls == state.num_step_calls  # and used, unless the script let the update out
+        if is_added_up and any(p.grad is not None for model in self._trained for p in model.parameters()):
             raise PreparationError(
                 "backward() after the gradients of this update were added up, under --keep_replicas: give one "
                 "backward the sum of the losses, or put micro-batches under accelerator.accumulate(model)."

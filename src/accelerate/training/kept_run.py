@@ -85,6 +85,7 @@ class _KeptRun:
 
     def __init__(self, run: JoinedRun, membership: Membership, exit_code: int) -> None:
         self._run, self._membership, self._exit_code = run, membership, exit_code
+        self._state_to_enter_with: dict[str, Any] | None = None
 
     def between_batches(self, loader: object, begins: bool = False) -> None:
         """Join, let others join, or save and end, before the next batch of ``loader``.
@@ -95,7 +96,10 @@ class _KeptRun:
         membership = self._membership
         if membership.is_joining:
             if loader in self._run._dataloaders:
-                self._restore(membership.receive_state())
+                self._join(begins)
+        elif membership.is_entering:
+            if begins and getattr(loader, "is_trained", False):
+                self._enter()
         elif not membership.joining and not membership.ending:
             return
         elif getattr(loader, "is_trained", False) and self._run.gradient_state.sync_gradients:
@@ -103,6 +107,27 @@ class _KeptRun:
                 membership.admit(lambda: self._state(loader if begins else None))
             if membership.ending:
                 self._save_and_end(loader, begins)
+
+    def _join(self, begins: bool) -> None:
+        """Become a member; where a pass ``begins``, the script comes to the others' epoch by passes without batches."""
+        state = self._membership.receive_state()
+        if begins:
+            self._state_to_enter_with = state
+            for loader, (num_passes, first_epoch), saved in zip(
+                self._run._dataloaders, state["passes"], state["loaders"], strict=True
+            ):
+                loader.miss_passes(num_passes, first_epoch, is_trained=bool(saved["trained"]))
+        else:
+            self._restore(state)
+        self._membership.last_saved = state["saved"]
+        self._membership.is_entering = True
+
+    def _enter(self) -> None:
+        """Go on where the others are, with what they have in common."""
+        self._membership.is_entering = False
+        if self._state_to_enter_with is not None:
+            self._restore(self._state_to_enter_with)
+            self._state_to_enter_with = None
 
     def _save_and_end(self, loader: Any, begins: bool) -> None:
         run, membership = self._run, self._membership
@@ -127,6 +152,8 @@ class _KeptRun:
             "stateful": [one.state_dict() for one in self._stateful()],
             "num_updates": [optimizer.num_updates for optimizer in run._optimizers],
             "loaders": [loader.shared_state(begins=loader is begun) for loader in run._dataloaders],
+            "passes": [loader.shared_passes(begins=loader is begun) for loader in run._dataloaders],
+            "saved": self._membership.last_saved,
             "streams": capture_host_streams(("python", "torch")),
             "step": run.gradient_state.step,
         }

@@ -16,7 +16,7 @@ class Members:
     """Those of a rank that is the lowest one, or hears of it."""
 
     def __init__(self, heard: dict[str, str] | None) -> None:
-        self.heard = heard
+        self.heard, self.is_behind, self.last_saved = heard, False, ""
 
     def made_by_lowest(self, _operation: str, make: Callable[[], dict[str, str]]) -> tuple[dict[str, str], bool]:
         return (make(), True) if self.heard is None else (self.heard, False)
@@ -35,6 +35,12 @@ def test_the_lowest_member_saves_and_the_others_hear_where() -> None:
     other = run({"address": "run/checkpoints/checkpoint_4"})
     assert unsaved(other) == "run/checkpoints/checkpoint_4"
     assert other.project.iteration == 5
+
+
+def test_a_process_that_comes_to_the_others_has_their_checkpoint() -> None:
+    behind = run(None)
+    behind.world.replicas.is_behind, behind.world.replicas.last_saved = True, "run/checkpoints/checkpoint_4"
+    assert by_lowest_member(lambda run: pytest.fail("they saved"))(behind) == "run/checkpoints/checkpoint_4"
 
 
 def test_an_error_of_the_one_that_saves_is_one_of_all() -> None:

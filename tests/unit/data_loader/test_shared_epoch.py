@@ -9,6 +9,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from accelerate.data_loader.shared_epoch import SharedEpoch, SharedLoader, own_share
 from accelerate.errors import CheckpointError, PreparationError
+from accelerate.training.accumulation import GradientState
 
 
 def test_each_member_takes_a_batch_and_the_last_step_is_divided() -> None:
@@ -125,6 +126,24 @@ def test_ranks_that_put_back_other_samples_hear_so() -> None:
         epoch.draw([0, 1])
         epoch.commit(given)
     assert first.checksum != second.checksum
+
+
+def test_passes_that_others_have_finished_are_empty() -> None:
+    others, joined = loader(), loader()
+    others.gradient_state, joined.gradient_state = (GradientState.create() for _ in range(2))
+    for _ in range(2):
+        assert len(list(others)) == 3
+    next(running := iter(others))
+    assert others.shared_passes(begins=False) == (2, 0)
+    running.close()
+    assert others.shared_passes(begins=True) == (3, 0)
+    joined.miss_passes(2, 0, is_trained=True)
+    assert [len(list(joined)) for _ in range(3)] == [0, 0, 3]
+    assert joined.shared_passes(begins=True) == (3, 0)
+    resumed = loader()
+    resumed.progress.epoch = 5  # of a newer checkpoint than that with which the others began, at 4
+    resumed.miss_passes(2, 4, is_trained=True)
+    assert [len(list(resumed)) for _ in range(2)] == [0, 3]
 
 
 def test_skipped_batches_are_refused() -> None:

@@ -155,6 +155,29 @@ def test_ranks_that_end_well_are_not_missed(launcher: Launcher) -> None:
     assert not launcher.members.ending
 
 
+def test_an_update_after_the_end_of_the_others_is_refused(launcher: Launcher) -> None:
+    launcher.connect(0)
+    launcher.members.lost(1)
+    new = launcher.connect(1)
+    launcher.members.members.add(1)
+    launcher.connect(2)
+    launcher.members.lost(2, has_failed=False)
+    launcher.members.lost(0, has_failed=False)
+    launcher.send(new, operation="update", value=1)
+    assert "ranks 0, 2 came to the end, and rank 1 makes one more update" in answer(new)["error"]
+
+
+def test_a_new_process_that_ends_early_ends_no_other(launcher: Launcher) -> None:
+    ranks = [launcher.connect(rank) for rank in range(3)]
+    launcher.members.lost(1)
+    launcher.connect(1)
+    launcher.members.members.add(1)
+    launcher.members.lost(1, has_failed=False)
+    for rank in (0, 2):
+        launcher.send(ranks[rank], operation="update", value=rank)
+    assert answer(ranks[0])["members"] == [0, 2]
+
+
 def test_a_rank_that_ends_before_it_is_known_leaves_its_place_to_another(launcher: Launcher) -> None:
     died = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     died.connect(str(launcher.members.folder / "members"))
