@@ -169,8 +169,6 @@ CUSTOM: Final = StateFiles(
     CUSTOM_CHECKPOINT_NAME, CUSTOM_CHECKPOINT_NAME, "pkl", tensors_beside=True, always_numbered=True
 )
 
-#: In the details of a manifest: the number of updates that each optimizer has made, the most of which is ``updates``.
-OPTIMIZER_UPDATES: Final = "optimizer_updates"
 #: In the details of a manifest: gradients of an open window are a part of the checkpoint.
 OPEN_WINDOW: Final = "open_window"
 #: In the details of a manifest that one rank wrote: all ranks had the same seed, so that their streams are in step.

@@ -24,7 +24,6 @@ from .layout import (
     LOADER,
     OPEN_WINDOW,
     OPTIMIZER,
-    OPTIMIZER_UPDATES,
     RANDOM,
     SCALER,
     SCHEDULER,
@@ -34,7 +33,7 @@ from .layout import (
     holds_engine_state,
     read_engine_weights,
 )
-from .manifest import UNFINISHED_NAME, ByteProgress, Manifest
+from .manifest import OPTIMIZER_UPDATES, UNFINISHED_NAME, ByteProgress, Manifest
 from .remote import open_store
 from .run_state import RunState, StateDict, Stateful
 from .series import is_classic, list_committed, numbered, series_storage

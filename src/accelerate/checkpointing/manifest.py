@@ -96,6 +96,8 @@ FORMAT_VERSION: Final = 1
 PIN_NAME: Final = "pinned"
 #: The file that marks a folder while its files are written one by one: the first to be written, the last to go.
 UNFINISHED_NAME: Final = ".unfinished"
+#: In the details of a manifest: the number of updates that each optimizer has made, the most of which is ``updates``.
+OPTIMIZER_UPDATES: Final = "optimizer_updates"
 _CHUNK_BYTES: Final = 2 << 20
 _NUM_READERS: Final = 4
 

@@ -21,8 +21,8 @@ from .agreement import Ranks, StoreCollectives
 from .background import Background
 from .items import ABSENT_RANKS, AddedItems, CheckpointItem, DeferredItem, RunItems
 from .kept import by_lowest_member
-from .layout import OPEN_WINDOW, OPTIMIZER_UPDATES, STREAMS_ALIKE
-from .manifest import PIN_NAME, SILENT, ByteProgress, Manifest, read_manifest
+from .layout import OPEN_WINDOW, STREAMS_ALIKE
+from .manifest import OPTIMIZER_UPDATES, PIN_NAME, SILENT, ByteProgress, Manifest, read_manifest
 from .objects import run_hooks
 from .remote import open_store
 from .run_state import Hook, RunState, Saved, StateDict, Stateful, StrategyState, WriteStrategyState

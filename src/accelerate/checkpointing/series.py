@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Final, final
 from ..errors import CheckpointError, CheckpointNotFound
 from ..names import CHECKPOINT_NAME, CHECKPOINTS_FOLDER, RNG_STATE_NAME
 from ..settings.training import ProjectOptions
-from .layout import OPTIMIZER_UPDATES
-from .manifest import PIN_NAME, UNFINISHED_NAME, Manifest, problems, read_manifest
+from .manifest import OPTIMIZER_UPDATES, PIN_NAME, UNFINISHED_NAME, Manifest, problems, read_manifest
 from .storage import LocalStorage, Storage, storage_of
 
 if TYPE_CHECKING:

@@ -38,9 +38,10 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subcommand and return its exit code; without one, print the help and return 1."""
     try:
-        code = _run(arguments)
-        sys.stdout.flush()
-        return code
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:  # `accelerate ... | head`: the reader has closed the pipe
         sys.stdout = None  # pyright: ignore[reportAttributeAccessIssue]  (nothing is left to flush at exit)
         return 141

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import selectors
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,7 +203,9 @@ def test_states_of_a_lost_rank_are_removed_but_for_the_newest_two(launcher: Laun
     assert len(list(launcher.members.folder.glob("state_1_*"))) == 2
 
 
-def test_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
+def test_folders_of_killed_launchers_are_removed(request: pytest.FixtureRequest) -> None:
+    tmp_path = Path(tempfile.mkdtemp())  # a socket's address is short
+    request.addfinalizer(lambda: shutil.rmtree(tmp_path, ignore_errors=True))
     opened = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
     for name, one in zip(("lives", "killed"), opened, strict=True):
         folder = tmp_path / f"accelerate_replicas_{name}"

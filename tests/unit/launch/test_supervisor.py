@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -196,7 +197,9 @@ def test_a_rank_that_goes_on_long_after_the_others_is_named(
     script = write("if rank == 1: time.sleep(2)")
     code, _ = supervise(plan_of(script, 3), env.snapshot())
     assert code == 0
-    assert "ranks 0, 2 ended with code 0 0 s ago, rank 1 still runs." in capfd.readouterr().err
+    # On a busy machine rank 2, or rank 0, may still begin when the other has ended.
+    said = capfd.readouterr().err
+    assert re.search(r"ranks? (0|2|0, 2) ended with code 0 \d+ s ago, ranks? (0, )?1(, 2)? still runs?\.", said), said
 
 
 def test_teed_lines_carry_role_and_rank_also_unfinished_ones(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
