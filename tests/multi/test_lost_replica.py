@@ -98,6 +98,10 @@ torch.save([model.state_dict(), optimizer.state_dict()["state"], scheduler.get_l
 accelerator.wait_for_everyone()
 """
 
+#: Several generations of processes, which begin one after the other.
+pytestmark = pytest.mark.timeout(320)
+slow = pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="several generations of processes: RUN_SLOW")
+
 
 def _launch(
     folder: Path, num_ranks: int, num_replacements: int, *arguments: str, options: tuple[str, ...] = ()
@@ -151,6 +155,15 @@ def _check(folder: Path, num_ranks: int, num_ends: int, num_samples: int, num_ep
     torch.testing.assert_close(ends[0][0], dict(model.state_dict()), rtol=1e-7, atol=1e-9)
 
 
+def test_a_lost_rank_costs_no_sample_and_no_restart(tmp_path: Path) -> None:
+    launched = _launch(tmp_path, 2, 1, "60", "2", "0", json.dumps({1: (2, "given")}), "2")
+    _, errors = launched.communicate(timeout=100)
+    assert launched.returncode == 0, errors
+    assert errors.count("was lost (SIGKILL)") == 1, errors
+    _check(tmp_path, 2, 2, 60, 2)
+
+
+@slow
 def test_too_few_ranks_save_and_are_started_again(tmp_path: Path) -> None:
     deaths = {0: (2, "forward"), 1: (8, "given"), 2: (8, "forward")}  # so the only one left had joined
     options = ("--min_replicas", "2", "--max_restarts", "1")
@@ -164,7 +177,7 @@ def test_too_few_ranks_save_and_are_started_again(tmp_path: Path) -> None:
     _check(tmp_path, 3, 3, 150, 2)
 
 
-@pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="RUN_SLOW")
+@slow
 @pytest.mark.parametrize(
     ("deaths", "num_replaced"), [({1: (2, "forward"), 2: (2, "given")}, 1), ({0: (3, "agreement"), 2: (2, "data")}, 2)]
 )
@@ -179,7 +192,7 @@ def test_lost_ranks_cost_no_sample_and_no_restart(
     _check(tmp_path, 3, num_ends, 150, 2)
 
 
-@pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="RUN_SLOW")
+@slow
 def test_a_loop_over_all_epochs_is_joined_where_the_others_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FROM_0", "1")
     launched = _launch(tmp_path, 3, 2, "150", "3", "0", json.dumps({1: (8, "given"), 0: (9, "forward")}), "3")
@@ -188,14 +201,14 @@ def test_a_loop_over_all_epochs_is_joined_where_the_others_are(tmp_path: Path, m
     _check(tmp_path, 3, 3, 150, 3)
 
 
-@pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="RUN_SLOW")
+@slow
 def test_a_run_that_ends_without_its_main_process_has_failed(tmp_path: Path) -> None:
     launched = _launch(tmp_path, 2, 1, "40", "1", "0", json.dumps({0: (2, "given")}), "0")
     _, errors = launched.communicate(timeout=300)
     assert launched.returncode == 1 and "the run came to its end without rank 0" in errors, errors
 
 
-@pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="RUN_SLOW")
+@slow
 @pytest.mark.parametrize("to_launcher", [False, True])
 def test_a_notice_to_one_rank_saves_and_the_next_launch_goes_on(tmp_path: Path, to_launcher: bool) -> None:
     arguments = ("150", "2", "0.05", "{}", "0")
