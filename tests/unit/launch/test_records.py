@@ -29,7 +29,9 @@ rank, how = int(os.environ["RANK"]), sys.argv[1]
 record = RankRecord(Path("run/monitor"), rank)
 record.start(rank=rank)
 record.numbers({"step": 3, "loss": 0.5})
-time.sleep(0.2)
+for file in (Path(f"run/monitor/rank_{each}.jsonl") for each in (0, 1)):
+    while not file.exists() or '"step"' not in file.read_text():
+        time.sleep(0.02)  # until both have begun
 if rank == 0:
     if how == "preempted":
         record.event("preempted", text="SIGUSR1 to rank 0", folder="checkpoint_1")
