@@ -76,7 +76,8 @@ def unknown(report: dict[str, Any]) -> list[str]:
             reason = " ".join(found["message"].split())
             if "partially unknown" not in reason.partition(".")[0][:60]:
                 file = found["file"].rpartition("site-packages/")[2]
-                lines.append(f"{file}:{found['range']['start']['line'] + 1} {symbol['name']}: {reason}")
+                line = f":{found['range']['start']['line'] + 1}" if "range" in found else ""  # not of a whole file
+                lines.append(f"{file}{line} {symbol['name']}: {reason}")
     return sorted(set(lines))
 
 

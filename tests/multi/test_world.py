@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -24,8 +25,11 @@ from tests.ranks import RankFailed, free_port, run_on_ranks
 
 def native_threads() -> Counter[str]:
     """The threads of this process by name, as the kernel knows them."""
-    folder = Path("/proc/self/task")
-    return Counter((folder / task / "comm").read_text().strip() for task in os.listdir(folder))
+    folder, found = Path("/proc/self/task"), Counter[str]()
+    for task in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            found[(folder / task / "comm").read_text().strip()] += 1
+    return found
 
 
 def trained_replica() -> tuple[Any, Any, Any]:

@@ -32,10 +32,11 @@ class SharedEpoch:
     """
 
     def __init__(self, batch_size: int, order: Sequence[int] = (), *, drop_last: bool = False) -> None:
-        self.batch_size, self.drop_last = batch_size, drop_last
+        self.batch_size: int = batch_size
+        self.drop_last: bool = drop_last
         self._order, self._position = list(order), 0
         self._open: dict[int, list[int]] = {}  # of the window, by rank
-        self.num_returns = 0  # how often samples went back
+        self.num_returns: int = 0  # how often samples went back
         self.checksum: int = zlib.crc32(array("q", self._order))  # of the order, and of all that was taken from it
 
     @property
@@ -112,13 +113,14 @@ class SharedLoader(PreparedLoader):
 
     def __init__(self, dataset: Dataset[object], membership: Membership, data_seed: int | None, **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)
-        self.membership, self.data_seed = membership, data_seed
+        self.membership: Membership = membership
+        self.data_seed: int | None = data_seed
         size = int(getattr(self.batch_sampler, "batch_size", 1))
-        self.epoch_shared = SharedEpoch(size, drop_last=self._drop_last)
-        self.num_own_samples = 0  # of the current batch
-        self.is_trained = False  # updates were made from its batches
+        self.epoch_shared: SharedEpoch = SharedEpoch(size, drop_last=self._drop_last)
+        self.num_own_samples: int = 0  # of the current batch
+        self.is_trained: bool = False  # updates were made from its batches
         self._is_restored = False
-        self.num_passes = 0  # that the script has begun, those that were missed with them
+        self.num_passes: int = 0  # that the script has begun, those that were missed with them
         self._first_epoch = -1
         self._num_missed = 0  # passes that the others have finished before this process joined them
 

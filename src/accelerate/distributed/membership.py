@@ -65,11 +65,14 @@ class Membership:
     """
 
     def __init__(self, folder: Path, rank: int, *, joins: bool, minimum: int = 1) -> None:
-        self.folder, self.rank, self.is_joining, self.minimum = folder, rank, joins, minimum
+        self.folder: Path = folder
+        self.rank: int = rank
+        self.is_joining: bool = joins
+        self.minimum: int = minimum
         #: It has joined, and comes to the place of the others; what they exchange on the way, they have exchanged.
         self.is_entering = False
         self.last_saved = ""  # the folder of the newest checkpoint
-        self.ending = ""  # why the members save and end; empty while they go on
+        self.ending: str = ""  # why the members save and end; empty while they go on
         self.notices: Notices | None = None  # of preemption, which this process passes on
         self.members: tuple[int, ...] = ()
         self.joining: tuple[int, ...] = ()

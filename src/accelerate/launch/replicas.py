@@ -68,10 +68,14 @@ class ReplicaMembers:
     """
 
     def __init__(self, size: int, num_replacements: int, minimum: int = 1) -> None:
-        self.size, self.num_replacements, self.num_replaced = size, num_replacements, 0
-        self.minimum, self.ending, self.is_preempted = minimum, "", False
-        self.members = set(range(size))
-        self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=_choose_place()))
+        self.size: int = size
+        self.num_replacements: int = num_replacements
+        self.num_replaced: int = 0
+        self.minimum: int = minimum
+        self.ending: str = ""
+        self.is_preempted: bool = False
+        self.members: set[int] = set(range(size))
+        self.folder: Path = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=_choose_place()))
         if len(str(self.folder)) > _LONGEST_SOCKET_PATH - len(_SOCKET_NAME):
             raise LaunchError(f"{self.folder}: the path is too long for a socket. Set TMPDIR to a shorter one.")
         self._connections: dict[int, _Connection] = {}

@@ -103,7 +103,7 @@ class RunWatch:
         self._loader: Any = None
         self._pass_began: float | None = math.nan  # of the loader; NaN is no pass's
         self._num_loads = 0
-        self.samples_per_batch = 0.0
+        self.samples_per_batch: float = 0.0
         self._warned = False
         meter = DeviceMeter(world.kind, world.device)
         self._record = RankRecord(folder, world.rank, seconds_between=_seconds_between(world), utilization=meter.read)

@@ -65,10 +65,13 @@ class PassRecorder:
 
     def __init__(self, model: nn.Module, label: str, window: GradientState, device: torch.device) -> None:
         self.model = model
-        self.label, self._window, self._device = label, window, device
+        self.label: str = label
+        self._window, self._device = window, device
         self._is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         #: Whether a pass is a collective.
-        self.has_collectives = self._is_sharded or any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())
+        self.has_collectives: bool = self._is_sharded or any(
+            isinstance(each, nn.SyncBatchNorm) for each in model.modules()
+        )
         self._handles: list[RemovableHandle] = []
         self._hooked: dict[int, RemovableHandle] = {}  # by parameter, from a forward to the update only
         # By number, and held by the graph alone: one that no backward pass goes through (evaluation) goes with it.
