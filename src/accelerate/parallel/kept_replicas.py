@@ -52,6 +52,7 @@ class KeptReplicas(Strategy):
 
     def release(self) -> None:
         """Drop all references to prepared models."""
+        super().release()
         self._trained.clear()
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
