@@ -6,6 +6,7 @@ import io
 import os
 import random
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.errors import HardwareError, HardwareWarning, SettingError
 from accelerate.parallel.hardware_check import _AGAIN, _FOR_ANOTHER, _MEMORY, _NEIGHBOUR, _UPDATE, _Finding, _verdict
+from accelerate.utils import GradScalerKwargs
 from tests.ranks import run_on_ranks
 
 SLOW = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="minutes of updates: RUN_SLOW=1 (make slow)")
@@ -375,6 +377,28 @@ def test_only_forwards_that_are_trained_are_computed_again() -> None:
     Masked.calls = 0
     optimizer.step()
     assert Masked.calls == 4  # two, twice since it is the first update
+
+
+def test_passes_of_updates_that_the_scaler_left_out_are_forgotten() -> None:
+    """A scaler begins so high that several updates are left out, each with all that its passes were given."""
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0**40, backoff_factor=2.0**-8)]
+    )
+    model = nn.Linear(4, 3)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.watch_run(log=False, rules=None, sdc_check=1)
+    given: list[weakref.ref[torch.Tensor]] = []
+    for number in range(6):
+        inputs = torch.ones(2, 4)
+        given.append(weakref.ref(inputs))
+        accelerator.backward(model(inputs).square().mean())
+        del inputs
+        assert sum(each() is not None for each in given) == 1
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.num_updates == max(0, number - 3)  # 2^40, 2^32, 2^24 and 2^16 times the gradient is too much
 
 
 def test_what_cant_be_recorded_is_refused() -> None:

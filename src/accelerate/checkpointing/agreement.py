@@ -126,12 +126,19 @@ def write_on_main(
 ) -> None:
     """Run ``write()`` on the main process, which waits for no other rank; other ranks that call this wait for it.
 
+    Where replicas are kept, any rank may be lost, and none waits. A new main process that comes to the place of the
+    others writes nothing on its way: the one before it has.
+
     Args:
         moment: tells this call from others that are made from the same line.
 
     Raises:
         CheckpointError: on every rank that calls this, when it failed; the text says that ``what`` can't be done.
     """
+    if world is not None and world.replicas is not None:
+        if world.is_main and not world.replicas.is_behind:
+            write()
+        return
     coordinator = world.coordinator if world is not None and world.is_distributed else None
     participants = coordinator.calls.main_alone(operation, target, moment=moment) if coordinator is not None else None
     error: Exception | None = None

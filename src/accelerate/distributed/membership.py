@@ -19,17 +19,14 @@ from typing import Any, Final, TypeVar, final
 import torch
 
 from ..errors import CollectiveError, WorldError
+from ..names import (
+    REPLICA_JOINS_VARIABLE,
+    REPLICAS_FOLDER_VARIABLE,
+    REPLICAS_MINIMUM_VARIABLE,
+    REPLICAS_SOCKET_NAME,
+)
 from ..settings.env import read
 from .notices import Notices
-
-#: The launcher's folder: its socket, and what ranks give each other. Set by the launcher.
-FOLDER_VARIABLE: Final = "ACCELERATE_REPLICAS_FOLDER"
-#: Set by the launcher in a process that takes the place of a lost rank.
-JOINS_VARIABLE: Final = "ACCELERATE_REPLICA_JOINS"
-#: With fewer living members, these save and end. Set by the launcher.
-MINIMUM_VARIABLE: Final = "ACCELERATE_REPLICAS_MINIMUM"
-#: The name of the launcher's socket in the folder.
-SOCKET_NAME: Final = "members"
 
 Made = TypeVar("Made")
 
@@ -80,11 +77,11 @@ class Membership:
         self._mapped: dict[Path, torch.Tensor] = {}
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._connection.connect(str(folder / SOCKET_NAME))
+            self._connection.connect(str(folder / REPLICAS_SOCKET_NAME))
         except OSError as error:
             raise WorldError(
-                f"{FOLDER_VARIABLE}={folder}: no launcher answers there ({error}). Start the script with `accelerate "
-                "launch --keep_replicas N`, which sets the variable, or unset it."
+                f"{REPLICAS_FOLDER_VARIABLE}={folder}: no launcher answers there ({error}). Start the script with "
+                "`accelerate launch --keep_replicas N`, which sets the variable, or unset it."
             ) from error
         self._answers = self._connection.makefile("rb")
         self._send({"rank": rank, "joins": joins})
@@ -92,10 +89,11 @@ class Membership:
     @classmethod
     def of_environment(cls, rank: int) -> Membership | None:
         """Return the membership that the launcher arranged; None where it keeps no replicas."""
-        folder = read(FOLDER_VARIABLE)
+        folder = read(REPLICAS_FOLDER_VARIABLE)
         if not folder:
             return None
-        return cls(Path(folder), rank, joins=bool(read(JOINS_VARIABLE)), minimum=int(read(MINIMUM_VARIABLE) or 1))
+        minimum = int(read(REPLICAS_MINIMUM_VARIABLE) or 1)
+        return cls(Path(folder), rank, joins=bool(read(REPLICA_JOINS_VARIABLE)), minimum=minimum)
 
     @property
     def is_behind(self) -> bool:

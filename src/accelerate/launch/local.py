@@ -9,9 +9,9 @@ import sys
 from typing import TYPE_CHECKING, final
 
 from ..errors import LaunchError
+from ..names import REPLICAS_FOLDER_VARIABLE
 from .engine import LOOPBACK, LaunchEngine, base_environment, count_processes, device_notes, logs_of, rendezvous_port
 from .plan import LaunchPlan, Program
-from .replicas import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
@@ -163,7 +163,7 @@ def _nested_launch_environment(settings: Settings, host: Host) -> tuple[dict[str
         ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK"), "0")
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1")
         own = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(host.free_port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-        own[FOLDER_VARIABLE] = ""  # its replicas aren't those of the launch around it
+        own[REPLICAS_FOLDER_VARIABLE] = ""  # its replicas aren't those of the launch around it
         return {**ranks, **sizes, **own}, ()
     return {}, (
         f"this process joins as rank {around['RANK']} of {around['WORLD_SIZE']}, as the launcher around it says (RANK, "

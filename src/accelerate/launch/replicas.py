@@ -18,12 +18,8 @@ from typing import Any, Final, final
 
 from ..distributed.failures import numbered
 from ..errors import LaunchError
+from ..names import REPLICAS_FOLDER_VARIABLE, REPLICAS_MINIMUM_VARIABLE, REPLICAS_SOCKET_NAME
 
-#: As in `distributed.membership`, which imports torch.
-FOLDER_VARIABLE: Final = "ACCELERATE_REPLICAS_FOLDER"
-JOINS_VARIABLE: Final = "ACCELERATE_REPLICA_JOINS"
-MINIMUM_VARIABLE: Final = "ACCELERATE_REPLICAS_MINIMUM"
-_SOCKET_NAME: Final = "members"
 _FOLDER_PREFIX: Final = "accelerate_replicas_"
 _LONGEST_SOCKET_PATH: Final = 100
 #: Ranks exchange gradients in memory where there is so much room, else in files of the temporary folder.
@@ -76,7 +72,7 @@ class ReplicaMembers:
         self.is_preempted: bool = False
         self.members: set[int] = set(range(size))
         self.folder: Path = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=_choose_place()))
-        if len(str(self.folder)) > _LONGEST_SOCKET_PATH - len(_SOCKET_NAME):
+        if len(str(self.folder)) > _LONGEST_SOCKET_PATH - len(REPLICAS_SOCKET_NAME):
             raise LaunchError(f"{self.folder}: the path is too long for a socket. Set TMPDIR to a shorter one.")
         self._connections: dict[int, _Connection] = {}
         self._unknown: list[_Connection] = []
@@ -85,9 +81,10 @@ class ReplicaMembers:
         self._starters = set(range(size))  # still the processes of the start
         self._ended: set[int] = set()  # of these, those that came to their end
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listening.bind(str(self.folder / f"{_SOCKET_NAME}.new"))
+        self._listening.bind(str(self.folder / f"{REPLICAS_SOCKET_NAME}.new"))
         self._listening.listen(128)
-        (self.folder / f"{_SOCKET_NAME}.new").rename(self.folder / _SOCKET_NAME)  # where it is found, it listens
+        # Where it is found, it listens.
+        (self.folder / f"{REPLICAS_SOCKET_NAME}.new").rename(self.folder / REPLICAS_SOCKET_NAME)
         if self.folder.parent == _MEMORY_FOLDER:
             remove_left_folders(_MEMORY_FOLDER)
         self._selector: selectors.BaseSelector | None = None
@@ -95,7 +92,7 @@ class ReplicaMembers:
     @property
     def environment(self) -> dict[str, str]:
         """The variables by which ranks find the members, and know how few may go on."""
-        return {FOLDER_VARIABLE: str(self.folder), MINIMUM_VARIABLE: str(self.minimum)}
+        return {REPLICAS_FOLDER_VARIABLE: str(self.folder), REPLICAS_MINIMUM_VARIABLE: str(self.minimum)}
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Let ``selector`` call this object's functions, which it finds as the data of its keys."""
@@ -236,7 +233,7 @@ def remove_left_folders(place: Path) -> None:
             if folder.stat().st_uid != os.getuid():
                 continue
             try:
-                asking.connect(str(folder / _SOCKET_NAME))
+                asking.connect(str(folder / REPLICAS_SOCKET_NAME))
             except ConnectionRefusedError:  # nobody listens any more
                 shutil.rmtree(folder, ignore_errors=True)
 

@@ -33,9 +33,10 @@ from ..distributed.failures import (
     signal_name,
 )
 from ..errors import LaunchError
+from ..names import REPLICA_JOINS_VARIABLE, REPLICAS_FOLDER_VARIABLE
 from .plan import LaunchPlan, Stream
 from .records import EndRecords
-from .replicas import FOLDER_VARIABLE, JOINS_VARIABLE, ReplicaMembers
+from .replicas import ReplicaMembers
 from .streams import HOLD_SECONDS, OutputStream, write_all
 
 #: A rank that is stopped by the user or the scheduler may save its work for this long.
@@ -268,13 +269,13 @@ class Supervisor:
     def _start(self, local_rank: int, environment: dict[str, str], reaper: Reaper, *, joins: bool = False) -> None:
         """Start the process of one rank, which ``joins`` others in the place of a lost one."""
         environment |= self._records.environment
-        environment.pop(JOINS_VARIABLE, None)  # of a launch around this one
+        environment.pop(REPLICA_JOINS_VARIABLE, None)  # of a launch around this one
         if joins:
-            environment[JOINS_VARIABLE] = "1"
+            environment[REPLICA_JOINS_VARIABLE] = "1"
         if self.members is not None:
             environment |= self.members.environment
         else:
-            environment.pop(FOLDER_VARIABLE, None)  # of a launch around this one
+            environment.pop(REPLICAS_FOLDER_VARIABLE, None)  # of a launch around this one
         number = int(environment.get("RANK", local_rank))
         with contextlib.ExitStack() as child_side:
             streams, stdout, stderr = self._streams(local_rank, number, child_side)

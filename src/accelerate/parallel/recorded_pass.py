@@ -81,6 +81,7 @@ class PassRecorder:
         self._gradients: dict[int, Checksums] = {}  # by number of the backward pass
         self._running: Forward | None = None
         self._number: int | None = None  # of the forward that runs, also again
+        self._num_step_calls = 0  # when the newest forward began
         self._is_replay = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> PassRecorder:
@@ -143,6 +144,9 @@ class PassRecorder:
         is_wanted = module is self.model and torch.is_grad_enabled() and current_backward() == -1
         if self._is_replay or not is_wanted or not self._window.sync_gradients:
             return
+        if self._num_step_calls != self._window.num_step_calls and len(self._used) == len(self._forwards):
+            self.clear()  # the scaler left an update out, and its passes would be kept with all that they were given
+        self._num_step_calls = self._window.num_step_calls
         kind = self._device.type
         number = next(each for each in count() if each not in self._forwards)
         self._running = self._forwards[number] = Forward(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from accelerate import checkpointing
+from accelerate.checkpointing import objects
 from accelerate.checkpointing.kept import by_lowest_member
+from accelerate.distributed.world import World
 from accelerate.errors import CheckpointError
 
 
@@ -20,6 +26,24 @@ class Members:
 
     def made_by_lowest(self, _operation: str, make: Callable[[], dict[str, str]]) -> tuple[dict[str, str], bool]:
         return (make(), True) if self.heard is None else (self.heard, False)
+
+
+@pytest.mark.parametrize(("rank", "is_behind", "is_written"), [(0, False, True), (0, True, False), (1, False, False)])
+def test_weights_and_files_are_written_once_and_not_on_the_way_to_the_others(
+    rank: int, is_behind: bool, is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world: Any = World(rank, 2, rank, 2, torch.device("cpu"))
+    members: Any = Members(None)
+    members.is_behind = is_behind
+    world = replace(world, replicas=members)
+    monkeypatch.setattr(objects, "current_world", lambda: world)
+    weights = {"weight": torch.ones(3)}
+    checkpointing.save_model(weights, tmp_path / "one", world=world)
+    checkpointing.save_model(weights, tmp_path / "each", world=world, on_each_node=True)
+    checkpointing.save(weights, tmp_path / "weights.pt")
+    checkpointing.save(weights, tmp_path / "each.pt", save_on_each_node=True)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) == (4 if is_written else 0)
 
 
 def run(heard: dict[str, str] | None, window: object = None) -> Any:
