@@ -106,7 +106,7 @@ def test_the_report_of_a_hang_names_the_collective(fault: str, num_ranks: int, t
 
 
 SCRIPT = """
-import os, signal, torch
+import os, signal, sys, torch
 from accelerate import Accelerator
 from accelerate.distributed.failures import note_logs
 run = Accelerator(cpu=True)
@@ -114,7 +114,36 @@ model = run.prepare(torch.nn.Linear(2, 2))
 run.backward(model(torch.ones(1, 2)).sum())
 if run.process_index == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-run.backward(model(torch.ones(1, 2)).sum())
+try:
+    run.backward(model(torch.ones(1, 2)).sum())
+except RuntimeError:
+    sys.excepthook(*sys.exc_info())
+    os._exit(1)
+"""
+#: A launcher that waits for what ranks print of their own, however slow this machine is.
+PATIENT_LAUNCH = """
+import sys
+from accelerate.commands.accelerate_cli import main
+from accelerate.launch import supervisor
+supervisor.OUTPUT_GRACE_SECONDS = 60
+sys.argv[0] = "accelerate"
+sys.exit(main())
+"""
+#: A launcher stops this rank while it collects.
+STOPPED = """
+import atexit, os, signal, sys, time
+from accelerate.distributed.failure_hook import FailureHook
+from accelerate.distributed.notices import Notices
+if "notices" in sys.argv:
+    assert Notices(("SIGTERM",)).start()
+def collect(is_urgent):
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not is_urgent():
+        time.sleep(0.01)
+    return "what had arrived"
+FailureHook.install().collect = collect
+atexit.register(time.sleep, 60)  # as a rank that serves the others waits for them
+raise ValueError("bad")
 """
 
 
@@ -166,7 +195,7 @@ def test_the_flight_records_of_a_failure_are_collected_into_one_file(
 
 def test_the_error_of_a_rank_that_lost_another_names_the_collective(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
+    command = [sys.executable, "-c", PATIENT_LAUNCH, "launch", "--cpu", "--num_processes", "2"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [*command, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False, env=environment
@@ -176,6 +205,17 @@ def test_the_error_of_a_rank_that_lost_another_names_the_collective(tmp_path: Pa
     found = re.search(r"This rank's last collective \(torch's flight record\): \w+ #\d+ \(.* of the default", told)
     assert found, told  # it may have been DDP's exchange of bucket sizes
     assert "First cause: rank 1 of 2" in told
+
+
+@pytest.mark.parametrize("listens", ["", "notices"])
+def test_a_rank_that_is_stopped_while_it_collects_ends_with_what_it_has(listens: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED, listens], capture_output=True, text=True, timeout=50, check=False,
+        env=environment,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGTERM
+    assert "ValueError: bad" in done.stderr and done.stderr.endswith("what had arrived\n")
 
 
 def test_nothing_is_said_where_torch_keeps_no_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,8 @@ def run_command(parser: argparse.ArgumentParser, arguments: Sequence[str] | None
     args = parser.parse_args(None if arguments is None else list(arguments))
     try:
         code: object = args.func(args)
+    except BrokenPipeError:  # as main() does
+        raise
     except (AccelerateError, OSError) as error:
         return complain(parser.prog, error)
     return code if isinstance(code, int) else 0

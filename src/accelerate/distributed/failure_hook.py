@@ -7,6 +7,7 @@ a rank die stops the others soon: then what has arrived is reported.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -30,6 +31,8 @@ class FailureHook:
         collect: of the newest world; None where it has none.
     """
 
+    #: Whether an exception ends this process.
+    has_failed: ClassVar[bool] = False
     _installed: ClassVar[FailureHook | None] = None
 
     def __init__(self) -> None:
@@ -54,6 +57,7 @@ class FailureHook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Show the exception, then what is known of all ranks' collectives."""
+        FailureHook.has_failed = True
         text = _own_collective(error)
         if text and sys.version_info >= (3, 11):
             error.add_note(text)
@@ -65,7 +69,7 @@ class FailureHook:
             return
         sys.stderr.flush()
         # The store may have ended, which the traceback says.
-        with _sigterm_noted() as is_stopped, contextlib.suppress(RuntimeError):
+        with _sigterm_put_off() as is_stopped, contextlib.suppress(RuntimeError):
             if found := self.collect(is_stopped):
                 print(found, file=sys.stderr, flush=True)
 
@@ -79,8 +83,8 @@ def _own_collective(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _sigterm_noted() -> Iterator[Callable[[], bool]]:
-    """Let SIGTERM only be noted in this block, and yield a function that returns whether it came."""
+def _sigterm_put_off() -> Iterator[Callable[[], bool]]:
+    """Put SIGTERM off to the end of this block, and yield a function that returns whether it came."""
     stopped = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stopped.is_set
@@ -90,3 +94,5 @@ def _sigterm_noted() -> Iterator[Callable[[], bool]]:
         yield stopped.is_set
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        if stopped.is_set():  # else the process would wait for the others as it leaves, until it is killed
+            os.kill(os.getpid(), signal.SIGTERM)

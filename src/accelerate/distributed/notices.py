@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final, final
 
+from .failure_hook import FailureHook
+
 _FILE_SECONDS: Final = 0.5
 _SIGNAL_SECONDS: Final = 60.0
 _URL_SECONDS: Final = 5.0
@@ -125,7 +127,14 @@ class Notices:
         self.settle()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        """Tell of the signal once more: somebody else, such as asyncio, may have replaced the wake-up descriptor."""
+        """Tell of the signal once more: somebody else, such as asyncio, may have replaced the wake-up descriptor.
+
+        Where an exception ends this process already, the signal ends it now: nobody is left to save.
+        """
+        if FailureHook.has_failed:
+            self._restore()
+            os.kill(os.getpid(), number)
+            return
         with contextlib.suppress(OSError):
             os.write(self._write_end, bytes([number]))
 

@@ -237,7 +237,7 @@ class HangWatch:
         stalled_seconds = self._stalled_seconds()
         if stalled_seconds < self._threshold:
             return
-        self._threshold = 2 * stalled_seconds
+        self._threshold = self._next_threshold(stalled_seconds)
         number = self._num_heard
         if self._request(lambda: self._store.add(f"hang/{number}/asking", 1)) > 1:
             return
@@ -245,6 +245,13 @@ class HangWatch:
         answer = self._position_as_answer(number, _WHERE_AND_RECORD)
         self._request(lambda: answer(self._store))
         self._log_verdict(number)
+
+    def _next_threshold(self, stalled_seconds: float) -> float:
+        """Return when the next question about this hang is due: not while answers to this one are waited for.
+
+        An answer takes the place of that to the question before.
+        """
+        return max(self._seconds, 2 * stalled_seconds, stalled_seconds + 2 * _ANSWER_SECONDS)
 
     @property
     def stalled_seconds(self) -> float:
@@ -312,7 +319,7 @@ class HangWatch:
         frame = sys._current_frames().get(self._thread_id)
         if frame is None:
             return ""
-        self._threshold = max(self._seconds, 2 * stalled_seconds)
+        self._threshold = self._next_threshold(stalled_seconds)
         is_idle = time.process_time() - self._cpu_at < _IDLE_FRACTION * stalled_seconds
         position = replace(
             _position_of(self._rank, stalled_seconds, frame),

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["--version"], ["completion", "bash"]])
 def test_a_closed_pipe_ends_a_command_without_a_word(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "accelerate.commands.main", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
