@@ -37,6 +37,6 @@ for _ in range(loader.iteration, EPOCHS):
             optimizer.step()
             optimizer.zero_grad()
             watch.step(loss)
-        time.sleep(0.03)
+        time.sleep(float(os.environ.get("PAUSE", "0.03")))
 (folder / f"weights_{rank}.txt").write_text(str([value.tolist() for value in model.state_dict().values()]))
 accelerator.end_training()

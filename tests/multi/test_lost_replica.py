@@ -237,6 +237,7 @@ def test_a_notice_to_one_rank_saves_and_the_next_launch_goes_on(tmp_path: Path, 
     _check(tmp_path, 3, 3, 150, 2)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not os.environ.get("RUN_SLOW"), reason="100 kills take ten minutes: RUN_SLOW")
 def test_a_hundred_random_kills(tmp_path: Path) -> None:
     num_kills, num_samples, num_epochs = 100, 1500, 60
