@@ -107,20 +107,22 @@ def trained(
     return before + after, sorted(name for name in run.get_state_dict(model) if ".0.up.base" in name)
 
 
-def test_two_ranks_train_and_resume_like_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_train_and_resume_like_one(ranks: int, tmp_path: Path) -> None:
     """In shards and gathered; statistics of the 4-bit weights are in the checkpoint, as one process has them there."""
     one = str(tmp_path / "one")
     expected, names = run_on_ranks(lambda: trained(one, version=0), 1)[0]
     for form in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         folder = str(tmp_path / form)
-        (losses, found), (same, _) = run_on_ranks(lambda f=folder, s=form: trained(f, state_dict_type=s), 2)
-        assert losses == same == pytest.approx(expected, rel=1e-4)
+        (losses, found), *others = run_on_ranks(lambda f=folder, s=form: trained(f, state_dict_type=s), ranks)
+        assert all(same == losses for same, _ in others)
+        assert losses == pytest.approx(expected, rel=1e-4)
         assert found == names and any("absmax" in name for name in names)
-        resumed = run_on_ranks(lambda f=folder, s=form: trained(f, state_dict_type=s, load=True), 2)[0][0]
+        resumed = run_on_ranks(lambda f=folder, s=form: trained(f, state_dict_type=s, load=True), ranks)[0][0]
         assert resumed == losses[3:]  # bit by bit
     alone = run_on_ranks(lambda: trained(folder, version=0, load=True), 1)[0][0]
     assert alone == pytest.approx(expected[3:], rel=1e-4)
-    from_one = run_on_ranks(lambda: trained(one, load=True), 2)[0][0]
+    from_one = run_on_ranks(lambda: trained(one, load=True), ranks)[0][0]
     assert from_one == pytest.approx(expected[3:], rel=1e-4)
 
 

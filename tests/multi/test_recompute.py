@@ -94,7 +94,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("one", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("one", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 2), ("fsdp2", 4)])
 def test_training_is_the_same_bit_by_bit(strategy: str, ranks: int) -> None:
     """With dropout in attention and beside it, accumulation and AdamW; and the modules do run twice."""
 

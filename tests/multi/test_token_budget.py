@@ -76,16 +76,18 @@ def trained(packed: bool, steps: int) -> tuple[list[list[int]], list[torch.Tenso
     return seen, parameters
 
 
-@pytest.mark.parametrize(("packed", "steps"), [(True, 1), (False, 3)])
-def test_two_ranks_train_like_one_process_with_the_whole_batch(packed: bool, steps: int) -> None:
-    (first, parameters), (second, _) = run_on_ranks(trained, 2, packed, steps)
-    assert sorted(chain.from_iterable(first + second)) == list(range(NUM_TEXTS))
-    assert len(first) == len(second)
+@pytest.mark.parametrize(("ranks", "packed", "steps"), [(2, True, 1), (2, False, 3), (4, True, 2)])
+def test_ranks_train_like_one_process_with_the_whole_batch(ranks: int, packed: bool, steps: int) -> None:
+    found_on = run_on_ranks(trained, ranks, packed, steps)
+    batches, parameters = [seen for seen, _ in found_on], found_on[0][1]
+    assert sorted(chain.from_iterable(chain(*batches))) == list(range(NUM_TEXTS))
+    assert len({len(seen) for seen in batches}) == 1
     model, all_texts = network(), texts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for update, expected in enumerate(parameters):
         window = slice(update * steps, (update + 1) * steps)
-        tokens = torch.cat([all_texts[number] for batch in first[window] + second[window] for number in batch])
+        numbers = chain.from_iterable(batch for seen in batches for batch in seen[window])
+        tokens = torch.cat([all_texts[number] for number in numbers])
         optimizer.zero_grad()
         (loss_sum(model, tokens) / len(tokens)).backward()
         optimizer.step()

@@ -65,7 +65,7 @@ def trained(kind: str, folder: str | None, *, shards: bool, loads: bool) -> list
     return getattr(weight, "to_local", lambda: weight)().float().flatten().tolist()
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("AdamW8bit", 1), ("_AdamW", 2)])
+@pytest.mark.parametrize(("kind", "ranks"), [("AdamW8bit", 1), ("_AdamW", 2), ("_AdamW", 4)])
 def test_a_resumed_run_rounds_as_one_that_was_not_interrupted(kind: str, ranks: int, tmp_path: Path) -> None:
     """The random bits are those of torch's stream, which a checkpoint holds for every rank."""
     folder, shards = str(tmp_path / "saved"), ranks > 1
