@@ -28,6 +28,7 @@ CELLS: dict[str, tuple[str, int, dict[str, int]]] = {
     "fsdp2": ("llama", 2, {"fsdp_size": 2}),
     "tp2": ("llama", 2, {"tp_size": 2}),
     "ep2": ("mixture", 2, {"fsdp_size": 2, "ep_size": 2}),
+    "ep2 x fsdp2": ("mixture", 4, {"fsdp_size": 4, "ep_size": 2}),
     "fsdp2 x tp2": ("llama", 4, {"fsdp_size": 2, "tp_size": 2}),
     "hsdp": ("llama", 4, {"fsdp_size": 2, "dp_replicate_size": 2}),
 }
@@ -114,13 +115,14 @@ def test_the_bare_loop_trains_and_resumes_as_one_process(name: str, folder: Path
     assert alone["losses"] == pytest.approx(expected["losses"][6:], rel=1e-5)
 
 
-def test_experts_are_resumed_where_none_are_parallel(folder: Path, tmp_path: Path) -> None:
-    """What ranks of expert parallelism saved goes on in plain shards of two ranks, as in one process."""
+@pytest.mark.parametrize("other", ["fsdp2", "ep2 x fsdp2"])
+def test_experts_are_resumed_in_another_layout(other: str, folder: Path, tmp_path: Path) -> None:
+    """What two ranks of expert parallelism saved goes on in plain shards, or on four ranks, as in one process."""
     saved = tmp_path / "saved"
     expected = run_on_ranks(lambda: train(folder, "mixture", {}), 1, timeout_seconds=300)[0]
     run_on_ranks(lambda: train(folder, "mixture", CELLS["ep2"][2], saves=saved), 2, timeout_seconds=300)
-    sizes = {"fsdp_size": 2}
-    found = run_on_ranks(lambda: train(folder, "mixture", sizes, loads=saved), 2, timeout_seconds=300)[0]
+    _, ranks, sizes = CELLS[other]
+    found = run_on_ranks(lambda: train(folder, "mixture", sizes, loads=saved), ranks, timeout_seconds=300)[0]
     assert found["losses"] == pytest.approx(expected["losses"][6:], rel=1e-5)
     assert found["norms"] == pytest.approx(expected["norms"][3:], rel=1e-5)
     for name, value in expected["weights"].items():
