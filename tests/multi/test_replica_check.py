@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,23 @@ def test_replicas_that_are_trained_stay_equal_and_one_that_is_changed_is_named()
     assert said[0] == said[1] == said[2] == said[3]
     assert said[0][2].startswith("Replicas differ: rank 2 holds other values than ranks 0, 1, 3 of `2.weight`. ")
     assert "rank 2 holds other values than ranks 0, 1, 3 of the optimizer's 'exp_avg' of `2.weight`" in said[0][3]
+
+
+def test_statistics_that_all_ranks_compute_alike_are_compared() -> None:
+    """DDP takes SyncBatchNorm on accelerators only, so the replicas are those of a model that it hasn't wrapped."""
+
+    def on_rank() -> list[str]:
+        accelerator, *_ = parts()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.BatchNorm1d(8))
+        replicas = replace(accelerator._replicas(), models=[model], optimizers=[])
+        said = [str(replicas.difference())]
+        for name, buffer in model.named_buffers():
+            if accelerator.process_index == 1 and name.endswith("running_var"):
+                buffer[3] += 1
+        return [*said, str(replicas.difference())]
+
+    assert run_on_ranks(on_rank, 3)[0] == ["None", "rank 1 holds other values than ranks 0, 2 of `1.running_var`"]
 
 
 def test_a_model_that_was_not_prepared_is_found_at_the_first_report() -> None:

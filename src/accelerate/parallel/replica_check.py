@@ -2,7 +2,8 @@
 
 Ranks that hold the same parameters apply the same updates to them, so they stay equal for ever. Where they don't (a
 model that wasn't prepared, a parameter changed on one rank, hardware that computes wrong), each rank trains a model of
-its own, and no error says so. Buffers are left out: statistics of batches differ by rank until the next forward pass.
+its own, and no error says so. Of buffers those of SyncBatchNorm are compared, which all ranks compute from all samples.
+Others may differ: statistics of a rank's own batches do until the next forward pass, whatever a rank has seen does.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class Replicas:
             parameters = dict(_named_parameters(self.models, self.optimizers))
             states = dict(_named_states(parameters, self.optimizers))
             if self.state.is_whole():
+                states |= _named_buffers(self.models)
                 return [_Held.of(parameters, states, self.world.group, range(self.world.size), self.world)], ""
             axes = dict.fromkeys(axis for tensor in parameters.values() for axis in _replicated_axes(tensor))
             return [self._held_along(axis, parameters, states) for axis in axes], ""
@@ -174,6 +176,15 @@ def _named_parameters(
                 seen.add(id(parameter))
                 shape = tuple(parameter.shape)
                 yield f"parameter {place} {shape} of optimizer {number}, which is in no prepared model", parameter
+
+
+def _named_buffers(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the buffers that all ranks compute alike."""
+    for number, model in enumerate(models):
+        for prefix, module in model.named_modules():
+            if isinstance(module, torch.nn.SyncBatchNorm):
+                for name, buffer in module.named_buffers(prefix.removeprefix("module.")):
+                    yield f"`{name}`{f' of model {number}' if len(models) > 1 else ''}", buffer
 
 
 def has_bits(tensor: torch.Tensor) -> bool:
