@@ -230,7 +230,8 @@ def batch_script(settings: Settings, plan: LaunchPlan, name: str, nodes: int, pe
     asked["signal"] = f"USR1@{grace}" if saves else None  # before the time limit, to the ranks
     lines = ["#!/bin/bash", "# Written by `accelerate launch`."]
     lines += [f"#SBATCH --{key}={_quoted(value, key)}" for key, value in asked.items() if value is not None]
-    lines += ["#SBATCH --requeue"] if saves else []
+    # A job that is queued again would begin its output anew, and what the earlier starts said would be gone.
+    lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"] if saves else []
     lines += [f"#SBATCH {_argument(text)}" for text in slurm.arguments or ()]
     lines += ["", *(slurm.setup or ())]
     lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(plan.environment.items())]

@@ -190,6 +190,7 @@ def test_a_job_that_saves_on_signals_is_told_before_its_time_limit_and_queued_ag
     (script,) = plan(cpu=True, num_processes=2, num_machines=2, save_on_signal=True, grace_seconds=90.5).files.values()
     lines = script.splitlines()
     assert "#SBATCH --signal=USR1@91" in lines and "#SBATCH --requeue" in lines
+    assert "#SBATCH --open-mode=append" in lines
     assert "export ACCELERATE_SAVE_ON_SIGNAL=true" in lines and "export ACCELERATE_GRACE_SECONDS=90.5" in lines
     assert lines[-4].startswith("srun ") and lines[-3] == "code=$?"
     assert lines[-2:] == ['if [ "$code" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi', 'exit "$code"']
