@@ -176,7 +176,7 @@ def test_a_preempted_job_saves_is_queued_again_and_goes_on(
     resumed = [line.partition(" ")[2].rpartition("/")[2] for line in starts.read_text().splitlines()]
     assert resumed == ["None", *(f"checkpoint_{number}" for number in range(len(resumed) - 1))]
     assert len(resumed) == 2 or notice == "time limit"
-    assert out(launch).count("exit code 75") == len(resumed) - 1  # of each start, in one file
+    assert out(launch).count("All 2 rank(s) saved") == len(resumed) - 1  # of each start, in one file
     for rank in (0, 1):
         weights = [(launch.folder / name / f"weights_{rank}.txt").read_text() for name in ("undisturbed", "run")]
         assert weights[0] == weights[1]
