@@ -16,6 +16,10 @@ from accelerate.utils import set_seed
 
 EPOCHS = 3
 folder = Path(sys.argv[1])
+begun = folder / f"begun_{os.environ.get('SLURM_PROCID')}"
+if "WAITS_AT_START" in os.environ and not begun.exists():  # for a signal
+    begun.touch()
+    time.sleep(60)
 accelerator = Accelerator(cpu=True, project_dir=folder)
 set_seed(3)
 model, rows = nn.Linear(4, 1), torch.randn(160, 4)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..settings.tree import Settings
     from .preflight import Host
 
+_SIGUSR1: Final = 10  # on Linux, where Slurm runs
 _FIRST_HOST: Final = "ACCELERATE_FIRST_HOST"
 #: In a batch job's command line: replaced by what only the running job knows.
 _PLACEHOLDER: Final = "@placeholder@"
@@ -241,7 +242,9 @@ def batch_script(settings: Settings, plan: LaunchPlan, name: str, nodes: int, pe
         lines.append(f'{_FIRST_HOST}=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)')
     if not saves:
         return "\n".join([*lines, f"exec {start}", ""])
-    again = f'if [ "$code" -eq {PREEMPTED_EXIT_CODE} ]; then scontrol requeue "$SLURM_JOB_ID"; fi'
+    # A signal that comes before the script listens kills it, and nothing was trained that could be saved.
+    codes = f"{PREEMPTED_EXIT_CODE} | {128 + _SIGUSR1}"
+    again = f'case "$code" in {codes}) scontrol requeue "$SLURM_JOB_ID" ;; esac'
     return "\n".join([*lines, start, "code=$?", again, 'exit "$code"', ""])
 
 

@@ -193,4 +193,4 @@ def test_a_job_that_saves_on_signals_is_told_before_its_time_limit_and_queued_ag
     assert "#SBATCH --open-mode=append" in lines
     assert "export ACCELERATE_SAVE_ON_SIGNAL=true" in lines and "export ACCELERATE_GRACE_SECONDS=90.5" in lines
     assert lines[-4].startswith("srun ") and lines[-3] == "code=$?"
-    assert lines[-2:] == ['if [ "$code" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi', 'exit "$code"']
+    assert lines[-2:] == ['case "$code" in 75 | 138) scontrol requeue "$SLURM_JOB_ID" ;; esac', 'exit "$code"']
