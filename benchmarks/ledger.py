@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 STEPS = 5_000
 LINES = 1_000
 STEP_SECONDS = 0.005  # what a share is of
-LONGEST_SECONDS = 3.0
+LONGEST_SECONDS = 8.0
 
 
 def cost_of_a_step(rounds: int) -> list[float]:
