@@ -75,7 +75,9 @@ def test_statistics_that_all_ranks_compute_alike_are_compared() -> None:
     def on_rank() -> list[str]:
         accelerator, *_ = parts()
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.BatchNorm1d(8))
+        group = torch.distributed.new_group([0, 1])
+        of_some = nn.SyncBatchNorm(8, process_group=group)
+        model = nn.Sequential(nn.Linear(4, 8), nn.SyncBatchNorm(8), nn.BatchNorm1d(8), of_some)
         replicas = replace(accelerator._replicas(), models=[model], optimizers=[])
         said = [str(replicas.difference())]
         for name, buffer in model.named_buffers():

@@ -3,7 +3,7 @@
 Ranks that hold the same parameters apply the same updates to them, so they stay equal for ever. Where they don't (a
 model that wasn't prepared, a parameter changed on one rank, hardware that computes wrong), each rank trains a model of
 its own, and no error says so. Of buffers those of SyncBatchNorm are compared, which all ranks compute from all samples.
-Others may differ: statistics of a rank's own batches do until the next forward pass, whatever a rank has seen does.
+Others may differ by rank: statistics of its own batches (until the next forward pass), caches of what it has seen.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _named_buffers(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, tor
     """Iterate over the buffers that all ranks compute alike."""
     for number, model in enumerate(models):
         for prefix, module in model.named_modules():
-            if isinstance(module, torch.nn.SyncBatchNorm):
+            if isinstance(module, torch.nn.SyncBatchNorm) and module.process_group is None:  # else of some ranks
                 for name, buffer in module.named_buffers(prefix.removeprefix("module.")):
                     yield f"`{name}`{f' of model {number}' if len(models) > 1 else ''}", buffer
 
