@@ -123,7 +123,7 @@ def wait_for_ledger(folder: Path, process: subprocess.Popen[bytes], number: int)
 @pytest.mark.parametrize(
     ("kills", "longest"),
     [
-        (3, 2.5),
+        (2, 1.5),
         pytest.param(20, 3.0, marks=pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="20 kills: RUN_SLOW=1")),
     ],
 )
