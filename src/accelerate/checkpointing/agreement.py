@@ -136,7 +136,7 @@ def write_on_main(
         CheckpointError: on every rank that calls this, when it failed; the text says that ``what`` can't be done.
     """
     if world is not None and world.replicas is not None:
-        if world.is_main and not world.replicas.is_behind:
+        if world.replicas.writes_files:
             write()
         return
     coordinator = world.coordinator if world is not None and world.is_distributed else None

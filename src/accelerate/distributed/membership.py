@@ -100,6 +100,11 @@ class Membership:
         """Whether this process is on its way to the place in the script where the others are."""
         return self.is_joining or self.is_entering
 
+    @property
+    def writes_files(self) -> bool:
+        """Whether this process writes what the main process does: not on its way, where the one before has written."""
+        return self.rank == 0 and not self.is_behind
+
     # -- exchanges -----------------------------------------------------------------------------------------
 
     def exchange(self, operation: str, value: object = None) -> Answer:

@@ -35,7 +35,7 @@ from .compile import has_compiled_regions
 from .gradient_norm import local_tensor
 from .matrix_optimizer import needs_whole_matrices
 from .recorded_pass import Checksums, Forward, PassRecorder
-from .replica_check import checksum, has_bits
+from .replica_check import checksum, has_bits, unwrapped
 
 _AGAIN: Final = ", computed again on the same rank, differs"
 _NEIGHBOUR: Final = ", computed again by the next rank, differs"
@@ -86,11 +86,8 @@ def check_hardware(
     if any(map(has_compiled_regions, models)):
         raise SettingError(f"{asked}: a compiled model isn't recorded. Leave sdc_check or the compiler out.")
     strategy.end_checks()
-    recorders = []
-    for number, model in enumerate(models):
-        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        label = f" of model {number}" if len(models) > 1 else ""
-        recorders.append(PassRecorder(inner, label, optimizers[0].gradient_state, strategy.world.device))
+    window, device = optimizers[0].gradient_state, strategy.world.device
+    recorders = [PassRecorder(inner, label, window, device) for _, inner, label in unwrapped(models)]
     for number, optimizer in enumerate(optimizers):
         owner = f" of optimizer {number}" if len(optimizers) > 1 else ""
         check = _UpdateCheck(optimizer, owner, recorders, strategy, every, action)

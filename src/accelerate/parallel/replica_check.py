@@ -157,18 +157,24 @@ def _trains_alone(model: torch.nn.Module) -> bool:
     return isinstance(model, torch.nn.parallel.DistributedDataParallel) and not model.require_backward_grad_sync
 
 
+def unwrapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, torch.nn.Module, str]]:
+    """Iterate over ``models``, what is inside of DDP, and what tells the names of several models apart."""
+    for number, model in enumerate(models):
+        inner = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+        yield model, inner, f" of model {number}" if len(models) > 1 else ""
+
+
 def _named_parameters(
     models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the parameters of models, and those that only an optimizer has: nothing keeps these equal."""
     seen: set[int] = set()
-    for number, model in enumerate(models):
-        inner = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+    for model, inner, label in unwrapped(models):
         ignored = getattr(model, "parameters_to_ignore", ())  # of DDP: what each rank has of its own
         for name, parameter in inner.named_parameters():
             seen.add(id(parameter))
             if name not in ignored and has_bits(parameter):
-                yield f"`{name}`{f' of model {number}' if len(models) > 1 else ''}", parameter
+                yield f"`{name}`{label}", parameter
     for number, optimizer in enumerate(optimizers):
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for place, parameter in enumerate(held):
@@ -180,11 +186,11 @@ def _named_parameters(
 
 def _named_buffers(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the buffers that all ranks compute alike."""
-    for number, model in enumerate(models):
-        for prefix, module in model.named_modules():
+    for _, inner, label in unwrapped(models):
+        for prefix, module in inner.named_modules():
             if isinstance(module, torch.nn.SyncBatchNorm) and module.process_group is None:  # else of some ranks
-                for name, buffer in module.named_buffers(prefix.removeprefix("module.")):
-                    yield f"`{name}`{f' of model {number}' if len(models) > 1 else ''}", buffer
+                for name, buffer in module.named_buffers(prefix):
+                    yield f"`{name}`{label}", buffer
 
 
 def has_bits(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ import torch
 from accelerate import checkpointing
 from accelerate.checkpointing import objects
 from accelerate.checkpointing.kept import by_lowest_member
+from accelerate.distributed.membership import Membership
 from accelerate.distributed.world import World
 from accelerate.errors import CheckpointError
 
@@ -33,8 +34,8 @@ def test_weights_and_files_are_written_once_and_not_on_the_way_to_the_others(
     rank: int, is_behind: bool, is_written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world: Any = World(rank, 2, rank, 2, torch.device("cpu"))
-    members: Any = Members(None)
-    members.is_behind = is_behind
+    members = object.__new__(Membership)
+    members.rank, members.is_joining, members.is_entering = rank, is_behind, False
     world = replace(world, replicas=members)
     monkeypatch.setattr(objects, "current_world", lambda: world)
     weights = {"weight": torch.ones(3)}
