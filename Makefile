@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test multi device slow oracle engines storage clients trackers xla kills monitor processors versions gpu wheels types check fix bench docs build
+.PHONY: help setup demo test multi device slow oracle engines storage clients trackers xla kills monitor processors versions flakes gpu wheels types check fix bench docs build
 
 help:            ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## */  \1\t/' | expand -t 12
@@ -121,8 +121,12 @@ kills: setup     ## kill runs inside saving (300), preempt them (200), flip bits
 processors: setup  ## run the tests that compute under each instruction set this processor has, on 1 and 2 threads (minutes)
 	$(BIN)/python tests/processors.py
 
-versions: setup  ## run the unit and contract suites on other Pythons and torches, read the newest torch (3 GB to download, hours)
+versions: setup  ## run the unit, contract, multi and oracle suites on other Pythons and torches, read the newest torch (hours)
 	$(BIN)/python tests/versions.py
+
+N ?= 10
+flakes: setup    ## run the whole suite N times (N=10), every second time beside a load, and list each failure (hours)
+	$(BIN)/python -m tests.flakes --num_runs $(N)
 
 gpu:             ## on a machine with an H100 or H200: does it run, what does it cost; writes docs/gpu.md (at most 25 minutes)
 	test -z "$(wildcard wheels/*.whl)" || $(PYTHON) -m pip install --quiet --disable-pip-version-check --no-index --no-deps \

@@ -28,8 +28,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from accelerate.tools.estimate.subject import inputs_of_transformers
-from accelerate.tools.estimate.trace import loss_of, optimizer_of, recompute_blocks, trace_training
+from accelerate.guests.estimate.subject import inputs_of_transformers
+from accelerate.guests.estimate.trace import loss_of, optimizer_of, recompute_blocks, trace_training
 
 LIMIT = 0.10
 VOCABULARY = 1000

@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from time import perf_counter, process_time
 
-from accelerate.tools.monitor.reading import RunFiles
-from accelerate.tools.monitor.snapshot import snapshot
-from accelerate.tools.monitor.terminal import screen
+from accelerate.guests.monitor.reading import RunFiles
+from accelerate.guests.monitor.snapshot import snapshot
+from accelerate.guests.monitor.terminal import screen
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -26,6 +26,11 @@ os.environ.update(
 # The server of torch's store looks up the name of every host that connects and serves nobody meanwhile: 5 s
 # each where no name server answers.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# Bytecode is kept whatever the caller asks: each worker, and each of the hundreds of interpreters that tests start,
+# compiles the package and rewrites the tests' assertions anew otherwise.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 ROOT = Path(__file__).resolve().parent.parent
 # A fresh clone tests its own source even where the package is not installed; `tests.ranks` is a shared tool.
@@ -79,6 +84,17 @@ def training_stays_finite(request: pytest.FixtureRequest) -> Iterator[None]:
     watch.remove()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What an old torch is refused for is no failure of the test that meets the refusal."""
+    report = yield
+    if report.failed:
+        from tests.torch_needed import skip_refused
+
+        skip_refused(report)
+    return report
+
+
 @pytest.fixture(autouse=True)
 def world_left() -> Iterator[None]:
     """No test inherits the state views or the process group of the test before it."""
@@ -92,10 +108,20 @@ def world_left() -> Iterator[None]:
         world.leave_world()
 
 
+def pytest_collection() -> None:
+    """Imports and items stay: a fifth of the time of collecting tests would go into looking for garbage among them."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What has been imported by now stays: the collections that tests ask for needn't look at it each time."""
+    from tests.huge_pages import use_huge_pages
+
     gc.collect()
     gc.freeze()
+    gc.enable()
+    if "tests.ranks" in sys.modules:
+        use_huge_pages()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,7 +1,8 @@
-"""Run the unit and contract suites on other Pythons and torches, and read the newest torch: `make versions`.
+"""Run the unit, contract, multi and oracle suites on other Pythons and torches, and read the newest torch.
 
-Each row has an environment under .versions/ with its torch and none of the CUDA libraries, which tests/xla/stub_cuda.py
-stands in for. A Python that isn't installed is named as not run; nothing is installed for the whole system.
+This is `make versions`. Each row has an environment under .versions/ with its torch and none of the CUDA libraries;
+tests/xla/stub_cuda.py provides dummies for them. A Python that isn't installed is named as not run. Nothing is
+installed for the whole system.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / ".versions"
-#: (Python, torch): the oldest of both, then each Python with a torch that is newer than ours.
-ROWS = (("3.10", "2.6.0"), ("3.11", "2.14.1"), ("3.12", "2.15.0"), ("3.13", "2.15.0"), ("3.14", "2.15.0"))
+#: (Python, torch): what `pip install .` takes first, then the last but one, the oldest of both, and the other Pythons.
+ROWS = (
+    *(("3.11", "2.15.0"), ("3.11", "2.14.1"), ("3.10", "2.6.0")),
+    *(("3.12", "2.15.0"), ("3.13", "2.15.0"), ("3.14", "2.15.0")),
+)
 #: The torch whose files are compared with what is used, on any system: the wheel for macOS is the smallest (139 MB).
 NEWEST = "2.15.0"
-SUITES = ("tests/unit", "tests/contract")
+#: What another release is needed of by an old torch than the newest, which can't be imported there.
+OLDER = {"2.6.0": {"torchao": "torchao==0.10.0"}}
+SUITES = ("tests/unit", "tests/contract", "tests/multi", "tests/oracle")
 #: What torch itself needs beside CUDA, and what the tests need; each Python takes the newest that supports it.
 BESIDE = (
     "filelock", "typing_extensions", "sympy", "networkx", "jinja2", "fsspec", "numpy", "packaging", "pyyaml",
-    "safetensors", "setuptools", "psutil", "tqdm", "cloudpickle", "requests", "huggingface-hub",
+    "safetensors", "setuptools>=77", "psutil", "tqdm", "cloudpickle", "requests", "huggingface-hub",
     "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "scikit-learn", "matplotlib", "pexpect", "nbclient",
     "nbformat", "ipykernel",
 )  # fmt: skip
@@ -49,7 +55,8 @@ def environment(python: str, version: str, torch: str) -> Path:
     if not (home / ".installed").exists():
         subprocess.run([python, "-m", "venv", str(home)], check=True)
         pip(inside, "install", "--no-deps", f"torch=={torch}")
-        pip(inside, "install", "--no-deps", "torchdata")
+        asking = [OLDER.get(torch, {}).get(name, name) for name in ("torchdata", "torchao", "schedulefree")]
+        pip(inside, "install", "--no-deps", *asking)  # each asks for a whole torch
         pip(inside, "install", *BESIDE)
         found = subprocess.run(
             [str(inside), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
@@ -107,7 +114,7 @@ def read_newest() -> tuple[str, bool]:
 def main() -> int:
     """Run and compare everything; return 0 when nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("suites", nargs="*", default=list(SUITES), help="instead of the unit and contract suites")
+    parser.add_argument("suites", nargs="*", default=list(SUITES), help="instead of the four suites")
     parser.add_argument("--only", nargs=2, metavar=("PYTHON", "TORCH"), help="one row, of any two versions")
     parser.add_argument("--num_workers", type=int, default=2, help="tests at a time")
     options = parser.parse_args()

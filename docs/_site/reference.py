@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from options import default_of, meaning, names, type_of
 
-from accelerate.commands.main import COMMANDS
+from accelerate.commands.main import commands
 from accelerate.settings.document import options_with_groups
 from accelerate.settings.option import OptionGroup, OptionInfo
 from accelerate.settings.tree import GROUPS
@@ -32,9 +32,9 @@ def commands_page() -> str:
         "Made from the commands themselves. `accelerate COMMAND --help` prints the same.",
         "",
     ]
-    for name, (module, line) in COMMANDS.items():
+    for name, command in commands().items():
         option = "--help-all" if name == "launch" else "--help"
-        parts += [f"## accelerate {name}", "", line, "", "```text", _printed(module, option), "```", ""]
+        parts += [f"## accelerate {name}", "", command.help, "", "```text", _printed(command.module, option), "```", ""]
     return "\n".join(parts)
 
 
@@ -43,7 +43,7 @@ def _printed(module: str, option: str) -> str:
     os.environ["COLUMNS"] = "100"
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
-        importlib.import_module(f"accelerate.commands.{module}").main([option])
+        importlib.import_module(module).main([option])
     return output.getvalue().rstrip()
 
 

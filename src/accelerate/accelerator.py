@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, replace
+from functools import partial
 from time import perf_counter
 from typing import IO, TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, overload
 
@@ -21,18 +22,21 @@ from . import checkpointing, construction, monitoring, parallel, tracking
 from .data_loader.gathering import MetricGather, StreamingMean
 from .devices.memory import release_memory
 from .distributed import collectives, process_control
-from .distributed.world import World, join_world, leave_world
+from .distributed.world import World, join_world
 from .errors import PreparationError
 from .flag import Flag
 from .lazy import names_from
 from .logging import MultiProcessAdapter, get_logger
-from .parallel.base import PreparedArgument, PreparedArguments, Role, StrategyOptions
+from .parallel.base import PreparedArgument, PreparedArguments, Role, StrategyOptions, remark_on_stray
+from .parallel.compile import uncompiled
+from .parallel.replaceable import ReplaceableSteps
 from .plugins.handlers import GradientAccumulationPlugin
 from .precision import scaler_of_shards
 from .settings.labels import DistributedType, FP8BackendType, LoggerType
 from .state import AcceleratorState
 from .training import elastic_batch
-from .training.accumulation import GradientState, WindowWeights
+from .training.accumulation import GradientState, WindowContext, WindowWeights
+from .training.named_models import NamedWindows
 from .training.oom_retry import ComputeLoss, MicroBatches, Work
 from .training.open_window import OpenWindow
 from .training.optimizer import AcceleratedOptimizer
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
 
     from .distributed.mesh import Mesh
     from .distributed.process_control import Guard, Parameters, Result
+    from .guests.megatron.plugin import MegatronLMPlugin
     from .parallel.streaming.stream import Adapters, WeightStream
     from .plugins.data import DataLoaderConfiguration
     from .plugins.ddp import DistributedDataParallelKwargs
@@ -59,7 +64,6 @@ if TYPE_CHECKING:
         ProjectConfiguration,
         TorchDynamoPlugin,
     )
-    from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .plugins.preemption import PreemptionPolicy
     from .precision.base import ConversionReport, Precision
@@ -70,7 +74,7 @@ if TYPE_CHECKING:
 logger: MultiProcessAdapter = get_logger(__name__)
 
 _NOT_GIVEN: Any = object()
-#: The context of ``accumulate`` and ``no_sync`` where all gradients are reduced; it has no state, so one is enough.
+#: The context inside of ``accumulate``'s where all gradients are reduced; it has no state, so one is enough.
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 # The arguments of `prepare`, by position.
@@ -83,7 +87,7 @@ T6 = TypeVar("T6")
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-class Accelerator:
+class Accelerator(ReplaceableSteps):
     """The owner of a run's world, precision and strategy, which prepares and checkpoints a loop's objects.
 
     After construction the process has joined its world (one process, or all those that the launcher started).
@@ -198,7 +202,6 @@ class Accelerator:
         self.rng_types = construction.stream_names(rng_types)
         self.log_with = [] if log_with is None else tracking.filter_trackers(log_with, self.logging_dir)
         self.flag_tensor: torch.Tensor | None = None
-        self._is_distributed = self.world.size > 1
         construction.watch_for_hangs(self.world, self.gradient_state, self.project_dir)
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
@@ -216,12 +219,13 @@ class Accelerator:
         self._run_log: list[Any] = []
         self._run: monitoring.RunWatch | None = None
         self._loop = monitoring.watch_loop(self, self._optimizers)
-        self._window: tuple[int, ...] = ()
-        self._weights = WindowWeights(self.mesh)
+        self._windows = NamedWindows()
+        self._weights = WindowWeights(self.mesh, self.gradient_state, self._windows)
         self._metric_gather = MetricGather(self.mesh, self.gradient_state)
         self._micro_batches: MicroBatches | None = None
         self._prepared_models: dict[int, Any] = {}
-        self._save_hooks, self._load_hooks = checkpointing.Hooks(), checkpointing.Hooks()
+        # Programs run and change the hooks under these names.
+        self._save_model_state_pre_hook, self._load_model_state_pre_hook = checkpointing.Hooks(), checkpointing.Hooks()
         self._background = checkpointing.Background()
         self._preemption = None
 
@@ -758,6 +762,9 @@ class Accelerator:
             ```
         """
         _ = self.distributed_type  # raises after AcceleratorState._reset_state(): the Accelerator has to be made anew
+        return self._prepare_in_steps(args, device_placement)
+
+    def _prepare_all(self, args: Sequence[object], device_placement: Sequence[bool] | None) -> object:
         arguments = PreparedArguments.classify(args, device_placement, self.device_placement)
         for argument in arguments.of(Role.MODEL):
             self._adopt(argument.current)
@@ -796,7 +803,7 @@ class Accelerator:
 
     @contextmanager
     def _rebinding_optimizers(self, arguments: PreparedArguments) -> Iterator[None]:
-        """Enter a context after which the optimizers train the parameters that the models have then."""
+        """Enter a context; at its end, make the optimizers train the models' current parameters."""
         models = [one for one in arguments.of(Role.MODEL) if id(one.current) not in self._prepared_models]
         optimizers = [argument.current for argument in arguments.of(Role.OPTIMIZER)]
         if not models or not optimizers:
@@ -833,8 +840,13 @@ class Accelerator:
             teacher = accelerator.prepare_model(nn.Linear(4, 3), evaluation_mode=True)
             ```
         """
+        self._windows.known.clear()
         if id(model) in self._prepared_models:
             return self._prepared_models[id(model)]
+        inner = uncompiled(model)
+        if inner is not model and self._prepared_models.get(id(inner)) is inner:  # compiled after it was prepared
+            self._prepared_models[id(model)] = model
+            return model
         self._adopt(model)
         if model.__dict__.get("_is_accelerate_prepared", False):  # by another Accelerator, or before free_memory()
             inner = self.strategy.unwrap(model, keep_torch_compile=False)
@@ -842,7 +854,7 @@ class Accelerator:
             self.precision.patch_wrapped(model)
             return self._register_model(inner, model)
         placed = self.device_placement if device_placement is None else device_placement
-        prepared: Any = self.strategy.place_model(model, self.precision, placed, evaluation_mode)
+        prepared: Any = self._place_model(model, placed, evaluation_mode)
         if evaluation_mode:  # not marked: the same model may be prepared for training later
             _register(self._models, model)
             return prepared
@@ -858,7 +870,8 @@ class Accelerator:
     def _follow(self, strategy: parallel.Strategy) -> None:
         if strategy.mesh != self.mesh:
             self.mesh = strategy.mesh
-            self._weights, self._metric_gather = WindowWeights(self.mesh), MetricGather(self.mesh, self.gradient_state)
+            self._weights = WindowWeights(self.mesh, self.gradient_state, self._windows)
+            self._metric_gather = MetricGather(self.mesh, self.gradient_state)
         if strategy is not self.strategy and not strategy.hands_over_shards:
             self.scaler = scaler_of_shards(self.scaler, self.world)  # the strategy before registered no hooks
             for optimizer in self._optimizers:
@@ -892,6 +905,8 @@ class Accelerator:
         )
         self.strategy.register_step_hooks(optimizer)
         _register(self._optimizers, prepared)
+        checkpointing.watch_first_step(optimizer, self.project_dir if self.world.is_main else None)
+        prepared.before_first_step(partial(remark_on_stray, optimizer, self._models, self._prepared_models))
         return prepared
 
     def prepare_scheduler(self, scheduler: object) -> AcceleratedScheduler:
@@ -1029,7 +1044,7 @@ class Accelerator:
         """Enter a context around one micro-batch, in which gradients are reduced only if it completes the window.
 
         Prepared optimizers do nothing before that. Windows are counted per set of ``models``, so that two models of one
-        loop may take turns.
+        loop may take turns, also one inside the other: the innermost is the one that ``backward`` and ``step`` obey.
 
         Example:
             ```python
@@ -1040,14 +1055,13 @@ class Accelerator:
                     optimizer.zero_grad()
             ```
         """
-        gradient_state = self.gradient_state
-        self._window = key = tuple(map(id, models))
-        if gradient_state.advance(key) or not self._is_distributed or gradient_state.sync_each_batch:
-            return _NO_CONTEXT
-        contexts = ExitStack()
-        for model in models:
-            contexts.enter_context(self.strategy.no_sync(model))
-        return contexts
+        state, windows = self.gradient_state, self._windows
+        outer = (windows.current, state.current) if windows.depth else None
+        ids = tuple(map(id, models))
+        windows.current = window = windows.known.get(ids) or windows.find(models, self._wrapped_models)
+        is_reduced = state.advance(window.key) or self.world.size == 1 or state.sync_each_batch
+        context = _NO_CONTEXT if is_reduced else self.strategy.no_sync_in(window.unreduced)
+        return WindowContext(state, windows, outer, context)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Enter a context in which backward passes through ``model`` don't reduce gradients.
@@ -1059,11 +1073,11 @@ class Accelerator:
             accelerator.backward(loss_function(model(inputs), targets))  # both are reduced
             ```
         """
-        return self.strategy.no_sync(model)
+        return self.strategy.no_sync_in(self._windows.unreduced_by(model, self._wrapped_models))
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Enter a context whose backward reduces the gradients of forwards that ran under ``no_sync``.
+        """Enter a context in which backward also reduces gradients from forwards under ``no_sync``.
 
         Example:
             ```python
@@ -1105,21 +1119,16 @@ class Accelerator:
             self.lomo_backward(loss, kwargs.pop("learning_rate"))
             return
         if weight is not None:
-            steps_in_backward = self.strategy.retry is None
-            if steps_in_backward:
-                self._weights.refuse_open_window(completes_window=self.gradient_state.sync_gradients)
             self._weights.backward(
                 loss,
                 weight,
-                key=self._window,
-                completes_window=self.gradient_state.sync_gradients,
-                accumulates=self.gradient_state.num_steps != 1 and not steps_in_backward,
+                models=lambda: self._wrapped_models,
                 backward=lambda scaled: self.strategy.backward(scaled, self.precision.scaler, 1, **kwargs),
-                parameters=self._window_parameters,
+                one_backward=self.strategy.one_backward,
             )
             return
         if self._weights.pending:
-            self._weights.refuse_unweighted(self._window)
+            self._weights.refuse_unweighted()
         self.strategy.backward(loss, self.precision.scaler, steps, **kwargs)
 
     def backward_in_parts(
@@ -1166,15 +1175,15 @@ class Accelerator:
         if self._micro_batches is None:
             if self.strategy.retry is None:
                 raise PreparationError(
-                    "backward_in_parts() needs several backward passes before an update, but the engine of "
-                    f"{self.distributed_type.value} updates the parameters inside one. Use FSDP or DDP."
+                    "backward_in_parts() needs several backward passes for an update, but "
+                    f"{self.strategy.one_backward}. Use FSDP or DDP."
                 )
             self._micro_batches = MicroBatches(self.strategy.retry)
-        in_window = [model for model in self._models if not self._window or self._is_in_window(model)]
-        named = [self._wrapped(model) for model in in_window]
+        models = self._wrapped_models
+        named = [models[number] for number in self._windows.current.models or range(len(models))]
         steps = self.gradient_state.note_backward()
         if self._weights.pending:
-            self._weights.refuse_unweighted(self._window)
+            self._weights.refuse_unweighted()
 
         def backward(loss: torch.Tensor) -> None:
             self.strategy.backward(loss, self.precision.scaler, steps)
@@ -1228,14 +1237,6 @@ class Accelerator:
         if self._loop is not None:
             self._run = self._loop(loss, self._noted_watch)
         return loss
-
-    def _window_parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Return the parameters of the models of the current window; of all models where none was named."""
-        named = [model for model in self._models if not self._window or self._is_in_window(model)]
-        return (parameter for model in named for parameter in model.parameters())
-
-    def _is_in_window(self, model: object) -> bool:
-        return id(model) in self._window or id(self._prepared_models.get(id(model))) in self._window
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Update the parameters of the LOMO optimizers along the gradients of ``loss``.
@@ -1339,7 +1340,7 @@ class Accelerator:
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
-        """Enter a context whose value is torch's profiler, and write its trace per process where a folder was named.
+        """Enter a context with torch's profiler; write a trace per process if ``output_trace_dir`` is set.
 
         Example:
             ```python
@@ -1395,16 +1396,9 @@ class Accelerator:
                 print(tokens.shape)  # [2, 8] divided by cp_size along the sequence
             ```
         """
-        if self.mesh.active("cp", "sp"):
-            from .parallel.context_parallel import split_sequences
-
-            config = self.strategy.options.plugins.parallelism
-            assert config is not None, "the mesh has these axes by it"
-            return split_sequences(self.mesh, config, buffers, buffer_seq_dims, no_restore_buffers)
-        logger.warning_once(
-            "maybe_context_parallel() has no effect: no ParallelismConfig asks for context parallelism."
+        return self._split_sequences(
+            buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
         )
-        return _NO_CONTEXT
 
     # == collectives =======================================================================================
 
@@ -1805,6 +1799,7 @@ class Accelerator:
     @property
     def _run_state(self) -> checkpointing.RunState:
         """The live objects of the run, which a checkpoint is made of and loaded into."""
+        self.gradient_state.finish_window()
         return checkpointing.RunState(
             self.strategy.state,
             self.world,
@@ -1819,8 +1814,8 @@ class Accelerator:
             custom_objects=self._custom_objects,
             may_pickle=self._may_pickle,
             open_window=self._open_window,
-            save_hooks=self._save_hooks,
-            load_hooks=self._load_hooks,
+            save_hooks=[*self._save_model_state_pre_hook.values()],
+            load_hooks=[*self._load_model_state_pre_hook.values()],
             background=self._background,
         )
 
@@ -1866,7 +1861,7 @@ class Accelerator:
             handle.remove()
             ```
         """
-        return self._save_hooks.add(hook)
+        return self._save_model_state_pre_hook.add(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register ``hook(models, input_dir)`` to run before ``load_state`` reads; return its handle.
@@ -1878,7 +1873,7 @@ class Accelerator:
             accelerator.load_state("checkpoint")
             ```
         """
-        return self._load_hooks.add(hook)
+        return self._load_model_state_pre_hook.add(hook)
 
     def free_memory(self, *objects: object) -> list[None]:
         """Drop all references to prepared objects, empty device caches, and return a None per object.
@@ -1892,16 +1887,21 @@ class Accelerator:
         for model in self._models:
             # A wrapper that the caller still uses goes on working; a model that was not wrapped is restored.
             if self._wrapped(model) is model:
-                self.precision.restore_forward(model)
-                model.__dict__.pop("_is_accelerate_prepared", None)
+                self._restore(model)
         lists = self._models, self._optimizers, self._schedulers, self._dataloaders, self._custom_objects
         for registry in (*lists, self._may_pickle, self._prepared_models):
             registry.clear()
         self._background.release_memory()
         self._micro_batches, self.step = None, 0
+        self._windows.forget()
         self.strategy.release()
         self._follow(parallel.unadopted(self.strategy))
         return release_memory(*objects)
+
+    def _restore(self, model: torch.nn.Module) -> None:
+        """Undo ``prepare`` on a ``model`` that has no wrapper around it."""
+        self.precision.restore_forward(model)
+        model.__dict__.pop("_is_accelerate_prepared", None)
 
     def clear(self, *objects: object) -> list[None]:
         """Do the same as :meth:`free_memory`.
@@ -1961,10 +1961,12 @@ class Accelerator:
             accelerator.log({"loss": loss.item()}, step=1)
             ```
         """
-        tracking.log([*self.trackers, *self._run_log], values, step, log_kwargs or {})
+        tracking.log([*self.trackers, *self._run_log], values, step, log_kwargs or {}, asked=self.log_with)
 
     def end_training(self) -> None:
-        """Commit the last checkpoint, finish the trackers and leave the world.
+        """Commit the last checkpoint and finish the trackers.
+
+        The processes stay connected until they end, so saving, loading and gathering still work.
 
         Raises:
             CheckpointError: a checkpoint that was being saved in the background failed.
@@ -1981,8 +1983,6 @@ class Accelerator:
             if self._run is not None:
                 self._run.finish()
             tracking.finish([*self.trackers, *self._run_log])
-            if not self.world.fork_launched:
-                leave_world()
 
     # == watching ==========================================================================================
 
@@ -2077,7 +2077,7 @@ class Accelerator:
     @property
     def _open_window(self) -> OpenWindow:
         gradients, kind = self.strategy.state.gradients, self.strategy.label
-        return OpenWindow(self.gradient_state, gradients, self._weights, self._models, self._prepared_models, kind)
+        return OpenWindow(self.gradient_state, gradients, self._weights, self._models, kind)
 
     # == copies ============================================================================================
 
@@ -2087,22 +2087,25 @@ class Accelerator:
 
     def __getstate__(self) -> dict[str, object]:
         # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
-        left = ("world", "mesh", "trackers", "_run_log", "_weights", "_micro_batches", "_window", "_run", "_preemption")
-        left += ("_loop", "_save_hooks", "_load_hooks", "_background", "_metric_gather")
+        left = ("world", "mesh", "trackers", "_run_log", "_weights", "_micro_batches", "_windows", "_run", "_loop")
+        left += ("_save_model_state_pre_hook", "_load_model_state_pre_hook", "_background", "_metric_gather")
+        left += ("_preemption",)
         state = {name: value for name, value in self.__dict__.items() if name not in left}
-        state["strategy"] = replace(self.strategy.options, mesh=None)
+        state["strategy"], state["size"] = replace(self.strategy.options, mesh=None), self.world.size
         state["_prepared_models"] = [self._prepared_models.get(id(model)) for model in self._models]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        options, prepared_models = state.pop("strategy"), state.pop("_prepared_models")
+        options, prepared_models, size = state.pop("strategy"), state.pop("_prepared_models"), state.pop("size", None)
         self.__dict__.update(state)
         self.world = join_world(cpu=self.settings.run.use_cpu)
         self.mesh = options.mesh = construction.mesh(self.world, options.plugins)
         self.strategy = parallel.choose(self.settings, self.world, options)
         self._start_in_process()
         for model, prepared in zip(self._models, prepared_models, strict=True):
-            if prepared is not None:
+            if prepared is model and size != self.world.size:  # not wrapped for this world: prepare() does it anew
+                self._restore(model)
+            elif prepared is not None:
                 self._register_model(model, prepared)
 
 

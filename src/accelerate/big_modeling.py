@@ -280,7 +280,7 @@ def dispatch_model(
 
 
 def _refuses_to_move(model: object) -> bool:
-    """Return whether the model is one of bitsandbytes, which stays on the device where it was quantised."""
+    """Return whether bitsandbytes quantised the model, which then stays on its device."""
     quantized = getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)
     return bool(quantized) and "bitsandbytes" in str(getattr(model, "quantization_method", "bitsandbytes")).lower()
 

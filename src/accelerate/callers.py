@@ -72,7 +72,7 @@ def warn_of_old_spelling(message: str) -> None:
 
 @contextmanager
 def muted() -> Generator[None]:
-    """Enter a context in which this thread warns of no old spelling, for objects that the user didn't construct."""
+    """Enter a context in which this thread doesn't warn about old spellings, for objects the user didn't construct."""
     token = _is_muted.set(True)
     try:
         yield

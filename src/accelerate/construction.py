@@ -12,6 +12,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast, final
 
 from .callers import warn_of_old_spelling
+from .devices.hardware import is_bf16_available
 from .distributed.mesh import Mesh
 from .distributed.random import check_stream_name
 from .distributed.world import World, expected_backend
@@ -30,10 +31,10 @@ from .settings.labels import FP8BackendType
 if TYPE_CHECKING:
     import torch
 
+    from .guests.megatron.plugin import MegatronLMPlugin
     from .plugins.ddp import DistributedDataParallelKwargs
     from .plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from .plugins.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs, ProfileKwargs
-    from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .plugins.preemption import PreemptionPolicy
     from .plugins.recompute import ActivationCheckpointing
@@ -51,13 +52,15 @@ Config = TypeVar("Config")
 #: Names that libraries on top read from ``accelerate.accelerator``, or replace there: file -> names, imported lazily.
 NAMES_OF_ACCELERATOR: Final = {
     "data_loader": "prepare_data_loader skip_first_batches",
+    "devices.hardware": "is_bf16_available",
     "hooks.align": "get_state_dict_offloaded_model",
+    "parallel.fsdp.files": "fsdp2_prepare_model",
     "plugins.data": "DataLoaderConfiguration",
     "plugins.deepspeed": "DeepSpeedPlugin",
     "plugins.handlers": "TorchDynamoPlugin AutocastKwargs ProfileKwargs ProjectConfiguration",
     "plugins.fp8": "TERecipeKwargs",
     "plugins.fsdp": "FullyShardedDataParallelPlugin",
-    "plugins.megatron": "MegatronLMPlugin",
+    "guests.megatron.plugin": "MegatronLMPlugin",
     "plugins.parallelism": "ParallelismConfig TorchTensorParallelPlugin",
     "precision.fp8_ao": "convert_model_to_fp8_ao",
     "precision.fp8_te": "apply_fp8_autowrap convert_model",
@@ -136,7 +139,7 @@ def sort_handlers(kwargs_handlers: Sequence[KwargsHandler] | None, functions: Fp
 
 
 def install_exception_hooks() -> None:
-    """Install exception hooks that record the exception which ends this process for its launcher, and format it."""
+    """Install hooks that format an uncaught exception and record it for the launcher."""
     from .distributed.failures import record_uncaught
 
     install_rich_tracebacks()  # first: it replaces the hook that the other one extends
@@ -268,7 +271,7 @@ def inherit_from_first(settings: Settings, arguments: Mapping[str, object], know
         ("parallelism", "parallelism_config"),
     ):
         if arguments[plugin] is None:
-            setattr(settings, group, known[plugin])
+            setattr(settings, group, known.get(plugin))
 
 
 def complete_plugins(
@@ -345,7 +348,7 @@ def megatron_plugin(settings: Settings, options: MegatronOptions) -> MegatronLMP
             f"Megatron-LM, asked for by {settings.quote('paradigm.use_megatron_lm')}, can't be imported ({error}). "
             f"{MEGATRON_REMEDY}"
         ) from error
-    from .plugins.megatron import MegatronLMPlugin
+    from .guests.megatron.plugin import MegatronLMPlugin
 
     plugin = MegatronLMPlugin.of(options)
     plugin.set_mixed_precision(str(settings.run.mixed_precision))
@@ -482,9 +485,11 @@ def precision(
         and not world.kind.runtime
         and (plugins.fsdp is not None or (config is not None and (config.tp_enabled or config.pp_enabled)))
     )
+    has_bf16 = functions("is_bf16_available")  # a library's, if one put its own there
     chosen = choose_precision(
         label,
         world.device.type,
+        has_bf16=None if has_bf16 is is_bf16_available else bool(has_bf16(True)),
         autocast_handler=handlers.autocast,
         scaler_handler=handlers.scaler,
         shards_over=world if is_sharded else None,
@@ -497,7 +502,7 @@ def precision(
 
 
 def downcast_on_xla(precision: Precision, world: World, owner: object) -> None:
-    """Let XLA cast all tensors where that is how the device computes in bf16; ``owner`` is the Accelerator."""
+    """Let XLA cast all tensors if the device computes in bf16 that way; ``owner`` is the Accelerator."""
     if world.kind.runtime:
         from .parallel import xla
 
@@ -537,7 +542,7 @@ def preemption(
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[AcceleratedOptimizer],
 ) -> Preemption | None:
-    """Return the listening part of ``policy``, or of what the launcher was asked for; None where nobody asked.
+    """Return the preemption handling from ``policy`` or the launcher's options; None if neither asks for it.
 
     Args:
         models: the lists of what ``run`` has prepared, which it goes on filling.

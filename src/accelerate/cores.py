@@ -21,7 +21,7 @@ Core = tuple[str, str]  # (the socket, the core of it)
 
 
 def usable_cpus(pid: int = 0) -> frozenset[int]:
-    """Return the logical CPUs that a process may run on (0: this one); all of the host where the system can't tell."""
+    """Return the logical CPUs available to a process (0: this one); all CPUs of the host if unknown."""
     affinity = getattr(os, "sched_getaffinity", None)
     if affinity is None:
         return frozenset(range(os.cpu_count() or 1))
@@ -64,7 +64,7 @@ def threads_of_this_rank(local_size: int) -> int:
 
 
 def _parents_cpus() -> frozenset[int]:
-    """Return the CPUs that the parent process may run on; this process's own where that can't be known."""
+    """Return the CPUs of the parent process and this one; only this one's if the parent's are unknown."""
     own = usable_cpus()
     try:
         return usable_cpus(os.getppid()) | own

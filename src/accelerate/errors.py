@@ -39,7 +39,7 @@ class AccelerateError(Exception):
 
 
 class SettingError(AccelerateError, ValueError):
-    """A value that was asked for can't be honoured; the text says where it came from and what to do."""
+    """A requested value can't be honoured; the text says where it came from and how to correct it."""
 
 
 class PreparationError(AccelerateError, ValueError):

@@ -1,4 +1,4 @@
-"""A truth value that can also be called, for scripts that write ``accelerator.is_main_process()``."""
+"""A callable truth value, for scripts that write ``accelerator.is_main_process()``."""
 
 from __future__ import annotations
 

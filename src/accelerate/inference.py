@@ -47,7 +47,7 @@ def generate_device_map(
 
 
 def find_pippy_batch_size(args: Sequence[object] | None, kwargs: Mapping[str, object] | None) -> int | None:
-    """Return the number of samples in the first argument that has any; None where there is none."""
+    """Return the number of samples in the first argument that has any; None if there is none."""
     values = [*(args or ()), *(kwargs or {}).values()]
     return next((size for size in map(ignorant_find_batch_size, values) if size is not None), None)
 

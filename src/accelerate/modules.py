@@ -62,7 +62,7 @@ def parameter_places(model: torch.nn.Module) -> dict[int, list[Place]]:
 
 
 def put_parameter(places: Iterable[Place], parameter: torch.Tensor) -> None:
-    """Put ``parameter`` (or a tensor that stands for one) into all ``places``, instead of what is there."""
+    """Put ``parameter`` (or a substitute tensor) into all ``places``, instead of their current parameters."""
     for module, name in places:
         module._parameters[name] = parameter  # pyright: ignore[reportArgumentType]
 
@@ -82,7 +82,7 @@ def replace_tensors(
 
 
 def move_tensor(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move ``tensor`` to ``device`` as the object that it is, so that optimizers and tied modules still have it."""
+    """Move ``tensor`` to ``device`` in place, so that optimizers and tied modules still have it."""
     if tensor.device == device:
         return
     if takes_data_of(tensor, device):
@@ -143,7 +143,7 @@ def get_pretty_name(obj: object) -> str:
 
 
 def get_model_tp_size(model: object) -> int | None:
-    """Return over how many tensor-parallel ranks ``model`` was loaded; None where that isn't known.
+    """Return the tensor-parallel size with which ``model`` was loaded; None if unknown.
 
     transformers notes it in the model's ``tp_size``, from version 5 on in its ``config.distributed_config``.
     """

@@ -1,4 +1,4 @@
-"""Names that several programs go by: of files, and of variables by which a launcher and its ranks find each other."""
+"""Names shared between programs: of files, and of variables that connect a launcher and its ranks."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class TensorInformation:
 
 
 def chained_operation(function: Callable[Parameters, T]) -> Callable[Parameters, T]:
-    """Decorate `function` so that its inner operations report ranks that disagree under its own name."""
+    """Decorate `function` so that its inner operations report disagreements under its own name."""
 
     @functools.wraps(function)
     def operation(*args: Parameters.args, **kwargs: Parameters.kwargs) -> T:

@@ -121,7 +121,7 @@ def require(
 
 
 def torchao_required(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate ``func`` so that it raises a clear error where ``torchao`` isn't installed."""
+    """Decorate ``func`` so that it raises a clear error without ``torchao``."""
 
     @functools.wraps(func)
     def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -121,7 +121,7 @@ def _skipped(model: nn.Module, config: Quantization) -> list[str]:
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Return the modules that lose most by quantisation: the last one, and those that share a weight with another."""
+    """Return the modules that lose most by quantisation: the last one, and modules with tied weights."""
     tied = [name for group in find_tied_parameters(model) for name in group]
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in tied))
     prefix = getattr(model, "base_model_prefix", None)
@@ -137,7 +137,7 @@ def _is_skipped(name: str, skipped: Iterable[str]) -> bool:
 
 
 def _offloaded_names(device_map: Mapping[str, object]) -> list[str]:
-    """Return the names that are placed on a slower device than the one that computes."""
+    """Return the names on a slower device than the one that computes."""
     computes = [device for device in device_map.values() if device not in (CPU.name, DISK)]
     offloaded = (CPU.name, DISK) if computes else (DISK,)
     return [name for name, device in device_map.items() if device in offloaded]
@@ -267,7 +267,7 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
 
 
 def _torchao_quantizer(model: nn.Module, config: TorchAoQuantizationConfig, skipped: list[str]) -> Any:
-    """Return a callback that quantises the module of a loaded weight, given its name, where that is wanted."""
+    """Return a callback that takes a loaded weight's name and quantises its module unless skipped."""
     quantize = require("torchao.quantization", "fp8").quantize_
 
     def loaded(name: str) -> None:

@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, final, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast, final, overload
 
 import torch
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from .guests.megatron.plugin import MegatronLMPlugin
     from .plugins.deepspeed import DeepSpeedPlugin
     from .plugins.fsdp import FullyShardedDataParallelPlugin
     from .plugins.handlers import AutocastKwargs, TorchDynamoPlugin
-    from .plugins.megatron import MegatronLMPlugin
     from .plugins.parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .settings.run import Settings
 
@@ -48,6 +48,9 @@ __all__ = [
     "get_mixed_precision_context_manager",
     "is_initialized",
 ]
+
+#: Attributes of AcceleratorState that are there only where the run uses the paradigm.
+_PARADIGMS: Final = {"fsdp_plugin": "FSDP", "megatron_lm_plugin": "Megatron-LM"}
 
 
 def is_initialized() -> bool:
@@ -70,7 +73,7 @@ def get_mixed_precision_context_manager(
 
 
 def deepspeed_required(func: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Wrap ``func`` so that it raises where the Accelerator of this process isn't configured for DeepSpeed."""
+    """Wrap ``func`` so that it raises unless the Accelerator of this process is configured for DeepSpeed."""
 
     @functools.wraps(func)
     def guarded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -105,7 +108,7 @@ class ThreadLocalSharedDict(threading.local):
 
 
 class _View(ABC):
-    """The attributes that live in one dict for all instances of a class, and the methods that need only the world."""
+    """The attributes shared by all instances of a class, and the methods that need only the world."""
 
     _shared_state: ClassVar[dict[str, Any]]
 
@@ -123,7 +126,9 @@ class _View(ABC):
                 f"`{owner}` object has no attribute `{name}`. This happens if `{owner}._reset_state()` was called and "
                 "an `Accelerator` or `PartialState` was not reinitialized. Make the Accelerator anew."
             )
-        raise AttributeError(f"'{owner}' object has no attribute '{name}'")
+        paradigm = _PARADIGMS.get(name)
+        why = f": this run doesn't use {paradigm}. Ask with `getattr(state, {name!r}, None)`." if paradigm else ""
+        raise AttributeError(f"'{owner}' object has no attribute '{name}'{why}")
 
     @staticmethod
     @abstractmethod
@@ -201,7 +206,7 @@ class _View(ABC):
         return process_control.main_process_first(self._world())
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Enter a context whose block the first process of every host runs before the others of that host."""
+        """Enter a context that the first process of every host runs before the others of its host."""
         return process_control.local_main_process_first(self._world())
 
     def print(self, *args: object, **kwargs: Any) -> None:
@@ -313,7 +318,7 @@ class PartialState(_View):
     def on_local_process(
         self, function: Callable[..., object] | None = None, local_process_index: int | None = None
     ) -> Callable[..., object]:
-        """Wrap `function` so that it runs on that process of every host only (always, in a world of one)."""
+        """Wrap `function` so that it runs on one local process of every host (always, in a world of one)."""
         return process_control.only_when(
             lambda: not self.use_distributed or self.local_process_index == local_process_index, function
         )
@@ -334,7 +339,7 @@ class AcceleratorState(_View):
     """The settings of the first Accelerator, together with the rank, size and device of this process.
 
     An Accelerator fills it; after that, `AcceleratorState()` shows the same everywhere. Made before any Accelerator, it
-    fills PartialState and is refused.
+    fills PartialState and is refused. `fsdp_plugin` and `megatron_lm_plugin` are there only where the run uses them.
 
     Raises:
         SettingError: no Accelerator exists yet, or the arguments contradict what it was made with.
@@ -344,9 +349,9 @@ class AcceleratorState(_View):
 
     dynamo_plugin: TorchDynamoPlugin | None
     deepspeed_plugins: dict[str, DeepSpeedPlugin] | None
-    fsdp_plugin: FullyShardedDataParallelPlugin | None
+    fsdp_plugin: FullyShardedDataParallelPlugin
     torch_tp_plugin: TorchTensorParallelPlugin | None
-    megatron_lm_plugin: MegatronLMPlugin | None
+    megatron_lm_plugin: MegatronLMPlugin
     parallelism_config: ParallelismConfig | None
     device_mesh: DeviceMesh | None
 
@@ -414,9 +419,12 @@ class AcceleratorState(_View):
         if deepspeed is not None and not isinstance(deepspeed, dict):
             deepspeed = {"default": deepspeed}
         self.deepspeed_plugins = deepspeed
-        self.fsdp_plugin = plugins.fsdp
         self.torch_tp_plugin = plugins.torch_tp
-        self.megatron_lm_plugin = plugins.megatron
+        # Programs ask with `hasattr` whether a run uses these, and then read them.
+        if plugins.fsdp is not None:
+            self.fsdp_plugin = plugins.fsdp
+        if plugins.megatron is not None:
+            self.megatron_lm_plugin = cast("MegatronLMPlugin", plugins.megatron)
         self.parallelism_config = plugins.parallelism
         self.device_mesh = None
         self.downcast_bfloat: bool = flag("ACCELERATE_DOWNCAST_BF16")
@@ -477,7 +485,8 @@ class AcceleratorState(_View):
     @property
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded by torch's second FSDP."""
-        return self.fsdp_plugin is not None and self.fsdp_plugin.fsdp_version == 2
+        plugin: FullyShardedDataParallelPlugin | None = getattr(self, "fsdp_plugin", None)
+        return plugin is not None and plugin.fsdp_version == 2
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:

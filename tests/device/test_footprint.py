@@ -12,8 +12,8 @@ from torch import nn
 
 from accelerate import Accelerator, cpu_offload
 from accelerate.big_models import offload, prefetch
-from accelerate.tools.estimate.plan import Layout, footprint
-from accelerate.tools.estimate.trace import trace_training
+from accelerate.guests.estimate.plan import Layout, footprint
+from accelerate.guests.estimate.trace import trace_training
 from accelerate.utils import FullyShardedDataParallelPlugin
 from benchmarks.estimates import LanguageModel, Subject, loss_of
 from tests.device.devices import on_devices

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import accelerate
-from accelerate.commands.main import COMMANDS
+from accelerate.commands.main import commands
 from accelerate.settings.document import options_with_groups
 from accelerate.utils import AutocastKwargs, FullyShardedDataParallelPlugin, MegatronLMPlugin, PreemptionPolicy
 from tests.contract.public_modules import PUBLIC_MODULES, public_module, public_names
@@ -120,7 +120,7 @@ def test_the_page_of_settings_has_every_flag_key_and_variable(site: Any) -> None
 
 def test_the_page_of_commands_has_every_command(site: Any) -> None:
     page = site("reference").commands_page()
-    for name in COMMANDS:
+    for name in commands():
         assert re.search(rf"^## accelerate {name}\n.*?```text\nusage:", page, re.MULTILINE | re.DOTALL | re.IGNORECASE)
 
 

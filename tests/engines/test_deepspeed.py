@@ -39,7 +39,7 @@ Host node1 node2
 # The engine itself with a program that knows nothing of this package: words and variables of each rank, to files.
 START = """\
 import sys
-from accelerate.launch.deepspeed import DeepSpeedLauncher
+from accelerate.guests.deepspeed.launcher import DeepSpeedLauncher
 from accelerate.launch.preflight import this_host
 from accelerate.launch.plan import Program
 from accelerate.settings import env

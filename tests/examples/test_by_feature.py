@@ -20,7 +20,7 @@ import yaml
 import accelerate.accelerator  # noqa: F401  (likewise)
 from accelerate.commands.launch import main as launch
 from accelerate.settings import file
-from tests.ranks import run_on_ranks
+from tests.ranks import free_port, run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -211,7 +211,8 @@ def test_a_template_is_a_configuration_that_can_be_launched(
 ) -> None:
     monkeypatch.chdir(ROOT)
     file.load(template)
-    assert launch(["--config_file", str(template), "--dry-run", "examples/by_feature/base.py"]) == 0
+    words = ["--main_process_port", str(free_port())]  # others may listen at the usual one meanwhile
+    assert launch(["--config_file", str(template), *words, "--dry-run", "examples/by_feature/base.py"]) == 0
     assert "examples/by_feature/base.py" in capsys.readouterr().out
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.tools.doctor import examine
-from accelerate.tools.migrate import Migration, Refused, migrate
+from accelerate.guests.scripts.doctor import examine
+from accelerate.guests.scripts.migrate import Migration, Refused, migrate
 from tests.ranks import free_port, run_on_ranks
 
 HERE = Path(__file__).resolve().parent
@@ -154,11 +154,25 @@ def _run_by_hand(text: str) -> str:
     return printed
 
 
+#: The same in processes that a script starts, which import its file.
+HOLD_GROUPS = """
+import torch.distributed.nn.functional
+from torch.nn.parallel import DistributedDataParallel as Held
+
+def make_and_hold(self, *args, make=Held.__init__, groups=[], **kwargs):
+    make(self, *args, **kwargs)
+    groups.append(self.process_group)
+
+Held.__init__ = make_and_hold
+"""
+
+
 @pytest.mark.parametrize("name", SPAWNED)
 def test_a_script_that_spawned_its_processes_is_launched(name: str, tmp_path: Path) -> None:
     program = tmp_path / f"{name}.py"  # a file, which the processes that it starts can import
-    program.write_text(SCRIPTS[name].read_text().replace("29641", str(free_port())))
-    before = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100, check=True)
+    program.write_text(HOLD_GROUPS + SCRIPTS[name].read_text().replace("29641", str(free_port())))
+    before = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=100, check=False)
+    assert before.returncode == 0, before.stderr
     text = migrated(name).after
     assert "spawn" not in text and "MASTER_ADDR" not in text and "def setup" not in text
     assert_same(before.stdout, run_on_ranks(run, 2, text)[0], only="final", rel=1e-5)

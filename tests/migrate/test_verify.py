@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.commands.migrate import main
-from accelerate.tools.migrate import migrate
-from accelerate.tools.verify import Comparison, Run, VerificationError, verify
+from accelerate.guests.scripts.migrate import migrate
+from accelerate.guests.scripts.migrate_command import main
+from accelerate.guests.scripts.verify import Comparison, Run, VerificationError, verify
 from tests.migrate.test_migrated_scripts import CONVERTED, SCRIPTS
 from tests.ranks import free_port
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.tools.monitor.export import find_browser
+from accelerate.guests.monitor.export import find_browser
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.tools.monitor.export import find_browser
+from accelerate.guests.monitor.export import find_browser
 from tests.monitor.browser import Page
 from tests.monitor.many_ranks import write_large_run
 

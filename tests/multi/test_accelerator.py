@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -143,18 +144,22 @@ def test_gradients_are_reduced_at_the_end_of_a_window_only() -> None:
 
 
 def test_the_sync_can_be_triggered_after_forwards_without_it() -> None:
-    def work() -> float:
+    def work() -> list[float]:
         accelerator = Accelerator(cpu=True)
         model = accelerator.prepare(nn.Linear(1, 1, bias=False))
         inputs = torch.full((1, 1), float(accelerator.process_index + 1))
-        with accelerator.no_sync(model):
-            first, second = model(inputs).sum(), model(inputs).sum()
-            accelerator.backward(first)
-            with accelerator.trigger_sync_in_backward(model):
-                accelerator.backward(second)
-        return model.module.weight.grad.item()
+        gradients = []
+        for named in (model, nn.ModuleList([model]), nn.Sequential(model), torch.compile(model, backend="eager")):
+            model.zero_grad()
+            with accelerator.no_sync(named):
+                first, second = model(inputs).sum(), model(inputs).sum()
+                accelerator.backward(first)
+                with accelerator.trigger_sync_in_backward(named):
+                    accelerator.backward(second)
+            gradients.append(model.module.weight.grad.item())
+        return gradients
 
-    assert run_on_ranks(work) == [3.0, 3.0]
+    assert run_on_ranks(work) == [[3.0] * 4] * 2
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -553,6 +558,51 @@ def test_an_accelerator_with_replicas_survives_pickling() -> None:
         return isinstance(prepared, DistributedDataParallel), again._models[0].weight.grad.item()
 
     assert run_on_ranks(work) == [(True, 1.5)] * 2
+
+
+def test_an_accelerator_that_was_pickled_alone_accumulates_on_all_ranks() -> None:
+    def saved() -> bytes:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        return pickle.dumps((accelerator, accelerator.prepare(nn.Linear(1, 1, bias=False))))
+
+    def work(pickled: bytes) -> list[float]:
+        again, model = pickle.loads(pickled)
+        prepared = again.prepare(model)
+        seen = []
+        for _ in range(2):
+            with again.accumulate(prepared):
+                assert prepared.require_backward_grad_sync is again.sync_gradients
+                again.backward(prepared(torch.full((1, 1), float(again.process_index + 1))).sum())
+            seen.append(model.weight.grad.item())
+        return seen
+
+    # Each rank's own gradient, then the mean.
+    assert run_on_ranks(work, 2, run_on_ranks(saved, 1)[0]) == [[0.5, 1.5], [1.0, 1.5]]
+
+
+class Distilled(Network):
+    """Calls another model, which it doesn't hold, from a method of its own."""
+
+    def distance(self, teacher: Any, inputs: torch.Tensor) -> torch.Tensor:
+        """Compares with another model's output, and with one of another thread."""
+        found = [teacher(inputs)]
+        thread = threading.Thread(target=lambda: found.append(self(inputs)))
+        thread.start()
+        thread.join()
+        return (found[0] - found[1]).square().sum()
+
+
+def test_a_method_may_call_another_prepared_model_and_other_threads_go_on() -> None:
+    def work() -> tuple[float, float]:
+        accelerator = Accelerator(cpu=True)
+        student, teacher = accelerator.prepare(Distilled(), Network())
+        distance = student.distance(teacher, torch.ones(2, 3))
+        accelerator.backward(distance)
+        grads: Any = [accelerator.unwrap_model(model).linear.weight.grad for model in (student, teacher)]
+        return distance.item(), (grads[0] + grads[1]).abs().max().item()
+
+    for distance, difference in run_on_ranks(work):
+        assert distance > 0 and difference < 1e-6
 
 
 def test_a_failure_before_the_others_releases_them() -> None:

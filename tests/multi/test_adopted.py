@@ -20,7 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.errors import PreparationError, SettingError
+from accelerate.errors import MissingDependency, PreparationError, SettingError
+from accelerate.parallel.fsdp import setup
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.plugins.parallelism import ParallelismConfig
 from tests.mesh_runs import BATCH, LENGTH, V2, LanguageModel, mean_loss, samples, second_pass, steps
@@ -364,7 +365,7 @@ def test_a_model_that_contradicts_what_was_said_before_is_refused_with_both() ->
 
     said = run_on_ranks(on_rank, 4)[0]
     expected = (
-        "of 4 of the data, but LanguageModel, which came sharded (sharded by layer over ranks (0, 1, 2, 3)), takes",
+        "of 4 of the data, but LanguageModel, which came sharded (sharded by layer over ranks 0, 1, 2 and 3), takes",
         "LanguageModel, which came first, says",
         "ranks that share samples have to be neighbours",
         "is sharded over 2 of 4 ranks",
@@ -374,6 +375,24 @@ def test_a_model_that_contradicts_what_was_said_before_is_refused_with_both() ->
     )
     for words, text in zip(expected, said, strict=True):
         assert words in text
+
+
+def test_a_model_under_fully_shard_is_refused_where_torch_would_add_gradients_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On CPU ranks torch 2.7 and 2.8 ask gloo for a mean and get a sum, whoever called ``fully_shard``."""
+
+    def on_rank() -> list[str]:
+        monkeypatch.setattr(setup, "OLDEST_ON_CPU", "99.0")
+        run = Accelerator(cpu=True)
+        said: list[str] = []
+        for prepare in (run.prepare, run.prepare_model):
+            with pytest.raises(MissingDependency) as caught:
+                prepare(sharded(fsdp, 2))
+            said.append(str(caught.value))
+        return said
+
+    assert all("version 2 on CPU needs torch 99.0" in said for said in run_on_ranks(on_rank, 2)[0])
 
 
 @pytest.mark.parametrize("config", [{"dp_shard_size": 4}, {"dp_replicate_size": 2, "dp_shard_size": 2}], ids=str)
@@ -402,7 +421,7 @@ def test_a_replica_whose_gradient_is_that_of_a_part_of_the_sequence_is_refused()
         part = torch.full((2, 4), 1.0 + 2 * run.process_index)
         return said_by(lambda: run.backward(model["first"](part).square().mean()))
 
-    assert "gradient of 'first.weight' (2 of 2 parameters) differs between ranks (0, 1)" in run_on_ranks(on_rank, 2)[0]
+    assert "gradient of 'first.weight' (2 of 2 parameters) differs between ranks 0 and 1" in run_on_ranks(on_rank, 2)[0]
 
 
 def test_replicas_beside_shards_start_equal_and_stay_so() -> None:

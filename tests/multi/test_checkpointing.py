@@ -205,6 +205,7 @@ def test_only_the_main_process_writes_a_model_and_all_wait_for_it(tmp_path: Path
             time.sleep(0.3)
         save_model({"w": torch.ones(3)}, tmp_path / "out", world=world)
         names = sorted(path.name for path in (tmp_path / "out").iterdir())
+        torch.distributed.barrier()  # the next one writes beside it while a slower rank may still look
         bad = {"w": torch.empty(1, device="meta")} if world.is_main else {"w": torch.ones(1)}
         with pytest.raises(CheckpointError) as caught:
             save_model(bad, tmp_path / "out", world=world)

@@ -52,6 +52,13 @@ class Rows(Dataset):
         return torch.tensor(float(index))
 
 
+class Drawn(Rows):
+    """What is drawn from each stream while a sample is read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), torch.rand(()).item(), random.random()])
+
+
 class Stream(IterableDataset):
     def __init__(self, augments: bool = False) -> None:
         self.augments = augments
@@ -223,6 +230,50 @@ def test_each_share_draws_what_the_others_draw(kind: str, count: int, num_worker
         found.append(walk(prepare_data_loader(loader, CPU, count, share, put_on_device=True, **options)))
     for other in found[1:]:
         assert all(equal(other, found[0]))
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "sequential", "batches", "generator"])
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_first_epoch_of_a_skipped_copy_draws_what_torchs_loop_draws(
+    kind: str, num_workers: int, persistent: bool, skipped: int
+) -> None:
+    """Trainers that resume read their first epoch from a copy, and the others from the loader: each starts workers."""
+    make, options = KINDS[kind]
+
+    def epochs(loader: Any) -> States:
+        states = []
+        for one in (skip_first_batches(loader, skipped), loader, skip_first_batches(loader, 1), loader):
+            for _ in one:
+                pass
+            states.append(capture_host_streams())
+        return states
+
+    bare, loader = (make(num_workers=num_workers, persistent_workers=persistent) for _ in range(2))
+    set_seed(5)
+    expected = epochs(bare)
+    set_seed(5)
+    prepared = prepare_data_loader(loader, CPU, 1, 0, put_on_device=True, **options)
+    assert all(equal(epochs(prepared), expected))
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_are_not_reseeded_draw_what_torchs_workers_draw(persistent: bool, stateful: bool) -> None:
+    def epochs(loader: Any) -> list[list[float]]:
+        return [[row for batch in loader for row in batch.flatten().tolist()] for _ in range(2)]
+
+    def loader() -> DataLoader:
+        return DataLoader(Drawn(), 4, shuffle=True, num_workers=2, persistent_workers=persistent)
+
+    bare = loader()
+    options: dict[str, Any] = {"use_stateful_dataloader": stateful}
+    set_seed(5)
+    expected = epochs(bare)
+    set_seed(5)
+    assert epochs(prepare_data_loader(loader(), CPU, 1, 0, reseed_workers=False, **options)) == expected
+    set_seed(5)
+    assert epochs(prepare_data_loader(loader(), CPU, 1, 0, **options)) != expected
 
 
 # -- real ranks --------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from accelerate import Accelerator
+from accelerate.guests.estimate.plan import Layout, footprint
+from accelerate.guests.estimate.trace import trace_training
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
-from accelerate.tools.estimate.plan import Layout, footprint
-from accelerate.tools.estimate.trace import trace_training
 from benchmarks.estimates import LanguageModel, Subject, loss_of
 from tests.ranks import run_on_ranks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import types
 import warnings
 import weakref
 from typing import Any
@@ -20,6 +21,9 @@ from accelerate.utils import GradScalerKwargs
 from tests.ranks import run_on_ranks
 
 SLOW = pytest.mark.skipif("RUN_SLOW" not in os.environ, reason="minutes of updates: RUN_SLOW=1 (make slow)")
+
+#: What the hardware does is no state of the program, which a check would put back.
+HARDWARE: Any = types.ModuleType("hardware")
 
 KINDS = ("weight", "optimizer state", "activation", "gradient", "update")
 
@@ -54,16 +58,18 @@ class Faults:
         self.parameters = [parameter for parameter in model.parameters() if self.part(parameter).numel()]
         if kind == "activation":
             layers = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.BatchNorm1d))]
-            self.chosen.choice(layers).register_forward_hook(lambda _, __, output: self.damage(output))
+            HARDWARE.faults = self
+            self.chosen.choice(layers).register_forward_hook(lambda _, __, output: HARDWARE.faults.damage(output))
         elif kind == "gradient":
             self.number, self.hooked = self.chosen.randrange(len(self.parameters)), set[int]()
-            model.register_forward_pre_hook(self.hook_gradient)
+            HARDWARE.faults = self
+            model.register_forward_pre_hook(lambda model, given: HARDWARE.faults.hook_gradient(model, given))
 
     def hook_gradient(self, model: nn.Module, _: object) -> None:
         parameter = list(model.parameters())[self.number]  # whole, also under FSDP2
         if id(parameter) not in self.hooked:
             self.hooked.add(id(parameter))
-            parameter.register_hook(self.damage)
+            parameter.register_hook(lambda gradient: HARDWARE.faults.damage(gradient))
 
     def is_due(self) -> bool:
         return self.update >= self.at if self.recurs else self.update == self.at and not self.done
@@ -163,12 +169,11 @@ def test_a_rank_that_is_wrong_each_time_is_found_by_its_neighbours() -> None:
     def on_rank() -> str:
         accelerator, model, optimizer = made("ddp")
         accelerator.watch_run(log=False, sdc_check=2)
-        is_broken = [False]
-        broken = is_broken if accelerator.process_index == 1 else [False]
-        model.module.last.register_forward_hook(lambda _, __, output: output * 1.0001 if broken[0] else output)
+        HARDWARE.is_broken = False
+        model.module.last.register_forward_hook(lambda _, __, output: output * 1.0001 if HARDWARE.is_broken else output)
         try:
             for update in range(1, 7):
-                is_broken[0] = update > 2
+                HARDWARE.is_broken = update > 2 and accelerator.process_index == 1
                 optimizer.zero_grad()
                 accelerator.backward(model(torch.randn(16, 6)).square().mean())
                 optimizer.step()
@@ -187,17 +192,16 @@ def test_of_two_ranks_the_one_that_does_not_agree_with_itself_is_named() -> None
     def on_rank() -> str:
         accelerator, model, optimizer = made("ddp")
         accelerator.watch_run(log=False, sdc_check=2)
-        forwards = [0]  # since the last update: the program's, the same again, the other rank's
-        is_broken = [False]
+        HARDWARE.is_broken = False
 
         def damage(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
-            forwards[0] += 1
-            return output + 1 if is_broken[0] and forwards[0] == 3 else output
+            HARDWARE.forwards += 1  # since the last update: the program's, the same again, the other rank's
+            return output + 1 if HARDWARE.is_broken and HARDWARE.forwards == 3 else output
 
         model.module.last.register_forward_hook(damage)
         try:
             for update in range(1, 5):
-                forwards[0], is_broken[0] = 0, update > 2 and accelerator.process_index == 1
+                HARDWARE.forwards, HARDWARE.is_broken = 0, update > 2 and accelerator.process_index == 1
                 optimizer.zero_grad()
                 accelerator.backward(model(torch.randn(16, 6)).square().mean())
                 optimizer.step()
@@ -221,8 +225,8 @@ def test_what_no_collective_brought_decides_before_what_one_may_have() -> None:
     assert _verdict([*pairs, *passes, found(f"`w`{_MEMORY}", 9, 2)]) == f"rank 2: `w`{_MEMORY}"
     assert _verdict([*passes, found(f"`w`{_UPDATE}", 9, 0)]) == f"rank 0: `w`{_UPDATE}"
     assert _verdict([*pairs, *passes]).startswith("rank 1: output")  # it came first there
-    assert _verdict([passes[0], passes[2]]).startswith("one of ranks 0, 2: output")
-    assert _verdict(pairs).startswith("rank 1: output") and _verdict(pairs[:1]).startswith("one of ranks 0, 1: ")
+    assert _verdict([passes[0], passes[2]]).startswith("one of ranks 0 and 2: output")
+    assert _verdict(pairs).startswith("rank 1: output") and _verdict(pairs[:1]).startswith("one of ranks 0 and 1: ")
 
 
 def test_a_program_that_cant_be_repeated_is_left_in_peace_and_told_once() -> None:
@@ -357,15 +361,14 @@ def test_only_forwards_that_are_trained_are_computed_again() -> None:
     """Not those of an evaluation with gradients; a mask that was made in inference mode does no harm."""
 
     class Masked(nn.Linear):
-        calls = 0
-
         def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            type(self).calls += 1
+            HARDWARE.calls += 1
             return super().forward(inputs) + mask
 
     accelerator = Accelerator(cpu=True)
     model = Masked(4, 3)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    HARDWARE.calls = 0
     accelerator.watch_run(log=False, rules=None, sdc_check=1)
     with torch.inference_mode():
         mask = torch.ones(3)
@@ -374,9 +377,9 @@ def test_only_forwards_that_are_trained_are_computed_again() -> None:
         model(inputs, mask)
     first, second = model(inputs, mask), model(inputs + 1, mask)
     accelerator.backward((first + second).square().mean())
-    Masked.calls = 0
+    HARDWARE.calls = 0
     optimizer.step()
-    assert Masked.calls == 4  # two, twice since it is the first update
+    assert HARDWARE.calls == 4  # two, twice since it is the first update
 
 
 def test_passes_of_updates_that_the_scaler_left_out_are_forgotten() -> None:

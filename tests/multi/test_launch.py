@@ -76,9 +76,16 @@ LAUNCHERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run of the script without a launcher."""
+    return run(tmp_path_factory.mktemp("alone"))
+
+
 @pytest.mark.parametrize("name", LAUNCHERS if IS_SLOW else [name for name in LAUNCHERS if name != OLD_LAUNCHER])
-def test_the_same_script_gives_the_same_weights_under_every_launcher(name: str, tmp_path: Path) -> None:
-    alone = run(tmp_path)
+def test_the_same_script_gives_the_same_weights_under_every_launcher(
+    name: str, alone: dict[str, Any], tmp_path: Path
+) -> None:
     words = list(LAUNCHERS[name])
     if "torch.distributed" in words[1]:
         words += ["--master-port", str(free_port())]

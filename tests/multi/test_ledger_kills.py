@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from accelerate.tools.monitor.document import Hours
-from accelerate.tools.monitor.hours import hours, read_ledgers
+from accelerate.guests.monitor.document import Hours
+from accelerate.guests.monitor.hours import hours, read_ledgers
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,11 +19,19 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator
 from accelerate.checkpointing.series import inspect
 from accelerate.errors import CheckpointError
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, ProjectConfiguration, set_seed
+from accelerate.optional import can_be_found
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    ProjectConfiguration,
+    set_seed,
+)
 from tests.ranks import run_on_ranks
 
 LIMIT_SECONDS = 60.0
 NUM_STEPS = 4
+ROWS = [torch.tensor([float(number)]) for number in range(8)]
 
 
 def prepared(project: ProjectConfiguration | None = None, **options: Any) -> tuple[Any, ...]:
@@ -47,10 +58,12 @@ class Messages(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
+        self.levels: list[str] = []
         logging.getLogger("accelerate").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+        self.levels.append(record.levelname)
 
     def about(self, text: str) -> list[str]:
         return [one for one in self.texts if text in one]
@@ -76,7 +89,7 @@ def test_a_save_by_the_main_process_alone_is_committed_and_training_goes_on(tmp_
     assert [losses for losses, _, _ in saving] == [losses for losses, _, _ in plain]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"checkpoint-{n}" for n in (1, 3, 5, 7))
     _, warned, seconds = saving[0]
-    assert len(warned) == 1 and "random streams of the other ranks (1)" in warned[0]
+    assert len(warned) == 1 and "random streams of rank 1 and its own parts of loaders" in warned[0]
     assert seconds[0] < 8 and max(seconds[1:]) < seconds[0], seconds  # it waits for the others only the first time
     manifest = json.loads((tmp_path / "checkpoint-7" / "manifest.json").read_text())
     assert manifest["details"]["absent_ranks"] == [1] and manifest["world_size"] == 2
@@ -142,9 +155,10 @@ def test_derived_streams_are_in_step_where_the_saved_ones_were(tmp_path: Path, s
     assert (first == second) is not seeded_by_rank
 
 
-def resumes(folder: str, num_steps: int) -> tuple[list[float], list[str]]:
+def resumes(folder: str, num_steps: int, level: int) -> tuple[list[float], list[str]]:
     accelerator, *_ = prepared()
     messages = Messages()
+    logging.getLogger("accelerate.checkpointing").setLevel(level)
     accelerator.load_state(folder)
     return torch.rand(num_steps).tolist(), messages.about("derived")
 
@@ -153,11 +167,85 @@ def resumes(folder: str, num_steps: int) -> tuple[list[float], list[str]]:
 def test_a_save_of_the_main_process_alone_loads_on_any_number_of_ranks(tmp_path: Path, num_ranks: int) -> None:
     run_on_ranks(saves_every_second_step, 2, str(tmp_path), True, timeout_seconds=LIMIT_SECONDS)
     folder = str(tmp_path / "checkpoint-5")
-    first = run_on_ranks(resumes, num_ranks, folder, 3, timeout_seconds=LIMIT_SECONDS)
-    again = run_on_ranks(resumes, num_ranks, folder, 3, timeout_seconds=LIMIT_SECONDS)
-    assert first == again  # derived, not left to chance
-    notes = [text for _, texts in first for text in texts]
-    assert len(notes) == num_ranks - 1 and all(texts == [] for _, texts in first[1:])
+    first = run_on_ranks(resumes, num_ranks, folder, 3, logging.INFO, timeout_seconds=LIMIT_SECONDS)
+    again = run_on_ranks(resumes, num_ranks, folder, 3, logging.WARNING, timeout_seconds=LIMIT_SECONDS)
+    assert [drawn for drawn, _ in first] == [drawn for drawn, _ in again]  # derived, not left to chance
+    # That rank 1's random streams, and nothing else, are derived is no warning: nobody has to act on it.
+    for answers, num_notes in ((first, num_ranks - 1), (again, max(0, num_ranks - 2))):
+        assert [len(texts) for _, texts in answers] == [num_notes] + [0] * (num_ranks - 1)
+
+
+class Rows(torch.utils.data.IterableDataset[torch.Tensor]):
+    """A stream, whose position in each rank is that rank's own."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(ROWS)
+
+
+def diffusion_run(folder: str, kind: str, loads: bool) -> list[tuple[str, str]]:
+    """Save on the main process, as the example scripts of diffusers do, or load twice; return what load_state logs."""
+    is_stream = kind == "stream"
+    config = DataLoaderConfiguration(use_stateful_dataloader=is_stream, dispatch_batches=False if is_stream else None)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    set_seed(3)
+    model = nn.Linear(1, 1)
+    rows: Any = Rows() if is_stream else ROWS
+    loader = DataLoader(rows, 2, shuffle=None if is_stream else True, num_workers=1 if kind == "workers" else 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if kind == "model alone":
+        model = accelerator.prepare(model)
+    else:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if kind == "hooks":  # which write and read the model themselves
+        accelerator.register_save_state_pre_hook(lambda models, weights, _: weights.clear())
+        accelerator.register_load_state_pre_hook(lambda models, _: models.clear())
+    if not loads:
+        for batch in loader:
+            step(accelerator, model, optimizer, batch)
+            break
+        if accelerator.is_main_process:
+            accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+        return []
+    messages = Messages()
+    logging.getLogger("accelerate.checkpointing").setLevel(logging.INFO)
+    for _ in range(2):
+        accelerator.load_state(folder)
+    return [(level, text) for level, text in zip(messages.levels, messages.texts, strict=True) if "derived" in text]
+
+
+@pytest.mark.parametrize("kind", ["all", "workers", "hooks", "model alone"])
+def test_a_resume_of_which_only_random_streams_differ_says_so_once_and_doesnt_warn(tmp_path: Path, kind: str) -> None:
+    folder = str(tmp_path / "checkpoint-1")
+    run_on_ranks(diffusion_run, 2, folder, kind, False, timeout_seconds=LIMIT_SECONDS)
+    main, other = run_on_ranks(diffusion_run, 2, folder, kind, True, timeout_seconds=LIMIT_SECONDS)
+    why = "the main process saved it alone, without the random streams of rank 1: they are derived from the main"
+    assert main == [("INFO", f"Checkpoint {folder}: {why} process's")] and other == []
+
+
+def test_a_resume_of_a_checkpoint_of_another_program_doesnt_warn_of_random_streams(tmp_path: Path) -> None:
+    """It holds those of the main process alone where the script saved there."""
+    write_foreign(tmp_path / "ck")
+    main, other = run_on_ranks(
+        diffusion_run, 2, str(tmp_path / "ck"), "model alone", True, timeout_seconds=LIMIT_SECONDS
+    )
+    assert [level for level, _ in main] == ["INFO"] and "random streams of rank 1 and up" in main[0][1] and other == []
+
+
+@pytest.mark.skipif(not can_be_found("torchdata"), reason="needs torchdata")
+def test_a_resume_without_a_ranks_positions_in_loaders_warns(tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint-1")
+    run_on_ranks(diffusion_run, 2, folder, "stream", False, timeout_seconds=LIMIT_SECONDS)
+    main, _ = run_on_ranks(diffusion_run, 2, folder, "stream", True, timeout_seconds=LIMIT_SECONDS)
+    assert [level for level, _ in main] == ["WARNING"] * 2 and "rank 1 and its own positions in loaders" in main[0][1]
+
+
+def write_foreign(folder: Path) -> None:
+    """Write the files that other programs of this interface leave of one process."""
+    folder.mkdir()
+    torch.save(nn.Linear(1, 1).state_dict(), folder / "pytorch_model.bin")
+    streams = {"step": 0, "random_state": random.getstate(), "numpy_random_seed": np.random.get_state()}
+    torch.save({**streams, "torch_manual_seed": torch.get_rng_state()}, folder / "random_states_0.pkl")
 
 
 def writes_alone(folder: str) -> list[str]:

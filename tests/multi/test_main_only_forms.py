@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -59,6 +60,7 @@ def train(form: str, folder: str, saves: bool, loads: str | None = None) -> tupl
     accelerator, model, optimizer, loader = prepared(ProjectConfiguration(folder, **FORMS[form]))
     messages, losses = Messages(), []
     if loads is not None:
+        logging.getLogger("accelerate").setLevel(logging.INFO)
         accelerator.load_state(loads)
     calls = accelerator.is_local_main_process if form == "local main" else accelerator.is_main_process
     for number, rows in enumerate(loader, 1):

@@ -116,7 +116,7 @@ def alone(variant: str = "", updates: int = NUM_UPDATES) -> dict[str, Any]:
 
 
 def check_same_run(name: str, variant: str) -> None:
-    """Losses and norms of 20 updates, and the weights at the end."""
+    """Losses and norms of every update, and the weights at the end."""
     ranks, arguments = MESHES[name]
     found = run_on_ranks(lambda: train(**arguments, **VARIANTS[variant]), ranks, timeout_seconds=180)
     assert_same_run(found[0], alone(variant), tolerance=1e-2 if variant == "bf16" else 1e-5)

@@ -38,6 +38,7 @@ from accelerate.distributed.store_client import Coordinator
 from accelerate.errors import SettingError
 from accelerate.training.preemption import Preemption
 from accelerate.utils import DataLoaderConfiguration, PreemptionPolicy, ProjectConfiguration, set_seed
+from tests.oracle.ended_runs import PLACES, run_cases
 from tests.oracle.killed_runs import Attempt, Augmented, digest, noter, read_notes
 from tests.ranks import run_on_ranks
 
@@ -210,6 +211,41 @@ def compare(notes: Path, expected: list[dict[str, Any]]) -> None:
         assert all(step.endswith("evaluated") for step in missing), (rank, missing)
 
 
+# -- every place of a script -------------------------------------------------------------------------------
+
+#: As often as not a notice comes here: after the last update, in an evaluation, and once all is done.
+QUICK_PLACES = ("a save", "between loops", "the last evaluation", "after end_training", "the teardown")
+
+
+def _cases(folder: Path, size: int) -> list[dict[str, Any]]:
+    """The undisturbed run, then one for each place: with each kind of notice in turn, to one rank or to all."""
+    kinds, who = ("SIGTERM", "SIGUSR1", "SIGUSR2", "file"), ([0], [size - 1], list(range(size)))
+    found = [{"place": "", "victims": [], "kind": "SIGTERM"}]
+    for number, place in enumerate(PLACES if IS_SLOW else QUICK_PLACES):
+        kind = kinds[(number + size) % 4]
+        if kind == "file" and place in ("after end_training", "atexit", "the teardown"):
+            kind = "SIGTERM"  # which would end a process that doesn't listen; a file wouldn't
+        found.append({"place": place, "victims": who[number % 3], "kind": kind})
+    return [{**one, "size": size, "folder": str(folder / f"{n}")} for n, one in enumerate(found)]
+
+
+@pytest.mark.timeout(1800 if IS_SLOW else 400)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4] if IS_SLOW else [2])
+def test_after_a_notice_at_any_place_all_ranks_end_alike_and_the_run_is_the_undisturbed_one(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    cases = _cases(tmp_path, num_ranks)
+    all_starts = run_cases(cases, seconds=1500.0 if IS_SLOW else 360.0)
+    expected = [dict(one) for one in read_notes(tmp_path / "0/notes", num_ranks)]
+    for case, starts in zip(cases, all_starts, strict=True):
+        codes = [codes for codes, _ in starts]
+        log = "".join((Path(case["folder"]) / f"log.{rank}").read_text() for rank in range(num_ranks))
+        assert codes in ([[0] * num_ranks], [[CODE] * num_ranks, [0] * num_ranks]), (case, starts, log)
+        noted = read_notes(Path(case["folder"]) / "notes", num_ranks)
+        assert [len(one) for one in noted] == [len(one) for one in expected], f"steps done twice or never: {case}"
+        assert [dict(one) for one in noted] == expected, case
+
+
 # -- other ways --------------------------------------------------------------------------------------------
 
 
@@ -349,8 +385,12 @@ def test_a_loop_without_prepared_loaders_stops_where_a_window_begins(tmp_path: P
     assert saved_by_notice(tmp_path) == ["checkpoint_0"]
 
 
-@pytest.mark.parametrize("finishes", [False, True])
-def test_an_evaluation_is_left_or_finished_and_the_next_one_is_whole(finishes: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("finishes", "grace_seconds", "num_left"), [(False, 0.0, 2), (False, 600.0, 5), (True, 0.0, 5)]
+)
+def test_an_evaluation_is_finished_where_time_allows_and_the_next_one_is_whole(
+    finishes: bool, grace_seconds: float, num_left: int, tmp_path: Path
+) -> None:
     notice = tmp_path / "notice"
 
     def prepared(policy: PreemptionPolicy | None) -> tuple[Any, ...]:
@@ -360,7 +400,9 @@ def test_an_evaluation_is_left_or_finished_and_the_next_one_is_whole(finishes: b
         return accelerator, *accelerator.prepare(model, *loaders)
 
     def run() -> tuple[int, int]:
-        policy = PreemptionPolicy(signals=(), notice_file=str(notice), finish_evaluation=finishes)
+        policy = PreemptionPolicy(
+            signals=(), notice_file=str(notice), finish_evaluation=finishes, grace_seconds=grace_seconds
+        )
         accelerator, model, training, evaluation = prepared(policy)
         num_trained = num_evaluated = 0
         with pytest.raises(SystemExit):
@@ -384,7 +426,7 @@ def test_an_evaluation_is_left_or_finished_and_the_next_one_is_whole(finishes: b
         accelerator.resume()
         return training.iteration, len(list(training)), len(list(evaluation))
 
-    assert run_on_ranks(run, 1) == [(3, 5 if finishes else 2)]
+    assert run_on_ranks(run, 1) == [(3, num_left)]
     assert run_on_ranks(resume, 1) == [(1, 3, 5)]
 
 
@@ -599,6 +641,31 @@ def test_a_rank_that_was_late_is_asked_again(monkeypatch: pytest.MonkeyPatch) ->
         agreement.stop()
     assert len(stopped_at) == 2 and stopped_at[0] == stopped_at[1]
     assert "rank 1 didn't come to the step" in lines[0] and not any("nothing is saved" in line for line in lines)
+
+
+def test_a_rank_at_the_end_of_its_script_keeps_nobody_waiting() -> None:
+    """A notice to a rank that has one batch left, when another one has left the world: the run ends by itself."""
+    lines, store = _logged(), HashStore()
+    first, second = (
+        StopAgreement(Silent(), Coordinator(store, rank, 2, timedelta(seconds=60)), 500.0)  # pyright: ignore[reportArgumentType]
+        for rank in range(2)
+    )
+    first.start()
+    second.start()
+    first._tell_all(preemption.Notice(0, "here", "a test"))
+    until = time.monotonic() + 60.0
+    while second._agreed is None and time.monotonic() < until:
+        time.sleep(0.01)
+    agreed = second.wait_for_decision((0, 1, 0))
+    assert agreed is not None
+    waiting = threading.Thread(target=first.stop)  # its program has ended
+    waiting.start()
+    began = time.monotonic()
+    assert not second.meet(agreed, "step 1") and not second.is_asked
+    second._tell_all(preemption.Notice(1, "here", "another test"))  # is to be heard by nobody
+    second.stop()
+    waiting.join()
+    assert time.monotonic() - began < 60.0 and not lines, "as long as the grace period"
 
 
 def test_a_notice_to_an_earlier_attempt_is_none_to_the_next_one_in_the_same_store() -> None:

@@ -87,3 +87,23 @@ def test_a_resumed_run_adds_gradients_in_the_saved_order(
 ) -> None:
     for rank, wrong in enumerate(run_on_ranks(partial(resumed_differences, str(tmp_path), **options), num_ranks)):
         assert not wrong, f"rank {rank}: {wrong[:5]}"
+
+
+def backwards_of_a_resumed_run(folder: str) -> int:
+    path, calls = Path(folder), list[object]()
+    weights_after(range(2), path, False)
+    backward = torch.autograd.backward
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        calls.append(args)
+        backward(*args, **kwargs)
+
+    torch.autograd.backward = counted
+    weights_after(range(1, 3), path, True)
+    return len(calls)
+
+
+@pytest.mark.parametrize(("num_ranks", "expected"), [(2, 2), (3, 3)])
+def test_a_resumed_run_of_two_ranks_has_no_backward_but_its_own(num_ranks: int, expected: int, tmp_path: Path) -> None:
+    """Sums of two ranks don't depend on the order, which more ranks restore by a backward of zeros."""
+    assert run_on_ranks(backwards_of_a_resumed_run, num_ranks, str(tmp_path)) == [expected] * num_ranks

@@ -65,8 +65,8 @@ def test_replicas_that_are_trained_stay_equal_and_one_that_is_changed_is_named()
     said = run_on_ranks(on_rank, 4)
     assert said[0][:2] == ["", ""]
     assert said[0] == said[1] == said[2] == said[3]
-    assert said[0][2].startswith("Replicas differ: rank 2 holds other values than ranks 0, 1, 3 of `2.weight`. ")
-    assert "rank 2 holds other values than ranks 0, 1, 3 of the optimizer's 'exp_avg' of `2.weight`" in said[0][3]
+    assert said[0][2].startswith("Replicas differ: rank 2 holds other values than ranks 0, 1 and 3 of `2.weight`. ")
+    assert "rank 2 holds other values than ranks 0, 1 and 3 of the optimizer's 'exp_avg' of `2.weight`" in said[0][3]
 
 
 def test_statistics_that_all_ranks_compute_alike_are_compared() -> None:
@@ -85,7 +85,7 @@ def test_statistics_that_all_ranks_compute_alike_are_compared() -> None:
                 buffer[3] += 1
         return [*said, str(replicas.difference())]
 
-    assert run_on_ranks(on_rank, 3)[0] == ["None", "rank 1 holds other values than ranks 0, 2 of `1.running_var`"]
+    assert run_on_ranks(on_rank, 3)[0] == ["None", "rank 1 holds other values than ranks 0 and 2 of `1.running_var`"]
 
 
 def test_a_model_that_was_not_prepared_is_found_at_the_first_report() -> None:
@@ -102,9 +102,8 @@ def test_a_model_that_was_not_prepared_is_found_at_the_first_report() -> None:
 
     [(said, updates), other] = run_on_ranks(on_rank, 2)
     assert (said, updates) == other and updates == 2
-    assert (
-        "ranks 0, 1 hold different values of parameter 0 (2, 4) of optimizer 0, which is in no prepared model" in said
-    )
+    what = "parameter 0 (2, 4) of optimizer 0, which is in no prepared model"
+    assert f"ranks 0 and 1 hold different values of {what}" in said
     assert "never compared before" in said
 
 
@@ -124,7 +123,7 @@ def test_a_run_compares_as_often_as_it_is_asked_and_names_the_steps() -> None:
     assert run_on_ranks(on_rank, 2, False) == run_on_ranks(on_rank, 2, True) == ["went on"] * 2
     said = run_on_ranks(on_rank, 2, 4)
     assert said[0] == said[1]
-    assert said[0].startswith("The run is stopped at step 6: ranks 0, 1 hold different values of ")
+    assert said[0].startswith("The run is stopped at step 6: ranks 0 and 1 hold different values of ")
     assert said[0].endswith("; they were equal at step 2.")
 
 
@@ -221,7 +220,7 @@ def test_a_tensor_that_cant_be_compared_ends_no_save(tmp_path: Path) -> None:
 
     for said in run_on_ranks(on_rank, 2):
         assert said is not None and (said[0], said[2]) == ("", "")
-        assert "ranks 0, 1 hold different values of `weight`" in said[1]
+        assert "ranks 0 and 1 hold different values of `weight`" in said[1]
 
 
 def test_parameters_that_ddp_leaves_to_each_rank_are_left_alone() -> None:
@@ -270,7 +269,7 @@ def test_shards_are_compared_with_those_that_other_ranks_hold_too(layout: str) -
     first = said[0]
     assert first is not None and all(each == first for each in said) and first[0] == ""
     ranks = {
-        "hsdp": "ranks 1, 3 hold different values of `2.bias`",
-        "tp": "ranks 0, 1 hold different values of `2.bias`",
+        "hsdp": "ranks 1 and 3 hold different values of `2.bias`",
+        "tp": "ranks 0 and 1 hold different values of `2.bias`",
     }
     assert ranks.get(layout, "") in first[1] and bool(first[1]) == (layout != "fsdp")

@@ -123,7 +123,12 @@ def _records_of_fully_shard() -> list[tuple[bool, bool, bool]]:
     _backward(model, 1.0, syncs=False)
     parameters = [parameter for unit in units for parameter in managed_parameters(unit)]
     return [
-        (p.sharded_param.grad is not None, p._unsharded_param.grad is not None, p.unsharded_accumulated_grad is None)
+        (
+            p.sharded_param.grad is not None,
+            p._unsharded_param.grad is not None,
+            # From torch 2.15 on it only shows the gradient of the unsharded parameter, and isn't in the record itself.
+            vars(p).get("unsharded_accumulated_grad") is None,
+        )
         for p in parameters
     ]
 

@@ -21,6 +21,7 @@ from accelerate.distributed import store_client
 from accelerate.distributed.world import current_world, forget_world, join_world, leave_world
 from accelerate.errors import WorldError
 from tests.ranks import RankFailed, free_port, run_on_ranks
+from tests.torch_needed import needs_torch
 
 
 def native_threads() -> Counter[str]:
@@ -52,6 +53,26 @@ def test_processes_on_a_cpu_host_form_one_gloo_world_without_being_told_to() -> 
     assert answers == [(rank, 3, rank, 3, "gloo", "MULTI_CPU", "cpu") for rank in range(3)]
 
 
+def test_no_rank_goes_on_before_all_are_in_the_group() -> None:
+    """One that ended at once failed those that were still connecting to it."""
+
+    def formed() -> tuple[float, float]:
+        make, late = dist.init_process_group, 0.5 * int(os.environ["RANK"])
+
+        def make_slowly(*args: Any, **kwargs: Any) -> None:
+            make(*args, **kwargs)
+            time.sleep(late)
+            times.append(time.monotonic())
+
+        times: list[float] = []
+        dist.init_process_group = make_slowly
+        join_world()
+        return times[0], time.monotonic()
+
+    (_, first), (last, _) = run_on_ranks(formed)
+    assert first >= last
+
+
 def test_open_mpi_variables_form_the_same_world() -> None:
     def seen() -> tuple[int, int]:
         rank, size = os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
@@ -70,6 +91,7 @@ def test_open_mpi_variables_form_the_same_world() -> None:
     assert run_on_ranks(seen) == [(0, 2), (1, 2)]
 
 
+@needs_torch("2.13.0", "the group's threads may have no name")
 def test_leaving_ends_the_groups_threads_while_the_users_variables_keep_the_model() -> None:
     def threads_after_leaving() -> tuple[Counter[str], list[int]]:
         join_world()

@@ -6,7 +6,8 @@ The user's variables keep model, optimizer and loss until the interpreter ends. 
 of script and exits with 1 if any process ended badly.
 
 Kinds: `silent` never says that it is done, `ending` calls `destroy_process_group` of the state, `raising` ends by
-SystemExit, `bare` is torch alone without any of us (for comparison; its aborts don't count).
+SystemExit, `ended` calls `end_training` and gathers after it, `destroyed` destroys torch's group itself after that,
+`bare` is torch alone without any of us (for comparison; its aborts don't count).
 """
 
 from __future__ import annotations
@@ -39,13 +40,20 @@ for step in range(5):
     optimizer.zero_grad()
 """
 JOIN = "from accelerate.state import PartialState\nstate = PartialState()\n"
+ENDED = (
+    "from accelerate import Accelerator\naccelerator = Accelerator()\n"
+    + BODY.replace("DistributedDataParallel(\n", "accelerator.prepare(\n")
+    + "accelerator.end_training()\naccelerator.gather(loss)\n"
+)
 SCRIPTS = {
     "silent": JOIN + BODY,
     "ending": JOIN + BODY + "state.destroy_process_group()\n",
     "raising": JOIN + BODY + "raise SystemExit\n",
+    "ended": ENDED,
+    "destroyed": ENDED + "torch.distributed.destroy_process_group()\n",
     "bare": "import torch.distributed as dist\ndist.init_process_group('gloo')\n" + BODY,
 }
-COUNTED = ("silent", "ending", "raising")
+COUNTED = tuple(kind for kind in SCRIPTS if kind != "bare")
 
 
 def run_pair(script: str) -> list[tuple[int, str]]:

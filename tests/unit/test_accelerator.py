@@ -27,9 +27,9 @@ from accelerate.plugins.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accelerate.plugins.megatron import MegatronLMPlugin
 from accelerate.training.optimizer import AcceleratedOptimizer
 from accelerate.training.scheduler import AcceleratedScheduler
+from accelerate.utils import MegatronLMPlugin
 
 
 def parts(size: int = 8, batch_size: int = 2) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:

@@ -24,7 +24,7 @@ OUTSIDE_OF_THE_TREE: Final = {
     "StoreTimeout": "never leaves distributed/ and checkpointing/agreement.py, which say which rank didn't answer",
     "SubprocessCallException": "documented name and base of the test helpers",
     "_PassAborted": "never leaves training/oom_retry.py: aborts a pass on all ranks",
-    "_Reached": "never leaves tools/estimate/: ends a script where its model is known, so nothing may catch it",
+    "_Reached": "never leaves guests/estimate/: ends a script where its model is known, so nothing may catch it",
     "_Ended": "no error: it ends a script that is run as one rank of a world that isn't there",
 }
 
@@ -67,12 +67,10 @@ DELIBERATE: Final[dict[str, tuple[str, ...]]] = {
         "tracking/base.py GeneralTracker.__init__ NotImplementedError",
     ),
     "torch's own exception for the same thing, which torch or its callers match on": (
-        "checkpointing/sharded.py _ShardedModel.load_state_dict RuntimeError",
+        "checkpointing/fit.py require_fit RuntimeError",
         "precision/sharded_scaler.py ShardedScaler._unscale_grads_ ValueError",
         "parallel/deepspeed/strategy.py DeepSpeed.clip_grad_norm RuntimeError",
-        "parallel/deepspeed/state.py _Receiver.load_state_dict RuntimeError",
         "parallel/gradient_norm.py scale_to RuntimeError",
-        "parallel/pipeline/state.py _PipelineReceiver.load_state_dict RuntimeError",
         "torch_private/distributed.py second_connection NotImplementedError",
     ),
     "the end of a run that was preempted and has saved, with its exit code; `finally` blocks run": (

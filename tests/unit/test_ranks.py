@@ -7,6 +7,7 @@ import os
 import pytest
 
 from accelerate import Accelerator
+from tests.fresh import run_fresh
 from tests.ranks import RankFailed, run_on_ranks
 
 
@@ -34,3 +35,9 @@ def test_a_rank_that_hangs_fails_the_test_in_time() -> None:
 
     with pytest.raises(RankFailed, match="no answer within"):
         run_on_ranks(lambda: time.sleep(60), 1, timeout_seconds=1)
+
+
+def test_an_exit_handler_of_a_fresh_program_sees_what_ended_it() -> None:
+    program = "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value)))\nraise ValueError('bad')\n"
+    done = run_fresh(program)
+    assert (done.returncode, done.stdout) == (1, "ValueError('bad')\n")

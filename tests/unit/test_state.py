@@ -140,7 +140,7 @@ def test_accelerator_state_shows_settings_and_world() -> None:
     assert AcceleratorState().mixed_precision == "bf16" == state.mixed_precision
     assert state.num_processes == 1
     assert state.distributed_type == "NO"
-    for name in ("deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "parallelism_config"):
+    for name in ("deepspeed_plugin", "torch_tp_plugin", "parallelism_config"):
         assert getattr(state, name) is None
     assert state.device_mesh is None
     assert state.is_fsdp2 is False
@@ -215,6 +215,22 @@ def test_deepspeed_plugins_are_selected_by_name() -> None:
     state.select_deepspeed_plugin("teacher")
     assert state.deepspeed_plugin is teacher
     assert state.mixed_precision == "no"
+
+
+def test_plugins_of_fsdp_and_megatron_are_attributes_only_of_runs_that_use_them() -> None:
+    """Programs read ``state.fsdp_plugin.auto_wrap_policy`` behind ``hasattr(state, "fsdp_plugin")``."""
+    plain = Accelerator(cpu=True).state
+    assert not hasattr(plain, "fsdp_plugin") and not hasattr(plain, "megatron_lm_plugin")
+    assert plain.deepspeed_plugin is None and plain.deepspeed_plugins is None and not plain.is_fsdp2
+    with pytest.raises(AttributeError, match=r"doesn't use FSDP\. Ask with `getattr\(state, 'fsdp_plugin', None\)`"):
+        _ = plain.fsdp_plugin
+    AcceleratorState._reset_state()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    sharded = Accelerator(cpu=True, fsdp_plugin=plugin).state
+    assert sharded.fsdp_plugin is AcceleratorState().fsdp_plugin is plugin and sharded.is_fsdp2
+    assert not hasattr(sharded, "megatron_lm_plugin")
+    AcceleratorState._reset_state()
+    assert not hasattr(Accelerator(cpu=True).state, "fsdp_plugin"), "of the Accelerator before"
 
 
 def test_a_function_that_needs_deepspeed_is_refused_under_an_accelerator_without_it() -> None:

@@ -144,7 +144,7 @@ def test_gradients_of_shards_are_put_back_where_torch_keeps_whole_ones_on_the_pa
 
 def test_operations_on_lists_are_torchs() -> None:
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([1.0])]
-    assert [float(norm) for norm in optim.norm_of_each(tensors, 2.0)] == [5.0, 1.0]
+    assert [float(norm) for norm in optim.norm_of_each(tensors, 2.0, torch.float64)] == [5.0, 1.0]
     optim.scale_each(tensors, torch.tensor(2.0))
     optim.move_each(tensors, [torch.zeros(2), torch.zeros(1)], 0.5)
     assert [tensor.tolist() for tensor in tensors] == [[3.0, 4.0], [1.0]]

@@ -112,7 +112,7 @@ def told_by(*words: str, num_devices: int = 1) -> str:
     return finished.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("module", ["accelerate.commands.launch", "accelerate.launch.tpu"])
+@pytest.mark.parametrize("module", ["accelerate.commands.launch", "accelerate.guests.xla.launcher"])
 def test_the_launcher_calls_the_function_of_the_script_on_the_device(module: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

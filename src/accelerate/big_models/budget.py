@@ -1,4 +1,4 @@
-"""The bytes that each device may take of a model, and the placement problem that planners solve. Internal."""
+"""The memory budget of each device, and the placement problem for the planners. Internal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _host_memory() -> int:
 
 
 def _container_memory() -> list[int]:
-    """Return the bytes that the container may still take, in a list; an empty one where it has no limit."""
+    """Return the free bytes of the container as a list; empty if it has no limit."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text().strip()
@@ -61,7 +61,7 @@ def _container_memory() -> list[int]:
 
 
 def free_memory_on(device: torch.device) -> int | None:
-    """Return the bytes that new tensors could take on a device now; None where that can't be measured."""
+    """Return the bytes that new tensors could take on a device now; None if unknown."""
     if device.type == CPU.name:
         return host_memory_available() + _meminfo_bytes("SwapFree:")
     kind = next((kind for kind in KINDS if kind.name == device.type), None)
@@ -176,7 +176,7 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, ByteDtype] | None = None,
     low_zero: bool = False,
 ) -> dict[DeviceKey, Bytes]:
-    """Return ``max_memory`` (default: what is free now) with limits that spread the model evenly over the accelerators.
+    """Return ``max_memory`` (default: the free memory) with limits that spread the model evenly over the accelerators.
 
     The last one keeps all its memory. With ``low_zero``, the first one only gets what the others can't take.
     """
@@ -294,7 +294,7 @@ class PlacementProblem:
 
     @property
     def reserve_devices(self) -> list[DeviceKey]:
-        """The devices that reserve memory for the largest layer on slower devices, which is copied through them."""
+        """The devices that reserve memory for the largest layer offloaded to slower devices."""
         accelerators = self.accelerators
         if not accelerators:
             return [CPU.name]

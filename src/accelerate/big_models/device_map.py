@@ -80,7 +80,7 @@ def _problem(
 
 
 def _exact_or_greedy(problem: PlacementProblem, fallback_allocation: bool) -> DevicePlan | None:
-    """Return the exact plan, or the greedy one where it is as good, because that one keeps the order of the model."""
+    """Return the exact plan, or the greedy one if it costs no more, because it keeps the model's order."""
     placements = place_exactly(problem)
     if placements is None:
         return None
@@ -97,18 +97,27 @@ def _exact_or_greedy(problem: PlacementProblem, fallback_allocation: bool) -> De
 
 
 def _warn_about_buffers(problem: PlacementProblem, plan: DevicePlan) -> None:
-    """Warn if the buffers of offloaded parts, which stay where the layers run, don't fit there."""
+    """Warn if the buffers of offloaded parts don't fit on the device that runs the layers.
+
+    They lie beside the device's own parts, and beside the weights of the largest offloaded layer while it runs.
+    """
     accelerators = problem.accelerators
     slow = (CPU.name, DISK) if accelerators else (DISK,)
-    needed = sum(each.part.buffer_bytes for each in plan.placements if each.device in slow)
+    offloaded = [each.part for each in plan.placements if each.device in slow]
+    needed = sum(part.buffer_bytes for part in offloaded)
     if not needed or not accelerators:
         return
-    left = max(problem.limit(device) - plan.num_bytes_on([device]) for device in accelerators)
+    layers = (layer for part in offloaded for layer in part.unsplit_parts() if not layer.is_tensor)
+    fetched = max((layer.num_bytes - layer.buffer_bytes for layer in layers), default=0)
+    left = max(
+        problem.limit(device) - plan.num_bytes_on([device]) - fetched * (device in problem.reserve_devices)
+        for device in accelerators
+    )
     if needed > left:
         warnings.warn(
             f"Current model requires {needed} bytes of buffer for offloaded layers, which seems does not fit any GPU's "
-            f"remaining memory: the most left on a device is {convert_bytes(max(left, 0))}. If memory runs out, use "
-            "offload_buffers=True.",
+            f"remaining memory: the most left on a device, beside its own layers and the largest offloaded one, is "
+            f"{convert_bytes(max(left, 0))}. If memory runs out, use offload_buffers=True.",
             UserWarning,
             stacklevel=3,
         )
@@ -170,7 +179,7 @@ def _merged(entries: Mapping[str, object], depth: int, name: str) -> dict[str, o
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, object]) -> None:
-    """Check that the map gives every tensor of the model a device; warn of names that aren't in the model.
+    """Check that the map gives every tensor of the model a device; warn about unknown names.
 
     Raises:
         SettingError: tensors that the map leaves out, by name.

@@ -559,10 +559,10 @@ class WeightFile(ABC):
 
     @abstractmethod
     def entry(self, name: str) -> Entry | None:
-        """Return the offload index entry that reads the tensor from this very file; None where that isn't possible."""
+        """Return an offload index entry that reads the tensor from this very file; None if impossible."""
 
     def position(self, name: str) -> int:
-        """Return the byte at which the tensor begins in the file; 0 where that isn't known."""
+        """Return the byte offset of the tensor in the file; 0 if unknown."""
         del name
         return 0
 

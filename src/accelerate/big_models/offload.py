@@ -282,7 +282,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return True
 
     def release(self, keys: Sequence[str]) -> None:
-        """Free the memory pages that were read for these weights, where they are in mapped safetensors files."""
+        """Free the memory pages read for these weights, if they are in mapped safetensors files."""
         for mapped in map(self._mapped, keys):
             if mapped is not None:
                 mapped[0].release([mapped[1]])

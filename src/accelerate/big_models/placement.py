@@ -180,7 +180,7 @@ def _quantised(
 
 
 def quantizing_device() -> Device:
-    """Return the device on which weights are quantised: the accelerator that this process uses, else the host."""
+    """Return the device that quantises weights: this process's accelerator, else the host."""
     return CPU.name if available_kind() is CPU else torch.accelerator.current_device_index()
 
 

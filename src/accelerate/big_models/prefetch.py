@@ -44,7 +44,7 @@ class WeightStore(Protocol):
 
 @final
 class WeightPrefetcher:
-    """A reader of weight units that prefetches those which followed in the previous run of the model."""
+    """A reader of weight units that prefetches in the order of the previous run of the model."""
 
     def __init__(self, weights: WeightStore) -> None:
         self._weights = weights
@@ -99,7 +99,7 @@ class WeightPrefetcher:
             self._in_flight[following, device] = self._thread.submit(self._prefetch, following, device)
 
     def _window(self, unit: Unit) -> Iterator[Unit]:
-        """Yield the units that are likely to follow, within the memory that prefetching may take."""
+        """Yield the units that are likely to follow, within the memory limit of prefetching."""
         left = max(max(self._sizes.values(), default=0), MIN_PREFETCH_BYTES)
         for _ in range(MAX_PREFETCHED_UNITS):
             following = self._successors.get(unit)

@@ -184,7 +184,7 @@ def check_tied_parameters_in_config(model: object) -> bool:
 
 
 def device_of(name: str, device_map: Mapping[str, object]) -> Any:
-    """Return the device that a map gives to a tensor or module: that of its longest prefix; None where it has none."""
+    """Return the device of a tensor or module in the map, by its longest prefix; None if it has none."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return device_map.get(name)

@@ -120,7 +120,7 @@ def _unpacked(packed: Packed) -> torch.Tensor:
 
 @final
 class _OffloadStream:
-    """A stream that copies between a device and pinned host memory, beside the stream that computes."""
+    """A side stream that copies between a device and pinned host memory during computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -144,7 +144,7 @@ class _OffloadStream:
             tensor.record_stream(current)
 
     def to_host(self, tensor: torch.Tensor, on_host: torch.Tensor | None) -> torch.Tensor:
-        """Start to copy a tensor to host memory (into ``on_host`` where that fits), after the work queued for it."""
+        """Start to copy a tensor to host memory (into ``on_host`` if it fits), after its queued work."""
         if on_host is None or on_host.shape != tensor.shape or on_host.dtype != tensor.dtype:
             on_host = torch.empty_like(tensor, device=CPU.name, pin_memory=True)
         if tensor.device.type == CPU.name:  # as it was loaded

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         resume_checkpoint,
         resume_run,
     )
+    from .missed import watch_first_step
     from .objects import Hooks, check_registrable, load, load_custom_state, save, save_custom_state
     from .run_state import RunState, StrategyState
     from .saving import participants_of_save, save_accelerator_state, save_run, write_checkpoint
@@ -90,6 +91,7 @@ __all__ = [
     "save_model",
     # what strategies and the Accelerator build on
     "CheckpointStore",
+    "Hooks",
     "LoadOptions",
     "RunState",
     "StagingDirectory",
@@ -97,8 +99,8 @@ __all__ = [
     "load_run",
     "resume_run",
     "save_run",
+    "watch_first_step",
     "EncodingError",
-    "Hooks",
     "check_registrable",
 ]
 
@@ -113,6 +115,7 @@ __getattr__: Callable[[str], Any] = names_from(
         "weights": "export_model Selection"
         " clean_state_dict_for_safetensors convert_file_size_to_int load_weights save_model",
         "dcp": "merge_fsdp_weights",
+        "missed": "watch_first_step",
         "objects": "Hooks check_registrable load load_custom_state save save_custom_state",
         "loading": "LoadOptions LoadedCheckpoint find_newest load_accelerator_state load_run read_checkpoint"
         " resume_checkpoint resume_run",

@@ -58,7 +58,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that writes what all have in common."""
+        """True on the rank that writes the common files."""
         return self.rank == 0 or self._alone
 
     @property
@@ -124,7 +124,7 @@ def _failures(texts: Sequence[str | None]) -> dict[int, str]:
 def write_on_main(
     world: World | None, operation: str, target: str, write: Callable[[], None], what: str, *, moment: str = ""
 ) -> None:
-    """Run ``write()`` on the main process, which waits for no other rank; other ranks that call this wait for it.
+    """Run ``write()`` on the main process, which doesn't wait for the other ranks; they wait for it.
 
     Where replicas are kept, any rank may be lost, and none waits. A new main process that comes to the place of the
     others writes nothing on its way: the one before it has.
@@ -140,6 +140,10 @@ def write_on_main(
             write()
         return
     coordinator = world.coordinator if world is not None and world.is_distributed else None
+    if coordinator is not None and coordinator.has_left:  # the program has destroyed the group: nobody waits
+        if coordinator.rank == 0:
+            write()
+        return
     participants = coordinator.calls.main_alone(operation, target, moment=moment) if coordinator is not None else None
     error: Exception | None = None
     try:

@@ -86,7 +86,7 @@ def _allocate_pinned(num_bytes: int) -> torch.Tensor:
 
 
 def _allocate_huge_pages(num_bytes: int) -> torch.Tensor:
-    """Allocate memory in huge pages, where the system has them, so that touching it first causes few page faults."""
+    """Allocate memory, in huge pages if the system has them, so that its first use causes few page faults."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

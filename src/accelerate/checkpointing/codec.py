@@ -67,7 +67,7 @@ class EncodingError(CheckpointError, TypeError):
 
 
 def refuse(path: str, value: object, why: str = "") -> EncodingError:
-    """Return the error that says where in a state dict a value lies that can't be written without pickle."""
+    """Return the error for a value at ``path`` of a state dict that can't be written without pickle."""
     reason = f" ({why})" if why else ""
     return EncodingError(
         f"{path}: {type(value)} can't be written without pickle{reason}. Let state_dict() return tensors, "
@@ -370,7 +370,7 @@ class _Decoder:
 
 
 def decode(document: Json, tensor_of: Callable[[str], torch.Tensor], name: str = "state") -> Any:
-    """Return the value that :func:`encode` wrote; ``tensor_of(key)`` gives tensors that the value may keep.
+    """Return the value written by :func:`encode`; ``tensor_of(key)`` gives tensors that the value may keep.
 
     Raises:
         CheckpointError: the document isn't one that this version can read.
@@ -394,7 +394,7 @@ def decode(document: Json, tensor_of: Callable[[str], torch.Tensor], name: str =
 
 
 def _find_class(module: str, qualified_name: str) -> type | None:
-    """Return the class of that name in a module that is already imported, without importing or calling anything."""
+    """Return the class of that name from an imported module, without importing or calling anything."""
     found: Any = sys.modules.get(module)
     if found is None:
         raise CheckpointError(f"class {module}.{qualified_name}: import {module} before loading this state")
@@ -521,7 +521,7 @@ def envelope(
 
 
 def open_envelope(content: object, name: str) -> Document:
-    """Return ``content`` itself after checking that it is a state file that this version can read.
+    """Return ``content`` after checking that it is a state file of a known version.
 
     Raises:
         CheckpointError: it is something else, or newer.

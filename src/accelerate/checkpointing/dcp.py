@@ -6,12 +6,12 @@ import inspect
 import io
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Final, final
 
 import torch
 
@@ -88,10 +88,12 @@ def read_tensors(folder: str | PathLike[str], found: Metadata, keys: Iterable[st
 
 def read_into(folder: str | PathLike[str], state: StateDict, *, alone: bool) -> None:
     """Read the saved values into the tensors of ``state``, replacing other entries; a collective unless ``alone``."""
-    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint import state_dict_loader
 
-    # older versions notice by themselves that there is no process group, and have no option to ignore one
-    options: dict[str, Any] = {"no_dist": alone} if "no_dist" in inspect.signature(load).parameters else {}
+    load: Callable[..., None] = state_dict_loader.load
+    options: dict[str, bool] = {"no_dist": alone} if alone else {}
+    if alone and "no_dist" not in inspect.signature(load).parameters:
+        load = state_dict_loader.load_state_dict  # in torch 2.6 this older one alone can ignore the process group
     reader, planner = _load_classes()
     with convert_torch_errors(f"load {folder}"):
         load(state, storage_reader=reader(str(folder)), planner=planner(), **options)

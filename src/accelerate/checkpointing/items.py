@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from hashlib import blake2b
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
@@ -25,7 +27,9 @@ from ..errors import CheckpointError, CollectiveError
 from ..names import MANIFEST_NAME
 from .agreement import Ranks
 from .codec import Encoded, encode
+from .fit import OptimizerLayout, with_names
 from .layout import (
+    BUFFERS,
     CUSTOM,
     GRADIENTS,
     INLINE_LIMIT_BYTES,
@@ -44,6 +48,7 @@ from .quantized_state import split_optimizer
 from .run_state import RunState, StateDict, StrategyState
 from .storage import LocalStorage, Storage, storage_of
 from .store import Create, StagingDirectory, file_names
+from .tensor_files import raw_bytes
 from .weights import Selection, check_weights, shared_names, write_weights
 
 
@@ -147,7 +152,7 @@ def _write_files(create: Create, files: Iterable[tuple[str, bool, bytes]]) -> No
 
 @final
 class DeferredItem(CheckpointItem):
-    """Files that a strategy's own function writes when the checkpoint is written, from values that it copies itself."""
+    """Files that a strategy's own function writes later, from its own copies of the values."""
 
     def __init__(self, write: Callable[[], object]) -> None:
         self._write = write
@@ -204,7 +209,7 @@ class RunItems:
                 is_pickle = state_files is CUSTOM and self.run.pickles(obj)
                 state = obj.state_dict()
                 if state_files is OPTIMIZER and isinstance(state, Mapping):
-                    state = split_optimizer(state, getattr(obj, "optimizer", obj))
+                    state = with_names(split_optimizer(state, getattr(obj, "optimizer", obj)), self._layout(number))
                 items.append(self._item(state_files, state, number, what, is_pickle))
         for number, state in self.loader_states.items():
             items.append(self._item(LOADER, state, number, f"data loader {number}.state_dict()"))
@@ -212,17 +217,53 @@ class RunItems:
             items.append(self._item(SCALER, self.run.scaler.state_dict(), 0, "scaler.state_dict()"))
         return items
 
-    def of_rank(self, rank: int) -> list[CheckpointItem]:
-        """Return the items of this rank: random streams, its part of loaders' states, gradients of an open window."""
+    def _layout(self, number: int) -> OptimizerLayout:
+        prepared: Any = (self.run.optimizers or self.parts.optimizers)[number]
+        return self.run.strategy.access.optimizer_layout(getattr(prepared, "optimizer", prepared), self.run.models)
+
+    @cached_property
+    def buffers(self) -> list[dict[str, torch.Tensor]]:
+        """The buffers of each model that other ranks may have with other values."""
+        access, select = self.run.strategy.access, self.selection
+        return [
+            {}
+            if access.broadcasts_buffers(model)
+            else {name: buffer.detach() for name, buffer in access.buffers(model).items() if select.holds(name)}
+            for model in self.run.models
+        ]
+
+    def differing_buffers(self, ranks: Ranks) -> list[dict[str, torch.Tensor]]:
+        """Return the :attr:`buffers` that differ between the ranks having them; a collective."""
+        if ranks.size == 1:
+            return []
+        digests = [
+            (_digest(f"{index}.{name}".encode()), _digest(raw_bytes(buffer)))
+            for index, buffers in enumerate(self.buffers)
+            for name, buffer in buffers.items()
+        ]
+        known: dict[int, int] = {}
+        pairs = chain.from_iterable(ranks.all_gather(digests))
+        differ = {name for name, content in pairs if known.setdefault(name, content) != content}
+        names = iter(digests)
+        return [{name: one for name, one in buffers.items() if next(names)[0] in differ} for buffers in self.buffers]
+
+    def of_rank(self, rank: int, buffers: Sequence[Mapping[str, torch.Tensor]]) -> list[CheckpointItem]:
+        """Return the items of this rank: random streams, its part of loaders' states, gradients of an open window.
+
+        Args:
+            buffers: those of each model that this rank has of its own.
+        """
         streams = capture_rng_states(self.run.step)
         value: dict[str, object] = to_classic_streams(streams) if self.run.is_classic else {"streams": streams}
         if not self.run.is_classic:
             states = [self.loader_states.get(number) for number in range(len(self.run.dataloaders))]
             value["loaders"] = [state.get("own") if isinstance(state, Mapping) else None for state in states]
         items = [self._item(RANDOM, value, rank, "random streams")]
-        if self.window is not None:  # never a pickle: the classic format of other programs has no name for it
-            folder = folder_of_rank(rank, self.run.num_ranks)
-            items.append(StateItem(GRADIENTS.name(rank), encode(self.window, "gradients"), beside=True, folder=folder))
+        folder = folder_of_rank(rank, self.run.num_ranks)
+        more = (GRADIENTS, self.window, "gradients"), (BUFFERS, list(buffers) if any(buffers) else None, "buffers")
+        for state_files, own, what in more:  # never pickles: the classic format of other programs has no names for them
+            if own is not None:
+                items.append(StateItem(state_files.name(rank), encode(own, what), beside=True, folder=folder))
         return items
 
     @cached_property
@@ -230,9 +271,9 @@ class RunItems:
         """The states of the loaders that have one, by the loader's number."""
         found: dict[int, object] = {}
         for number, loader in enumerate(self.run.dataloaders):
-            state_dict, load = getattr(loader, "state_dict", None), getattr(loader, "load_state_dict", None)
-            if callable(state_dict) and callable(load):
-                found[number] = state_dict()
+            state = getattr(loader, "position_state", None) or getattr(loader, "state_dict", None)
+            if callable(state) and callable(getattr(loader, "load_state_dict", None)):
+                found[number] = state()
         return found
 
     @cached_property
@@ -241,7 +282,7 @@ class RunItems:
         return None if self.run.open_window is None else self.run.open_window.state_dict()
 
     def updates(self) -> list[int]:
-        """Return the number of updates that each optimizer has made; 0 where nothing counts them."""
+        """Return the number of updates of each optimizer; 0 if it isn't counted."""
         return [getattr(optimizer, "num_updates", 0) for optimizer in self.run.optimizers]
 
     def epoch(self) -> int | None:
@@ -260,6 +301,10 @@ class RunItems:
         )
 
 
+def _digest(data: bytes | memoryview) -> int:
+    return int.from_bytes(blake2b(data, digest_size=7).digest(), "big")
+
+
 # ------------------------------------------------------------------------------------------ of a late rank
 #
 # Added to a checkpoint which the main process has saved alone and committed. The files come first and the manifest,
@@ -272,7 +317,7 @@ ABSENT_RANKS: Final = "absent_ranks"
 
 @final
 class AddedItems:
-    """The items that one rank adds to a checkpoint that the main process has saved alone."""
+    """The items that one rank adds to a checkpoint saved by the main process alone."""
 
     def __init__(self, participants: CallParticipants, ranks: Ranks) -> None:
         self._participants = participants

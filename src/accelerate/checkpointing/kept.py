@@ -1,4 +1,4 @@
-"""Saving where any rank may be lost: the lowest living one writes, and all get to know what became of it."""
+"""Saving with kept replicas: the lowest living rank writes, and all ranks get the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Arguments = ParamSpec("Arguments")
 def by_lowest_member(
     save: Callable[Concatenate[RunState, Arguments], str],
 ) -> Callable[Concatenate[RunState, Arguments], str]:
-    """Return a function that calls ``save``; where replicas are kept, on the lowest member, or the next if it is lost.
+    """Return a function that calls ``save``; with kept replicas, on the lowest member, or the next if it is lost.
 
     All members call it, and get the folder, or the error.
     """

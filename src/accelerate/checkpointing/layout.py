@@ -8,6 +8,7 @@
 | gradient scaler | `scaler.json` | `scaler.pt` |
 | random streams of a rank | `random_states_{rank}.json` | `random_states_{rank}.pkl` |
 | gradients of a rank in an open window | `gradients_{rank}.safetensors` + `.json` | the same |
+| buffers of a rank, where ranks have others | `buffers_{rank}.safetensors` + `.json` | the same |
 | registered object | `custom_checkpoint_{i}.safetensors` + `.json` | `custom_checkpoint_{i}.pkl` |
 
 Further objects of a kind add `_1`, `_2`, ... to the stem. Of more than 1,024 ranks, what each rank has of its own lies
@@ -165,6 +166,7 @@ RANDOM: Final = StateFiles(
 GRADIENTS: Final = StateFiles(
     "gradients", "gradients", "pkl", tensors_beside=True, always_numbered=True, is_of_rank=True
 )
+BUFFERS: Final = StateFiles("buffers", "buffers", "pkl", tensors_beside=True, always_numbered=True, is_of_rank=True)
 CUSTOM: Final = StateFiles(
     CUSTOM_CHECKPOINT_NAME, CUSTOM_CHECKPOINT_NAME, "pkl", tensors_beside=True, always_numbered=True
 )

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
+import torch
+
 from ..distributed.random import restore_rng_states, set_seed
 from ..distributed.world import current_world
 from ..errors import CheckpointError, CheckpointNotFound
+from ..names import engine_tag
 from ..settings.training import ProjectOptions
+from ..wording import by_number, some_ranks
 from . import sharded
 from .agreement import Ranks
 from .codec import read_pickle
+from .fit import by_name
 from .items import ABSENT_RANKS
 from .layout import (
+    BUFFERS,
     CUSTOM,
     GRADIENTS,
     LOADER,
@@ -34,28 +42,30 @@ from .layout import (
     read_engine_weights,
 )
 from .manifest import OPTIMIZER_UPDATES, UNFINISHED_NAME, ByteProgress, Manifest
+from .missed import forget
 from .remote import open_store
 from .run_state import RunState, StateDict, Stateful
 from .series import is_classic, list_committed, numbered, series_storage
 from .storage import Storage, storage_of
 from .store import Store
 from .tensor_files import raw_bytes
-from .weights import Selection, holds_weights, load_weights
+from .weights import Selection, holds_weights, loader_of, open_weights
 
 if TYPE_CHECKING:
-    import torch
     from torch.serialization import MAP_LOCATION
 
     from ..distributed.world import World
 
 _log = logging.getLogger(__name__)
+#: Notes that nobody has to act on: each is logged once in a run.
+_minor_notes_of_run: set[str] = set()
 _MAP_LOCATIONS: Final = (None, "cpu", "on_device")
 
 
 @dataclass
 @final
 class LoadedCheckpoint:
-    """The result of loading: which checkpoint, its manifest, and what could not be restored exactly.
+    """The result of loading: the checkpoint, its manifest, and notes on state not restored exactly.
 
     Attributes:
         folder: its address.
@@ -317,7 +327,7 @@ def _found(store: Store) -> LoadedCheckpoint:
 @dataclass
 @final
 class Loading:
-    """One load under way: the checkpoint that was found, and what it is loaded into."""
+    """One load in progress: the checkpoint found, and the run to load it into."""
 
     found: LoadedCheckpoint
     store: Store
@@ -330,22 +340,29 @@ class Loading:
         self.details: Mapping[str, Any] = {} if self.manifest is None else self.manifest.details
         self.absent: list[int] = self.details.get(ABSENT_RANKS, [])
         self.access: sharded.StateAccess = self.run.strategy.access
+        self._loads: list[tuple[Callable[[], object], Iterable[str]]] = []
+        self._files = ExitStack()
+        self._minor: set[str] = set()  # the notes that nobody has to act on
 
     def load(self) -> LoadedCheckpoint:
-        """Load the checkpoint into all objects; on an error on any rank, raise on all."""
-        error: Exception | None = None
+        """Load the checkpoint into all objects, once it fits all of them; on an error on any rank, raise on all."""
         try:
-            self._read()
-        except Exception as problem:  # raised again below, once the other ranks know of it
-            error = problem
-        try:
-            self.ranks.agree(error, f"load {self.found.folder}")
+            with ExitStack() as self._files:
+                for phase in (self._read, self._load):
+                    error: Exception | None = None
+                    try:
+                        phase()
+                    except Exception as problem:  # raised again below, once the other ranks know of it
+                        error = problem
+                    self.ranks.agree(error, f"load {self.found.folder}")
         finally:
             self.store.close()
+        forget(self.run.optimizers)
         self._log_notes()
         return self.found
 
     def _read(self) -> None:
+        """Read the states, and check them; no object but what a hook loads is changed."""
         run, folder, model_only = self.run, self.store.readable, self.options.model_only
         optimizers = run.strategy.restorable(run.optimizers)
         has_more = bool(optimizers or run.schedulers or run.custom_objects or run.scaler)
@@ -353,61 +370,137 @@ class Loading:
             raise CheckpointError(
                 "it holds models only (it was saved with Selection(model_only=True)); load it with model_only=True"
             )
+        self._require_prepared(folder)
         remaining = list(run.models)
         for hook in run.load_hooks:
             hook(remaining, str(folder))
-        sizes = {} if self.manifest is None else {name: file.size for name, file in self.manifest.files.items()}
-        with ByteProgress(f"Loading {folder.name}", sum(sizes.values()), shown=self.ranks.is_main) as progress:
-            for index, model in enumerate(remaining):
-                files = self._read_model(model, folder, index)
-                progress.advance(sum([sizes.get(name, 0) for name in files]))
-            if not model_only:
-                self._read_optimizers(folder, optimizers)
-                self._read_shared(folder)
-                self._read_own(folder)
-                self._read_gradients(folder)
+        for index, model in enumerate(remaining):
+            self._read_model(model, folder, index)
+        self._read_buffers(folder)
+        if not model_only:
+            self._read_optimizers(folder, optimizers)
+            self._read_shared(folder)
+            self._note_unclaimed(folder)
+            self._read_own(folder)
+            self._read_gradients(folder)
 
-    def _read_model(self, model: torch.nn.Module, folder: Path, index: int) -> list[str]:
-        """Load the weights of ``model``, in whatever form they lie in ``folder``, and return the files read."""
-        access, options, of_pickles = self.access, self.options.of_models, self.options.of_pickles
-        if access.restore(model, folder, index, model_only=self.options.model_only, **options):
-            return []
-        shards = sharded.weights_folder(folder, index)
-        if sharded.is_sharded(shards):
-            sharded.read_model_shards(access, model, shards, **options)
-            return [] if self.manifest is None else [n for n in self.manifest.files if n.startswith(f"{shards.name}/")]
-        classic = sharded.classic_weights(folder, index)
-        if classic.is_file():
-            access.load_target(model).load_state_dict(read_pickle(classic, **of_pickles), **options)
-            return [classic.name]
-        if holds_engine_state(folder, index) and not holds_weights(folder, index):
-            trusted = access.trusts_engine or of_pickles.get("weights_only") is False
-            access.load_target(model).load_state_dict(read_engine_weights(folder, index, trusted=trusted), **options)
-            return []
-        loaded = load_weights(
-            access.load_target(model),
-            folder,
-            index,
-            load_kwargs={name: value for name, value in of_pickles.items() if name != "map_location"},
-            may_lack=self.found.selection.leaves_out,
-            **options,
+    def _require_prepared(self, folder: Path) -> None:
+        """Raise where nothing would be loaded because nothing is prepared; hooks may load models themselves."""
+        run = self.run
+        if run.models or run.load_hooks or not _holds_model(folder):
+            return
+        if run.optimizers or run.schedulers or run.dataloaders or run.custom_objects:
+            self.found.notes.append(
+                "no model is prepared, so the weights that it holds aren't loaded; call prepare() before load_state()"
+            )
+            return
+        raise CheckpointError(
+            "nothing is prepared or registered that it could be loaded into: call prepare(), with the model and what "
+            "else was saved, before load_state()"
         )
-        return list(loaded.files)
+
+    def _load(self) -> None:
+        sizes = {} if self.manifest is None else {name: file.size for name, file in self.manifest.files.items()}
+        shown = f"Loading {self.store.readable.name}"
+        with ByteProgress(shown, sum(sizes.values()), shown=self.ranks.is_main) as progress:
+            while self._loads:
+                load, files = self._loads.pop(0)  # which lets go of the state once it is loaded
+                load()
+                progress.advance(sum([sizes.get(name, 0) for name in files]))
+
+    def _later(self, load: Callable[[], object], files: Iterable[str] = ()) -> None:
+        """Have ``load()`` called, for the content of ``files``, once everything is known to fit on every rank."""
+        self._loads.append((load, files))
+
+    def _read_model(self, model: torch.nn.Module, folder: Path, index: int) -> None:
+        """Read the weights of ``model``, in whatever form they lie in ``folder``."""
+        access, options, of_pickles = self.access, self.options.of_models, self.options.of_pickles
+        restore = access.restorer(model, folder, index, model_only=self.options.model_only, **options)
+        if restore is not None:
+            self._later(restore)
+            return
+        shards, classic = sharded.weights_folder(folder, index), sharded.classic_weights(folder, index)
+        if sharded.is_sharded(shards):
+            names = [] if self.manifest is None else list(self.manifest.files)
+            load = sharded.read_model_shards(access, model, shards, **options)
+            self._later(load, [name for name in names if name.startswith(f"{shards.name}/")])
+            return
+        may_lack = None
+        if classic.is_file():
+            state, files = read_pickle(classic, **of_pickles), [classic.name]
+        elif holds_engine_state(folder, index) and not holds_weights(folder, index):
+            trusted = access.trusts_engine or of_pickles.get("weights_only") is False
+            state, files = read_engine_weights(folder, index, trusted=trusted), list[str]()
+        else:
+            load_kwargs = {name: value for name, value in of_pickles.items() if name != "map_location"}
+            weights = self._files.enter_context(open_weights(folder, index, **load_kwargs))
+            state, files = weights.state_dict(), list(weights.files)
+            may_lack = self.found.selection.leaves_out
+        target, source = access.load_target(model), f"{', '.join(files) or engine_tag(index)} in {folder}"
+        self._later(loader_of(target, state, source, may_lack=may_lack, **options), files)
+
+    def _read_buffers(self, folder: Path) -> None:
+        """Read the buffers that this rank had of its own; the weights hold those of the first rank."""
+        manifest, rank = self.manifest, self.ranks.rank
+        if manifest is None or not any(name.rpartition("/")[2].startswith("buffers_") for name in manifest.files):
+            return
+        if manifest.world_size != self.ranks.world_size:
+            self.found.notes.append(
+                f"the models' buffers (such as the statistics of BatchNorm) differed between its {manifest.world_size} "
+                "ranks, and all ranks go on with those of the first"
+            )
+        elif BUFFERS.holds(folder, rank):
+            states: list[dict[str, torch.Tensor]] = BUFFERS.read(folder, rank)
+            for model, buffers in zip(self.run.models, states, strict=False):
+                self._later(partial(self._load_buffers, model, buffers))
+
+    def _load_buffers(self, model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+        if buffers:
+            self.access.keep_buffers(model)
+        for name, buffer in self.access.buffers(model).items():
+            if name in buffers and buffers[name].shape == buffer.shape:
+                buffer.detach().copy_(buffers[name])
 
     def _read_optimizers(self, folder: Path, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        models, access = self.run.models, self.access
         for number, optimizer in enumerate(optimizers):
             shards = sharded.optimizer_folder(folder, number)
             if sharded.is_sharded(shards):
-                sharded.read_optimizer_shards(self.access, optimizer, self.run.models, shards)
+                self._later(sharded.read_optimizer_shards(access, optimizer, models, shards))
             elif holds_engine_state(folder) and not OPTIMIZER.holds(folder, number):
                 self.found.notes.append(
                     "DeepSpeed saved it, so that only DeepSpeed can go on with its optimizer: ours is anew"
                 )
             else:
                 state = OPTIMIZER.read(folder, number, **self.options.of_pickles)
-                self.access.load_full_optimizer_state(optimizer, self.run.models, state)
+                layout, known = access.optimizer_layout(optimizer, models), access.parameter_names(models)
+                state, remark = by_name(state, layout, optimizer, known, f"optimizer {number}")
+                self.found.notes += [remark] * bool(remark and self.manifest)
+                self._later(partial(access.load_full_optimizer_state, optimizer, models, state))
             if getattr(optimizer, "num_updates", None) is not None:  # not an engine's own
-                setattr(optimizer, "num_updates", self._num_updates(number, optimizer))  # noqa: B010
+                self._later(partial(self._set_num_updates, number, optimizer))
+
+    def _set_num_updates(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        setattr(optimizer, "num_updates", self._num_updates(number, optimizer))  # noqa: B010
+
+    def _note_unclaimed(self, folder: Path) -> None:
+        """Note the optimizers and schedulers that the checkpoint holds and nothing here takes."""
+        prepared = len(self.run.optimizers)
+        num_optimizers = prepared
+        while OPTIMIZER.holds(folder, num_optimizers) or sharded.is_sharded(
+            sharded.optimizer_folder(folder, num_optimizers)
+        ):
+            num_optimizers += 1
+        counts = {
+            "optimizer": (num_optimizers, prepared),
+            "scheduler": (_count(SCHEDULER, folder), len(self.run.schedulers)),
+        }
+        for kind, (num_saved, num_prepared) in counts.items():
+            if num_saved > num_prepared:
+                self.found.notes.append(
+                    f"{kind}s in it: {num_saved}, prepared here: {num_prepared}. The state of the others isn't loaded: "
+                    "call prepare() before load_state(), or load with model_only=True"
+                )
 
     def _num_updates(self, number: int, optimizer: torch.optim.Optimizer) -> int:
         """Return the updates before this checkpoint: those it tells, else those that the optimizer's state counts."""
@@ -420,9 +513,12 @@ class Loading:
     def _read_shared(self, folder: Path) -> None:
         run, of_pickles = self.run, self.options.of_pickles
         for number, scheduler in enumerate(run.schedulers):
-            scheduler.load_state_dict(SCHEDULER.read(folder, number, **of_pickles))
+            self._later(partial(scheduler.load_state_dict, SCHEDULER.read(folder, number, **of_pickles)))
         if run.scaler is not None:
-            run.scaler.load_state_dict(SCALER.read(folder, **of_pickles))
+            state = SCALER.read(folder, **of_pickles)
+            if not state and getattr(run.scaler, "is_enabled", bool)():
+                raise CheckpointError("it was saved with a gradient scaler that was disabled; this run's is enabled")
+            self._later(partial(run.scaler.load_state_dict, state))
         num_saved = _count(CUSTOM, folder)
         if num_saved != len(run.custom_objects):
             raise CheckpointError(
@@ -431,10 +527,14 @@ class Loading:
             )
         for number, obj in enumerate(run.custom_objects):
             trusted = {"weights_only": False} if run.pickles(obj) else {}
-            obj.load_state_dict(CUSTOM.read(folder, number, **{**of_pickles, **trusted}))
+            state = CUSTOM.read(folder, number, **{**of_pickles, **trusted})
+            if type(obj).load_state_dict is torch.nn.Module.load_state_dict:
+                self._later(loader_of(cast("torch.nn.Module", obj), state, f"registered object {number} in {folder}"))
+            else:
+                self._later(partial(obj.load_state_dict, state))
 
     def _read_own(self, folder: Path) -> None:
-        """Load the states of loaders, with this rank's own part of them, and its random streams."""
+        """Read the states of loaders, with this rank's own part of them, and its random streams."""
         found, rank, of_pickles = self.found, self.ranks.rank, self.options.of_pickles
         own: dict[str, Any] = {}
         if rank not in self.absent and RANDOM.holds(folder, rank):  # else left by a late rank that was killed
@@ -446,19 +546,26 @@ class Loading:
             loader_states = own.get("loaders") or []
             if number < len(loader_states) and loader_states[number] is not None and isinstance(state, dict):
                 state["own"] = loader_states[number]
-            cast("Stateful", loader).load_state_dict(state)
+            check = getattr(loader, "check_state_dict", None)
+            if callable(check):
+                check(state)
+            self._later(partial(cast("Stateful", loader).load_state_dict, state))
         if own:
             step = own["streams"].get("step")
             found.step = found.step if step is None else int(step)
-            found.notes += [f"random stream not restored: {missed}" for missed in restore_rng_states(own["streams"])]
+            self._later(partial(self._restore_streams, own["streams"]))
         elif RANDOM.holds(folder, 0):
-            first = _streams_of(folder, 0, of_pickles)["streams"]
+            of_main = _streams_of(folder, 0, of_pickles)
+            first = of_main["streams"]
             found.step = int(first.get("step", found.step or 0))
             if self.details.get(STREAMS_ALIKE):
-                restore_rng_states(first)  # as the saved run's ranks, this one draws what rank 0 draws
+                self._later(partial(restore_rng_states, first))  # as the saved run's ranks, it draws what rank 0 draws
             else:
-                set_seed(zlib.crc32(raw_bytes(first["torch"])) ^ rank)
-            found.notes.append(self._why_derived(folder))  # the same text on all such ranks: logged once
+                self._later(partial(set_seed, zlib.crc32(raw_bytes(first["torch"])) ^ rank))
+            self._note_derived(folder, has_positions=_has_positions_of_ranks(of_main))
+
+    def _restore_streams(self, streams: StateDict) -> None:
+        self.found.notes += [f"random stream not restored: {missed}" for missed in restore_rng_states(streams)]
 
     def _read_gradients(self, folder: Path) -> None:
         """Read the gradients of a window that was open, to be given to the models once its position is known."""
@@ -472,24 +579,51 @@ class Loading:
             states = (GRADIENTS.read(folder, number) for number in numbers)
             self.found.window = next(states) if is_same else window.joined(states)
 
-    def _why_derived(self, folder: Path) -> str:
+    def _note_derived(self, folder: Path, *, has_positions: bool) -> None:
+        """Note that this rank's streams are derived, in equal words on all such ranks, to log it once.
+
+        It is no warning where the main process saved alone and no loader has a position in a rank: the script decides
+        who saves, and only random streams differ.
+        """
         if self.ranks.rank in self.absent:
-            ranks = ", ".join(map(str, self.absent[:8])) + (", ..." if len(self.absent) > 8 else "")
-            return (
-                f"the main process saved it alone, without the random streams of rank {ranks} and their own parts of "
-                "loaders: they are derived from the main process's"
+            own = by_number(self.absent, "its own", "their own")
+            positions = f" and {own} positions in loaders" if has_positions else ""
+            note = (
+                f"the main process saved it alone, without the random streams of {some_ranks(self.absent)}{positions}: "
+                "they are derived from the main process's"
             )
-        num_saved = _count(RANDOM, folder) if self.manifest is None else _count_listed(RANDOM, self.manifest.files)
-        return f"random streams of rank {num_saved} and up are derived: the saved run didn't have them"
+            is_minor = not has_positions
+        else:
+            num_saved = _count(RANDOM, folder) if self.manifest is None else _count_listed(RANDOM, self.manifest.files)
+            note = f"random streams of rank {num_saved} and up are derived: the saved run didn't have them"
+            is_minor = self.manifest is None and num_saved == 1 and not has_positions
+        self.found.notes.append(note)
+        if is_minor:
+            self._minor.add(note)
 
     def _log_notes(self) -> None:
-        notes_of_all = [note for notes in self.ranks.all_gather(self.found.notes) for note in notes]
+        own_notes = [(note, note in self._minor) for note in self.found.notes]
+        notes_of_all = [note for notes in self.ranks.all_gather(own_notes) for note in notes]
         if not self.ranks.is_main:
             return
         for name, reason in self.found.skipped.items():
             _log.warning("Checkpoint %s was skipped: %s", name, reason)
-        for note in dict.fromkeys(notes_of_all):
-            _log.warning("Checkpoint %s: %s", self.found.folder, note)
+        for note, is_minor in dict.fromkeys(notes_of_all):
+            if not is_minor:
+                _log.warning("Checkpoint %s: %s", self.found.folder, note)
+            elif note not in _minor_notes_of_run:
+                _minor_notes_of_run.add(note)
+                _log.info("Checkpoint %s: %s", self.found.folder, note)
+
+
+def _has_positions_of_ranks(of_main: Mapping[str, Any]) -> bool:
+    """Return whether a loader keeps more of each rank than random streams."""
+    return any(set(part or ()) - {"rank", "workers", "ahead"} for part in of_main.get("loaders") or ())
+
+
+def _holds_model(folder: Path) -> bool:
+    shards, classic = sharded.weights_folder(folder), sharded.classic_weights(folder)
+    return holds_weights(folder) or sharded.is_sharded(shards) or classic.is_file() or holds_engine_state(folder)
 
 
 def _count(state_files: StateFiles, folder: Path) -> int:

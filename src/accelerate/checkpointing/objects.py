@@ -36,23 +36,14 @@ _log = logging.getLogger(__name__)
 
 
 @final
-class Hooks:
-    """Functions that run before saving or loading, in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._hooks: OrderedDict[int, Hook] = OrderedDict()
+class Hooks(OrderedDict[int, Hook]):
+    """Functions to run before saving or loading, by number, in the order of their registration."""
 
     def add(self, hook: Hook) -> RemovableHandle:
         """Have ``hook`` run until ``remove()`` of the returned handle."""
-        handle = RemovableHandle(self._hooks)
-        self._hooks[handle.id] = hook
+        handle = RemovableHandle(self)
+        self[handle.id] = hook
         return handle
-
-    def __iter__(self) -> Iterator[Hook]:
-        return iter(list(self._hooks.values()))
-
-    def __len__(self) -> int:
-        return len(self._hooks)
 
 
 def check_registrable(objects: Iterable[object], *, first: int = 0, may_pickle: bool = False) -> None:
@@ -298,7 +289,7 @@ class _HookFolder:
             self._store.restore(self._aside)
 
     def _collect(self, before: dict[str, tuple[int, ...]]) -> None:
-        """Move the files that hooks wrote into the staging directory; copy those that were in the folder before."""
+        """Move files written by hooks into the staging directory; copy those that existed before."""
         for name in self._names():
             if before.get(name) == self._stamp(name):
                 continue

@@ -140,7 +140,7 @@ def _set_codes(local: Any, codes: torch.Tensor) -> None:
 
 
 def _is_packed_elsewhere(value: Any, optimizer: object) -> bool:
-    """Return whether shards of ``value`` differ in size, so that other ranks' may be quantized where this one isn't."""
+    """Return whether shards of ``value`` differ in size, so that only some ranks' may be quantized."""
     if not is_sharded(value) or not _keeps_few_bits(optimizer) or value.ndim == 0:
         return False
     return _is_uneven(value) and value.numel() >= _block(optimizer)

@@ -146,7 +146,7 @@ class RemoteStore(Store):
             leftover.remove()
 
     def _sibling_folders(self) -> list[RemoteStorage]:
-        """Return the folders that this save, or earlier ones that were killed, put beside the folder."""
+        """Return the sibling folders created by this save, or by earlier ones that were killed."""
         prefix, parent = f".{self.storage.name}.tmp-", self.storage.parent()
         return [parent.child(name) for name in parent.folders() if name.startswith(prefix)]
 

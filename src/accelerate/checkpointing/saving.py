@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat, final
 
 from ..distributed.call_rendezvous import CallParticipants
+from ..distributed.collectives import require_group
 from ..distributed.random import has_common_seed
 from ..distributed.world import current_world
 from ..errors import CheckpointError, SettingError
 from ..settings.training import ProjectOptions
+from ..wording import by_number, some_ranks
 from .agreement import Ranks, StoreCollectives
 from .background import Background
 from .items import ABSENT_RANKS, AddedItems, CheckpointItem, DeferredItem, RunItems
@@ -230,12 +232,15 @@ def participants_of_save(
         world.coordinator.require_all("save_state")
         return CallParticipants(is_main=world.is_main)
     target = "" if project.automatic_checkpoint_naming or output_dir is None else os.fspath(output_dir)
-    return world.coordinator.calls.find_participants("save_state", target, moment=moment)
+    participants = world.coordinator.calls.find_participants("save_state", target, moment=moment)
+    if participants.has_all:
+        require_group("save_state")
+    return participants
 
 
 @contextmanager
 def _reporting_errors(participants: CallParticipants, ranks: Ranks) -> Iterator[None]:
-    """Yield a block whose error closes the exchange between ranks and is reported to ranks that come late."""
+    """Yield a block; an error in it closes the exchange between ranks and is reported to late ranks."""
     try:
         yield
     except BaseException as error:  # whatever ended the save, the others must know
@@ -246,7 +251,7 @@ def _reporting_errors(participants: CallParticipants, ranks: Ranks) -> Iterator[
 
 
 def _writes_for_its_node(participants: CallParticipants, run: RunState) -> bool:
-    """Return whether this rank, which came late, is the first of a node whose folder nobody has written."""
+    """Return whether this late rank is the first on a node without a copy of this checkpoint."""
     if not run.project.save_on_each_node or run.world is None or not run.world.is_local_main:
         return False
     identity = participants.wait_for_outcome()
@@ -262,7 +267,7 @@ def _add_to_checkpoint(participants: CallParticipants, ranks: Ranks, items: RunI
         for hook in items.run.save_hooks:
             hook(list(items.run.models), weights, str(addition.staging.folder))
         if not items.selection.model_only:
-            addition.items += items.of_rank(ranks.rank)
+            addition.items += items.of_rank(ranks.rank, items.buffers)
         if writer is not None:
             writer.memory.snapshot(addition.items)
             writer.start(addition.add)
@@ -323,14 +328,15 @@ def _prepare(
 
 def _warn_of_absent_ranks(participants: CallParticipants, store: Store) -> None:
     if participants.is_first:
-        others = ", ".join(map(str, range(1, min(store.ranks.world_size, 9))))
+        others = range(1, store.ranks.world_size)
         _log.warning(
-            "save_state() was called by the main process alone: %s lacks the random streams of the other ranks (%s%s) "
-            "and their own parts of loaders, unless they come too. A run that continues from it derives them from the "
-            "main process's. Call save_state() on every rank for an exact continuation.",
+            "save_state() was called by the main process alone: %s lacks the random streams of %s "
+            "and %s parts of loaders, unless %s too. A run that continues from it derives them from the main "
+            "process's. Call save_state() on every rank for an exact continuation.",
             store.address,
-            others,
-            ", ..." if store.ranks.world_size > 9 else "",
+            some_ranks(others),
+            by_number(others, "its own", "their own"),
+            by_number(others, "it comes", "they come"),
         )
 
 
@@ -366,7 +372,7 @@ def _details(
 
 
 def _collect(saving: Saving, items: RunItems, staging: StagingDirectory) -> None:
-    """Collect the items that this rank writes, after running the hooks, which write their files at once."""
+    """Run the hooks, which write their files at once; collect the items of this rank."""
     weights, run, everything = items.weights(), items.run, not saving.selection.model_only
     run_hooks(saving.store, staging, [partial(hook, list(run.models), weights) for hook in run.save_hooks])
     saving.num_models = len(weights)
@@ -382,7 +388,7 @@ def _collect(saving: Saving, items: RunItems, staging: StagingDirectory) -> None
         if saving.pin:
             (staging.folder / PIN_NAME).touch()
     if everything:
-        saving.items += items.of_rank(staging.ranks.rank)
+        saving.items += items.of_rank(staging.ranks.rank, items.differing_buffers(staging.ranks))
     if staging.is_committer:
         told = staging.description.details  # the program's own keys stay as they are
         if told.get("epoch") is None and (epoch := items.epoch()) is not None:

@@ -93,7 +93,7 @@ class Entry:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that was given to ``save_state``, or else that of its first loader."""
+        """The epoch given to ``save_state``, or else the first loader's."""
         return None if self.manifest is None else self.manifest.details.get("epoch")
 
     @property
@@ -185,7 +185,7 @@ def list_committed(root: str | PathLike[str] | Storage) -> list[tuple[int | tupl
 
 
 def _date(storage: Storage, siblings: list[str]) -> str | None:
-    """Return when the checkpoint was written; None where there is none, not even one that a crash left half moved."""
+    """Return when the checkpoint was written; None if there is none, not even a half-moved one."""
     beside = [storage.parent().child(name) for name in siblings if name.startswith(f".{storage.name}.tmp-")]
     for one in (storage, *beside):
         try:

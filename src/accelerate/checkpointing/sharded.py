@@ -8,13 +8,17 @@ tensors and DTensors is here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, final
+from weakref import ref
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ..distributed.world import current_world
 from ..errors import CheckpointError
@@ -23,8 +27,9 @@ from ..torch_private.distributed import shard_locally
 from ..torch_private.modules import loaded
 from .agreement import Ranks
 from .dcp import is_distributed_checkpoint, read_into, read_metadata
+from .fit import OptimizerLayout, check_entry, check_groups, check_settings, other_parameters, require_fit
 from .layout import MAX_RANKS
-from .packed_weights import is_statistic, load_statistics
+from .packed_weights import is_statistic, load_statistics, packed_layers
 from .quantized_state import is_split, join_state, split_optimizer, split_state
 from .run_state import StateDict, StrategyState
 from .shards_item import ShardsItem
@@ -65,11 +70,32 @@ class StateAccess(ABC):
     #: Whether files of DeepSpeed's engine, which are pickles, are read without ``weights_only=False``.
     trusts_engine: bool = False
 
-    def restore(
-        self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
-    ) -> bool:
-        """Load ``model`` from a form of the strategy's own, if ``folder`` has one; return whether it had."""
+    def canonical(self, name: str) -> str:
+        """Return a name in a prepared model's state dict as the user's own model has it."""
+        return name
+
+    def broadcasts_buffers(self, model: torch.nn.Module) -> bool:
+        """Return whether the main process's buffers replace those of the other ranks before the next forward."""
         return False
+
+    def keep_buffers(self, model: torch.nn.Module) -> None:
+        """Have each rank keep its buffers in the next forward, as after one whose gradients aren't reduced."""
+
+    def buffers(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the live buffers of a state dict of ``model`` that this rank has whole, by the user's names."""
+        return {
+            self.canonical(name): value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if isinstance(value, torch.Tensor)
+            and not isinstance(value, torch.nn.Parameter)
+            and not (value.is_meta or _is_dtensor(value) or is_statistic(name))
+        }
+
+    def restorer(
+        self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
+    ) -> Callable[[], object] | None:
+        """Return a function that loads ``model`` from a form of the strategy's own; None if ``folder`` has none."""
+        return None
 
     @abstractmethod
     def load_target(self, model: torch.nn.Module) -> LoadTarget:
@@ -90,6 +116,14 @@ class StateAccess(ABC):
     @abstractmethod
     def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         """Return by parameter name a tensor of the parameter's whole shape, sharded as optimizer state for it is."""
+
+    def parameter_names(self, models: Sequence[torch.nn.Module]) -> Container[str]:
+        """Return the names of all parameters of ``models``; empty where optimizers are an engine's own."""
+        return ()
+
+    def optimizer_layout(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> OptimizerLayout:
+        """Return names and shapes of the optimizer's parameters; empty where it is an engine's own."""
+        return ()
 
     @abstractmethod
     def optimizer_shards(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> StateDict:
@@ -117,7 +151,7 @@ class StateAccess(ABC):
 @dataclass(frozen=True)
 @final
 class GivenState:
-    """The state of a run whose author gets it out of models and optimizers himself, where no strategy does."""
+    """The state of a run without a strategy, extracted from models and optimizers by its author."""
 
     state: StrategyState = field(default_factory=StrategyState)
     access: StateAccess = field(default_factory=lambda: InPlace())
@@ -166,29 +200,34 @@ def _reads_alone() -> bool:
 
 def read_model_shards(
     access: StateAccess, model: torch.nn.Module, folder: Path, *, strict: bool = True, **_: object
-) -> None:
-    """Load the weights in ``folder`` into ``model``; a collective.
+) -> Callable[[], None]:
+    """Return a function that loads the weights in ``folder`` into ``model``: a collective.
 
     Raises:
-        CheckpointError: with ``strict``, names that are missing on either side.
+        CheckpointError: a tensor has another shape; or, with ``strict``, names are missing on either side.
     """
     shards = access.model_shards(model)
-    saved = {path[1]: key for key, path in _saved(folder).items() if path[0] == "model" and len(path) > 1}
-    ties = _shared(shards)
-    missing = [name for name in shards if name not in saved and ties.get(name) not in saved and not is_statistic(name)]
-    unexpected = [name for name in saved if name not in shards]
-    if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"{folder} doesn't fit the model: {_listed('missing', missing)}{_listed('unexpected', unexpected)}"
-        )
+    saved = {str(path[1]): key for key, path in _saved(folder).items() if path[0] == "model" and len(path) > 1}
     metadata = _metadata(folder)
+    packed = {f"{name}.weight" for name, _ in packed_layers(model)}
+    try:
+        require_fit(
+            shards, {name: _described(metadata[key]) for name, key in saved.items()}, strict=strict, packed=packed
+        )
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder} doesn't fit the model: {error}") from error
     found = {
         name: _empty(metadata[saved[name]], None) if is_statistic(name) else value
         for name, value in own_shards(shards).items()
         if name in saved
     }
-    _read(folder, {"model": found})
-    access.load_model_shards(model, {**shards, **found})
+
+    def read() -> None:
+        state: StateDict = {"model": found}
+        _read(folder, state)
+        access.load_model_shards(model, {**shards, **found})
+
+    return read
 
 
 def own_shards(shards: Mapping[str, Any]) -> StateDict:
@@ -196,43 +235,67 @@ def own_shards(shards: Mapping[str, Any]) -> StateDict:
     return {name: value for name, value in shards.items() if not (isinstance(value, torch.Tensor) and value.is_meta)}
 
 
-def _listed(what: str, names: Sequence[object]) -> str:
-    return f" {what} {', '.join(map(repr, names[:5]))}{', ...' if len(names) > 5 else ''}." if names else ""
-
-
-def _shared(state: Mapping[str, object]) -> dict[str, str]:
-    """Map each of the names of a tied tensor to another of its names."""
-    first: dict[int, str] = {}
-    other: dict[str, str] = {}
-    for name, value in state.items():
-        known = first.setdefault(id(value), name)
-        if known != name:
-            other[name], other[known] = known, name
-    return other
-
-
 def read_optimizer_shards(
     access: StateAccess, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], folder: Path
-) -> None:
-    """Load the state in ``folder`` into ``optimizer``; a collective.
+) -> Callable[[], None]:
+    """Return a function that loads the state in ``folder`` into ``optimizer``: a collective.
 
     Raises:
-        CheckpointError: the folder holds state of parameters that the models don't have.
+        CheckpointError: the folder holds state of other parameters, or of others than the optimizer's.
     """
     layouts, metadata = access.layouts(models), _metadata(folder)
-    state: dict[str, Any] = {}
-    target: dict[str, Any] = {"optimizer": state}
-    for key, (root, *path) in _saved(folder).items():
-        if root != "optimizer" or not path:
+    saved = {key: path[1:] for key, path in _saved(folder).items() if path[0] == "optimizer" and len(path) > 1}
+    for key, path in saved.items():
+        if path[0] != "state":
             continue
-        if path[0] == "state" and path[1] not in layouts:
+        if path[1] not in layouts:
             raise CheckpointError(f"{folder} holds optimizer state of {path[1]!r}, which the models don't have")
-        layout = layouts[str(path[1])] if path[0] == "state" else None
-        if layout is not None and layout.is_meta:
-            continue  # of another pipeline stage
-        _put(state, path, _empty(metadata[key], layout))
-    _read(folder, target)
-    access.load_optimizer_shards(optimizer, models, {"state": {}, "param_groups": [], **target["optimizer"]})
+        entry, own = _described(metadata[key]), layouts[str(path[1])].shape
+        if len(path) == 3 and entry is not None:
+            check_entry(repr(path[1]), path[2], entry.shape, own, folder.name)
+    _require_same_parameters(access, optimizer, models, folder, saved)
+
+    def read() -> None:
+        state: dict[str, Any] = {}
+        target: dict[str, Any] = {"optimizer": state}
+        for key, path in saved.items():
+            layout = layouts[str(path[1])] if path[0] == "state" else None
+            if layout is None or not layout.is_meta:  # else of another pipeline stage
+                _put(state, path, _empty(metadata[key], layout))
+        _read(folder, target)
+        access.load_optimizer_shards(optimizer, models, {"state": {}, "param_groups": [], **target["optimizer"]})
+
+    return read
+
+
+def _require_same_parameters(
+    access: StateAccess,
+    optimizer: torch.optim.Optimizer,
+    models: Sequence[torch.nn.Module],
+    folder: Path,
+    saved: Mapping[str, tuple[str | int, ...]],
+) -> None:
+    """Raise CheckpointError unless ``optimizer`` trains the parameters whose state was saved."""
+    live = [[name for name, _ in group] for group in access.optimizer_layout(optimizer, models)]
+    of_live, of_state = set(chain(*live)), {path[1] for path in saved.values() if path[0] == "state"}
+    if not of_live or None in of_live:
+        return
+    target: dict[str, Any] = {"optimizer": {}}
+    for path in saved.values():
+        if path[0] == "param_groups" and len(path) > 2:
+            _put(target["optimizer"], path, None)
+    groups: list[dict[str, Any]] = [group or {} for group in target["optimizer"].get("param_groups", ())]
+    check_settings(groups, optimizer, folder.name)
+    for group in groups:
+        for name in group.keys() - {"params"}:
+            del group[name]  # not read here
+    read_into(folder, target, alone=True)
+    names: list[list[str]] = [list(group.get("params") or ()) for group in groups]
+    of_saved = set(chain(*names)) or of_state  # parameters may have no state: then their names are listed nevertheless
+    if of_saved != of_live:
+        raise CheckpointError(other_parameters(folder.name, of_saved, of_live))
+    if any(names):
+        check_groups(names, live, folder.name)
 
 
 def _put(tree: Any, path: Sequence[Any], value: object) -> None:
@@ -260,6 +323,12 @@ def _empty(metadata: STORAGE_TYPES, layout: torch.Tensor | None) -> torch.Tensor
     return torch.zeros(size, dtype=dtype)
 
 
+def _described(metadata: STORAGE_TYPES) -> torch.Tensor | None:
+    """Return a tensor of the saved shape, without values; None for what is no tensor."""
+    size: torch.Size | None = getattr(metadata, "size", None)
+    return None if size is None else torch.empty(size, device="meta")
+
+
 def _metadata(folder: Path) -> dict[str, STORAGE_TYPES]:
     return read_metadata(folder).state_dict_metadata
 
@@ -285,27 +354,47 @@ class InPlace(StateAccess):
     Args:
         named_parameters: the parameters of a model under every name of the user's own model.
         canonical: a name in a model's state dict as the user's own model has it.
-        restores: called by :meth:`restore` as ``(model, folder, index)``.
+        restorer: called by :meth:`restorer` as ``(model, folder, index)``.
         before_gathering: called with an optimizer on every rank, before its state is gathered.
+        broadcasting: the models whose buffers DDP broadcasts from the main process, with the DDP module that does.
     """
 
     def __init__(
         self,
         named_parameters: NamedParameters | None = None,
-        canonical: Callable[[str], str] | None = None,
-        restores: Callable[[torch.nn.Module, Path, int], bool] | None = None,
+        canonical: Callable[[str], str] = str,
+        restorer: Callable[[torch.nn.Module, Path, int], Callable[[], object] | None] | None = None,
         before_gathering: Callable[[torch.optim.Optimizer], None] | None = None,
+        broadcasting: Mapping[torch.nn.Module, ref[DistributedDataParallel]] = MappingProxyType({}),
     ) -> None:
         self._named = named_parameters or _named_parameters
-        self.canonical: Callable[[str], str] = canonical or str
-        self._restores = restores
+        self._canonical, self._broadcasting = canonical, broadcasting
+        self._restorer = restorer
         self._before_gathering = before_gathering
 
-    def restore(
+    def canonical(self, name: str) -> str:
+        """Return a name in a prepared model's state dict as the user's own model has it."""
+        return self._canonical(name)
+
+    def broadcasts_buffers(self, model: torch.nn.Module) -> bool:
+        """Return whether DDP does so: not after a forward under ``no_sync`` or ``no_grad``."""
+        replica = self._replica_of(model)
+        return replica is not None and replica.will_sync_module_buffers()
+
+    def keep_buffers(self, model: torch.nn.Module) -> None:
+        """Have DDP broadcast nothing before the next forward."""
+        replica = self._replica_of(model)
+        if replica is not None:
+            replica.require_forward_param_sync = False
+
+    def _replica_of(self, model: torch.nn.Module) -> DistributedDataParallel | None:
+        return self._broadcasting[model]() if model in self._broadcasting else None
+
+    def restorer(
         self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
-    ) -> bool:
-        """Call ``restores``, if one was given; return whether it has loaded the model."""
-        return self._restores is not None and self._restores(model, folder, index)
+    ) -> Callable[[], object] | None:
+        """Return what the given ``restorer`` returns; None without one."""
+        return None if self._restorer is None else self._restorer(model, folder, index)
 
     def load_target(self, model: torch.nn.Module) -> LoadTarget:
         """Return the model itself, or a wrapper that shards whole tensors if it has DTensors."""
@@ -336,6 +425,15 @@ class InPlace(StateAccess):
     def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         """Return the parameters themselves, detached."""
         return {name: parameter.detach() for parameter, name in self._names(models)}
+
+    def parameter_names(self, models: Sequence[torch.nn.Module]) -> Container[str]:
+        """Return the names of all parameters of ``models``."""
+        return {name for _, name in self._names(models)}
+
+    def optimizer_layout(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> OptimizerLayout:
+        """Return names and shapes of the optimizer's parameters."""
+        names, groups = self._name_of(models), getattr(optimizer, "param_groups", ())
+        return [[(names.get(id(one)), one.shape) for one in group["params"]] for group in groups]
 
     def _names(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.Tensor, str]]:
         taken: set[str] = set()
@@ -440,19 +538,12 @@ class _ShardedModel:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True, **_: object) -> LoadedKeys:
         """Copy to every tensor its shard of the value of its name."""
-        state = load_statistics(self._model, state, self._access.canonical)
         own = {name: value for name, value in self.state_dict().items() if not is_statistic(name)}
-        filled = {id(own[name]) for name in state if name in own}  # a tied tensor comes under one of its names
-        missing = [name for name, tensor in own.items() if id(tensor) not in filled]
-        unexpected = [name for name in state if name not in own]
-        if strict and (missing or unexpected):
-            raise RuntimeError(f"{_listed('missing', missing)}{_listed('unexpected', unexpected)}")
+        packed = {f"{name}.weight" for name, _ in packed_layers(self._model)}
+        missing, unexpected = require_fit(own, state, strict=strict, packed=packed)
+        state = load_statistics(self._model, state, self._access.canonical)
         for name, tensor in own.items():
             if name in state and isinstance(tensor, torch.Tensor):
-                if state[name].shape != tensor.shape:
-                    raise RuntimeError(
-                        f" {name!r} has shape {list(state[name].shape)} there, and {list(tensor.shape)} here."
-                    )
                 tensor.copy_(shard_like(state[name].to(tensor.dtype), tensor))
         return loaded(missing, unexpected)
 

@@ -71,6 +71,10 @@ class ShardsItem(CheckpointItem):
         """Return this rank's shards."""
         return [value for value in self._planner.values.values() if isinstance(value, torch.Tensor)]
 
+    def planned(self) -> Iterable[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
+        """Return each piece that this rank proposes to write, in order, with its values."""
+        return [(item, self._planner.values[item.index]) for item in self._plan.items]
+
     def use_copies(self, copies: Mapping[int, torch.Tensor]) -> None:
         """Replace the shards by the copies; entries that are no tensors are held as bytes already."""
         values: dict[Any, Any] = self._planner.values
@@ -171,7 +175,7 @@ def is_first_alike(ranks: Ranks, checksum: int) -> bool:
 
 
 def proposed(plan: SavePlan, is_first: bool) -> SavePlan:
-    """Return what this rank proposes: its pieces, and whole values if it is the first that has them."""
+    """Return this rank's proposed plan: its shards, and whole values if it is the first to have them."""
     from torch.distributed.checkpoint.planner import WriteItemType
 
     items = [item for item in plan.items if is_first or item.type == WriteItemType.SHARD]
@@ -192,7 +196,7 @@ def _unpacked(data: bytes) -> Any:
 
 @cache  # made when first needed: importing torch's part takes half a second
 def _save_classes() -> tuple[type, type]:
-    """Return a planner that holds the values to write, and a writer that records no time and no path."""
+    """Return a planner that holds the values to write, and a writer without recorded times and paths."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import StorageMeta
@@ -209,7 +213,7 @@ def _save_classes() -> tuple[type, type]:
         def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
             """Plan as torch does; of many ranks in a time that grows with the pieces, not with their square."""
             if len(all_plans) <= MAX_RANKS:
-                return super().create_global_plan(all_plans)
+                return super().create_global_plan(each_once(all_plans, shards=False))
             plans, metadata = create_default_global_save_plan(each_once(all_plans), rewrite_index_hints=False)
             paths = {name: path for plan in all_plans[::-1] for name, path in (plan.planner_data or {}).items()}
             self.metadata = replace(metadata, planner_data=paths)
@@ -232,13 +236,18 @@ def _save_classes() -> tuple[type, type]:
     return Planner, Writer
 
 
-def each_once(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the plans with each piece in the first of the plans that have it."""
+def each_once(plans: Sequence[SavePlan], *, shards: bool = True) -> list[SavePlan]:
+    """Return the plans with each piece in the first of the plans that have it; without ``shards``, each whole value.
+
+    Whole values may differ between ranks (the statistics of BatchNorm): those of the first rank are saved.
+    """
+    from torch.distributed.checkpoint.planner import WriteItemType
+
     seen: set[Any] = set()
     found: list[SavePlan] = []
     for plan in plans:
         items = [item for item in plan.items if item.index not in seen]
-        seen.update(item.index for item in items)
+        seen.update(item.index for item in items if shards or item.type != WriteItemType.SHARD)
         found.append(replace(plan, items=items))
     return found
 

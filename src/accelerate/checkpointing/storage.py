@@ -80,7 +80,7 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self) -> None:
-        """Remove the folder such that a crash on the way leaves nothing that looks like a checkpoint."""
+        """Remove the folder such that a crash midway leaves nothing like a checkpoint."""
 
     def holds(self, name: str) -> bool:
         """Return whether there is such a file."""

@@ -74,13 +74,14 @@ def unlock(descriptor: int) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process that is still alive, this one included, writes into ``folder``."""
+    """Return whether a process that is still alive, this one included, writes into ``folder``.
+
+    Nobody does once another job has removed it.
+    """
     beside = None if fcntl is not None else _lock_file_of(folder)
     try:
         descriptor = os.open(folder, os.O_RDONLY) if beside is None else os.open(beside, os.O_RDWR)
     except FileNotFoundError:
-        if beside is None:
-            raise
         return False
     try:
         _try_to_lock(descriptor)
@@ -123,7 +124,7 @@ if hasattr(os, "register_at_fork"):
 
 @final
 class DurableFile:
-    """A file whose size and checksum are computed while it is written, and that is fsynced at the end."""
+    """A file with size and checksum computed during writing, and an fsync at the end."""
 
     def __init__(self, path: Path, progress: ByteProgress = SILENT) -> None:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by close())
@@ -159,7 +160,7 @@ class DurableFile:
 @dataclass
 @final
 class StagingDirectory:
-    """The staging directory of a checkpoint that is being written, and which of its files this rank writes.
+    """The staging directory of an unfinished checkpoint, and the files that this rank writes.
 
     Attributes:
         folder: the directory; hooks and strategies may write into it by any means.
@@ -468,7 +469,7 @@ class CheckpointStore(Store):
         write_durably(staging_path / MANIFEST_NAME, manifest.to_bytes())
 
     def _replaced(self, files: Mapping[str, FileRecord]) -> tuple[str, ...]:
-        """Return the files of the checkpoint that is here now and that the new one doesn't have."""
+        """Return the files of the present checkpoint that the new one doesn't have."""
         try:
             before = read_manifest(self.folder)
         except CheckpointError:
@@ -550,6 +551,8 @@ class CheckpointStore(Store):
         return True
 
     def _can_finish(self, staging_path: Path, manifest: Manifest) -> bool:
+        if not (staging_path / MANIFEST_NAME).exists():
+            return False  # another job has finished the commit, or removed the directory
         left = [name for name in manifest.files if (staging_path / name).exists()]
         moved = [name for name in manifest.files if name not in left]
         return not problems(staging_path, manifest.files, contents=False, names=left) and not problems(
@@ -622,7 +625,7 @@ class CheckpointStore(Store):
 
 
 def _identity_of(path: Path) -> tuple[int, int, int]:
-    """Return numbers that differ between files of one name on several disks, and are the same where it is one file."""
+    """Return numbers that identify a file: equal for one file, different for copies of it on several disks."""
     try:
         found = path.stat()
     except OSError:

@@ -27,6 +27,7 @@ from ..errors import CheckpointError, CheckpointNotFound, SettingError
 from ..names import MODEL_NAME, SAFE_MODEL_NAME
 from .agreement import Ranks, write_on_main
 from .codec import read_pickle, write_pickle
+from .fit import check_module, require_fit
 from .packed_weights import is_statistic, load_statistics
 from .run_state import StateDict
 from .storage import inside
@@ -152,7 +153,7 @@ class WeightNames:
 
     @property
     def whole(self) -> str:
-        """The file that holds all weights where there are no shards."""
+        """The file that holds all weights if there are no shards."""
         return f"{self.stem}.{self.extension}"
 
     @property
@@ -165,7 +166,7 @@ class WeightNames:
         return f"{self.stem}-{number:05d}-of-{count:05d}.{self.extension}"
 
     def owns(self, name: str) -> bool:
-        """Return whether ``name`` is that of a file that a model saved under these names could have."""
+        """Return whether a model saved under these names could have a file called ``name``."""
         shard = re.fullmatch(rf"{re.escape(self.stem)}-\d{{5}}-of-\d{{5}}\.{re.escape(self.extension)}", name)
         return name in (self.whole, self.index) or shard is not None
 
@@ -405,7 +406,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 class LoadedKeys(Protocol):
-    """The result of ``load_state_dict``: which names of the model had no value, and which values had no name."""
+    """The result of ``load_state_dict``: the model's names without a value, and the values without a name."""
 
     @property
     def missing_keys(self) -> list[str]:
@@ -419,7 +420,7 @@ class LoadedKeys(Protocol):
 
 
 class LoadTarget(Protocol):
-    """An object that whole weights are loaded into: a module, or one that shards them for a module."""
+    """A target for whole weights: a module, or an object that shards them for a module."""
 
     def state_dict(self, *, keep_vars: bool) -> StateDict:
         """Return the live tensors by name."""
@@ -451,23 +452,55 @@ def load_weights(
         CheckpointError: the files can't be read, or, with ``strict``, don't fit the model.
     """
     with open_weights(folder, index, map_location=map_location, **(load_kwargs or {})) as weights:
-        state = weights.state_dict()
-        if load_state_dict_options.get("assign"):
-            state = {name: value.clone() for name, value in state.items()}
-        own = model.state_dict(keep_vars=True)
-        ties = shared_names(own)
-        state |= {first: state[name] for name, first in ties.items() if name in state and first not in state}
-        state |= {name: state[first] for name, first in ties.items() if first in state and name not in state}
-        if may_lack is not None:
-            state |= {name: value for name, value in own.items() if name not in state and may_lack(name)}
-        if isinstance(model, torch.nn.Module):
-            state = load_statistics(model, state)
-        try:
-            keys = model.load_state_dict(state, strict=strict, **load_state_dict_options)
-        except RuntimeError as error:
-            files = ", ".join(weights.files)
-            raise CheckpointError(f"{files} in {folder} doesn't fit the model: {error}") from error
+        state, name = weights.state_dict(), f"{', '.join(weights.files)} in {folder}"
+        keys = loader_of(model, state, name, strict=strict, may_lack=may_lack, **load_state_dict_options)()
         return LoadedWeights(keys, list(weights.files))
+
+
+def loader_of(
+    model: LoadTarget,
+    state: StateDict,
+    source: str,
+    *,
+    strict: bool = True,
+    may_lack: Callable[[str], bool] | None = None,
+    **load_state_dict_options: Any,
+) -> Callable[[], LoadedKeys]:
+    """Return a function that loads the weights in ``state``, read from ``source``, as :func:`load_weights` does.
+
+    Raises:
+        CheckpointError: they don't fit the model, which is as it was.
+    """
+    own = model.state_dict(keep_vars=True)
+    ties = shared_names(own)
+    state |= {first: state[name] for name, first in ties.items() if name in state and first not in state}
+    state |= {name: state[first] for name, first in ties.items() if first in state and name not in state}
+    if may_lack is not None:
+        state |= {name: value for name, value in own.items() if name not in state and may_lack(name)}
+
+    def load() -> LoadedKeys:
+        loaded = state
+        if load_state_dict_options.get("assign"):  # not what is mapped from files
+            loaded = {name: value.clone() for name, value in state.items()}
+        if isinstance(model, torch.nn.Module):
+            loaded = load_statistics(model, loaded)
+        with _misfit(source):
+            return model.load_state_dict(loaded, strict=strict, **load_state_dict_options)
+
+    with _misfit(source):
+        if isinstance(model, torch.nn.Module):
+            check_module(model, state, strict=strict)
+        else:
+            require_fit(own, state, strict=strict)
+    return load
+
+
+@contextmanager
+def _misfit(source: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(f"{source} doesn't fit the model: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -491,7 +524,7 @@ ADAPTER_PREFIXES: Final = (
 @dataclass(frozen=True)
 @final
 class Selection:
-    """The parts that ``save_state`` and ``save_model`` leave out, and the dtype that they convert to.
+    """The parts that ``save_state`` and ``save_model`` leave out, and the dtype of the saved weights.
 
     Attributes:
         exclude: weights whose names match one of these patterns (``"*.bias"``, ``"teacher.*"``) are left out.
@@ -563,7 +596,7 @@ class Selection:
 
     @classmethod
     def from_details(cls, details: Mapping[str, Any]) -> Selection:
-        """Return the selection that a manifest records; the default one where it records none."""
+        """Return the selection recorded in a manifest; the default one if it records none."""
         return cls(**details.get("selection", {}))
 
 

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import sys
 
+from ..lazy import names_from
 from .config import get_config_parser
 from .env import env_command_parser
-from .estimate import estimate_command_parser
 from .launch import launch_command_parser
 from .main import main
 from .merge import merge_command_parser
 from .test import test_command_parser
 from .to_fsdp2 import to_fsdp2_command_parser
-from .tpu import tpu_command_parser
 
 __all__ = [
     "env_command_parser",
-    "estimate_command_parser",
     "get_config_parser",
     "launch_command_parser",
     "main",
     "merge_command_parser",
     "test_command_parser",
     "to_fsdp2_command_parser",
-    "tpu_command_parser",
 ]
+
+#: Of guests, which may not be there.
+__getattr__ = names_from(
+    __name__,
+    "accelerate",
+    {"guests.estimate.command": "estimate_command_parser", "guests.xla.tpu_command": "tpu_command_parser"},
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""``accelerate checkpoints``: which checkpoints a folder holds, and which of them load."""
+"""``accelerate checkpoints``: list the checkpoints in a folder, and check whether they can be loaded."""
 
 from __future__ import annotations
 

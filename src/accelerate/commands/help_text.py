@@ -1,4 +1,4 @@
-"""The help of all commands, in one style: a flag, what it takes, what it does, and its default in brackets."""
+"""The help of all commands, in one style: a flag, its argument, its effect, and its default in brackets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Final, cast
 
+from ..seams import launch_flags
 from ..settings.option import OptionInfo
 
 #: The options of the launcher's short help, in this order; all others are in ``--help-all`` only.
@@ -46,12 +47,17 @@ COMMON: Final = (
 OWN: Final = (
     ("--config_file", "FILE", "The configuration to use; without it, the one that `accelerate config` wrote."),
     ("--explain", "", "Print each value and its source; start nothing."),
-    ("--monitor", "", "Show the run on a page; kept in runs/."),
     ("--dry-run", "", "Print what would be run, and start nothing."),
     ("--nproc_per_node", "N", "torchrun's count: the processes of one machine instead of all; auto: one per device."),
     ("--help-all", "", "Show every option."),
     ("--fp16", "", "Old spelling of --mixed_precision fp16."),
 )
+
+
+def own_options() -> tuple[tuple[str, str, str], ...]:
+    """Return the options of the launcher itself, and those that guests add: (flag, value shown, help)."""
+    return (*OWN, *((row.flag, "", row.help) for row in launch_flags()))
+
 
 _SPELLINGS: Final = "Every option can be spelled with _ or with -."
 _USAGE: Final = f"""\
@@ -100,13 +106,13 @@ def _described(option: OptionInfo) -> tuple[str, str, str]:
 def short_help(options: Sequence[OptionInfo]) -> str:
     """Return the help of the options that most runs need."""
     rows = {str(option.flag): _described(option) for option in options}
-    rows.update({flag: (flag, value, help) for flag, value, help in OWN})
+    rows.update({flag: (flag, value, help) for flag, value, help in own_options()})
     width = _width()
     lines = [_USAGE]
     for flag in COMMON:
         if flag in rows:
             lines += _lines(*rows[flag], width)
-    lines.append(f"\n{len(options) + len(OWN) - len(COMMON)} more options: accelerate launch --help-all")
+    lines.append(f"\n{len(rows) - sum(flag in rows for flag in COMMON)} more options: accelerate launch --help-all")
     return "\n".join(lines)
 
 
@@ -114,7 +120,7 @@ def full_help(options: Sequence[OptionInfo]) -> str:
     """Return the help of all options, by group."""
     width = _width()
     lines = [_USAGE, "This command"]
-    for row in OWN:
+    for row in own_options():
         lines += _lines(*row, width)
     groups: dict[str, list[OptionInfo]] = {}
     for option in options:

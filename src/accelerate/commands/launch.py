@@ -12,21 +12,19 @@ from typing import TYPE_CHECKING
 
 from ..errors import AccelerateError
 from ..launch.arguments import complete, config_path, program_of, settings_of
-from ..launch.choose import choose
+from ..launch.choose import choose, engine_named
 from ..launch.engine import is_cpu_run
 from ..launch.local import LocalProcesses, OneProcess, ProcessFailed
 from ..launch.plan import LaunchPlan
 from ..launch.preflight import Host, check_cheap, this_host
 from ..launch.prepared import prepared_for_sagemaker
-from ..launch.sagemaker import SageMaker
 from ..launch.streams import open_standard_descriptors
-from ..launch.tpu import Tpu
 from ..ports import claim_port, release_ports
+from ..seams import launch_flags, load
 from ..settings import env
 from ..settings.run import launch_options_of
 from ..settings.tree import Settings
 from .config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
-from .launch_page import check_shown, folder_of_launch, shown
 from .parser import Subparsers, add_launch_options, build_launch_parser, complain
 
 if TYPE_CHECKING:
@@ -63,18 +61,17 @@ def _run(
     """Run the program through ``engine``, or through the one that suits; return (exit code, settings, plan)."""
     with contextlib.ExitStack() as after:
         after.callback(release_ports)
-        folder = folder_of_launch(args) if getattr(args, "monitor", False) else None
+        begun = [load(row.begin)(args) for row in launch_flags() if getattr(args, row.dest, False)]
         settings, engine, plan = plan_launch(args, engine)
-        if folder is not None:
-            check_shown(plan)
+        contexts = [around(plan) for around in begun]
         if _shown_instead(args, settings, engine, plan):
             return 0, settings, plan
         check_cheap(settings, env.snapshot())
         if not settings.launch.quiet:
             for note in plan.notes:
                 print(f"accelerate launch: {note}", file=sys.stderr)
-        if folder is not None:
-            plan = after.enter_context(shown(plan, folder))
+        for context in contexts:
+            plan = after.enter_context(context)
         code = engine.replace_process(plan) if replace_process and isinstance(engine, OneProcess) else engine.run(plan)
         return code, settings, plan
 
@@ -112,19 +109,19 @@ def deepspeed_launcher(args: argparse.Namespace) -> None:
 def tpu_launcher(args: argparse.Namespace) -> None:
     """Call the script's function on each TPU device of this host."""
     args.tpu_use_cluster, args.tpu = False, True
-    _start(args, Tpu())
+    _start(args, engine_named("tpu"))
 
 
 def tpu_pod_launcher(args: argparse.Namespace) -> None:
     """Start the program on all machines of a TPU pod."""
     args.tpu_use_cluster, args.tpu = True, True
-    _start(args, Tpu())
+    _start(args, engine_named("tpu"))
 
 
 def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> None:
     """Run the program as the SageMaker job that ``sagemaker_config`` describes."""
     settings, host = prepared_for_sagemaker(sagemaker_config, args)
-    engine = SageMaker()
+    engine = engine_named("sagemaker")
     plan = engine.plan(settings, program_of(args, settings), host)
     if not _shown_instead(args, settings, engine, plan):
         engine.run(plan)

@@ -1,4 +1,4 @@
-"""The command ``accelerate``: finds the subcommand by name and imports only that one."""
+"""The command ``accelerate``: finds the subcommand by name and imports that one only."""
 
 from __future__ import annotations
 
@@ -7,30 +7,70 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-#: name -> (module, one line of help), in the order of the help.
-COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "config": ("config", "Answer a few questions about this machine and write the configuration file."),
-    "launch": ("launch", "Start a program on one process or many, here or on a cluster."),
-    "test": ("test", "Check that the configuration works, with a small training run."),
-    "env": ("env", "Print versions, devices and the configuration, to be pasted into a report."),
-    "estimate-memory": ("estimate", "Say how much memory a model needs."),
-    "plan": ("plan", "Propose how to spread a training run over GPUs, by the memory it needs."),
-    "checkpoints": ("checkpoints", "List the checkpoints in a folder, and say which of them load."),
-    "migrate": ("migrate", "Turn a raw PyTorch script into one for any number of processes."),
-    "doctor": ("doctor", "Say what an accelerated script does otherwise on several processes."),
-    "monitor": ("monitor", "Show a run while it goes on: a live page, or the terminal."),
-    "report": ("report", "Say where the hours of a run went, over all its restarts."),
-    "merge-weights": ("merge", "Merge the sharded weights of a checkpoint into one file."),
-    "to-fsdp2": ("to_fsdp2", "Convert a configuration file from FSDP version 1 to version 2."),
-    "tpu-config": ("tpu", "Run set-up commands on every machine of a TPU pod."),
-    "completion": ("completion", "Print a script that lets bash, zsh or fish complete this command."),
-}
+from ..seams import Command, guests, guests_of_others
+
+_HERE: Final = __package__
+#: The commands of the core, in the order of the help.
+_CORE: Final = (
+    Command(
+        "config",
+        f"{_HERE}.config",
+        "get_config_parser",
+        "Answer a few questions about this machine and write the configuration file.",
+    ),
+    Command(
+        "launch",
+        f"{_HERE}.launch",
+        "launch_command_parser",
+        "Start a program on one process or many, here or on a cluster.",
+    ),
+    Command(
+        "test",
+        f"{_HERE}.test",
+        "test_command_parser",
+        "Check that the configuration works, with a small training run.",
+    ),
+    Command(
+        "env",
+        f"{_HERE}.env",
+        "env_command_parser",
+        "Print versions, devices and the configuration, to be pasted into a report.",
+    ),
+    Command(
+        "checkpoints",
+        f"{_HERE}.checkpoints",
+        "checkpoints_command_parser",
+        "List the checkpoints in a folder, and say which of them load.",
+    ),
+    Command(
+        "merge-weights",
+        f"{_HERE}.merge",
+        "merge_command_parser",
+        "Merge the sharded weights of a checkpoint into one file.",
+    ),
+    Command(
+        "to-fsdp2",
+        f"{_HERE}.to_fsdp2",
+        "to_fsdp2_command_parser",
+        "Convert a configuration file from FSDP version 1 to version 2.",
+    ),
+)
+
+
+def commands() -> dict[str, Command]:
+    """Return the commands of the core and of the guests, by name, in the order of the help."""
+    rows = [*_CORE, *(command for guest in guests().values() for command in guest.commands)]
+    return {command.name: command for command in rows}
+
+
+def _commands_of_others() -> dict[str, Command]:
+    return {command.name: command for guest in guests_of_others() for command in guest.commands}
 
 
 def usage() -> str:
     """Return the help of the command ``accelerate`` itself."""
     lines = ["Usage: accelerate COMMAND [options]", ""]
-    lines += [f"  {name:<18}{help}" for name, (_, help) in COMMANDS.items()]
+    lines += [f"  {name:<18}{one.help}" for name, one in {**_commands_of_others(), **commands()}.items()]
     lines += ["", "accelerate COMMAND --help shows the options of one command; accelerate --version the version."]
     return "\n".join(lines)
 
@@ -61,14 +101,15 @@ def _run(arguments: Sequence[str] | None) -> int:
         package = sys.modules["accelerate"]  # this very package, which is imported already
         print(f"accelerate {package.__version__}")
         return 0
-    if name not in COMMANDS:
+    known = commands()
+    if name not in known and name not in (known := {**_commands_of_others(), **known}):
         from difflib import get_close_matches
 
-        near = get_close_matches(name, COMMANDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(COMMANDS)}."
+        near = get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" There are: {', '.join(known)}."
         print(f"accelerate: there is no command {name!r}.{hint}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"accelerate.commands.{COMMANDS[name][0]}")
+    module = importlib.import_module(known[name].module)
     if name == "launch" and arguments is None:  # no other code runs in this process
         return module.main(rest, replace=True)
     return module.main(rest)

@@ -12,7 +12,7 @@ from ..errors import AccelerateError, SettingError
 from ..launch.arguments import PER_DEVICE
 from ..settings import file
 from ..settings.option import OptionInfo, Source, nearest
-from .help_text import OWN, command_help, full_help, short_help
+from .help_text import command_help, full_help, own_options, short_help
 
 
 def unknown_option(parser: argparse.ArgumentParser, text: str) -> str:
@@ -259,7 +259,7 @@ def add_launch_options(parser: argparse.ArgumentParser, options: Iterable[Option
         "-h", "--help", action=_Help, dest="help", show=lambda: short_help(rows), help=argparse.SUPPRESS
     )
     parser.add_argument(*spellings("--help-all"), action=_Help, dest="help_all", show=lambda: full_help(rows))
-    for name, _, _ in OWN:
+    for name, _, _ in own_options():
         if name == "--config_file":
             parser.add_argument(*spellings(name), dest="config_file", default=None)
         elif name == "--nproc_per_node":
@@ -271,3 +271,19 @@ def add_launch_options(parser: argparse.ArgumentParser, options: Iterable[Option
     for option in rows:
         add_option(parser, option)
     parser.add_argument("--fp16", dest="fp16", action="store_const", const=True, default=None)
+
+
+def run_with_script_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
+    """Run the parser's command as `run_command` does, with what follows ``--`` as `script_args`."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    end = given.index("--") if "--" in given else len(given)
+    parser.set_defaults(script_args=given[end + 1 :])
+    return run_command(parser, given[:end])
+
+
+def count(text: str) -> int:
+    """Read a whole number from 1 on, for the parser of the command line."""
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return number

@@ -1,4 +1,4 @@
-"""A torch DataLoader that reads through another one, and the state that it reports to the gradient state."""
+"""A torch DataLoader that reads through another one, and its reports to the gradient state."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DataLoaderStateMixin:
 
     @property
     def gradient_state(self) -> GradientState:
-        """The gradient state that this loader reports to; the newest one where none was given."""
+        """The gradient state for this loader's reports; the newest one if none was given."""
         if self._gradient_state is None:
             self._gradient_state = GradientState()
         return self._gradient_state
@@ -160,15 +160,13 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         return self if self._base is None else self._base
 
     def show(self, **attributes: object) -> None:
-        """Set attributes that callers may look at, also those that torch fixes at construction."""
+        """Set public attributes, also those fixed by torch at construction."""
         vars(self).update(attributes)
 
     def reader(
         self, dataset: Dataset[object], collate: Callable[..., object], **sampling: object
     ) -> DataLoader[object]:
-        """Return a torch loader that reads ``dataset`` with this one's settings; the one of the last pass where workers
-        persist.
-        """
+        """Return a torch loader over ``dataset`` with this one's settings; persistent workers keep the last one."""
         kept = self._base
         if kept is not None and self._keeps_reader:
             for name in _SETTABLE:
@@ -189,7 +187,7 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
         return self._base
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of torchdata's loader; empty where torch's own reads, which keeps none."""
+        """Return the position of torchdata's loader; empty for torch's own, which keeps none."""
         get_state = getattr(self._base, "state_dict", None)
         return {} if get_state is None else get_state()
 
@@ -222,8 +220,9 @@ class DataLoaderAdapter(DataLoader[Any], ABC):
 # --------------------------------------------------------------------------------------------------
 # torchdata's StatefulDataLoader: prepared loaders that are instances of it, and its form of positions
 
+_SAMPLER: Final = "_index_sampler_state"
 _FRESH: Final = {
-    "_index_sampler_state": None,
+    _SAMPLER: None,
     "_sampler_iter_state": None,
     "_sampler_iter_yielded": 0,
     "_num_yielded": 0,
@@ -231,6 +230,7 @@ _FRESH: Final = {
     "_shared_seed": None,
     "fetcher_state": None,
     "dataset_state": None,
+    "_iterator_finished": False,
 }
 
 
@@ -279,6 +279,29 @@ def _main_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of ``state`` about the main process, which draws the samples."""
     snapshot = state.get("_snapshot")
     return state if snapshot is None else snapshot["_main_snapshot"]
+
+
+def torchdatas_part(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return torchdata's part of ``state``, without a prepared loader's position."""
+    return {
+        key: value for key, value in state.items() if key in _FRESH or key in ("_snapshot", "_steps_since_snapshot")
+    }
+
+
+def with_position(state: Mapping[str, Any], position: PositionState) -> dict[str, Any]:
+    """Return ``state`` with ``position`` as the state of its index sampler, for orders that torchdata doesn't keep."""
+    own = {key: value for key, value in position["own"].items() if key != "loader"}
+    sampler_state = {_SAMPLER: {**position, "own": own}}
+    if state.get("_snapshot") is None:
+        return {**state, **sampler_state}
+    snapshot = state["_snapshot"]
+    return {**state, "_snapshot": {**snapshot, "_main_snapshot": {**snapshot["_main_snapshot"], **sampler_state}}}
+
+
+def position_in(state: Mapping[str, Any]) -> PositionState | None:
+    """Return the position that :func:`with_position` put into ``state``."""
+    found = _main_of(state).get(_SAMPLER)
+    return cast("PositionState", found) if isinstance(found, Mapping) and "rounds" in found else None
 
 
 def num_batches_in(state: Mapping[str, Any]) -> int:

@@ -117,7 +117,7 @@ class IndexReader:
             dataset = OneByOne(dataset)
         sampling = {"batch_sampler": recorder} if is_batched else {"sampler": recorder, "batch_size": None}
         reader = loader.reader(dataset, loader.collate_fn, **sampling)
-        recorder.key = keys or (self._batch_keys() if loader.num_workers else None)
+        recorder.key = keys or (self._batch_keys() if loader.num_workers and loader.reseed_workers else None)
         with self._beginning(reader):
             batches = iter(reader)
         return batches if keys is None else keys.undisturbed(batches), recorder
@@ -128,7 +128,8 @@ class IndexReader:
         loader, saved = self.loader, self.saved
         progress, generator, rank = loader.progress, loader.generator, list(loader.rank_and_size())
         starts_workers = loader.num_workers > 0 and not has_running_iterator(reader)
-        known = progress.own.get("workers") if progress.own.get("rank") == rank else None
+        loaded = progress.loaded_own
+        known = loaded.get("workers") if loaded.get("rank") == rank else None
         if starts_workers and known is not None and (saved is not None or loader.persistent_workers):
             # Workers with the seed of the saved run: this run draws nothing for them.
             before = None if generator is None else generator.get_state()
@@ -149,7 +150,7 @@ class IndexReader:
     # -- random streams of samples and workers ---------------------------------------------------------
 
     def _dp_rank_and_size(self) -> tuple[int, int]:
-        """Return which of how many ranks takes the samples that this one draws."""
+        """Return the data-parallel rank and size for the samples drawn here."""
         if isinstance(self.root, BatchSamplerShard):
             return self.root.process_index, self.root.num_processes
         return self.loader.presharded_rank, self.loader.presharded_size

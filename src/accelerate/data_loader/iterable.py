@@ -1,4 +1,4 @@
-"""Read a dataset that is a stream: one batch ahead, so that the last one is known, and from any position on."""
+"""Read an iterable dataset one batch ahead, so that the last batch is known, and from any position on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ from ..errors import PreparationError, ResumeWarning
 from ..nested import ignorant_find_batch_size
 from .resume import SavedPosition
 from .sampling import BEGINNING, BatchCoverage, BatchInfo, ResumePosition, full_coverage, samplers_of
-from .sharding import CollateWithCoverage, CoverageFunction, IterableDatasetShard, LastBatch, ShardedStream, StreamFrom
+from .sharding import (
+    CollateWithCoverage,
+    CoverageFunction,
+    IterableDatasetShard,
+    LastBatch,
+    ShardedStream,
+    StatefulShardedStream,
+    StreamFrom,
+)
 
 if TYPE_CHECKING:
     from .prefetch import PreparedLoader
@@ -50,7 +58,7 @@ def reader_like(own: DataLoader[object], dataset: object, settings: Mapping[str,
 
 
 def wrong_batches_error(own: object, problem: str) -> PreparationError:
-    """Return the error for a loader whose batches aren't those that its batch sampler asked for."""
+    """Return the error for a loader with other batches than its batch sampler asked for."""
     name = type(own).__qualname__
     return PreparationError(
         f"{name}.__iter__ {problem}, so it can't be told which samples its batches hold. A loader whose class has an "
@@ -100,7 +108,7 @@ class StreamSource:
 
     @property
     def shard(self) -> IterableDatasetShard | None:
-        """The dataset that shards one common stream over all ranks, where there is one."""
+        """The dataset that shards one common stream over all ranks, if there is one."""
         return self.dataset if isinstance(self.dataset, IterableDatasetShard) else None
 
     @property
@@ -178,7 +186,7 @@ class StreamEnd:
         return {_BEFORE_END: self.before} if self.after is not None and _is_equal(now, self.after) else now
 
     def restore(self, base: StatefulStream, state: object) -> None:
-        """Bring ``base`` to where ``state`` was taken, so that its next pass is the one that followed there."""
+        """Restore ``base`` to ``state``; its next pass is the one that followed."""
         if not (isinstance(state, Mapping) and _BEFORE_END in state):
             base.load_state_dict(state)
             return
@@ -202,6 +210,28 @@ def _is_equal(state: object, other: Any) -> bool:
     if isinstance(state, (torch.Tensor, np.ndarray)):
         return state.shape == other.shape and bool(torch.as_tensor(state == other).all())
     return bool(state == other)
+
+
+def holds_stream(state: Mapping[str, Any], num_workers: int) -> bool:
+    """Return whether torchdata's loader can continue from ``state`` with ``num_workers``, without reading data again.
+
+    It can where that holds a state of the stream for every worker. Else it would read the stream up to the position,
+    and count those batches twice; a worker whose stream has ended would begin it again.
+    """
+    snapshot = state.get("_snapshot")
+    if (snapshot is not None) != (num_workers > 0):
+        return False
+    parts = [state] if snapshot is None else list(snapshot["_worker_snapshots"].values())
+    fetchers = [part.get("fetcher_state") or {} for part in parts]
+    has_ended = any(fetcher.get("fetcher_ended") for fetcher in fetchers)
+    return (
+        len(parts) == max(num_workers, 1)
+        and not has_ended
+        and all(
+            part.get("dataset_state") is not None or fetcher.get("dataset_iter_state") is not None
+            for part, fetcher in zip(parts, fetchers, strict=True)
+        )
+    )
 
 
 @final
@@ -231,6 +261,7 @@ class StreamReader:
         self._state_name = "dataset" if source.num_readers == 1 else "stream"
         self._num_discarded = 0  # batches that are read and thrown away
         self._num_skipped = 0  # samples of the stream that are read and thrown away
+        self._later_part: StreamFrom | None = None  # the view of the stream without them, where it isn't sharded here
         self._dataset_state: Any = None
         self._loader_state: Any = None
         self._ahead: Mapping[str, Any] = {}  # the random streams that the next batch is to be drawn from
@@ -238,7 +269,7 @@ class StreamReader:
         # One worker reads in the order of the stream too; one that persists would begin later epochs there as well.
         self._reads_in_order = self._in_process or (loader.num_workers == 1 and not loader.persistent_workers)
         self._is_over = False
-        self._keeps_state = source.is_stateful and self._in_process and not loader.use_stateful_dataloader
+        self._keeps_state = source.is_stateful and self._in_process
         if skip_batches:
             self.position = ResumePosition(skip_batches, skip_batches, skip_batches * source.global_batch_size)
             self._num_discarded = skip_batches
@@ -250,11 +281,11 @@ class StreamReader:
         self.position = saved.position_for(source.dp_size, source.global_batch_size)
         self._ahead = own.get("ahead") or {}
         dataset_state = own.get("stream") if source.num_readers > 1 else saved.dataset
-        if own.get("loader") is not None and self.loader.use_stateful_dataloader:
-            self._loader_state = own["loader"]
-            self._is_over = saved.is_finished
-        elif self._keeps_state and dataset_state is not None:
+        if self._keeps_state and dataset_state is not None:
             self._dataset_state = dataset_state
+            self._is_over = saved.is_finished
+        elif self.loader.use_stateful_dataloader and holds_stream(own.get("loader") or {}, self.loader.num_workers):
+            self._loader_state = own["loader"]
             self._is_over = saved.is_finished
         elif saved.dp_size == source.dp_size:
             self._num_discarded = self.position.steps
@@ -300,7 +331,7 @@ class StreamReader:
             num_samples = self.source.global_batch_size if coverage is None else coverage.num_samples
             position = ResumePosition(position.steps + 1, position.batches + 1, position.samples + num_samples)
             batch = self.loader.place_batch(batch)
-            own, before = self._own(moving), own
+            own, before = self._own(moving, position.steps), own
             following = next(batches, _END)
             is_last = following is _END
             if is_last and self._keeps_state:
@@ -332,10 +363,11 @@ class StreamReader:
         if shard is not None:
             shard.num_skipped = self._num_skipped
             shard.first_global_batch = (lambda: self._first) if self._first else None
-            dataset, collate = ShardedStream(shard), CollateWithCoverage(collate)
+            stream = StatefulShardedStream if self.source.is_stateful else ShardedStream
+            dataset, collate = stream(shard), CollateWithCoverage(collate)
         elif self._num_skipped or (isinstance(dataset, IterDataPipe) and not loader._draws_on_every_rank):
             # (Over a data pipe torch's loader calls collectives, which are answered by ranks that read one too.)
-            dataset = StreamFrom(dataset, self._num_skipped)
+            dataset = self._later_part = StreamFrom(dataset, self._num_skipped)
         if self._dataset_state is not None:
             self.source.base.load_state_dict(self._dataset_state)
         reader: Any = loader.reader(dataset, collate, batch_size=loader.batch_size, drop_last=loader.drop_last)
@@ -353,7 +385,9 @@ class StreamReader:
             return list(islice(iter(base), size))
 
     def first_batches(self) -> list[object]:
-        """Return the first batches of the epoch, for a pass that began later; empty where they can't be had again."""
+        """Return the first batches of the epoch, for a pass that began later; empty if they can't be read again."""
+        if self._loader_state is not None and not self._keeps_state and not self._first_batches:
+            self._first_batches = self._first_batches_again()
         if self._first_batches or not self._first:
             return self._first_batches
         size, collate = self.loader.batch_size, self.loader.collate_fn
@@ -361,12 +395,24 @@ class StreamReader:
             return [collate(sample) for sample in self._first]
         return [collate(self._first[start : start + size]) for start in range(0, len(self._first), size)]
 
+    def _first_batches_again(self) -> list[object]:
+        """Read the first batches of the epoch with a reader of their own, whose workers read as the first ones did."""
+        loader = self.loader.copy_with()
+        reader = loader.reader(
+            self.source.dataset, loader.collate_fn, batch_size=loader.batch_size, drop_last=loader.drop_last
+        )
+        with host_streams(self._order.get("streams") or {}):
+            return list(islice(iter(reader), self._num_first_batches))
+
     def _first_batch_read(self, batches: Iterator[object]) -> tuple[object, list[str]]:
         """Return the first batch, and the random streams of this process that reading draws from."""
         before = capture_host_streams() if self._in_process else {}
         batch = next(batches, _END)
+        # What is skipped was for this pass; a worker has its own copy, and the reader may stay for the next pass.
         if self.source.shard is not None:
-            self.source.shard.num_skipped = 0  # it was for this pass; a worker has its own copy
+            self.source.shard.num_skipped = 0
+        if self._later_part is not None:
+            self._later_part.num_samples = 0
         if not self._in_process:
             return batch, []
         return batch, ["torch", *(name for name in before if name != "torch" and host_stream(name) != before[name])]
@@ -376,13 +422,15 @@ class StreamReader:
             return batch.batch, batch.coverage
         return batch, self.source.coverage_of(batch)
 
-    def _own(self, moving: list[str]) -> dict[str, object]:
+    def _own(self, moving: list[str], num_batches: int) -> dict[str, object]:
         """Return this rank's state between this batch and the next, from which the next one can be read again."""
         own: dict[str, Any] = {"rank": list(self.loader.rank_and_size()), "ahead": capture_host_streams(moving)}
         if self.loader.use_stateful_dataloader:
             reader: Any = self.loader.base_dataloader
             own["loader"] = reader.state_dict()
-        elif self._keeps_state:
+            if self._in_process:  # the reader itself counts from where its pass was continued
+                own["loader"].update(_num_yielded=num_batches, _sampler_iter_yielded=num_batches)
+        if self._keeps_state:
             own.update(self._stream_state())
         return own
 
@@ -433,7 +481,7 @@ def rank_aware_part(dataloader: DataLoader[object], count: int) -> object:
 
 
 def _streams_in(dataset: object) -> list[object]:
-    """Return ``dataset``, the datasets that it wraps, and their records of the ranks that they are divided between."""
+    """Return ``dataset``, the datasets inside it, and their records of rank and world size."""
     found: list[Any] = []
     while dataset is not None and len(found) < _DEEPEST:
         found.append(dataset)

@@ -26,8 +26,12 @@ from .adapter import (
     is_torchdatas,
     num_batches_in,
     own_form,
+    position_in,
     torchdatas_form,
+    torchdatas_part,
+    with_position,
 )
+from .epochs import epoch_listeners, epoch_of_script, note_epochs
 from .indexed import IndexReader, RecordingSampler, is_on_host
 from .iterable import StreamEnd, StreamReader, StreamSource
 from .random_streams import SampleSeed
@@ -152,6 +156,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         gradient_state: GradientState | None = None,
         prefetch_to_device: int = 0,
         sample_seed: SampleSeed | None = None,
+        reseed_workers: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
@@ -163,6 +168,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self.torch_device_mesh = torch_device_mesh
         self.prefetch_to_device = prefetch_to_device
         self.sample_seed = sample_seed  # where every sample is read with streams of its own
+        self.reseed_workers = reseed_workers
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self._is_accelerate_prepared = True
@@ -171,6 +177,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self.presharded_rank = 0  # which of these parts this rank reads
         self.coverage_of: CoverageFunction | None = None  # the coverage of batches of a rank-aware sampler
         self._recorder = RecordingSampler()
+        self._loaded_state: dict[str, Any] = {}  # of torchdata's loader, as it was loaded last
         self._announced_epoch: int | None = None
         self._newest_pass: object = None
         self._first_batches: list[Any] = []
@@ -181,6 +188,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         self._active_prefetch: DevicePrefetch | None = None
         self.data_wait_seconds: float = 0.0  # how long the loop has waited for batches, in the running or the last pass
         self.pass_began: float | None = None  # when, by perf_counter
+        note_epochs(self._epoch_listeners(), only_new=True)
 
     _prefetches_batches = True
     _skip_batches = 0
@@ -205,6 +213,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         progress, gradient_state = self.progress, self.gradient_state
         if gradient_state.between_batches is not None:
             gradient_state.between_batches(self, True)
+        self._follow_epoch()
         saved = self._begin_pass()
         device_prefetch = self._active_prefetch = self._prefetch_of_pass()
         batches = self._read(saved)
@@ -238,6 +247,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         finally:
             batches.close()
             if self._newest_pass is this_pass:  # else another pass over this loader is in the middle of its loop
+                note_epochs(self._epoch_listeners())  # a sampler may count epochs itself
                 shown["_stream"] = None  # its reference would keep the loader alive
                 self.end()
                 if gradient_state.in_dataloader and not self.is_interleaved:
@@ -306,9 +316,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     @property
     def index_sampler(self) -> Iterable[object]:
-        """The sampler that gives the batches of indices: the batch sampler, or the sampler of a loader that doesn't
-        batch.
-        """
+        """The sampler of the batches of indices: the batch sampler, or the sampler of an unbatched loader."""
         return self.batch_sampler if self.batch_sampler is not None else self.sampler
 
     def order(self) -> Order:
@@ -321,13 +329,13 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return [str(getattr(kind, "value", kind)) for kind in self.rng_types or ()]
 
     def agreeing_world(self, order: Order) -> World | None:
-        """Return the world whose ranks have to draw one order; None where there is nothing to agree on."""
+        """Return the world whose ranks must draw one order; None if there is nothing to agree on."""
         if not order.needs_agreement or (self.rng_types is not None and "generator" not in self.stream_names):
             return None
         return self._world()
 
     def start_position(self, root: Iterable[object], skipped: int, saved: SavedPosition | None) -> ResumePosition:
-        """Return where the pass begins; batches that were skipped by hand are counted from the epoch's beginning."""
+        """Return where the pass begins; batches skipped by hand count from the epoch's beginning."""
         if skipped:
             num_batches = skipped * (root.batches_per_step if isinstance(root, BatchSamplerShard) else 1)
             is_planned = self.planned_batches is not None
@@ -396,13 +404,22 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         if epoch == self._announced_epoch and (seedable is None or seedable.epoch == epoch):
             return
         self._announced_epoch = epoch
-        listeners = [getattr(sampler, "set_epoch", None) for sampler in samplers_of(self.index_sampler)]
-        listeners = [listener for listener in listeners if listener is not None]
-        if not listeners:
-            listeners = [getattr(self.dataset, "set_epoch", None)]
+        listeners = self._epoch_listeners()
         for listener in listeners:
-            if listener is not None:
-                listener(epoch)
+            listener.set_epoch(epoch)
+        note_epochs(listeners)
+
+    def _follow_epoch(self) -> None:
+        """Use in the next pass the epoch that the script has set on its own sampler or dataset.
+
+        A position that was loaded knows its epoch.
+        """
+        epoch = None if self.progress.is_loaded else epoch_of_script(self._epoch_listeners())
+        if epoch is not None:
+            self.progress.set_epoch(epoch)
+
+    def _epoch_listeners(self) -> list[Any]:
+        return epoch_listeners(self.index_sampler, self.dataset)
 
     # -- the position ----------------------------------------------------------------------------------
 
@@ -413,15 +430,44 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return getattr(self.dataset, "num_processes", self.presharded_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the position after the current batch, and how the order of this epoch began."""
+        """Return :meth:`position_state`; with torchdata the state that its own loader has here, key for key."""
+        if not self.use_stateful_dataloader:
+            return self.position_state()
+        if self.progress.saved is not None:  # loaded, and not continued yet
+            return dict(self._loaded_state) if is_torchdatas(self._loaded_state) else self.position_state()
+        state = self._torchdata_state()
+        if not state:
+            return state
+        batch_info = self.progress.batch_info
+        if batch_info is not None:
+            state["_iterator_finished"] = batch_info.is_last
+        return state if self._holds_order(state) else with_position(state, self._position())
+
+    def _holds_order(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state of torchdata's loader is enough to read on in the order of its epoch."""
+        if isinstance(self.dataset, IterableDataset):
+            return self._stream_source().generator is None
+        order = self.order()
+        if order.generator is not None and generator_in(state) is not None:
+            return True
+        return not order.is_random and order.stateful is None
+
+    def position_state(self) -> dict[str, Any]:
+        """Return the epoch, the position after the current batch, and how the order of this epoch began.
+
+        This is what a checkpoint keeps. With torchdata its loader's state stands beside it, for other programs.
+        """
+        own = self._position()
+        return {**self._torchdata_state(), **own} if self.use_stateful_dataloader else {**own}
+
+    def _position(self) -> PositionState:
         is_stream = isinstance(self.dataset, IterableDataset)
         ready: OrderState = (
             {} if self.progress.is_inside else self._ready_stream() if is_stream else self.order().capture()
         )
         ready.pop("streams", None)  # between epochs the next order is drawn from the streams of the process
         ready.pop("plan", None)  # and batches are planned for its ranks
-        own = self.progress.state(self._dp_size(), ready)
-        return {**self._torchdata_state(), **own} if self.use_stateful_dataloader else {**own}
+        return self.progress.state(self._dp_size(), ready)
 
     def _torchdata_state(self) -> dict[str, object]:
         """Return the position in the form that torchdata's loader reads; empty before workers have started."""
@@ -449,9 +495,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
     def _from_torchdata(self, state: Mapping[str, Any]) -> PositionState:
         """Convert a position of torchdata's loader (the original library saves them too) to one of this loader's."""
         own: dict[str, Any] = {}
+        embedded = position_in(state)
+        if embedded is not None:
+            return embedded
         if isinstance(self.dataset, IterableDataset):
             own = {"rank": list(self.rank_and_size()), "loader": dict(state)}
-        elif generator_in(state) is None and self.order().is_random and self.order().seedable is None:
+        elif not self._holds_order(state) and self.order().seedable is None:
             warnings.warn(
                 "load_state_dict: this position of torchdata's StatefulDataLoader doesn't hold the order of its epoch, "
                 "so samples of the epoch may be seen twice or not at all. Positions of prepared loaders hold it.",
@@ -471,10 +520,14 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
         return ready
 
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
-        """Continue in the next pass where ``state_dict`` was taken, in the same order, without reading data for that.
+        """Resume from ``state_dict`` in the next pass, in the same order, without reading skipped data.
 
         Streams that keep no state of their own are read, and thrown away, up to that position.
         """
+        if self.use_stateful_dataloader:
+            if not state_dict:  # of a loader whose workers hadn't started
+                return
+            self._loaded_state = torchdatas_part(state_dict)
         if is_torchdatas(state_dict):
             state_dict = self._from_torchdata(state_dict)
         ready = self.progress.load(state_dict)
@@ -540,7 +593,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     @property
     def total_batch_size(self) -> int:
-        """Samples that all ranks take in one step; on average, where batches differ by plan."""
+        """Number of samples per step over all ranks; the average, if planned batches differ."""
         root, _ = unskipped(self.index_sampler)
         if isinstance(root, BatchSamplerShard):
             planned = self.planned_batches

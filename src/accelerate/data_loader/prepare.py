@@ -1,4 +1,4 @@
-"""Prepare a loader: choose which part of the data this rank gets, and which rank reads it."""
+"""Prepare a loader: choose this rank's part of the data, and the rank that reads it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class TorchArguments(TypedDict, total=False):
-    """The arguments of torch's loader, except those that say which samples it reads."""
+    """The arguments of torch's loader, without those in :class:`Sampling`."""
 
     num_workers: int
     collate_fn: Callable[..., object]
@@ -54,7 +54,7 @@ class TorchArguments(TypedDict, total=False):
 
 
 class PreparedArguments(TorchArguments, total=False):
-    """The arguments of a prepared loader, except those that say which samples it reads."""
+    """The arguments of a prepared loader, without those in :class:`Sampling`."""
 
     rng_types: Sequence[object] | None
     use_stateful_dataloader: bool
@@ -65,10 +65,11 @@ class PreparedArguments(TorchArguments, total=False):
     device: torch.device | None
     prefetch_to_device: int
     sample_seed: SampleSeed
+    reseed_workers: bool
 
 
 class Sampling(TypedDict, total=False):
-    """The arguments of a loader that say which samples it reads."""
+    """The arguments of a loader that choose its samples."""
 
     batch_size: int | None
     drop_last: bool
@@ -102,6 +103,7 @@ def prepare_data_loader(
     index_free_shuffle: bool = False,
     prefetch_to_device: int = 0,
     augment_by_sample: bool = False,
+    reseed_workers: bool = True,
     already_sharded: bool | None = None,
     token_budget: int | None = None,
     length_of: LengthOf | None = None,
@@ -131,6 +133,8 @@ def prepare_data_loader(
         augment_by_sample: what a dataset that is read by index draws from Python's, NumPy's and torch's streams
             while it reads a sample is decided by the seed, the epoch and the sample's position in it. Seeded like the
             seedable sampler.
+        reseed_workers: the random streams of workers are seeded anew for every batch of a dataset that is read by
+            index, so that a resumed run draws what the saved one would have drawn. Off, workers draw as torch's do.
         already_sharded: whether what each rank's loader reads is that rank's own part already, so that nothing is
             divided here. Default: samplers and datasets that name a rank and a number of ranks are taken to be
             divided, other samplers and datasets not; of a stream, where that is a guess, one warning says so.
@@ -158,6 +162,7 @@ def prepare_data_loader(
         "gradient_state": gradient_state if gradient_state is not None else GradientState(),
         "device": device if put_on_device else None,
         "prefetch_to_device": prefetch_to_device if put_on_device else 0,
+        "reseed_workers": reseed_workers,
         **arguments_of(dataloader),
     }
     if augment_by_sample:
@@ -185,13 +190,12 @@ def prepare_data_loader(
     elif dispatch_batches:
         if already_sharded is None:
             warn_if_sharded_here(dataloader, dp_rank.count)
-        sampling = _sampling(dataloader, root)
         prepared = DataLoaderDispatcher(
             dataloader.dataset,
             split_batches=split_batches,
             slice_fn=slice_fn_for_dispatch,
             share=dp_rank,
-            **sampling,
+            **_sampling(dataloader, root),
             **common,
         )
         _shown(prepared, dataloader, sampler, dataloader.batch_size)
@@ -480,7 +484,7 @@ def skip_first_batches(dataloader: DataLoader[object] | SequenceShardLoader, num
 
 
 def arguments_of(dataloader: DataLoader[object]) -> TorchArguments:
-    """Return the arguments that ``dataloader`` was made with, except those that say which samples it reads."""
+    """Return the constructor arguments of ``dataloader``, without those in :class:`Sampling`."""
     names = TorchArguments.__annotations__
     found = {name: getattr(dataloader, name) for name in names if getattr(dataloader, name, None) is not None}
     arguments = cast("TorchArguments", found)

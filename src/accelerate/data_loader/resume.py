@@ -67,12 +67,15 @@ class Progress:
     batch_info: BatchInfo | None = None  # of the batch that was yielded last in the running epoch
     saved: SavedPosition | None = None  # read from a checkpoint, not continued yet
     own: Mapping[str, Any] = field(default_factory=dict)  # this rank's own state for a whole pass
+    loaded_own: Mapping[str, Any] = field(default_factory=dict)  # the same of the run that the checkpoint is of
+    is_loaded: bool = False  # and no pass has begun since
 
     def start(self) -> SavedPosition | None:
-        """Begin a pass; return the position that it continues from, which is then used up."""
+        """Begin a pass; return the position to continue from, and forget it."""
         last = self.batch_info
         if last is not None and last.is_last:  # a loop that was left at its last batch has seen all of them
             self.epoch += 1
+        self.is_loaded = False
         saved, self.saved = self.saved, None
         self.order_state, self.batch_info, self.position = None, None, BEGINNING
         if saved is not None:
@@ -80,7 +83,7 @@ class Progress:
         return saved
 
     def finish(self, epoch: int) -> None:
-        """Note that the pass of ``epoch`` reached its end: the next pass is that of the following epoch.
+        """Note that the pass of ``epoch`` reached its end: the next pass is the following epoch.
 
         Another pass, begun while this one was at its last batch, has counted that already.
         """
@@ -139,7 +142,7 @@ class Progress:
         return _state_of(SavedPosition(self.epoch, self.position, dp_size, order, own=self.own, is_finished=not inside))
 
     def load(self, state: Mapping[str, Any]) -> OrderState | None:
-        """Continue from ``state`` in the next pass; return the sampler's state where that lies between two epochs."""
+        """Continue from ``state`` in the next pass; return the sampler's state if it lies between two epochs."""
         try:
             saved = SavedPosition(
                 int(state["epoch"]),
@@ -157,7 +160,7 @@ class Progress:
                 f"{sorted(map(str, state))}. Pass what state_dict() of a prepared loader returned."
             ) from error
         self.leave()
-        self.epoch, self.own = saved.epoch, saved.own
+        self.epoch, self.own, self.loaded_own, self.is_loaded = saved.epoch, saved.own, saved.own, True
         if saved.position == BEGINNING:
             return saved.order
         self.saved = saved

@@ -355,7 +355,7 @@ class RemainingBatches:
 
 
 class PositionedBatchSampler(BatchSampler, ABC):
-    """A batch sampler that finds a position of the epoch by itself, in the plan that the epoch began with."""
+    """A batch sampler that finds a position of the epoch itself, in the plan from the epoch's beginning."""
 
     @abstractmethod
     def remaining(self, position: ResumePosition, num_first: int) -> RemainingBatches:
@@ -367,7 +367,7 @@ class PositionedBatchSampler(BatchSampler, ABC):
 
     @abstractmethod
     def continue_plan(self, state: Sequence[int]) -> None:
-        """Make the next pass that of an epoch which began with the plan ``state``."""
+        """Use the plan ``state`` in the next pass."""
 
     @property
     @abstractmethod
@@ -435,8 +435,7 @@ class KnownOrder:
 
 
 def known_order(sampler: object) -> KnownOrder | None:
-    """Return the order that ``sampler`` begins now, where its code is known and no sample depends on drawing the
-    others.
+    """Return the order that ``sampler`` begins now, if its code is known and any part of it can be drawn alone.
 
     This draws what the sampler would draw.
     """
@@ -570,13 +569,13 @@ class Order:
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether ranks have to compare what they begin with; a seed that they share is the same in every epoch."""
+        """Whether ranks must compare their random state; a shared seed is compared only once."""
         is_known = self.seedable is not None and self.seedable.seed_is_agreed
         others = bool(self.streams) or self.stateful is not None or self.sample_seed is not None
         return self.is_random and (others or not is_known)
 
     def note_agreement(self) -> None:
-        """Note that the ranks have compared what they begin with."""
+        """Note that the ranks have compared their random state."""
         if self.seedable is not None:
             self.seedable.seed_is_agreed = True
 
@@ -618,8 +617,9 @@ class Order:
         return host_streams(state.get("streams", {}))
 
     def starting_as_on_main(self, main: OrderState, mine: OrderState) -> AbstractContextManager[None]:
-        """Enter a context in which an iteration begins as on rank 0, whose state is ``main``; this rank's is ``mine``.
+        """Enter a context in which an iteration begins as on rank 0.
 
+        ``main`` is rank 0's state, ``mine`` this rank's.
         The order is drawn from the same streams on every rank: a stream whose state equals rank 0's is used as it is.
         One that differs is replaced by rank 0's inside of the context, after torch's samplers' draws were made from
         this rank's own stream.

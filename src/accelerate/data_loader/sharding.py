@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, IterableDataset
 
+from ..distributed.random import capture_host_streams, host_streams
 from ..errors import PreparationError
 from ..nested import recursively_apply
 from .sampling import (
@@ -380,6 +381,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch: int = 0
         self.num_skipped = 0  # samples of the stream that a pass throws away before its first batch
         self.first_global_batch: Callable[[], list[Any]] | None = None  # reads it again, for a pass that began later
+        self.has_ended = False  # the pass has come to the end of the stream
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of ``epoch``, and tell the stream."""
@@ -401,7 +403,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def num_steps(self) -> int:
-        """Batches that each process gets, where the stream knows its length."""
+        """Batches per process, if the stream knows its length."""
         steps, rest = divmod(len(self.dataset), self.global_batch_size)
         return steps + (1 if rest and not self.drop_last else 0)
 
@@ -423,6 +425,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         size = total // self.num_processes
         start = self.process_index * size
         first: list[Any] = []
+        self.has_ended = False
+        read_first, self.first_global_batch = self.first_global_batch, None  # for this pass
         stream = iter(self.dataset)
         if self.num_skipped:
             stream = islice(stream, self.num_skipped, None)
@@ -430,10 +434,12 @@ class IterableDatasetShard(IterableDataset[Any]):
             first = first or samples
             if len(samples) == total:
                 yield from samples[start : start + size]
-            elif not self.drop_last:
+                continue
+            self.has_ended = True
+            if not self.drop_last:
                 num_valid = len(samples)
-                if self.first_global_batch is not None:
-                    first = self.first_global_batch()
+                if read_first is not None:
+                    first = read_first()
                 padded = samples + [first[added % len(first)] for added in range(total - num_valid)]
                 valid = tuple(min(max(num_valid - rank * size, 0), size) for rank in range(self.num_processes))
                 coverage = BatchCoverage(valid, (size,) * self.num_processes)
@@ -443,13 +449,44 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 @final
 class ShardedStream(IterableDataset[Any]):
-    """The dataset that the loader of a sharded stream reads: this rank's samples, with coverage where padded."""
+    """The dataset behind the loader of a sharded stream: this rank's samples, with coverage if padded."""
 
     def __init__(self, shard: IterableDatasetShard) -> None:
         self.shard = shard
 
     def __iter__(self) -> Iterator[object]:
         return self.shard.draw()
+
+
+@final
+class StatefulShardedStream(IterableDataset[Any]):
+    """The same over a stream with a state of its own, which torchdata's loader takes from here, also in its workers."""
+
+    def __init__(self, shard: IterableDatasetShard) -> None:
+        self.shard = shard
+        self._start: Any = None
+        self._loaded: Mapping[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[object]:
+        loaded, self._loaded = self._loaded, None
+        self._start = self.shard.dataset.state_dict() if loaded is None else loaded["start"]
+        return iter(()) if loaded is not None and self.shard.has_ended else self.shard.draw()
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the stream's state now, and as the epoch began: what pads the last global batch is read from there."""
+        stream = self.shard.dataset.state_dict()
+        return {"start": self._start, "stream": stream, "has_ended": self.shard.has_ended}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue in the next pass where ``state`` was taken."""
+        shard, stream = self.shard, self.shard.dataset
+        if not shard.drop_last and not state["has_ended"]:
+            with host_streams(capture_host_streams()):
+                stream.load_state_dict(state["start"])
+                first = list(islice(iter(stream), shard.global_batch_size))
+            shard.first_global_batch = (lambda: first) if first else None
+        stream.load_state_dict(state["stream"])
+        shard.has_ended, self._loaded = state["has_ended"], state
 
 
 @final

@@ -1,4 +1,4 @@
-"""An epoch whose samples the living ranks share anew at each step, so that a lost rank's samples are read by others."""
+"""An epoch with samples shared anew at each step, so that living ranks read a lost rank's samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SharedEpoch:
 
     @property
     def num_left(self) -> int:
-        """Samples that no rank has taken, or that came back."""
+        """Number of samples not taken by any rank, or returned since."""
         return len(self._order) - self._position
 
     def has_step(self, members: Sequence[int]) -> bool:
@@ -91,7 +91,7 @@ class SharedEpoch:
 
 @final
 class _Shares:
-    """A batch sampler that draws one rank's batches ahead; a rank without samples reads one that doesn't count."""
+    """A batch sampler that draws one rank's batches ahead; a rank without samples reads a filler, not counted."""
 
     def __init__(self, epoch: SharedEpoch, members: Sequence[int], rank: int) -> None:
         self._epoch, self._members, self._rank = epoch, members, rank
@@ -166,7 +166,7 @@ class SharedLoader(PreparedLoader):
         self.epoch_shared.commit(contributors)
 
     def shared_state(self, *, begins: bool) -> dict[str, Any]:
-        """Return the position for a process that joins; where a pass ``begins``, the one before is over.
+        """Return the position for a joining process; if a pass ``begins``, the previous one is over.
 
         A position that was restored, and that no pass has gone on from yet, is the position.
         """
@@ -192,32 +192,38 @@ class SharedLoader(PreparedLoader):
     def restore_shared(self, state: Mapping[str, Any]) -> None:
         """Go on from another rank's position."""
         self.progress.epoch, self.is_trained = state["epoch"], bool(state["trained"])
+        self.progress.is_loaded = True
         self._is_restored = state["running"] is not None
         if self._is_restored:
             self.epoch_shared.restore(state["running"])
 
-    def state_dict(self) -> dict[str, Any]:
+    def position_state(self) -> dict[str, Any]:
         """Return the epoch and, inside of one, the samples that are left of it."""
         return self.shared_state(begins=False)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken.
-
-        Raises:
-            CheckpointError: it was taken in the middle of an epoch by a loader of another kind of run.
-        """
+        """Go on where ``state_dict`` was taken; raises as :meth:`check_state_dict`."""
+        self.check_state_dict(state_dict)
         self.progress.leave()
         if "running" in state_dict:
             self.restore_shared(state_dict)
             return
+        self.progress.epoch = int(state_dict["epoch"]) + (bool(state_dict.get("rounds")))
+        self.progress.is_loaded = True
+
+    def check_state_dict(self, state_dict: Mapping[str, object]) -> None:
+        """Raise unless this loader can go on where ``state_dict`` was taken.
+
+        Raises:
+            CheckpointError: it was taken in the middle of an epoch by a loader of another kind of run.
+        """
         is_between = state_dict.get("_iterator_finished") or not state_dict.get("rounds")
-        if not is_between:
+        if "running" not in state_dict and not is_between:
             raise CheckpointError(
                 "The checkpoint was saved in the middle of an epoch by a run without `accelerate launch "
                 "--keep_replicas`, whose ranks don't share an epoch's samples as those with it do. Resume without it, "
                 "or from a checkpoint between two epochs."
             )
-        self.progress.epoch = int(state_dict["epoch"]) + (bool(state_dict.get("rounds")))
 
     def _read(self, saved: SavedPosition | None) -> Generator[Delivery, None, None]:
         if type(self.batch_sampler) is not BatchSampler:
@@ -277,7 +283,7 @@ class SharedLoader(PreparedLoader):
 
 @contextmanager
 def _streams_from(seed: int, sampler: Any) -> Iterator[None]:
-    """Enter a context in which ``sampler`` draws from streams that begin with ``seed``."""
+    """Enter a context in which ``sampler`` draws from streams seeded with ``seed``."""
     before = getattr(sampler, "generator", None)
     with host_streams(capture_host_streams()):
         torch.default_generator.manual_seed(seed)  # the devices' streams stay as they are

@@ -88,7 +88,7 @@ class TokenBatchSampler(PositionedBatchSampler):
     # -- positions -------------------------------------------------------------------------------------
 
     def remaining(self, position: ResumePosition, num_first: int) -> RemainingBatches:
-        """Return the batches from ``position`` on; only the window that it lies in is planned for that."""
+        """Return the batches from ``position`` on; only plan the window at that position."""
         order, plan = self._order(), self._saved_plan or self.plan
         if self._saved_plan is not None and replace(plan, num_ranks=self.plan.num_ranks) != self.plan:
             warnings.warn(

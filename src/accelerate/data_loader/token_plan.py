@@ -1,5 +1,4 @@
-"""Plan batches of equal tokens: which samples of a window of the order go into one batch, and which batches into one
-step.
+"""Plan batches of equal tokens: assign the samples of a window to batches, and the batches to steps.
 
 The batches of a window fit the budget and, as far as the lengths allow, fill it equally. Those of one step are alike in
 what they cost, the attention over long samples included; the steps come in random order.

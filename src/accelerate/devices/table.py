@@ -106,7 +106,7 @@ class DeviceKind:
         return int(self._call(self.count, otherwise=1)) if self.is_available() else 0
 
     def device(self, index: int | None = None) -> torch.device:
-        """Return the torch device with that index; kinds of which a process only ever sees one ignore the index."""
+        """Return the torch device with that index; kinds with one device per process ignore the index."""
         import torch
 
         if not self.select or index is None:
@@ -165,7 +165,7 @@ class DeviceKind:
         return int(self._measure(self.memory_used, device))
 
     def max_memory_allocated(self, device: torch.device | int | None = None) -> int:
-        """Return the most bytes that tensors held since the last reset; 0 where the kind can't tell."""
+        """Return the peak bytes of tensors since the last reset; 0 if the kind can't tell."""
         return int(self._measure(self.memory_peak, device))
 
     def reset_peak_memory(self, device: torch.device | int | None = None) -> None:
@@ -188,7 +188,7 @@ class DeviceKind:
         return 0 if result is None else result
 
     def utilization(self, device: torch.device) -> float | None:
-        """Return the fraction of the last moments in which `device` computed; None for a kind that can't tell.
+        """Return the fraction of recent time in which `device` computed; None if the kind can't tell.
 
         Raises what the driver's package raises, ImportError where it isn't installed.
         """
@@ -372,7 +372,7 @@ def is_gaudi2_or_later() -> bool:
 
 
 def read_from(environment: Mapping[str, str] | None, name: str) -> str | None:
-    """Read a variable from `environment`, or from this process's own where that is None."""
+    """Read a variable from `environment`, or from this process's own if it is None."""
     if not name:
         return None
     return read(name) if environment is None else environment.get(name)
@@ -433,6 +433,7 @@ def is_torch_xpu_tensor(tensor: object) -> bool:
     return getattr(getattr(tensor, "device", None), "type", None) == "xpu"
 
 
+@functools.cache
 @functools.cache
 def widest_float(device: torch.device) -> torch.dtype:
     """Return float64, or float32 for a device that can't compute in it."""

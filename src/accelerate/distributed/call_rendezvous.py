@@ -80,7 +80,7 @@ class CallParticipants:
     # -- rank 0 alone --------------------------------------------------------------------------------------
 
     def begin(self, address: str) -> None:
-        """Publish, for other ranks that make this call, what is being written, and that it is written without them."""
+        """Publish, for other ranks making this call, the address and the decision to write without them."""
         self._address = address
         self._publish_decision()
 
@@ -104,7 +104,7 @@ class CallParticipants:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Enter a context that one rank at a time is in, of those that change what was written without all ranks."""
+        """Enter a context that admits one rank at a time, unless all ranks make the call together."""
         coordinator = self._coordinator
         if coordinator is None or self.has_all:
             yield
@@ -144,7 +144,7 @@ class CallParticipants:
 
 @final
 class CallRendezvous:
-    """One rank's record of the calls that its world has made, by which the ranks find each other in the next one."""
+    """One rank's count of its world's calls, with which the ranks find each other in the next call."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -186,7 +186,7 @@ class CallRendezvous:
         return participants
 
     def main_alone(self, operation: str, target: str, *, moment: str = "") -> CallParticipants:
-        """Begin a call that rank 0 makes without waiting for other ranks, which only wait for its outcome."""
+        """Begin a call that rank 0 makes without waiting; other ranks only wait for its outcome."""
         keys, moment = _keys_of_call(operation, target), f"{self._coordinator.number}|{moment}"
         if self._coordinator.rank:
             return self._wait_for_decision(operation, keys, moment)
@@ -314,7 +314,7 @@ class CallRendezvous:
         return found[0]
 
     def _skip_deleted(self, base: str, names: dict[str, str], arrived_at: set[str]) -> None:
-        """Advance ``names`` past the calls whose keys rank 0 has deleted, to one that may still be decided."""
+        """Advance ``names`` past calls whose keys rank 0 has deleted, to one still undecided."""
         store, first = self._coordinator.store, f"{base}/first"
         if not store.check([first]) or (number := int(store.get(first))) <= int(names[base].rpartition("/")[2]):
             return
@@ -323,7 +323,7 @@ class CallRendezvous:
         self._counts[base] = number + 1
 
     def _withdraw_elsewhere(self, names: dict[str, str], decision: _Decision, arrived_at: set[str]) -> bool:
-        """Withdraw from other calls than that of ``decision``; return False where rank 0 has claimed this rank."""
+        """Withdraw from calls other than ``decision``'s; return False if rank 0 has claimed this rank."""
         store = self._coordinator.store
         for name in [name for name in names.values() if name in arrived_at and name not in decision["names"]]:
             if store.add(f"{name}/arrived", -1) >= _CLAIM // 2:
@@ -365,7 +365,7 @@ def _still_waiting(operation: str, limit_seconds: float) -> str:
 
 
 def _keys_of_call(operation: str, target: str) -> list[str]:
-    """Return the keys that identify a call on all ranks: its call stack, and what it writes to."""
+    """Return the keys that identify a call on all ranks: its call stack, and its target."""
     keys = [f"{operation}/at/{_digest(*_stack())}"]
     return [*keys, f"{operation}/to/{_digest(target)}"] if target else keys
 

@@ -25,6 +25,7 @@ from ..callers import call_site
 from ..devices.table import KINDS
 from ..errors import CollectiveError, NotBuilt, SettingError, UnequalTensors
 from ..nested import chained_operation, flat_tensors, get_shape, recursively_apply
+from ..torch_private.distributed import all_gather_single
 from .messages import Buffers, MessageLengths, checksum, describe, joined_message_for, message_for
 from .store_client import Coordinator
 from .world import World, current_world, join_world
@@ -79,12 +80,22 @@ def verify_operation(function: Callable[Parameters, Result]) -> Callable[Paramet
         coordinator.begin(name, with_site=world.debug, publish=is_published)
         try:
             return function(*args, **kwargs)
-        except RuntimeError as error:
-            if isinstance(error, CollectiveError):
+        except (RuntimeError, ValueError) as error:
+            require_group(name)
+            if isinstance(error, (CollectiveError, ValueError)):
                 raise
             raise CollectiveError(coordinator.explain(error)) from error
 
     return operation
+
+
+def require_group(name: str) -> None:
+    """Raise CollectiveError if the program has destroyed the process group, which the call `name` needs."""
+    if not dist.is_initialized():
+        raise CollectiveError(
+            f"`{name}` needs the process group, which this program has destroyed (destroy_process_group). Call it "
+            "before, or leave the destruction out: the group is destroyed when the process ends."
+        )
 
 
 def world_or_joined(world: World | None) -> World:
@@ -182,7 +193,7 @@ def _exchange_first_message(
 
 
 def _disagreement(operation: str, data: object, world: World, how: str) -> CollectiveError:
-    """Return the error for ranks that disagree, after exchanging what each was about to do."""
+    """Return the error for disagreeing ranks, after exchanging each one's operation."""
     calls: list[Any] = [None] * world.size
     mine = json.dumps([operation, None if data is None else _describe(data), how])
     dist.all_gather_object(calls, (mine, call_site()), group=world.group)
@@ -313,8 +324,7 @@ def _all_gather(joined: torch.Tensor, part: torch.Tensor, world: World) -> Any:
         start = getattr(world.group or dist.group.WORLD, "all_gather_single", None)
         if start is not None:
             return start(joined, part)
-    newer = getattr(dist, "all_gather_single", None)  # torch >= 2.13 calls it so
-    return (newer or dist.all_gather_into_tensor)(joined, part, group=world.group, async_op=True)
+    return all_gather_single(joined, part, world.group, async_op=True)
 
 
 def _for_backend(tensor: torch.Tensor, world: World) -> torch.Tensor:

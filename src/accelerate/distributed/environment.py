@@ -41,7 +41,7 @@ class ProcessIdentity:
 
 
 def detect(environ: Environment) -> ProcessIdentity | None:
-    """Return the identity that the environment describes, or None for a process that wasn't started as one of several.
+    """Return the identity that the environment describes; None for a process started alone.
 
     Raises:
         WorldError: variables are missing, malformed, or contradict each other; the text names them with their values.
@@ -376,3 +376,14 @@ def get_cpu_distributed_information() -> CPUInformation:
     if identity is None:
         return CPUInformation()
     return CPUInformation(identity.rank, identity.size, identity.local_rank, identity.local_size)
+
+
+def in_batch_script(environment: Mapping[str, str]) -> bool:
+    """Return whether this is the script or the shell of an allocation, from which srun starts tasks on its nodes."""
+    return "SLURM_JOB_ID" in environment and not is_task(environment)
+
+
+def is_task(environment: Mapping[str, str]) -> bool:
+    """Return whether this process was started by an srun, as one of its tasks."""
+    step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
+    return "SLURM_PROCID" in environment and step.isdigit() and int(step) < _FIRST_SPECIAL_STEP

@@ -1,4 +1,4 @@
-"""Connections by which a rank finds out that the process of another one has ended, however it ended.
+"""Connections that tell a rank when another rank's process has ended, however it ended.
 
 The process that is watched only listens: its kernel takes the connection, and closes it when the process ends. No
 thread of it has to run for that, so a program that computes for long, or holds the interpreter's lock, isn't taken for
@@ -24,7 +24,7 @@ _PROBES: Final = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TC
 
 @final
 class ExitWatch:
-    """The ends of such connections in this process: one where it listens, and one for each rank that it watches."""
+    """The connections of this process: one listening socket, and one to each watched rank."""
 
     def __init__(self) -> None:
         self._listening: socket.socket | None = None
@@ -32,7 +32,7 @@ class ExitWatch:
         self._num_watches: Counter[int] = Counter()
 
     def listen(self) -> tuple[str, int] | None:
-        """Return the address at which others can watch this process; None where it has none."""
+        """Return the address at which others can watch this process; None if it has none."""
         if self._listening is None:
             with contextlib.suppress(OSError):
                 family, host = _own_address()

@@ -1,4 +1,4 @@
-"""The hook for an exception that ends a rank: the collectives in which ranks were, beside its traceback.
+"""The hook for an exception that ends a rank: add the ranks' current collectives to its traceback.
 
 The first rank that fails collects the flight records of all, while the others stay to answer. A launcher that has seen
 a rank die stops the others soon: then what has arrived is reported.
@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import ClassVar, final
 
 from ..errors import CollectiveError
-from .failures import is_lost_connection
+from .failures import OWN_COLLECTIVE, is_about_another_rank
 from .flight_record import last_collective, own_collectives
 
 #: Collects, until the given function says that it is urgent, and returns the report; nothing where there is none.
@@ -75,11 +75,11 @@ class FailureHook:
 
 
 def _own_collective(error: BaseException) -> str:
-    """Return in which collective this rank was, for an error that another rank's end has caused."""
-    if not isinstance(error, (CollectiveError, RuntimeError)) or not is_lost_connection(str(error)):
+    """Return this rank's current collective, if another rank's end or absence caused the error."""
+    if not isinstance(error, (CollectiveError, RuntimeError)) or not is_about_another_rank(str(error)):
         return ""
     last = last_collective(own_collectives())
-    return "" if last is None else f"This rank's last collective (torch's flight record): {last}."
+    return "" if last is None else f"{OWN_COLLECTIVE}{last}."
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from typing import final
 
 from ..callers import is_in_this_package, is_own
 from ..settings.preemption import PREEMPTED_EXIT_CODE
+from ..wording import by_number, some_ranks
 
 #: Tells ranks the folder of their launcher in which they leave records for it.
 RECORDS_VARIABLE = "ACCELERATE_RECORDS_FOLDER"
@@ -47,18 +48,26 @@ _LOST_PEER = re.compile(
     r"has ended \(or left the world\)|keeps the ranks' store",
     re.IGNORECASE,
 )
+#: Messages that report that another process didn't come in time.
+_TIMED_OUT = re.compile(r"timed out|has waited \d+ s for the others", re.IGNORECASE)
 #: Where torch and this package talk to other ranks; errors of a collective in a backward pass come out of autograd.
 _COMMUNICATION = re.compile(r"[/\\]torch[/\\](?:distributed|autograd)[/\\]")
 _COMMUNICATION_ERROR = re.compile(r"torch\.distributed\.Dist\w*Error\b|(?:accelerate\.errors\.)?CollectiveError\b")
+#: A launcher may notice the end of a rank so much later than another rank does.
+_NOTICED_SECONDS = 2.0
 _SHOWN_FRAMES = 3
 _SHOWN_MESSAGE_LINES = 3
+#: Of a line about the ranks that followed; the cause itself is never cut.
 _LINE_WIDTH = 160
+#: The line below the traceback of a rank that has lost another one; its group is the collective.
+OWN_COLLECTIVE = "This rank's last collective (torch's flight record): "
+_OWN_COLLECTIVE = re.compile(re.escape(OWN_COLLECTIVE) + r"(?P<collective>.+)\.$", re.MULTILINE)
 
 
 @final
 @dataclass(frozen=True)
 class Frame:
-    """One line of a traceback: where, and the source text where it was printed."""
+    """One line of a traceback: its position, and the source text if it was printed."""
 
     file: str
     line: int
@@ -176,8 +185,18 @@ class Failure:
 
         A script's own connection, such as one to a database, ends with the same words.
         """
+        return self.is_consequence and self._is_of_communication
+
+    @property
+    def is_timeout(self) -> bool:
+        """Whether torch or this package has waited for other ranks in vain."""
+        found = self.traceback is not None and _TIMED_OUT.search(self.traceback.message)
+        return bool(found) and self._is_of_communication
+
+    @property
+    def _is_of_communication(self) -> bool:
         trace = self.traceback
-        if trace is None or not self.is_consequence:
+        if trace is None:
             return False
         if _COMMUNICATION_ERROR.match(trace.message):
             return True
@@ -186,13 +205,35 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """The exit code that a shell would give: 128 + the signal for a process that a signal ended."""
+        """The exit code of a shell: 128 + the signal for a process ended by a signal."""
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
+
+
+@final
+@dataclass(frozen=True)
+class ScriptEnd:
+    """The end of a rank's script without an exception, as the rank noted it, or as its exit code 0 says.
+
+    Attributes:
+        seconds: after the start.
+        place: the line of the script that was its last; empty where that isn't known.
+        pid: 0 where it isn't known.
+    """
+
+    rank: int
+    seconds: float
+    place: str = ""
+    pid: int = 0
 
 
 def is_lost_connection(message: str) -> bool:
     """Return whether an error of this message reports that another process went away."""
     return _LOST_PEER.search(message) is not None
+
+
+def is_about_another_rank(message: str) -> bool:
+    """Return whether an error of this message reports that another process went away, or didn't come in time."""
+    return is_lost_connection(message) or _TIMED_OUT.search(message) is not None
 
 
 def signal_name(number: int) -> str:
@@ -222,6 +263,24 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
     )
 
 
+def left_early(failures: Sequence[Failure], ended: Sequence[ScriptEnd]) -> ScriptEnd | None:
+    """Return the rank that ended well while the first failing rank waited for it; None if there is none."""
+    first = first_cause(failures)
+    if first is None or not first.is_lost_peer:
+        return None
+    failed = {failure.rank for failure in failures if not failure.stopped}
+    found = [end for end in ended if end.rank not in failed and end.seconds <= first.seconds + _NOTICED_SECONDS]
+    return min(found, key=lambda end: (end.seconds, end.rank), default=None)
+
+
+def still_running(failures: Sequence[Failure]) -> list[Failure]:
+    """Return the ranks stopped by the launcher, if the first failing rank had waited for others in vain."""
+    first = first_cause(failures)
+    if first is None or not first.is_timeout:
+        return []
+    return sorted((one for one in failures if one.stopped and one.traceback is None), key=lambda one: one.rank)
+
+
 def ended_preempted(failures: Sequence[Failure]) -> str:
     """Return one sentence about the ranks that saved because of a notice of preemption; empty without any."""
     saved = sorted(failure.rank for failure in failures if failure.is_preempted)
@@ -229,9 +288,9 @@ def ended_preempted(failures: Sequence[Failure]) -> str:
         return ""
     code = next(failure.returncode for failure in failures if failure.is_preempted)
     others = sorted(failure.rank for failure in failures if not failure.is_preempted)
-    rest = f"; {numbered(others)} ended otherwise" if others else ""
+    rest = f"; {some_ranks(others)} ended otherwise" if others else ""
     return (
-        f"preempted: {numbered(saved)} saved, and ended with exit code {code}{rest}. Started again, the "
+        f"preempted: {some_ranks(saved)} saved, and ended with exit code {code}{rest}. Started again, the "
         "script goes on where it calls `accelerator.resume()`."
     )
 
@@ -241,11 +300,10 @@ def shorten(line: str, width: int = _LINE_WIDTH) -> str:
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
-def _how(failure: Failure) -> str:
+def _how(failure: Failure, num_ranks: int = 1) -> str:
     if failure.returncode < 0:
-        name = signal_name(-failure.returncode)
-        verb = "was stopped by the launcher with" if failure.stopped else "was killed by"
-        return f"{verb} {name}"
+        verb = "stopped by the launcher with" if failure.stopped else "killed by"
+        return f"{by_number(num_ranks, 'was', 'were')} {verb} {signal_name(-failure.returncode)}"
     return f"{'raised and ' if failure.traceback else ''}exited with code {failure.returncode}"
 
 
@@ -260,56 +318,97 @@ def how_it_ended(failure: Failure) -> str:
 def _where(failure: Failure) -> list[str]:
     """Return the source lines or the last output lines of a failure."""
     if failure.traceback is None:
-        return [f"  {shorten(line)}" for line in failure.last_lines[-4:]]
+        return [f"  {line}" for line in failure.last_lines[-4:]]
     lines: list[str] = []
     for frame in failure.traceback.shown_frames:
         function = f", in {frame.function}" if frame.function else ""
-        lines.append(shorten(f"  {frame.file}:{frame.line}{function}"))
+        lines.append(f"  {frame.file}:{frame.line}{function}")
         if frame.source:
-            lines.append(shorten(f"    {frame.source}"))
-    message = failure.traceback.message.splitlines()
-    lines += [shorten(line) for line in message[:_SHOWN_MESSAGE_LINES]]
-    return lines
-
-
-def numbered(ranks: Sequence[int]) -> str:
-    """Format ranks as ``rank 3`` or ``ranks 0, 2, 3``; at most eight are spelled out."""
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{', ...' if len(ranks) > 8 else ''}"
+            lines.append(f"    {frame.source}")
+    return lines + failure.traceback.message.splitlines()[:_SHOWN_MESSAGE_LINES]
 
 
 def _others(failures: Sequence[Failure], first: Failure) -> list[str]:
     """Return one line for each way in which the other ranks ended."""
-    groups: dict[str, list[int]] = {}
+    groups: dict[str, list[Failure]] = {}
     for failure in failures:
-        if failure is first:
-            continue
-        if failure.traceback is not None:
-            how = f"then failed: {failure.traceback.exception}"
-        elif failure.stopped:
-            how = f"stopped by the launcher with {signal_name(-failure.returncode)}"
-        else:
-            how = f"then {_how(failure).replace('was ', '', 1)}"
-        groups.setdefault(how, []).append(failure.rank)
-    ordered = sorted(groups.items(), key=lambda group: group[1][0])
-    return [shorten(f"{numbered(ranks).capitalize()} {how}") for how, ranks in ordered[:2]]
+        if failure is not first:
+            groups.setdefault(_how_too(failure, 1), []).append(failure)
+    ordered = sorted(groups.values(), key=lambda group: group[0].rank)
+    return [
+        shorten(f"{some_ranks(one.rank for one in group).capitalize()} {_how_too(group[0], len(group))}")
+        for group in ordered[:2]
+    ]
 
 
-def report(failures: Sequence[Failure], num_processes: int, *, hint: str = LOGS_HINT) -> str:
-    """Format at most 14 lines, the first of which names the rank that failed first and the last of which is a hint."""
+def _how_too(failure: Failure, num_ranks: int) -> str:
+    """Return the words about ranks that ended like ``failure``, after another one had failed."""
+    if failure.traceback is not None:
+        return f"then failed: {failure.traceback.exception}"
+    how = _how(failure, num_ranks)
+    return how if failure.stopped else f"then {how}"
+
+
+def _first_to_fail(first: Failure, num_processes: int) -> str:
+    head = (
+        f"First cause: rank {first.rank} of {num_processes} (host {first.host}, pid {first.pid}) {_how(first)} "
+        f"after {first.seconds:.1f} s."
+    )
+    return f"{head} Its peak memory was {first.peak_memory_mib:.0f} MiB." if first.peak_memory_mib else head
+
+
+def _waited_in(waiting: Failure) -> str:
+    trace = waiting.traceback
+    if trace is not None and (found := _OWN_COLLECTIVE.search(trace.message)):
+        return f"in {found['collective']}"
+    if trace is not None and trace.shown_frames:
+        frame = trace.shown_frames[0]
+        return f"at {os.path.basename(frame.file)}:{frame.line}"
+    return "waiting for it"
+
+
+def _never_came(hung: Sequence[Failure], waiting: Failure, num_processes: int) -> list[str]:
+    """Return the lines about still running ranks, for which ``waiting`` waited too long."""
+    who = some_ranks([one.rank for one in hung])
+    pids = f"{by_number(hung, 'pid', 'pids')} {', '.join(str(one.pid) for one in hung[:8])}"
+    return [
+        f"First cause: {who} of {num_processes} (host {hung[0].host}, {pids}) still ran after {waiting.seconds:.1f} s, "
+        f"and didn't come to the call for which rank {waiting.rank} waited until its timeout, {_waited_in(waiting)}.",
+        f"Rank {waiting.rank} then failed:",
+    ]
+
+
+def _first_to_leave(end: ScriptEnd, waiting: Failure, num_processes: int) -> list[str]:
+    """Return the lines about a rank that ended well while ``waiting`` waited for it."""
+    pid = f", pid {end.pid}" if end.pid else ""
+    at = f" at {end.place}" if end.place else " with code 0"
+    return [
+        f"First cause: rank {end.rank} of {num_processes} (host {waiting.host}{pid}) left the script{at} after "
+        f"{end.seconds:.1f} s, while rank {waiting.rank} was {_waited_in(waiting)}.",
+        f"Rank {waiting.rank} then failed, because all ranks have to make the same calls:",
+    ]
+
+
+def report(
+    failures: Sequence[Failure], num_processes: int, *, hint: str = LOGS_HINT, ended: Sequence[ScriptEnd] = ()
+) -> str:
+    """Format at most 16 lines: the first names the rank at fault, the last is a hint.
+
+    Args:
+        ended: ranks that came to the end of their script; one for which others waited is the cause.
+    """
     first = first_cause(failures)
     if first is None:
         return ""
-    head = (
-        f"First cause: rank {first.rank} of {num_processes} (host {first.host}, pid {first.pid}) "
-        f"{_how(first)} "
-        f"after {first.seconds:.1f} s."
-    )
-    if first.peak_memory_mib:
-        head += f" Its peak memory was {first.peak_memory_mib:.0f} MiB."
-    lines = [head, *_where(first)]
+    if (end := left_early(failures, ended)) is not None:
+        heads = _first_to_leave(end, first, num_processes)
+    elif hung := still_running(failures):
+        heads = _never_came(hung, first, num_processes)
+    else:
+        heads = [_first_to_fail(first, num_processes)]
+    lines = [*heads, *_where(first)]
     if first.memory:
-        lines.append(shorten(first.memory))
+        lines.append(first.memory)
     lines += _others(failures, first)
     if first.log is not None:
         lines.append(f"Its whole output: {first.log}")
@@ -432,7 +531,7 @@ def _kernel_line(pid: int) -> str:
 def record_saved(
     folder: str | None, rank: int, exit_code: int = PREEMPTED_EXIT_CODE, attempt: str | None = None
 ) -> None:
-    """Tell the launcher whose records' folder this is, if there is one, that all ranks end preempted, by this code.
+    """Tell the launcher with this records folder, if any, that all ranks end preempted, with this code.
 
     Args:
         attempt: what tells this start from others of the same launcher: the error file that torch's agent gave it.
@@ -450,7 +549,7 @@ def forget_saved(folder: str | None, rank: int) -> None:
 
 
 def saved_exit_code(mark: Path, attempt: str = "") -> int | None:
-    """Return the exit code that the rank of this mark has announced; None where it has saved nothing.
+    """Return the exit code announced by the rank of this mark; None if it has saved nothing.
 
     Nor where ``attempt`` is given, and the mark is that of another one.
     """
@@ -461,13 +560,43 @@ def saved_exit_code(mark: Path, attempt: str = "") -> int | None:
         return None
 
 
+def record_end(folder: str | None, rank: int, place: str) -> None:
+    """Tell the launcher with this records folder, if any, where and when this rank's script ended."""
+    if folder is not None and os.path.isdir(folder):
+        with contextlib.suppress(OSError):
+            text = json.dumps({"time": time.time(), "place": place, "pid": os.getpid()})
+            _end_mark(Path(folder), rank).write_text(text, encoding="utf-8")
+
+
+def forget_end(folder: str | None, rank: int) -> None:
+    """Remove the note of an earlier attempt of this rank, which the same launcher has started again."""
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            _end_mark(Path(folder), rank).unlink()
+
+
+def recorded_ends(folder: Path, started: float) -> list[ScriptEnd]:
+    """Return what ranks have noted of the ends of their scripts; ``started`` is when the run began."""
+    found: list[ScriptEnd] = []
+    for mark in folder.glob("end_*"):
+        with contextlib.suppress(OSError, ValueError):
+            noted = json.loads(mark.read_text(encoding="utf-8"))
+            rank = int(mark.name.rpartition("_")[2])
+            found.append(ScriptEnd(rank, max(0.0, noted["time"] - started), noted["place"], noted["pid"]))
+    return found
+
+
+def _end_mark(folder: Path, rank: int) -> Path:
+    return folder / f"end_{rank}"
+
+
 def note_logs(folder: Path, logs: Path) -> None:
     """Note the folder of a launcher's logs in that of its records, for its ranks."""
     (folder / _LOGS).write_text(str(logs.resolve()), encoding="utf-8")
 
 
 def logs_of_launcher(folder: str | None) -> str | None:
-    """Return the folder of the logs of the launcher whose records' folder this is, where it has both."""
+    """Return the log folder of the launcher with this records folder, if it has both."""
     try:
         return None if folder is None else (Path(folder) / _LOGS).read_text(encoding="utf-8")
     except OSError:
@@ -475,7 +604,7 @@ def logs_of_launcher(folder: str | None) -> str | None:
 
 
 def saved_mark(folder: Path, rank: int) -> Path:
-    """Return the file whose presence says that the rank has saved because of a preemption."""
+    """Return the file that marks a rank as saved because of a preemption."""
     return folder / f"saved_{rank}"
 
 
@@ -485,7 +614,7 @@ _ERROR_FILES = ("ACCELERATE_ERROR_FILE", AGENTS_ERROR_FILE)
 
 
 def record_uncaught(read: Callable[[str], str | None]) -> None:
-    """Install a hook that writes an exception that ends this process to the file where its launcher looks for it.
+    """Install a hook that writes an uncaught exception to the launcher's error file.
 
     ``read`` reads environment variables. Nothing changes where no launcher has asked for such a file. The
     form is the one that torch's elastic agent reads.
@@ -504,7 +633,10 @@ def record_uncaught(read: Callable[[str], str | None]) -> None:
 
 
 def write_error_file(path: Path, error: BaseException) -> None:
-    """Write the exception, its traceback and its time to a file; keep an older one."""
+    """Write the exception, its traceback and its time to a file, atomically; keep an older one.
+
+    The launcher may end this process at any moment, and torch's agent doesn't survive a file that isn't whole.
+    """
     now = time.time()
     details = {
         "message": f"{type(error).__name__}: {error}",
@@ -514,6 +646,8 @@ def write_error_file(path: Path, error: BaseException) -> None:
             "seconds": now,
         },
     }
-    # an older file is kept, and a full disk must not hide the exception itself
-    with contextlib.suppress(OSError), path.open("x") as file:
-        json.dump({"message": details}, file)
+    with contextlib.suppress(OSError):  # a full disk must not hide the exception itself
+        if not path.exists():
+            beside = path.with_name(f"{path.name}.{os.getpid()}")
+            beside.write_text(json.dumps({"message": details}), encoding="utf-8")
+            beside.replace(path)

@@ -1,4 +1,4 @@
-"""torch's flight record of each rank: the collectives that it entered last, compared to find the rank that is behind.
+"""Compare torch's flight records of the ranks' last collectives, to find the rank that is behind.
 
 torch numbers the collectives of each process group on each rank. Of ranks that wait for each other, the one with the
 lower number hasn't made a call that the others have made. Where torch keeps no record, nothing here says anything.
@@ -20,8 +20,8 @@ from typing import Final, final
 
 from ..settings.env import read
 from ..torch_private.distributed import flight_records, ranks_of_group
+from ..wording import by_number, some_ranks
 from .failures import RECORDS_VARIABLE, logs_of_launcher
-from .store_requests import some_ranks
 
 #: So many of a rank's collectives travel to the rank that compares.
 _NUM_SENT: Final = 20
@@ -123,7 +123,7 @@ def own_collectives() -> list[Collective]:
 @final
 @dataclass(frozen=True)
 class RankRecord:
-    """The part of a rank's record that travels: the last of each group, what hasn't ended, and the newest.
+    """The part of a rank's record that is sent: each group's last collective, the unfinished ones, and the newest.
 
     Attributes:
         members: the ranks of the groups in which this one waits, where they are more than one rank and known.
@@ -178,7 +178,7 @@ def _unpacked(packed: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
 
 
 def compare(records: Mapping[int, RankRecord], size: int) -> list[str]:
-    """Return who is behind in which collective, or what differs: one sentence for each group in which ranks wait."""
+    """Return one sentence for each group with waiting ranks: the rank behind and its collective, or the difference."""
     groups: dict[str, tuple[int, ...]] = {}
     for rank, record in records.items():
         for one in record.collectives:
@@ -207,7 +207,7 @@ def _compared(records: Mapping[int, RankRecord], group: str, members: Sequence[i
         return f"collective #{number} of {waited.group_in_words} isn't the same on all ranks: {calls}."
     behind = {rank: max(calls, default=0) for rank, calls in entered.items() if max(calls, default=0) < number}
     if not behind:
-        return f"{waiting} wait{'s' * (len(inside) == 1)} in {waited}."
+        return f"{waiting} {by_number(inside, 'waits', 'wait')} in {waited}."
     rank = min(behind, key=lambda one: (behind[one], one))
     missing = number - behind[rank]
     last = entered[rank].get(behind[rank])
@@ -216,7 +216,7 @@ def _compared(records: Mapping[int, RankRecord], group: str, members: Sequence[i
     also = f" ({some_ranks(others, _SHOWN_RANKS)} too)" if others else ""
     return (
         f"rank {rank} is {far} behind: it hasn't entered {waited}{also}, in which {waiting} "
-        f"wait{'s' * (len(inside) == 1)}. Its last one there: "
+        f"{by_number(inside, 'waits', 'wait')}. Its last one there: "
         f"{f'{last.operation} #{last.number}' if last is not None else 'none'}."
     )
 
@@ -240,14 +240,17 @@ def shared_folder(project_dir: str | os.PathLike[str] | None) -> Path | None:
 
 
 def write_own(folder: Path, rank: int) -> None:
-    """Write all that torch has recorded on this rank to a file of its own, if it has recorded anything."""
-    dumps = [json.loads(dump) for dump in flight_records()]
-    if any(dump.get("entries") for dump in dumps):
+    """Write all that torch has recorded on this rank to a file of its own, if it has recorded anything.
+
+    A torch with CUDA has an empty recorder of NCCL's beside the host's; with collectives in both the file is a list.
+    """
+    dumps = [record for dump in flight_records() if (record := json.loads(dump)).get("entries")]
+    if dumps:
         _write(folder / f"rank_{rank}.json", dumps[0] if len(dumps) == 1 else dumps)
 
 
 def write_summary(folder: Path | None, text: str, records: Mapping[int, RankRecord], size: int) -> Path:
-    """Write the verdict, what was collected of each rank, and whose record is missing, to one file; return its path.
+    """Write the verdict, the collected records, and the ranks without one to a file; return its path.
 
     Args:
         folder: a temporary one where there is none.

@@ -1,4 +1,4 @@
-"""The members of a run whose replicas are kept: values that the living ranks exchange when any of them may die.
+"""The members of a run with kept replicas: exchange values between living ranks, any of which may die.
 
 The launcher decides who is a member, because it is the parent of all ranks and outlives them: it hears each rank's end
 from the kernel. An exchange is complete once every living member has given its value; all members get the same answer,
@@ -88,7 +88,7 @@ class Membership:
 
     @classmethod
     def of_environment(cls, rank: int) -> Membership | None:
-        """Return the membership that the launcher arranged; None where it keeps no replicas."""
+        """Return the membership from the launcher's variables; None if it keeps no replicas."""
         folder = read(REPLICAS_FOLDER_VARIABLE)
         if not folder:
             return None
@@ -102,7 +102,7 @@ class Membership:
 
     @property
     def writes_files(self) -> bool:
-        """Whether this process writes what the main process does: not on its way, where the one before has written."""
+        """Whether this process writes files as the main process; not before it has caught up with the others."""
         return self.rank == 0 and not self.is_behind
 
     # -- exchanges -----------------------------------------------------------------------------------------
@@ -141,9 +141,9 @@ class Membership:
         return answer
 
     def made_by_lowest(self, operation: str, make: Callable[[], Made]) -> tuple[Made, bool]:
-        """Return what ``make()`` returns on the lowest member, which alone calls it, and whether that is this rank.
+        """Call ``make()`` on the lowest member only; return its value, and whether this rank is that member.
 
-        Where it dies before it has given that (a JSON value, not None), the next one calls it.
+        If it dies before it has given the value (JSON, not None), the next member calls ``make``.
         """
         while True:
             lowest = min(self.members or self.exchange("members").members)
@@ -200,7 +200,7 @@ class Membership:
     # -- states --------------------------------------------------------------------------------------------
 
     def share_state(self, operation: str, make: Callable[[], object]) -> Any:
-        """Return the state of the lowest member, which it makes with ``make``; None on that member itself."""
+        """Return the lowest member's state, made there with ``make``; None on the lowest member itself."""
         path, is_own = self.made_by_lowest(operation, lambda: self._write(make()))
         return None if is_own else _load(path)
 

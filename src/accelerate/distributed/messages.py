@@ -179,7 +179,7 @@ class MessageLengths:
 
 
 def _rounded(num_bytes: int) -> int:
-    """Round up by at most an eighth, so that shapes that vary a little keep one length."""
+    """Round up by at most an eighth, so that slightly different shapes get one length."""
     if num_bytes <= _SHORTEST_BYTES:
         return _SHORTEST_BYTES
     step = 1 << (num_bytes.bit_length() - 4)

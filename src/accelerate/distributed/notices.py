@@ -1,4 +1,4 @@
-"""Notices of preemption that this process gets: by a signal, a file that appears, or a cloud's address.
+"""Notices of preemption for this process: by a signal, a new file, or a cloud's address.
 
 A signal is noticed although the process's own thread is inside of a collective: Python's wake-up descriptor is written
 to at once, and another thread reads it.
@@ -87,7 +87,8 @@ class Notices:
 
         A scheduler, or srun when the first rank has ended, may send more of them.
         """
-        self._note_end()
+        self._is_ending = True
+        self.settle()
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
@@ -98,7 +99,7 @@ class Notices:
             os.close(self._write_end)
 
     def take(self, seconds: float | None = None) -> str | None:
-        """Return what the next notice is, after waiting for it for up to ``seconds``; None where there is none.
+        """Return the next notice, after waiting up to ``seconds`` for it; None if there is none.
 
         Without ``seconds`` it waits until a signal comes, or it is time to look at the file; or :meth:`stop`.
         """
@@ -123,8 +124,12 @@ class Notices:
         self._is_noticed[0] = 0
 
     def _note_end(self) -> None:
-        self._is_ending = True
-        self.settle()
+        """Let the interpreter end as the program did: Python's handlers end before it, and the signals would kill it.
+
+        Where an exception ends this process, they end it now, as `_handle` says.
+        """
+        if not FailureHook.has_failed:
+            self.ignore()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         """Tell of the signal once more: somebody else, such as asyncio, may have replaced the wake-up descriptor.

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final, final
 
 from ..torch_private.distributed import set_keys
-from .store_requests import read_present, some_ranks
+from ..wording import some_ranks
+from .store_requests import read_present
 
 if TYPE_CHECKING:
     from .notices import Notices
@@ -42,9 +43,15 @@ _SHARE_OF_ROUND: Final = 2 / 3
 _SHORTEST_ROUND_SECONDS: Final = 4.0
 #: A rank that is late itself waits so long for the others.
 _LATE_SECONDS: Final = 10.0
+#: Requests a second of all ranks together, while they wait for others.
+_RANKS_PER_SECOND: Final = 1024
 #: The outcome of a round in which a rank has given up.
 _NONE: Final = "none"
 _ALL_THERE: Final = "1"
+#: All came, and go on from there.
+_NOT_YET: Final = "not yet"
+#: Set by a rank that leaves the world: it has no more points, so the run comes to its end by itself.
+_ENDS: Final = "preemption/ends"
 
 
 @final
@@ -94,11 +101,13 @@ class StopAgreement:
         self._has_published = threading.Event()
         self._agreed: Agreed | None = None
         self._is_decided = threading.Event()
+        self._num_met = 0  # how often all ranks have met in this round, and gone on
         self._is_there = False  # at the agreed point
         self._is_late = False  # for it
         self._deadline = 0.0  # of all rounds of the notice
         self._round_seconds, self._round_deadline = 0.0, 0.0
         self._stopped = threading.Event()
+        self._run_ends = False  # by itself: a rank has left
         self._heard: queue.SimpleQueue[Notice | None] = queue.SimpleQueue()  # where this rank is the only one
         self._threads = [
             threading.Thread(target=target, name="accelerate preemption", daemon=True)
@@ -106,7 +115,7 @@ class StopAgreement:
         ]
 
     def allow(self, grace_seconds: float) -> None:
-        """Let rounds from the next on take that much of the grace period that saving leaves."""
+        """Set the grace period; the next rounds may take a fixed share of it."""
         self._seconds = grace_seconds * _SHARE_TO_MEET
 
     @property
@@ -125,8 +134,10 @@ class StopAgreement:
         self._notices.stop()
         self._heard.put(None)
         if self._coordinator is not None:
+            met = f"met/{self._num_met}/open"
             with contextlib.suppress(RuntimeError):  # the store has ended
-                for name in (f"notice/{self._rank}", "passed/furthest", "met/open"):  # what a thread may wait for
+                self._settle(_ENDS, _ALL_THERE)
+                for name in (f"notice/{self._rank}", "passed/furthest", met):  # what a thread may wait for
                     self._settle(self._key(name), _NONE)
         for thread in self._threads:
             thread.join(_LEAVE_SECONDS)
@@ -136,7 +147,7 @@ class StopAgreement:
     # -- the loop's thread ---------------------------------------------------------------------------------
 
     def wait_for_decision(self, point: Point) -> Agreed | None:
-        """Return what all ranks agreed on, where this rank's loop mustn't pass ``point`` without knowing it.
+        """Return the agreement of all ranks, if this rank's loop mustn't pass ``point`` before it.
 
         None where it may, or where there is no agreement.
         """
@@ -146,31 +157,44 @@ class StopAgreement:
         self._is_decided.wait(self._seconds_left() + _JOIN_SECONDS)
         return self._agreed
 
-    def meet(self, agreed: Agreed, where: str) -> bool:
+    @property
+    def may_finish(self) -> bool:
+        """Whether there is time for what a stop would leave: in the first round, while it lasts."""
+        return self.notice is not None and self.notice.seconds is None and self._seconds_left() > 0.0
+
+    def meet(self, agreed: Agreed, where: str, *, goes_on: bool = False) -> bool:
         """Wait until all ranks have come to the agreed point; False where one doesn't within the grace period.
+
+        Also where all would rather go on, as they have time for: they meet again at the next point then.
 
         Args:
             where: the point in words, to be the same on all ranks.
+            goes_on: this rank would rather.
         """
         coordinator, self._is_there = self._coordinator, True
         if coordinator is None:
-            return True
-        name = f"preemption/{agreed.number}/met"
+            self._is_there = not goes_on
+            return not goes_on
+        name = f"preemption/{agreed.number}/met/{self._num_met}"
 
         def arrive() -> int:
-            coordinator.store.set(f"{name}/{self._rank}", where)
+            coordinator.store.set(f"{name}/{self._rank}", json.dumps([where, goes_on]))
             return coordinator.store.add(f"{name}/arrived", 1)
 
         if coordinator.request(arrive) == self._size:
-            are_equal = len(set(self._values(name).values())) == 1
-            self._settle(f"{name}/open", _ALL_THERE if are_equal else _NONE)
-        if self._wait_for(f"{name}/open") == _ALL_THERE:
-            return True
-        self._give_up(self._reason(name))
-        return False
+            points, go_on = zip(*map(json.loads, self._values(name).values()), strict=True)
+            outcome = _NOT_YET if all(go_on) else _ALL_THERE
+            self._settle(f"{name}/open", outcome if len(set(points)) == 1 else _NONE)
+        outcome = self._wait_for(f"{name}/open")
+        if outcome == _NONE:
+            self._give_up(self._reason(name))
+        elif outcome == _NOT_YET:
+            self._num_met += 1
+            self._is_there = False
+        return outcome == _ALL_THERE
 
     def _reason(self, name: str) -> str:
-        points = self._values(name)
+        points = {rank: json.loads(text)[0] for rank, text in self._values(name).items()}
         absent = set(range(self._size)) - points.keys()
         if absent:
             return f"{some_ranks(absent, 16)} didn't come to the step within {self._round_seconds:.0f} s"
@@ -180,7 +204,7 @@ class StopAgreement:
 
     def _run(self) -> None:
         try:
-            while not self._stopped.is_set() and (notice := self._next_notice()) is not None:
+            while not (self._stopped.is_set() or self._run_ends) and (notice := self._next_notice()) is not None:
                 self._decide(notice)
                 while self.is_asked and not self._stopped.wait(_LISTEN_SECONDS):
                     self._complain()
@@ -193,7 +217,7 @@ class StopAgreement:
             self._is_late = True
             _log.error(
                 "Preemption (%s): rank %d hasn't come to the end of a step within %.0f s; it saves when it does, if "
-                "nobody ends it before.",
+                "nobody ends it before. Past its last loop it only ends, as its script does.",
                 self.notice, self._rank, self._seconds,
             )  # fmt: skip
 
@@ -232,6 +256,7 @@ class StopAgreement:
         self._has_published.clear()
         self._is_decided.clear()
         self._own = self._agreed = None
+        self._num_met = 0
         left = self._seconds if notice.seconds is None else notice.seconds
         self._round_seconds = left * _SHARE_OF_ROUND if left > _SHORTEST_ROUND_SECONDS else left
         self._deadline, self._round_deadline = time.monotonic() + left, time.monotonic() + self._round_seconds
@@ -265,11 +290,16 @@ class StopAgreement:
         return None
 
     def _give_up(self, reason: str) -> None:
-        """Give up this round; what is left of the notice's time begins another one, and so does the next notice."""
+        """Give up this round; what is left of the notice's time begins another one, and so does the next notice.
+
+        Where a rank has come to the end of its script, the others follow: nothing is saved, and nobody is asked again.
+        """
         notice, left = self.notice, self._deadline - time.monotonic()
         assert notice is not None, "a round is about one"
         self._number += 1
-        if left > _LISTEN_SECONDS and not self._stopped.is_set():
+        if self._run_ends:
+            _log.info("Preemption (%s): a rank has come to the end of its script; so do the others.", notice)
+        elif left > _LISTEN_SECONDS and not self._stopped.is_set():
             _log.warning("Preemption (%s): %s. All ranks are asked again for %.0f s.", notice, reason, left)
             self._tell_all(replace(notice, seconds=left))
         else:
@@ -285,12 +315,23 @@ class StopAgreement:
         coordinator.request(lambda: coordinator.store.compare_set(key, "", outcome))
 
     def _wait_for(self, key: str) -> str:
-        """Return what a round comes to, the same on all ranks; a rank that gives up settles that it is nothing."""
+        """Return the outcome of a round, the same on all ranks; a rank that gives up sets it to nothing."""
         coordinator = self._coordinator
         assert coordinator is not None
+        until = time.monotonic() + max(self._seconds_left(), min(self._round_seconds, _LATE_SECONDS))
+        pause = max(_LISTEN_SECONDS, self._size / _RANKS_PER_SECOND)
         with coordinator.waits.start(key, given_up=_NONE) as outcome:
-            outcome.is_over(max(self._seconds_left(), min(self._round_seconds, _LATE_SECONDS)))
-        return coordinator.request(lambda: coordinator.store.get(key)).decode()
+            while not outcome.is_over(max(0.0, min(pause, until - time.monotonic()))):
+                if time.monotonic() >= until or self._has_any_left():
+                    break
+        found = coordinator.request(lambda: coordinator.store.get(key)).decode()
+        self._run_ends = found == _NONE and self._has_any_left()
+        return found
+
+    def _has_any_left(self) -> bool:
+        coordinator = self._coordinator
+        assert coordinator is not None
+        return coordinator.request(lambda: coordinator.store.check([_ENDS]))
 
     def _seconds_left(self) -> float:
         return max(0.0, self._round_deadline - time.monotonic())

@@ -1,4 +1,4 @@
-"""A store that answers for ranks that aren't there, for a world of which one rank is computed alone."""
+"""A store that answers for missing ranks, to compute a single rank of a world."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANSWERS: Final = {
 
 @final
 class AnsweringStore(Store):
-    """A store in memory in which every other rank of the world has always just done what this one does.
+    """A store in memory in which every other rank has always just done the same as this one.
 
     They are at each barrier already, agree with everything, and take part in each call.
     """
@@ -35,7 +35,7 @@ class AnsweringStore(Store):
         self._values[key] = _as_bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key: the one that was set, else that of the other ranks."""
+        """Return the value of a key, or the other ranks' answer if it isn't set."""
         found = self._values.get(key)
         if found is None:
             found = _ANSWERS.get(_leaf(key), "").encode()

@@ -1,4 +1,4 @@
-"""Control over which process runs what: barriers, guards, ordered sections, and parts of a list.
+"""Control over the processes that run a block: barriers, guards, ordered sections, and parts of a list.
 
 The process that goes first releases the others also when it fails.
 """
@@ -56,7 +56,7 @@ def main_process_first(world: World | None = None) -> Generator[None]:
 
 @contextmanager
 def local_main_process_first(world: World | None = None) -> Generator[None]:
-    """Enter a context that the first process of every host runs before the others of that host."""
+    """Enter a context that the first process of every host runs before the others of its host."""
     here = world_or_joined(world)
     with _first_rank_first(here, "local_main_process_first", here.rank - here.local_rank):
         yield

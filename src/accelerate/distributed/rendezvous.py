@@ -7,6 +7,7 @@ are never read.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import socket
@@ -25,17 +26,27 @@ import torch.distributed as dist
 from ..errors import WorldError
 from ..settings.env import read
 from ..torch_private.distributed import FileStore, PrefixStore, Store, TCPStore, default_store
+from ..versions import is_torch_version
+from ..wording import by_number, some_ranks
 from .environment import ProcessIdentity
-from .store_requests import RequestThread, WaitingConnections, connection_delay, read_present, some_ranks
+from .store_requests import RequestThread, WaitingConnections, connection_delay, read_present
 
 #: How long to wait for the other processes, unless a timeout is given.
 RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=10)
+#: How long the first ranks in a process group wait for the last one.
+_FORMED_LIMIT: Final = timedelta(seconds=10)
 #: How long a host name may stay unknown: the address of a pod is published only after it has started.
 _LOOKUP_SECONDS: Final = 60.0
 _LOOKUP_PAUSE_SECONDS: Final = 1.0
 
 #: For requests, for waits of the program, for questions of the watch for hangs, and for saves in the background.
 _CONNECTIONS_PER_RANK: Final = 4
+#: The first torch whose store takes a socket that listens already.
+_TAKES_LISTENER: Final = "2.8"
+#: As many as torch lets wait to be accepted.
+_LISTEN_BACKLOG: Final = 2048
+#: A first connection that takes longer has probably waited for a name server.
+_SLOW_NAME_SECONDS: Final = 1.0
 
 logger: logging.Logger = logging.getLogger(__name__)
 #: Stores that this process serves to others: they outlive the world, because a slower rank may still be reading.
@@ -76,11 +87,16 @@ def form_group(
             f"The process group of {identity.size} processes with backend {backend!r} couldn't be made: {error} "
             f"(this is rank {identity.rank}; they meet at {_address_of(identity, init_method)})."
         ) from error
+    # A rank that is connected and ends at once would end those that are still connecting to it, by gloo's error.
+    with contextlib.suppress(RuntimeError):  # one of them failed, or rank 0 did: the next call finds out
+        if store.add("num_formed", 1) == identity.size:
+            store.set("all_formed", "")
+        store.wait(["all_formed"], min(wait_limit, _FORMED_LIMIT))
     return PrefixStore("coordinator", store)
 
 
 def store_of_group(generation: int) -> Store:
-    """Return a store that belongs to this world alone, on top of the one that the process group was made with."""
+    """Return a store that belongs to this world alone, on top of the process group's store."""
     return PrefixStore(f"accelerate/world_{generation}", default_store())
 
 
@@ -127,6 +143,7 @@ def _tcp_store(identity: ProcessIdentity, wait_limit: timedelta, source: str) ->
     notice.daemon = True
     if _speaks(identity):
         notice.start()
+    begin = time.monotonic()
     try:
         store = TCPStore(
             identity.address,
@@ -135,6 +152,7 @@ def _tcp_store(identity: ProcessIdentity, wait_limit: timedelta, source: str) ->
             timeout=wait_limit,
             wait_for_workers=False,
             multi_tenant=True,
+            master_listen_fd=_listen_on_ipv4(identity) if keeps_store else None,
         )
     except (RuntimeError, ValueError) as error:
         raise WorldError(_unreachable(identity, wait_limit, source, keeps_store, error)) from error
@@ -142,7 +160,58 @@ def _tcp_store(identity: ProcessIdentity, wait_limit: timedelta, source: str) ->
         notice.cancel()
     if keeps_store:
         _served_stores.append(store)
+        if time.monotonic() - begin > _SLOW_NAME_SECONDS:  # it has connected to itself
+            _warn_of_slow_names(identity)
     return store
+
+
+def _listen_on_ipv4(identity: ProcessIdentity) -> int | None:
+    """Return the descriptor of a socket that listens at an IPv4 address; None leaves the listening to torch.
+
+    torch listens on IPv6 for both kinds, and then sees a client at ::ffff:127.0.0.1, which no /etc/hosts names. So its
+    server would ask the name server for the host of each connection in turn, and serve nobody meanwhile.
+    """
+    if os.name != "posix" or identity.port == 0 or not is_torch_version(">=", _TAKES_LISTENER):
+        return None
+    try:
+        ipaddress.IPv4Address(identity.address)
+    except ValueError:
+        return None  # a name may be an IPv6 address for another host
+    listener = socket.socket(socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("", identity.port))
+        listener.listen(_LISTEN_BACKLOG)
+    except OSError:  # in use: by a store of this process, which torch shares, or else torch says so
+        listener.close()
+        return None
+    return listener.detach()
+
+
+def _warn_of_slow_names(identity: ProcessIdentity) -> None:
+    """Warn if the name server takes long, because every connection to the store waits for it."""
+    seconds, address = time_name_lookup(identity.address)
+    if seconds > _SLOW_NAME_SECONDS:
+        logger.warning(
+            "The name server took %.0f s to answer. torch looks up the host name of every connection between the ranks "
+            "and rank 0, up to %d for each of %d ranks, so the start and the first operations take long. "
+            'Name every host of the run in /etc/hosts ("%s %s" for this one), or correct /etc/resolv.conf.',
+            seconds,
+            _CONNECTIONS_PER_RANK,
+            identity.size,
+            address,
+            socket.gethostname(),
+        )
+
+
+def time_name_lookup(address: str) -> tuple[float, str]:
+    """Return how long the look-up of the host name of ``address`` takes, and the IPv6 address that is looked up."""
+    mapped, begin = "", time.monotonic()
+    with contextlib.suppress(OSError):  # no IPv6 here, or no answer at all
+        found = socket.getaddrinfo(address, 0, socket.AF_INET6, socket.SOCK_STREAM, 0, socket.AI_V4MAPPED)
+        mapped, begin = str(found[0][4][0]), time.monotonic()
+        socket.getnameinfo((mapped, 0, 0, 0), socket.NI_NUMERICSERV)
+    return time.monotonic() - begin, mapped
 
 
 def _allow_connections(size: int) -> None:
@@ -169,7 +238,7 @@ def _allow_connections(size: int) -> None:
 
 
 def _speaks(identity: ProcessIdentity) -> bool:
-    """Return whether this process says for all of its host that rank 0 is missing: the first that isn't rank 0."""
+    """Return whether this process reports a missing rank 0 for its host: the first process other than rank 0."""
     return identity.local_rank == (1 if identity.rank == identity.local_rank else 0)
 
 
@@ -406,7 +475,7 @@ class _OwnWorld:
         return ""
 
     def _members(self, count: int, *, waits: bool = False) -> list[_Member]:
-        """Return the processes that have entered; wait for those whose text is on the way."""
+        """Return the processes that have entered; with ``waits``, wait for all ``count`` of them."""
         keys = [f"{self._name}/member/{place}" for place in range(1, count + 1)]
         if waits and keys:
             with self._waits.start(*keys) as wait:
@@ -466,7 +535,7 @@ class _WaitNotice:
 
     def log(self, speaker: str, num_others: int, whom: str, where: str = "") -> None:
         """Log whom the speaker and the others wait for."""
-        others = f" and {num_others} other{'s' if num_others > 1 else ''}{where}" if num_others > 0 else ""
+        others = f" and {num_others} {by_number(num_others, 'other', 'others')}{where}" if num_others > 0 else ""
         left = max(0.0, self._deadline - time.monotonic())
         verb = "wait" if others else "waits"
         logger.warning("%s%s %s for %s; giving up in %.0f s.", speaker.capitalize(), others, verb, whom, left)

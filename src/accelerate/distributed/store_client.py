@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, final
 from ..callers import call_site
 from ..errors import CollectiveError
 from ..torch_private.distributed import set_keys
+from ..wording import some_ranks
 from .call_rendezvous import CallRendezvous
 from .exits import ExitWatch
 from .store_requests import (
@@ -32,7 +33,6 @@ from .store_requests import (
     connection_delay,
     delete_keys,
     read_present,
-    some_ranks,
 )
 from .verdicts import RankState, Verdict, find_conflict, is_in
 
@@ -103,6 +103,7 @@ class Coordinator:
         self.size = size
         self.timeout = timeout
         self.number: int = 0
+        self.has_left: bool = False
         self.operation: str = ""
         self.site: str = ""
         self.watch: HangWatch | None = None  # of this world, if there is one
@@ -177,7 +178,7 @@ class Coordinator:
         return read_present(self.store, keys, self.request)
 
     def set_key(self, key: str) -> None:
-        """Set `key`, so that ranks that wait for it go on."""
+        """Set `key`, so that waiting ranks continue."""
         self.send(lambda: self.store.set(key, _OPEN))
 
     def wait_for_key(self, key: str, setter: int | None = None) -> None:
@@ -260,7 +261,7 @@ class Coordinator:
 
         Where the store doesn't respond, `groups`, which use it too, are never freed: that would wait for its response.
         """
-
+        self.has_left = True
         state = RankState(self.number, self.operation, self.site, has_left=True)
         values = {f"at/{self.rank}": state.text(), **(self.watch.begin_to_stop() if self.watch is not None else {})}
 
@@ -385,7 +386,7 @@ class Coordinator:
     # -- notifications -------------------------------------------------------------------------------------
 
     def notify(self, channel: str) -> None:
-        """Make the ranks that wait on ``channel`` look whether what they wait for is there."""
+        """Make the ranks waiting on ``channel`` check their condition again."""
         self.request(lambda: self.announce(channel))
 
     def announce(self, channel: str) -> None:
@@ -445,7 +446,7 @@ class Coordinator:
         return reasons
 
     def stuck_in_torch(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return those of ``ranks`` that are known to wait in collectives of torch's, and where."""
+        """Return those of ``ranks`` known to wait in torch's collectives, with their positions."""
         return self.watch.ask_for_stuck(ranks) if self.watch is not None and ranks else {}
 
     # -- verdicts ------------------------------------------------------------------------------------------
@@ -503,7 +504,10 @@ class Coordinator:
                 found = self._values_of(wait)[0] if wait.is_over(2 * seconds) else ""
             return Verdict.of(found) if found not in ("", _OPEN) else None
         until, pause = time.monotonic() + seconds, max(0.02, self.size / _RANKS_PER_SECOND)
-        while (verdict := self._find_conflict()) is None and time.monotonic() < until and self._absent():
+        while True:
+            is_last = time.monotonic() >= until or not self._absent()  # asked first: a rank may publish in between
+            if (verdict := self._find_conflict()) is not None or is_last:
+                break
             time.sleep(pause)
         self.publish(key, _OPEN if verdict is None else verdict.encoded())
         return verdict

@@ -14,7 +14,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar, final
 
@@ -149,7 +149,7 @@ class RequestThread:
 
 @final
 class Wait(Generic[Response]):
-    """A request that responds once the keys that it reads are set, whenever that is."""
+    """A request that responds as soon as its keys are set, without a time limit."""
 
     def __init__(
         self, pending: PendingRequest[Response], ready: Callable[[], bool] | None, finish: Callable[[bool], None]
@@ -229,10 +229,10 @@ class WaitingConnections:
             return read()
 
         def finish(is_over: bool) -> None:
-            if not is_over and self._has_clones:
+            if not is_over:
                 with contextlib.suppress(Exception):  # the store is silent, or has ended
                     self._request(lambda: set_missing(self._store, names, given_up))
-                    is_over = pending.is_done(_GIVE_UP_SECONDS)
+                    is_over = self._has_clones and pending.is_done(_GIVE_UP_SECONDS)
             if is_over or not self._has_clones:
                 with self._lock:
                     self._idle.append((store, thread))
@@ -271,7 +271,7 @@ class WaitingConnections:
         return self._store, RequestThread("accelerate store waits")
 
     def _connect(self, thread: RequestThread) -> Store | None:
-        """Connect once more in `thread`, where the store can do that, for as long as the first connection works.
+        """Connect once more in `thread`, if the store can, for as long as the first connection works.
 
         torch tries to reach a store that has ended meanwhile again and again, for all of the process group's timeout.
         """
@@ -304,7 +304,7 @@ def set_missing(store: Store, keys: list[str], value: str) -> None:
 
 
 def delete_keys(store: Store, *keys: str) -> None:
-    """Delete `keys`, where the store can do that."""
+    """Delete `keys`, if the store can."""
     for key in keys:
         try:
             store.delete_key(key)
@@ -345,13 +345,3 @@ def read_present(store: Store, keys: Sequence[str], request: Request = _request_
         return {}
     half = len(names) // 2
     return {**read_present(store, names[:half], request), **read_present(store, names[half:], request)}
-
-
-def some_ranks(ranks: Iterable[int], num_shown: int = 3) -> str:
-    """Format ranks as ``rank 3``, ``ranks 0 and 2``, or ``ranks 3, 17, 20 and 509 others``."""
-    numbers = sorted(ranks)
-    shown = [str(number) for number in numbers[:num_shown]]
-    rest = len(numbers) - len(shown)
-    last = f"{rest} other{'s' if rest > 1 else ''}" if rest else shown.pop()
-    text = f"{', '.join(shown)} and {last}" if shown else last
-    return f"rank{'s' if len(numbers) > 1 else ''} {text}"

@@ -1,4 +1,4 @@
-"""Why an operation that needs all ranks can't end: found by one rank, published, put in words by each that waits."""
+"""Why an operation of all ranks can't end: one rank finds and publishes it, each waiting rank formats it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNREACHED: Final = "backward of a loss that reaches no shard"
 @final
 @dataclass(frozen=True)
 class RankState:
-    """The operation that a rank has published last: its number among those that need all ranks, its name and line.
+    """The last operation published by a rank: its number among those of all ranks, its name and line.
 
     Attributes:
         has_left: the rank makes no more calls.
@@ -37,7 +37,7 @@ class RankState:
 
     @property
     def named(self) -> str:
-        """The operation, with its line where that is known."""
+        """The operation, with its line if known."""
         return f"`{self.operation}`{f' at {self.site}' if self.site else ''}"
 
 

@@ -26,10 +26,11 @@ from weakref import WeakSet
 from ..errors import CollectiveError, SettingError
 from ..settings.env import read
 from ..torch_private.distributed import set_keys
+from ..wording import by_number, some_ranks
 from .failure_hook import FailureHook
 from .failures import Frame
 from .flight_record import RankRecord, compare, shared_folder, write_own, write_summary
-from .store_requests import delete_keys, read_present, some_ranks
+from .store_requests import delete_keys, read_present
 
 if TYPE_CHECKING:
     from ..torch_private.distributed import Store
@@ -64,6 +65,8 @@ _IDLE_FRACTION: Final = 0.2
 _ENDING_SECONDS: Final = 5.0
 #: Beyond so many ranks, a verdict has a line for each place instead of each rank.
 _LARGEST_TABLE: Final = 16
+#: In a larger world a list of ranks that are at one place shows so many of them.
+_NUM_SHOWN: Final = 3
 _PASSED_THROUGH: Final = (
     *("torch/_ops.py", "torch/_library/autograd.py"),
     *("torch/autograd/function.py", "torch/utils/_contextlib.py"),
@@ -162,7 +165,7 @@ def hang_seconds() -> float:
 
 @final
 class HangWatch:
-    """The thread that watches one rank, and answers what other ranks ask about it.
+    """The thread that watches one rank, and answers other ranks' questions about it.
 
     It makes no request to the store until a rank asks all others: it waits for its own key then.
 
@@ -299,7 +302,7 @@ class HangWatch:
         return publish
 
     def _position_as_answer(self, number: int, question: str) -> Callable[[Store], None]:
-        """Return the requests that publish where this rank is now, in place of its answer to an earlier question."""
+        """Return the requests that publish this rank's position, in place of its previous answer."""
         before, self._num_answered = self._num_answered, number
         position = self._position(question != _WHERE)
 
@@ -334,7 +337,7 @@ class HangWatch:
         seconds: float = _ANSWER_SECONDS,
         is_urgent: Callable[[], bool] | None = None,
     ) -> list[Answer]:
-        """Return what those of `ranks` say that answer in time, or before that is urgent."""
+        """Return the answers of `ranks`, as far as they come in time, or before it is urgent."""
         keys = [f"hang/{number}/{rank}" for rank in ranks]
         if not keys:
             return []
@@ -359,14 +362,14 @@ class HangWatch:
         _log.error("%s", text)
 
     def _written(self, text: str, records: Mapping[int, RankRecord]) -> str:
-        """Write the report and the flight records that were collected to one file; return the line that names it."""
+        """Write the report and the collected flight records to one file; return a line with its path."""
         path = write_summary(shared_folder(self.project_dir), text, records, self._size)
         return f"Flight records of {some_ranks(records, 16)}: {path}"
 
     # -- a rank that ends by an exception ------------------------------------------------------------------
 
     def report_of_failure(self, is_urgent: Callable[[], bool]) -> str:
-        """Return in which collectives ranks wait for each other; nothing where none does.
+        """Return the collectives in which ranks wait for each other; empty if none does.
 
         The first rank that fails asks all; another one returns nothing, once that one has what it needs.
 
@@ -387,14 +390,15 @@ class HangWatch:
             return ""
         lines = [f"Collectives: {sentence}" for sentence in sentences]
         if absent := [rank for rank in range(self._size) if rank not in records]:
-            lines.insert(0, f"No flight record of {some_ranks(absent, 16)}: it has ended, is stopped, or is cut off.")
+            how = by_number(absent, "it has ended, is stopped, or is", "they have ended, are stopped, or are")
+            lines.insert(0, f"No flight record of {some_ranks(absent, 16)}: {how} cut off.")
         text = "\n".join(lines)
         return f"{text}\n{self._written(text, records)}"
 
     # -- questions of a rank that waits for others ---------------------------------------------------------
 
     def ask_for_stuck(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return those of ``ranks`` that wait in collectives of torch's, and where; for the watched thread."""
+        """Return those of ``ranks`` waiting in torch's collectives, with their positions; for the watched thread."""
         number = self._ask(ranks, _WHERE)
         positions = [position for position, _ in self._answers(number, ranks)]
         return {one.rank: one.at for one in positions if one.is_stuck and one.seconds >= _STUCK_SECONDS}
@@ -423,7 +427,7 @@ class HangWatch:
 
 
 def _is_over(wait: Wait[list[str]], seconds: float, is_urgent: Callable[[], bool] | None = None) -> bool:
-    """Return whether the wait has ended, after waiting for that for up to `seconds`, or a moment where it is urgent."""
+    """Return whether the wait has ended, after waiting up to `seconds`, or a moment if it is urgent."""
     if is_urgent is None:
         return wait.is_over(seconds)
     until = time.monotonic() + seconds
@@ -434,7 +438,7 @@ def _is_over(wait: Wait[list[str]], seconds: float, is_urgent: Callable[[], bool
 
 
 def close_connections() -> None:
-    """Close all TCP connections of this process, except those of a store, so that what waits on one raises."""
+    """Close all TCP connections of this process except a store's, so that threads waiting on them raise."""
     from ..torch_private.distributed import default_store
 
     stores = {str(getattr(default_store(), "port", ""))} | {read("MASTER_PORT") or ""}
@@ -463,7 +467,7 @@ def _is_in_torch(frame: FrameType | None, on_host: bool) -> bool:
 
 
 def _signature_of(frame: FrameType | None) -> tuple[int, ...]:
-    """Return a value that changes with every instruction that the thread executes."""
+    """Return a value that changes with every instruction executed by the thread."""
     found: list[int] = []
     while frame is not None:
         found += (id(frame), frame.f_lasti)
@@ -492,7 +496,7 @@ def _position_of(rank: int, seconds: float, frame: FrameType) -> StackPosition:
 
 
 def verdict(positions: Sequence[StackPosition | None], seconds: float, collectives: Sequence[str] = ()) -> str:
-    """Format a table of the ranks and the rank that is waited for; None means that a rank didn't respond.
+    """Format a table of the ranks and the rank they wait for; None means that a rank didn't respond.
 
     Args:
         collectives: sentences that compare the ranks' flight records.
@@ -506,7 +510,7 @@ def verdict(positions: Sequence[StackPosition | None], seconds: float, collectiv
         lines += [f"  rank {rank} doesn't respond" for rank in absent]
     else:
         lines += _table_by_place(known, stuck)
-        lines += [f"  {some_ranks(absent)} without a response"] if absent else []
+        lines += [f"  {some_ranks(absent, _NUM_SHOWN)} without a response"] if absent else []
     lines.append(f"Verdict: {_who_is_waited_for(known, stuck, absent)}")
     lines += [f"Collectives: {sentence}" for sentence in collectives]
     lines.append(f"({VARIABLE}=SECONDS sets the time without progress; 0 switches this off.)")
@@ -515,7 +519,12 @@ def verdict(positions: Sequence[StackPosition | None], seconds: float, collectiv
 
 def _who_is_waited_for(known: list[StackPosition], stuck: list[StackPosition], absent: list[int]) -> str:
     if absent:
-        return f"{_ranks(absent)} doesn't respond: its process has ended, is stopped, or its host is cut off."
+        how = by_number(
+            absent,
+            "doesn't respond: its process has ended, is stopped, or its host is",
+            "don't respond: their processes have ended, are stopped, or their hosts are",
+        )
+        return f"{_ranks(absent)} {how} cut off."
     elsewhere = [position for position in known if position not in stuck]
     if not elsewhere:
         elsewhere = [position for position in stuck if not position.waits]
@@ -533,12 +542,12 @@ def _who_is_waited_for(known: list[StackPosition], stuck: list[StackPosition], a
         )
     where = "; ".join(sorted({position.at for position in elsewhere}))
     has_progress = elsewhere[0] not in stuck
-    still = ", which still makes progress" if has_progress else ""
+    still = f", which still {by_number(elsewhere, 'makes', 'make')} progress" if has_progress else ""
     return f"the others wait for {_ranks([position.rank for position in elsewhere])}{still}, at {where}."
 
 
 def _table_by_place(known: list[StackPosition], stuck: list[StackPosition]) -> list[str]:
-    """Return one line for all ranks that are at one line, those first that only few ranks are at."""
+    """Return one line for all ranks at the same place, the places with the fewest ranks first."""
     stuck_ranks = {position.rank for position in stuck}
     groups = [
         group
@@ -550,7 +559,7 @@ def _table_by_place(known: list[StackPosition], stuck: list[StackPosition]) -> l
         one = group[0]
         how = f"stuck for {one.seconds:.0f} s" if one.rank in stuck_ranks else "making progress"
         waits = ", waiting for other ranks" if one.waits else ""
-        lines.append(f"  {some_ranks(position.rank for position in group)}: {how} at {one.at}{waits}")
+        lines.append(f"  {some_ranks((position.rank for position in group), _NUM_SHOWN)}: {how} at {one.at}{waits}")
     return lines
 
 
@@ -563,4 +572,4 @@ def _by_place(stuck: list[StackPosition]) -> list[list[StackPosition]]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))}" if len(ranks) <= _LARGEST_TABLE else some_ranks(ranks)
+    return some_ranks(ranks, _LARGEST_TABLE if len(ranks) <= _LARGEST_TABLE else _NUM_SHOWN)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import linecache
 import logging
 import os
 import sys
@@ -26,9 +27,13 @@ from ..errors import WorldError
 from ..settings.env import flag, read, snapshot
 from ..torch_private.distributed import forget_comm_hooks
 from . import environment
+from .failure_hook import FailureHook
+from .failures import RECORDS_VARIABLE, forget_end, record_end
 from .store_client import Coordinator
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from ..torch_private.distributed import Store
     from .environment import ProcessIdentity
     from .membership import Membership
@@ -92,7 +97,7 @@ class World:
 
     @classmethod
     def pretend(cls, rank: int = 0, size: int = 1, **fields: object) -> World:
-        """Make a world that no process belongs to, for computing what a rank would do. It can't communicate."""
+        """Make a world that can't communicate, to compute a rank's work without its processes."""
         return cls(rank=rank, size=size, **{"local_rank": rank, "local_size": size, **fields})
 
 
@@ -171,7 +176,7 @@ def join_world(
 
 
 def expected_backend(*, cpu: bool = False, backend: str | None = None) -> tuple[str | None, DeviceKind]:
-    """Return what `join_world` would communicate through, and on what kind of device, without joining."""
+    """Return the backend and the kind of device that `join_world` would choose, without joining."""
     if _world is not None:
         return _world.backend, _world.kind
     kind = _choose_kind(cpu or flag("ACCELERATE_USE_CPU"), read("ACCELERATE_TORCH_DEVICE"))
@@ -346,7 +351,7 @@ def _form(
 
 
 def _join_members(kind: DeviceKind, requested: torch.device | str | None, facts: dict[str, Any]) -> World:
-    """Return the world of a run whose replicas are kept: without a process group, which no lost rank could leave."""
+    """Return the world of a run with kept replicas: without a process group, since a lost rank couldn't leave it."""
     from .membership import Membership
 
     identity = environment.detect(snapshot())
@@ -475,7 +480,7 @@ def _release_holders() -> None:
 
 
 def _alive(kind: type[object]) -> list[Any]:
-    """Return the objects of that type that are still alive, whoever made them."""
+    """Return all living objects of that type, regardless of their creator."""
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
@@ -500,11 +505,16 @@ def _leave_at_exit() -> None:
     if process_id in _exit_hooked:
         return
     _exit_hooked.add(process_id)
+    script, records = _script(), read(RECORDS_VARIABLE)
+    if _world is not None:
+        forget_end(records, _world.rank)
 
     def leave() -> None:
         world = _world or _forgotten
         if os.getpid() != process_id or world is None:
             return
+        if world.is_distributed and not FailureHook.has_failed:
+            record_end(records, world.rank, _place_of(script))
         if getattr(sys, "last_value", None) is None or world.backend == table.CPU.backend:
             leave_world()
         elif world.coordinator is not None:
@@ -513,3 +523,22 @@ def _leave_at_exit() -> None:
             world.coordinator.wait_for_readers()
 
     atexit.register(leave)
+
+
+def _script() -> FrameType | None:
+    """Return the frame of the program's own module, whose variables live to the end anyway; None outside of it."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _place_of(script: FrameType | None) -> str:
+    """Return the line of the program's module that was run last, in words."""
+    if script is None:
+        return ""
+    file, line = script.f_code.co_filename, script.f_lineno
+    source = linecache.getline(file, line).strip()
+    return f"{os.path.basename(file)}:{line}" + (f" `{source}`" if source else "")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..tools.estimate.plan import Layout, footprint
+from ..guests.estimate.plan import Layout, footprint
 
 __all__ = ["Layout", "footprint"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..tools.estimate.plan import Candidate, Footprint, Layout, Plan, footprint, layouts, propose
+from ..guests.estimate.plan import Candidate, Footprint, Layout, Plan, footprint, layouts, propose
 
 __all__ = ["Candidate", "Footprint", "Layout", "Plan", "footprint", "layouts", "propose"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..tools.estimate.subject import find_subject, inputs_of_transformers
+from ..guests.estimate.subject import find_subject, inputs_of_transformers
 
 __all__ = ["find_subject", "inputs_of_transformers"]

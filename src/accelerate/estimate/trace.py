@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..tools.estimate.trace import Moment, Traceable, TrainingTrace, trace_training
+from ..guests.estimate.trace import Moment, Traceable, TrainingTrace, trace_training
 
 __all__ = ["Moment", "Traceable", "TrainingTrace", "trace_training"]

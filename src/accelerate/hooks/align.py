@@ -301,7 +301,7 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
-    """Return the hook that loads this module's weights; None where there is none."""
+    """Return the hook that loads this module's weights; None if there is none."""
     hook: Any = module.__dict__.get("_hf_hook")
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
     return next((each for each in hooks if isinstance(each, AlignDevicesHook) and each.offload), None)

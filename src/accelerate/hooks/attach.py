@@ -37,7 +37,7 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Attach hooks that move inputs to ``execution_device`` to all modules with tensors that have no hook yet.
+    """Attach hooks that move inputs to ``execution_device`` to all unhooked modules with tensors.
 
     The inside of a module whose class is in ``preload_module_classes`` is left alone.
     """
@@ -61,7 +61,7 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Attach a hook that loads a module's own tensors while it runs to every module that has some.
+    """Attach hooks to all modules with own tensors, to load the tensors while the module runs.
 
     A module whose class is in ``preload_module_classes`` loads everything inside it at once.
     """
@@ -104,7 +104,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Attach hooks that run each block on its device, and that load the weights of offloaded blocks while they run.
+    """Attach hooks that run each block on its device, and load the weights of offloaded blocks for it.
 
     ``execution_device`` and ``offload`` are one value for all, or a value for each block by name. A name may also be
     that of a single tensor.
@@ -206,7 +206,7 @@ class _Blocks:
         )
 
     def _attach_to_own_tensors(self, module: nn.Module, name: str) -> None:
-        """Place single tensors of a module that is split, or attach a hook that loads them."""
+        """Place a split module's own tensors, or attach a hook that loads them."""
         offloaded: dict[Device | None, list[str]] = {}
         for own, tensor in list(named_module_tensors(module)):
             path = _path(name, own)

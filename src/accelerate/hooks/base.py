@@ -46,7 +46,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one, which calls each method of them in the order in which they are given."""
+    """Several hooks as one, called in the given order."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks

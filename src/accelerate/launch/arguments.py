@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from ..distributed.environment import in_batch_script
 from ..errors import SettingError
 from ..settings import env, file
 from ..settings.document import read_whole_layer
@@ -18,7 +19,6 @@ from ..settings.run import check_launchable, collect
 from ..settings.tree import Settings, launch_options_of
 from . import preflight
 from .plan import Program
-from .slurm import in_batch_script
 
 #: torchrun's words for one process per device.
 PER_DEVICE: Final = ("auto", "gpu")
@@ -72,6 +72,8 @@ def complete(args: argparse.Namespace, settings: Settings) -> None:
         if option.dest is not None and option.dest not in given:
             value = values.get(str(option.flag))
             filled[option.dest] = option.flag_default if value is None else value
+            if option.kind == "list":  # text, as on the command line and in the file
+                filled[option.dest] = option.write(filled[option.dest])
     filled["use_cpu"] = settings.run.use_cpu
     filled["gpu_ids"] = settings.launch.gpu_ids or "all"
     filled.pop("cpu", None)  # stays as the command line gave it
@@ -81,7 +83,7 @@ def complete(args: argparse.Namespace, settings: Settings) -> None:
 
 
 def flags_of(settings: Settings) -> list[str]:
-    """Return the command line of a launch that has these settings without a file: what differs from its defaults."""
+    """Return the command line for a launch with these settings and no file: the differences from its defaults."""
     kind = settings.launch.distributed_type or "NO"
     flags: dict[str, list[str]] = {flag: [flag] for flag in _FLAGS_OF_TYPE.get(kind, ())}
     if kind.startswith("MULTI_") and not flags:

@@ -1,21 +1,15 @@
-"""The choice of the launch engine: the first of :data:`ORDER` that suits."""
+"""The choice of the launch engine: the first of :func:`engines` that suits."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from ..errors import SettingError
-from .deepspeed import DeepSpeedLauncher
+from ..seams import guests, load
 from .engine import LaunchEngine, count_processes
-from .kubernetes import Kubernetes
 from .local import LocalProcesses, OneProcess
-from .mpi import Mpirun
-from .pretended import PretendedRank
-from .ray import RayTrain
-from .sagemaker import SageMaker
-from .slurm import Slurm
 from .torchrun import Torchrun
-from .tpu import Tpu
 
 if TYPE_CHECKING:
     from ..settings.tree import Settings
@@ -24,23 +18,19 @@ if TYPE_CHECKING:
 #: Options that the local supervisor doesn't support.
 _ONLY_TORCHRUN: Final = ("launch.num_machines", "launch.max_restarts", "launch.rdzv_backend", "launch.rdzv_conf")
 
-ORDER: Final[tuple[LaunchEngine, ...]] = (
-    PretendedRank(),
-    SageMaker(),
-    Kubernetes(),
-    RayTrain(),
-    Slurm(),
-    Tpu(),
-    DeepSpeedLauncher(),
-    Mpirun(),
-    Torchrun(),
-    LocalProcesses(),
-    OneProcess(),
-)
+_OWN: Final = (Torchrun, LocalProcesses, OneProcess)
+
+
+@cache
+def engines() -> tuple[LaunchEngine, ...]:
+    """Return the launch engines in the order in which they are asked: those of guests before the core's own."""
+    of_guests = [load(engine) for guest in guests().values() for engine in guest.engines]
+    found: list[LaunchEngine] = [engine() for engine in (*of_guests, *_OWN)]
+    return tuple(sorted(found, key=lambda engine: not engine.is_instead_of_others))
 
 
 def choose(settings: Settings, host: Host) -> LaunchEngine:
-    """Return the engine for the given settings: the one that was named, else the first that suits.
+    """Return the engine for the given settings: the named one, else the first that suits.
 
     Raises:
         SettingError: the engine that was named can't do what else was asked for.
@@ -53,8 +43,9 @@ def choose(settings: Settings, host: Host) -> LaunchEngine:
             "--keep_replicas N as well, or leave it out."
         )
     named = settings.cluster.launcher
-    if named is None or settings.launch.pretend is not None:
-        return next(engine for engine in ORDER if engine.suits(settings, host))
+    for engine in engines():
+        if (named is None or engine.is_instead_of_others) and engine.suits(settings, host):
+            return engine
     for address in _ONLY_TORCHRUN if named == "local" else ():
         if settings.was_given(address):
             raise SettingError(
@@ -62,7 +53,20 @@ def choose(settings: Settings, host: Host) -> LaunchEngine:
                 "contradicts "
                 f"{settings.quote(address)}. Leave one of them out, or give --launcher torchrun."
             )
-    return next(engine for engine in ORDER if engine.name == named)
+    assert named is not None  # the last engine suits whatever is asked for
+    return engine_named(named)
+
+
+def engine_named(name: str) -> LaunchEngine:
+    """Return the engine of this name.
+
+    Raises:
+        SettingError: it is a guest's that isn't installed.
+    """
+    found = {engine.name: engine for engine in engines()}
+    if name not in found:
+        raise SettingError(f"There is no launch engine {name!r} here. There are: {', '.join(found)}.")
+    return found[name]
 
 
 def _keeping_replicas(settings: Settings, host: Host) -> LaunchEngine:
@@ -72,10 +76,12 @@ def _keeping_replicas(settings: Settings, host: Host) -> LaunchEngine:
         SettingError: another one is needed for what else was asked for.
     """
     named, launch = settings.cluster.launcher, settings.launch
-    chosen = next(engine for engine in ORDER if (engine.name == named if named else engine.suits(settings, host)))
+    chosen = next(engine for engine in engines() if (engine.name == named if named else engine.suits(settings, host)))
     is_here = launch.num_machines == 1 and launch.rdzv_backend == "static" and not launch.rdzv_conf
     if not named and chosen.name == Torchrun.name and is_here and count_processes(settings, host) > 1:
-        chosen = next(engine for engine in ORDER if engine.name == LocalProcesses.name)  # which starts it again, too
+        chosen = next(
+            engine for engine in engines() if engine.name == LocalProcesses.name
+        )  # which starts it again, too
     if chosen.name == LocalProcesses.name and launch.min_replicas > count_processes(settings, host):
         raise SettingError(
             f"{settings.quote('launch.min_replicas')} is more than the {count_processes(settings, host)} processes of "

@@ -31,6 +31,8 @@ class LaunchEngine(ABC):
 
     #: The name in plans and messages.
     name: str
+    #: Whether it runs where it suits, also where another launcher was named.
+    is_instead_of_others: bool = False
 
     @abstractmethod
     def suits(self, settings: Settings, host: Host) -> bool:

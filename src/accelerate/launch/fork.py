@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any, final
 
 from ..devices import table
@@ -159,26 +160,35 @@ def write_result(folder: Path, rank: int, result: object, *, is_copy: bool = Fal
     path = folder / f"result_{rank}"
     if is_copy:
         with contextlib.suppress(Exception):  # what only this rank has defined is pickled by value
-            path.write_bytes(_pickle_by_name(result))
+            path.write_bytes(_pickle(result, by_name=True))
             return
-    path.write_bytes(require("cloudpickle").dumps(result))
+    path.write_bytes(_pickle(result))
 
 
-def _pickle_by_name(result: object) -> bytes:
-    """Pickle the result with classes and functions by name, also those of ``__main__``."""
+def _pickle(value: object, *, by_name: bool = False) -> bytes:
+    """Pickle functions and classes of ``__main__`` with what they consist of, or by name.
+
+    Code keeps the name of its file, which cloudpickle leaves out from 3.1.3 on: tracebacks find their lines by it.
+    """
 
     @final
-    class ByName(require("cloudpickle").CloudPickler):
-        def reducer_override(self, _value: object) -> object:
-            return NotImplemented
+    class Pickler(require("cloudpickle", "notebook").CloudPickler):
+        def reducer_override(self, value: object) -> object:
+            if isinstance(value, CodeType):
+                return _code_of_file, (*self.dispatch_table[CodeType](value), value.co_filename)
+            return NotImplemented if by_name else super().reducer_override(value)
 
     buffer = io.BytesIO()
-    ByName(buffer).dump(result)
+    Pickler(buffer).dump(value)
     return buffer.getvalue()
 
 
+def _code_of_file(make: Callable[..., CodeType], parts: tuple[object, ...], filename: str) -> CodeType:
+    return make(*parts).replace(co_filename=filename)
+
+
 def read_result(folder: Path, rank: int) -> Any:
-    """Load what the rank returned; a child process wrote it, into a folder that only this user can open."""
+    """Load the rank's result, written by a child process into a folder of this user only."""
     path = folder / f"result_{rank}"
     return require("cloudpickle").loads(path.read_bytes()) if path.exists() else None
 
@@ -198,9 +208,9 @@ def write_function(folder: Path, function: Callable[..., object], args: Sequence
     Raises:
         LaunchError: it can't be pickled.
     """
-    cloudpickle = require("cloudpickle", "notebook", purpose="Starting fresh processes for a function")
+    require("cloudpickle", "notebook", purpose="Starting fresh processes for a function")
     try:
-        packed = cloudpickle.dumps((_interactive_sources(), function, tuple(args)))
+        packed = _pickle((_interactive_sources(), function, tuple(args)))
     except Exception as error:  # any object on the way may fail to describe itself
         raise LaunchError(
             f"The function or its arguments can't be pickled for fresh processes: {error}. Create what can't be "
@@ -211,17 +221,16 @@ def write_function(folder: Path, function: Callable[..., object], args: Sequence
 
 @final
 class PickledFunction:
-    """A function that is pickled by value where processes are spawned, as is its result."""
+    """A function pickled by value for spawned processes, as is its result."""
 
     def __init__(self, function: Callable[..., object]) -> None:
-        self._packed: bytes = require("cloudpickle", "notebook").dumps(function)
+        self._packed: bytes = _pickle(function)
         # torch's agent asks the function for its name
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
         self.__qualname__: str = self.__name__
 
     def __call__(self, *args: object) -> bytes:
-        cloudpickle = require("cloudpickle")
-        return cloudpickle.dumps(cloudpickle.loads(self._packed)(*args))
+        return _pickle(require("cloudpickle").loads(self._packed)(*args))
 
 
 def read_function(folder: Path) -> tuple[Callable[..., object], tuple[object, ...]]:

@@ -80,7 +80,8 @@ def run_ranks(function: Callable[..., object], args: Sequence[object], plan: Lau
             raise KeyboardInterrupt
         if code != 0:
             raise LaunchError(
-                report(supervisor.failures, plan.num_processes, hint="") or f"The run ended with code {code}."
+                report(supervisor.failures, plan.num_processes, hint="", ended=supervisor.ended)
+                or f"The run ended with code {code}."
             )
         return [read_result(folder, rank) for rank in range(len(plan.ranks))]
 
@@ -92,7 +93,7 @@ def _with_arguments(plan: LaunchPlan, folder: Path) -> LaunchPlan:
 
 
 def _writer_to(name: str) -> Callable[[bytes], None] | None:
-    """Return a writer to ``sys.stdout`` or ``sys.stderr``, None where that is the process's own output."""
+    """Return a writer to ``sys.stdout`` or ``sys.stderr``; None if it is the process's own output."""
     stream = getattr(sys, name)
     try:
         if stream.fileno() in (1, 2) and not is_notebook():
@@ -142,7 +143,7 @@ def _is_state_alive() -> bool:
 
 
 def _joined_world() -> object | None:
-    """Return the world that this process has joined, without importing what would join one."""
+    """Return the world joined by this process, without imports: one of them could join a world."""
     module = sys.modules.get("accelerate.distributed.world")
     return None if module is None else module.current_world()
 

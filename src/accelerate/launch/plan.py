@@ -91,7 +91,7 @@ def parse_tee(text: str) -> dict[int | None, Stream]:
 @final
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The plan of a launch: what an engine needs to run, and what ``--dry-run`` prints."""
+    """The plan of a launch: the engine's input, and the output of ``--dry-run``."""
 
     engine: str
     argv: tuple[str, ...]

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, final
 
 from ..cores import num_cores
+from ..distributed.environment import is_task
 from ..errors import SettingError, WorldError
 from ..optional import MEGATRON_REMEDY, can_be_found, installed_version
 from ..ports import DEFAULT_PORT, get_free_port, is_port_in_use
+from ..wording import some_ranks
 from .plan import Program
-from .slurm import is_task
 
 if TYPE_CHECKING:
     from ..distributed.world import World
@@ -97,7 +98,7 @@ def program_of(settings: Settings) -> Program:
 
 
 def check_cheap(settings: Settings, environment: Mapping[str, str]) -> None:
-    """Raise if the settings contradict what can be seen at once: the scheduler, the network, what is installed.
+    """Raise if the settings contradict the scheduler, the network or the installed packages; only cheap checks.
 
     Raises:
         SettingError: one line for each contradiction.
@@ -222,7 +223,7 @@ def _ranks_by(found: Sequence[Facts], key: object) -> str:
     groups: dict[str, list[int]] = {}
     for facts in found:
         groups.setdefault(str(key(facts)), []).append(facts.rank)
-    return "; ".join(f"{value} on rank {', '.join(map(str, ranks))}" for value, ranks in groups.items())
+    return "; ".join(f"{value} on {some_ranks(ranks)}" for value, ranks in groups.items())
 
 
 def _by_host(found: Sequence[Facts]) -> dict[str, list[Facts]]:

@@ -18,11 +18,9 @@ from ..settings.cluster_options import SageMakerOptions
 from ..settings.fp8 import Fp8Options
 from ..settings.tree import Settings
 from .arguments import program_of, settings_of
-from .deepspeed import DeepSpeedLauncher
+from .choose import engine_named
 from .engine import LOOPBACK, base_environment, count_processes, is_cpu_run, rendezvous_port
-from .mpi import installed_flavor, mpirun_options
 from .preflight import Host, this_host
-from .sagemaker import SageMaker, estimator_arguments
 
 #: The options of torchrun.
 TORCH_LAUNCH_PARAMS: Final = [
@@ -93,9 +91,8 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     per_host = max(1, (launch.num_processes or 1) // launch.num_machines)
     command: tuple[str, ...] = ()
     if settings.mpi.mpirun_hostfile is not None:
-        flavor = settings.cluster.mpi_flavor or installed_flavor()
-        total = per_host * launch.num_machines
-        command = ("mpirun", *mpirun_options(flavor, settings.mpi.mpirun_hostfile, total, per_host))
+        mpirun: Any = engine_named("mpirun")
+        command = mpirun.documented_command(settings, per_host * launch.num_machines, per_host)
     environment = _environment(settings, host, per_host)
     if launch.num_machines > 1 or (launch.num_processes or 1) > 1:
         environment["MASTER_ADDR"] = launch.main_process_ip or LOOPBACK
@@ -117,7 +114,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     Where torchrun starts them, its options are set on ``args``.
     """
     settings, host = _settings_and_host(args)
-    launcher = DeepSpeedLauncher()
+    launcher = engine_named("deepspeed")
     if not launcher.suits(settings, host):
         return None, prepare_multi_gpu_env(args)
     plan = launcher.plan(settings, program_of(args, settings), host)
@@ -158,7 +155,7 @@ def prepare_tpu(
 def _filter_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: Sequence[str] = ()
 ) -> argparse.Namespace:
-    """Return the arguments that ``parser`` knows: its own defaults, with the values of ``args`` where it has them."""
+    """Return the arguments known to ``parser``: its own defaults, overridden by the values of ``args``."""
     known, _ = parser.parse_known_args(list(default_args))
     for name, value in vars(args).items():
         if name in vars(known):
@@ -175,8 +172,9 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
 def prepare_sagemager_args_inputs(sagemaker_config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """Return (arguments of the estimator, its inputs) of the SageMaker job that ``sagemaker_config`` describes."""
     settings, host = prepared_for_sagemaker(sagemaker_config, args)
-    plan = SageMaker().plan(settings, program_of(args, settings), host)
-    return estimator_arguments(plan), plan.engine_options.get("inputs")
+    engine: Any = engine_named("sagemaker")
+    plan = engine.plan(settings, program_of(args, settings), host)
+    return engine.estimator_arguments(plan), plan.engine_options.get("inputs")
 
 
 def prepared_for_sagemaker(sagemaker_config: Any, args: argparse.Namespace) -> tuple[Settings, Host]:

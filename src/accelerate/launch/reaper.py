@@ -1,4 +1,4 @@
-"""A process of its own that kills what a launcher would leave behind, should the launcher itself be killed.
+"""A separate process that kills a launcher's leftovers if the launcher itself is killed.
 
 Run as a plain file by a bare interpreter (``python -I -S reaper.py``), so that it costs milliseconds. It
 reads lines from its standard input: ``+PID`` registers the process group of PID, ``-PID`` unregisters it, and ``=PATH``

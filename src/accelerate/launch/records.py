@@ -16,7 +16,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
-from ..distributed.failures import RECORDS_VARIABLE, Failure, how_it_ended, note_logs, saved_exit_code, saved_mark
+from ..distributed.failures import (
+    RECORDS_VARIABLE,
+    Failure,
+    ScriptEnd,
+    how_it_ended,
+    note_logs,
+    recorded_ends,
+    saved_exit_code,
+    saved_mark,
+)
 from ..settings.option import TRUE_WORDS
 from ..settings.preemption import PREEMPTED_EXIT_CODE
 
@@ -69,6 +78,12 @@ class EndRecords:
         """
         marks = sorted(self._folder.glob("saved_*")) if self._folder is not None else []
         return next((code for mark in marks if (code := saved_exit_code(mark)) is not None), None)
+
+    def script_ends(self, started: float, ended_well: Sequence[ScriptEnd]) -> list[ScriptEnd]:
+        """Return the ranks whose scripts ended without an exception: as they noted it, else as ``ended_well`` says."""
+        noted = [] if self._folder is None else recorded_ends(self._folder, started)
+        known = {end.rank for end in noted}
+        return [*noted, *(end for end in ended_well if end.rank not in known)]
 
     def write(self, failures: Sequence[Failure]) -> None:
         """Record how each of these ranks ended, unless it has recorded that itself."""

@@ -80,7 +80,7 @@ def spread(settings: Settings, host: Host, num_machines: int, *, devices: int | 
 
 
 def named_file(path: str, option: str, settings: Settings) -> Path:
-    """Return the path of the file that an option names, which exists."""
+    """Return the path of the existing file named by an option."""
     found = Path(path).expanduser()
     if not found.is_file():
         raise SettingError(

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, final
 
-from ..distributed.failures import numbered
 from ..errors import LaunchError
 from ..names import REPLICAS_FOLDER_VARIABLE, REPLICAS_MINIMUM_VARIABLE, REPLICAS_SOCKET_NAME
+from ..wording import by_number, some_ranks
 
 _FOLDER_PREFIX: Final = "accelerate_replicas_"
 _LONGEST_SOCKET_PATH: Final = 100
@@ -157,8 +157,9 @@ class ReplicaMembers:
         self.members.discard(rank)
         self._waiting.discard(rank)
         if has_failed and len(self.members) < self.minimum:
-            living = numbered(sorted(self.members))
-            self._end(f"only {living} of {self.size} lives, fewer than --min_replicas {self.minimum}")
+            living = f"{'only ' if self.members else ''}{some_ranks(self.members)} of {self.size}"
+            lives = by_number(self.members, "lives", "live")
+            self._end(f"{living} {lives}, fewer than --min_replicas {self.minimum}")
         connection = self._connections.pop(rank, None)
         if connection is not None:
             self._forget(connection)
@@ -193,8 +194,9 @@ class ReplicaMembers:
             self._answer(self.members, {"error": f"The ranks wait for each other in different operations: {named}."})
             return
         if operations == {"update"} and self._ended:
-            ended, going_on = numbered(sorted(self._ended)), numbered(sorted(arrived))
-            self._answer(self.members, {"error": f"{ended} came to the end, and {going_on} makes one more {_UNEVEN}"})
+            ended = f"{some_ranks(self._ended)} came to the end"
+            others = f"{some_ranks(arrived)} {by_number(arrived, 'makes', 'make')} one more {_UNEVEN}"
+            self._answer(self.members, {"error": f"{ended}, and {others}"})
             return
         values = {rank: value for rank, (_, value) in arrived.items()}
         answered = set(self.members)

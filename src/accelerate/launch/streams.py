@@ -49,7 +49,7 @@ def open_standard_descriptors() -> None:
 
 @final
 class OutputStream:
-    """The read end of one output of a rank, which shows, logs and remembers what arrives."""
+    """The read end of one output of a rank: shows, logs and keeps the last of the data."""
 
     def __init__(
         self,

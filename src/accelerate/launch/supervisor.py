@@ -25,15 +25,16 @@ from typing import Final, Protocol, final
 from ..distributed.failures import (
     Failure,
     MemoryWatch,
+    ScriptEnd,
     ended_preempted,
     first_cause,
-    numbered,
     parse_traceback,
     report,
     signal_name,
 )
 from ..errors import LaunchError
 from ..names import REPLICA_JOINS_VARIABLE, REPLICAS_FOLDER_VARIABLE
+from ..wording import by_number, some_ranks
 from .plan import LaunchPlan, Stream
 from .records import EndRecords
 from .replicas import ReplicaMembers
@@ -169,7 +170,7 @@ class _Rank:
         return self.returncode is None
 
     def send(self, number: int) -> None:
-        """Send the signal to the rank's process alone, which passes it on to what it started."""
+        """Send the signal to the rank's process only, which forwards it to its children."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -216,6 +217,9 @@ class Supervisor:
     #: When to print which ranks still run, while that is due.
     _straggler_report_at: float | None = None
     _started_at: float = 0.0
+    _started: float = 0.0  # by the clock that ranks have too
+    #: Ranks whose scripts ended without an exception, known at the end.
+    ended: list[ScriptEnd] = field(default_factory=list)
 
     @property
     def received(self) -> int | None:
@@ -261,7 +265,7 @@ class Supervisor:
         return self._exit_code()
 
     def _start_all(self, reaper: Reaper) -> None:
-        self._started_at = time.monotonic()
+        self._started_at, self._started = time.monotonic(), time.time()
         self._records.note_logs(self.plan.logs.directory)
         for local_rank, environment in enumerate(self.plan.environments(self.environment)):
             self._start(local_rank, environment, reaper)
@@ -384,7 +388,7 @@ class Supervisor:
         if rank.returncode == 0 or self._stop is not None or not members.members or has_saved:
             return False
         rank.is_given_up = True
-        living, left = numbered(sorted(members.members)), members.num_replacements - members.num_replaced
+        living, left = some_ranks(members.members), members.num_replacements - members.num_replaced
         if members.ending:
             outlook = f"{members.ending}: the run saves and ends."
         elif left:
@@ -407,8 +411,9 @@ class Supervisor:
         done = [rank.rank for rank in self._ranks if not rank.is_running]
         if self._stop is None and running:
             self._print(
-                f"accelerate launch: {numbered(done)} ended with code 0 {now - (self._first_end or now):.0f} s ago, "
-                f"{numbered(running)} still runs. If it waits for the other, Ctrl-C ends it."
+                f"accelerate launch: {some_ranks(done)} ended with code 0 {now - (self._first_end or now):.0f} s ago, "
+                f"{some_ranks(running)} still {by_number(running, 'runs. If it waits', 'run. If they wait')} for "
+                f"{by_number(done, 'the other', 'the others')}, Ctrl-C ends {by_number(running, 'it', 'them')}."
             )
 
     # stopping
@@ -466,6 +471,10 @@ class Supervisor:
                 stream.flush()
         self.failures = [failure for rank in self._ranks if (failure := self._failure_of(rank, memory)) is not None]
         self._records.write(self.failures)
+        well = [rank for rank in self._ranks if rank.returncode == 0]
+        self.ended = self._records.script_ends(
+            self._started, [ScriptEnd(rank.rank, rank.ended_at - self._started_at, pid=rank.pid) for rank in well]
+        )
         if preempted := ended_preempted(self.failures):
             self._print(f"accelerate launch: {preempted}")
         if self._stop is not None and self._stop.received is not None:
@@ -473,7 +482,7 @@ class Supervisor:
         first = first_cause(self.failures)
         if first is not None and not first.is_preempted and self.report_failures:
             is_inside_line = any(stream.is_inside_line for rank in self._ranks for stream in rank.streams)
-            self._print("\n" * is_inside_line + report(self.failures, self.plan.num_processes))
+            self._print("\n" * is_inside_line + report(self.failures, self.plan.num_processes, ended=self.ended))
 
     def _failure_of(self, rank: _Rank, memory: MemoryWatch) -> Failure | None:
         if not rank.returncode or rank.is_given_up:

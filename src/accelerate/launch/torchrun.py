@@ -13,10 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-from ..distributed.failures import Failure, ended_preempted, first_cause, numbered, parse_traceback, report, shorten
+from ..distributed.failures import (
+    Failure,
+    ScriptEnd,
+    ended_preempted,
+    first_cause,
+    left_early,
+    parse_traceback,
+    report,
+    shorten,
+)
 from ..errors import LaunchError, SettingError
 from ..ports import DEFAULT_PORT
 from ..settings import env
+from ..wording import some_ranks
 from .engine import LaunchEngine, PortInUse, base_environment, count_processes, device_notes
 from .plan import LaunchPlan, Program
 from .records import EndRecords
@@ -171,7 +181,10 @@ def _run(arguments: Sequence[str], records: EndRecords) -> int:
             print(f"accelerate launch: {preempted}", file=sys.stderr)
         first = first_cause(failures)
         if first is None or not first.is_preempted:
-            print(report_of_host(failures, num_hosts, num_hosts * int(options.nproc_per_node)), file=sys.stderr)
+            num_processes = num_hosts * int(options.nproc_per_node)
+            absent = set(range(num_processes if num_hosts == 1 else 0)) - error.failures.keys()  # with code 0
+            ended = records.script_ends(started, [ScriptEnd(rank, 0.0) for rank in sorted(absent)])
+            print(report_of_host(failures, num_hosts, num_processes, ended), file=sys.stderr)
         return first.exit_code if first is not None else 1
     except SignalException as error:
         return exit_code_after(error.sigval, records)
@@ -179,7 +192,7 @@ def _run(arguments: Sequence[str], records: EndRecords) -> int:
 
 
 def exit_code_after(received: int, records: EndRecords) -> int:
-    """Return the exit code of an agent that a signal ended: "start me again" after a notice on which a rank has saved.
+    """Return the exit code of an agent ended by a signal: "start me again" if a rank has saved after a notice.
 
     Ctrl-C, a time limit before the save was done and an agreement that failed give the shell's code.
     """
@@ -187,18 +200,21 @@ def exit_code_after(received: int, records: EndRecords) -> int:
     return 128 + int(received) if code is None else code
 
 
-def report_of_host(failures: Sequence[Failure], num_hosts: int, num_processes: int) -> str:
+def report_of_host(
+    failures: Sequence[Failure], num_hosts: int, num_processes: int, ended: Sequence[ScriptEnd] = ()
+) -> str:
     """Report the failures of one host's ranks: in one line where they only follow from one of another host's.
 
     Thousands of hosts may write to one log, in which the one that failed first has to be found. Only what torch or this
     package raised, and a stop by the agent, are told so: a script's own lost connection is a cause.
     """
-    if num_hosts == 1 or not failures or not all(failure.stopped or failure.is_lost_peer for failure in failures):
-        return report(failures, num_processes)
+    is_lost = bool(failures) and all(failure.stopped or failure.is_lost_peer for failure in failures)
+    if num_hosts == 1 or not is_lost or left_early(failures, ended) is not None:
+        return report(failures, num_processes, ended=ended)
     first = failures[0]
     reason = f" ({first.traceback.exception})" if first.traceback is not None else ""
     text = (
-        f"{numbered(sorted(failure.rank for failure in failures)).capitalize()} of {num_processes} (host {first.host}) "
+        f"{some_ranks(failure.rank for failure in failures).capitalize()} of {num_processes} (host {first.host}) "
         f"ended after {first.seconds:.1f} s because a rank of another host was gone: see that host's report{reason}."
     )
     return shorten(text, _LINE_WIDTH)
@@ -228,7 +244,7 @@ def failures_of(found: Mapping[int, Any], started: float, records: EndRecords) -
 
 
 def _attempt_of(error_file: str) -> str:
-    """Return the attempt's own error file, which the rank knows too; nothing where the agent keeps none."""
+    """Return the attempt's own error file, known to the rank too; empty if the agent keeps none."""
     return error_file if Path(error_file).name == "error.json" else ""
 
 

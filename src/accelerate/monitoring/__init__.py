@@ -1,4 +1,4 @@
-"""Monitor a run: its numbers, its callbacks, the rules that stop it, and the files that ``accelerate monitor`` reads.
+"""Monitor a run: its numbers, its callbacks, its stopping rules, and the files for ``accelerate monitor``.
 
 - `run_monitor`: the run's monitor, which ``Accelerator.watch_run`` makes, its callbacks, and rules for losses.
 - `loop_watch`: the same for a script that doesn't ask for it, by `accelerate launch --monitor`.

@@ -1,4 +1,4 @@
-"""The ledger of a run's hours: what the time of each process that ran it went into, for ``accelerate report``.
+"""The ledger of a run's hours: how each of its processes spent its time, for ``accelerate report``.
 
 One small file for each start of the run, ``{logging_dir}/monitor/ledger/{time}_{pid}.jsonl``, by rank 0. A thread
 writes the account of the process once a second, in turns over the two last lines, so that the file stays small and a
@@ -244,7 +244,7 @@ class Ledger:
         }
 
     def _count_hang(self, position: Position, account: Account, now: float) -> None:
-        """Count a hang that lasts in ``account`` alone, and one that is over for good."""
+        """Count an unfinished hang in ``account`` only, and a finished one permanently."""
         if position.progress != self._progress[0] or account.phase != STEP:
             self._progress = (position.progress, now)
         stalled = now - self._progress[1] if position.stalled is None else position.stalled

@@ -167,7 +167,7 @@ def _is_torn(path: Path) -> bool:
 
 
 def _unfinished(path: Path) -> str | None:
-    """Return what to say of the process that wrote to the file before, if it hasn't recorded its end; else None."""
+    """Return a note on the file's previous process if it hasn't recorded its end; else None."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
@@ -183,7 +183,7 @@ def _unfinished(path: Path) -> str | None:
 
 
 def _tell_launcher(path: Path) -> None:
-    """Tell the launcher, if there is one here, which file this process keeps: it records an end that this one can't."""
+    """Tell the launcher, if any, the file of this process, to record an end that the process can't."""
     folder = read(RECORDS_VARIABLE)
     if folder is not None and os.path.isdir(folder):
         with contextlib.suppress(OSError):
@@ -208,7 +208,7 @@ class _Listener(logging.Handler):
 
 
 def _end(reference: weakref.ref[RankRecord]) -> None:
-    """Finish the record at the end of the interpreter, with the error that ended it, unless that was done before."""
+    """Finish the record at the interpreter's exit, with the final error if any, unless finished before."""
     record = reference()
     if record is None:
         return

@@ -369,7 +369,7 @@ class RunWatch:
         return {"updates": self.updates}
 
     def saved(self, folder: str, seconds: float, preempted_by: object = None) -> None:
-        """Record that a checkpoint was written in ``seconds``, which don't count as time of a step.
+        """Record that a checkpoint was written; its ``seconds`` don't count as step time.
 
         Args:
             preempted_by: the notice because of which the run ends with it.
@@ -504,7 +504,7 @@ def before_save(run: RunWatch | None, *, alone: bool = False) -> dict[str, objec
 
 
 def after_save(run: RunWatch | None, folder: str, seconds: float, preempted_by: object) -> None:
-    """Tell the watch, if there is one, what was saved; and the notice of preemption because of which."""
+    """Tell the watch, if any, about the save, and about a preemption notice that caused it."""
     if run is not None:
         run.saved(folder, seconds, preempted_by)
 

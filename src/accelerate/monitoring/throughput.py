@@ -55,7 +55,7 @@ def count_flops(step: Callable[[], object]) -> int:
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes of memory that this process holds; 0 where the system doesn't say."""
+    """Return the bytes of memory used by this process; 0 if the system doesn't tell."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         import resource
 

@@ -1,4 +1,4 @@
-"""How busy a rank's device is: the part of the time since the last look in which it computed, where that can be known.
+"""Utilization of a rank's device: the fraction of time it computed since the last look, if known.
 
 For the CPU that is this process's CPU time, as a fraction of what its threads could have had; for a GPU what its driver
 says, which torch asks where the driver's Python package is installed (`nvidia-ml-py`, `amdsmi`). The thread that writes
@@ -21,7 +21,7 @@ _FEWEST_SECONDS: Final = 0.05
 
 @final
 class DeviceMeter:
-    """A meter of one device. Make it where the training runs: the number of threads is that of this thread."""
+    """A meter of one device; make it in the training thread, for its number of threads."""
 
     def __init__(self, kind: DeviceKind, device: torch.device) -> None:
         self._kind, self._device = kind, device

@@ -74,7 +74,7 @@ ORDER: tuple[Candidate, ...] = (
     # Devices whose runtime connects its processes itself.
     Candidate(".xla", "XlaDevices", lambda settings, world: bool(world.kind.runtime)),
     Candidate(".deepspeed.strategy", "DeepSpeed", lambda settings, world: settings.deepspeed is not None),
-    Candidate(".megatron.strategy", "Megatron", lambda settings, world: settings.megatron is not None),
+    Candidate("..guests.megatron.strategy", "Megatron", lambda settings, world: settings.megatron is not None),
     Candidate(".pipeline.strategy", "Pipeline", _splits_layers),
     Candidate(".fsdp.fsdp2", "FullyShard", _shards(2)),
     Candidate(".fsdp.fsdp1", "FlatShard", _shards(1)),
@@ -121,7 +121,7 @@ def adopt(strategy: Strategy, model: torch.nn.Module, *, is_in_use: bool) -> Str
 
 
 def unadopted(strategy: Strategy) -> Strategy:
-    """Return the strategy that there was before a model came sharded, with the mesh that it had."""
+    """Return the strategy from before it adopted a sharded model, with its earlier mesh."""
     if strategy.before_adoption is None:
         return strategy
     before, mesh, source = strategy.before_adoption

@@ -1,4 +1,4 @@
-"""Models that were sharded before they came to ``prepare``: trained as they lie, on the mesh that their DTensors name.
+"""Models sharded before ``prepare``: trained in their layout, on the mesh of their DTensors.
 
 By the user's own ``fully_shard`` and ``parallelize_module``, or by transformers' ``from_pretrained(...,
 distributed_config=...)``. Real on CPU ranks too.
@@ -24,6 +24,7 @@ from ..training.open_window import GradientHolder
 from .base import PreparedArguments, Role, StrategyOptions
 from .compile import uncompiled
 from .ddp import replica_in
+from .fsdp.setup import refuse_old_torch
 from .fsdp.state import checkpoint_state_of, shards_of
 from .gradients import ShardedGradients
 from .rebind import disable_foreach_across_meshes, inner_optimizer
@@ -54,17 +55,17 @@ class Adopted(ShardedStrategy):
     # -- placing -------------------------------------------------------------------------------------------
 
     def check(self, arguments: PreparedArguments) -> None:
-        """Raise if a model was to be sharded, and comes whole."""
+        """Raise if a model was to be sharded, and comes whole; or sharded as this torch can't train it."""
         super().check(arguments)
         for argument in arguments.of(Role.MODEL):
-            self._refuse_whole(argument.current)
+            self._refuse_unfit(argument.current)
 
     def place_model(
         self, model: torch.nn.Module, precision: Precision, device_placement: bool, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """Return ``model`` in its precision, its replicas made equal (unless ``evaluation_mode``), and compiled."""
         if not evaluation_mode:
-            self._refuse_whole(model)
+            self._refuse_unfit(model)
         if device_placement:
             for tensor in [*model.parameters(), *model.buffers()]:
                 if not is_sharded(tensor) and not tensor.is_meta:
@@ -79,12 +80,15 @@ class Adopted(ShardedStrategy):
             self._units.update(outer_units(model))
         return model
 
-    def _refuse_whole(self, model: torch.nn.Module) -> None:
-        """Raise if the ParallelismConfig wants ``model`` sharded, which only an engine could do.
+    def _refuse_unfit(self, model: torch.nn.Module) -> None:
+        """Raise if torch can't train ``model`` here, or if it comes whole where only an engine could shard it.
 
         Raises:
+            MissingDependency: the version of torch for ``fully_shard`` on CPU ranks.
             SettingError: the axis, and the engine that shards over it.
         """
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            refuse_old_torch(self.world.device)
         if self.mesh_source != "ParallelismConfig" or not any(
             parameter.requires_grad for parameter in model.parameters()
         ):

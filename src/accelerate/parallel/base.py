@@ -6,13 +6,15 @@ A strategy is one file. Adding one is that file plus one line in ``parallel/__in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, final
+from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
@@ -20,11 +22,11 @@ from ..distributed.mesh import Mesh
 from ..distributed.world import World
 from ..errors import PreparationError
 from ..hooks.align import has_offloaded_params
+from ..logging import MultiProcessAdapter, get_logger
 from ..modules import is_sharded, moved
 from ..plugins import Plugins
 from ..plugins.data import DataLoaderConfiguration
-from ..plugins.deepspeed import DummyOptim, DummyScheduler
-from ..plugins.megatron import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from ..plugins.placeholder import Placeholder
 from ..precision import Precision
 from ..settings.labels import DistributedType
 from ..training.accumulation import GradientState
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from ..data_loader.prefetch import PreparedLoader
     from ..plugins.ddp import DistributedDataParallelKwargs
 
+
+logger: MultiProcessAdapter = get_logger(__name__)
 
 #: (output of the model, targets) -> the loss.
 LossFunction: TypeAlias = Callable[[Any, Any], torch.Tensor]
@@ -64,6 +68,12 @@ class Strategy(ABC):
     engine: Any = None
     #: Whether another strategy takes over as soon as a model comes that was sharded before.
     hands_over_shards: ClassVar[bool] = False
+    #: The function of `accelerate.accelerator` that shards a model, in whose place libraries put their own; "": none.
+    sharding_function: ClassVar[str] = ""
+    #: Whether the attention of models is prepared for sharded sequences; not where a library shards them itself.
+    shards_attention: bool = True
+    #: Why an update can't be made of several backward passes; "": it can.
+    one_backward: ClassVar[str] = ""
     #: Whether a pass through a model can be computed again, with nothing but the model itself (`sdc_check`).
     can_repeat_passes: ClassVar[bool] = False
 
@@ -75,10 +85,12 @@ class Strategy(ABC):
         self.mesh_source: str = "" if options.plugins.parallelism is None else "ParallelismConfig"
         #: Strategy, mesh and source of the mesh as they were before a model came sharded; None: none has.
         self.before_adoption: tuple[Strategy, Mesh, str] | None = None
-        #: By which a batch is computed again when memory runs out; None: an engine updates parameters in ``backward``.
-        self.retry: Retryable | None = Retryable(world)
+        #: By which a batch is computed again when memory runs out; None where an update is made of one backward.
+        self.retry: Retryable | None = None if self.one_backward else Retryable(world)
         #: What ends the checks of hardware that run (`sdc_check`).
         self.checks: list[Callable[[], None]] = []
+        #: The models whose buffers DDP broadcasts from the main process, each with the DDP module that does.
+        self.broadcasting: WeakKeyDictionary[torch.nn.Module, ref[DistributedDataParallel]] = WeakKeyDictionary()
 
     # -- choosing ------------------------------------------------------------------------------------------
 
@@ -88,14 +100,18 @@ class Strategy(ABC):
         """The value of ``accelerator.distributed_type`` under this strategy."""
 
     def adopts(self, model: torch.nn.Module) -> bool:
-        """Return True if ``model``, which was sharded before, is trained as it lies, on the mesh that it has."""
+        """Return True if this strategy trains an already sharded ``model`` in its layout, on its mesh."""
+        return False
+
+    def has_sharded(self, model: torch.nn.Module) -> bool:
+        """Return True if this strategy has sharded ``model``."""
         return False
 
     # -- placing -------------------------------------------------------------------------------------------
 
     def check(self, arguments: PreparedArguments) -> None:
         """Check, before anything is changed, that the arguments can be prepared together, and raise if they can't."""
-        refuse_dummies(arguments)
+        refuse_placeholders(arguments)
 
     def place(self, arguments: PreparedArguments, precision: Precision) -> None:
         """Replace the arguments that an engine prepares together; the others are prepared one by one."""
@@ -117,7 +133,7 @@ class Strategy(ABC):
         return model if plugin is None else compile_model(model, plugin)
 
     def recompute(self, model: torch.nn.Module, units: Sequence[torch.nn.Module] = ()) -> None:
-        """Add the activation checkpointing that was asked for: to ``units``, where no modules were named."""
+        """Add the requested activation checkpointing: to the named modules, else to ``units``."""
         options, plugin = self.options.plugins.recompute, self.options.plugins.fsdp
         if options is not None:
             chosen = chosen_modules(model, options, units)
@@ -126,7 +142,7 @@ class Strategy(ABC):
             recompute_activations(units, offload=plugin.activation_checkpointing_offload)
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Wrap ``model`` in the container that trains it over the processes, and return that."""
+        """Wrap ``model`` for training over the processes, and return the wrapper."""
         return model
 
     def unwrap(
@@ -139,7 +155,7 @@ class Strategy(ABC):
         """Register the hooks that have to run around every step of ``optimizer``."""
 
     def configure_loader(self, loader: PreparedLoader) -> None:
-        """Configure a prepared ``loader`` so that its batches are what this strategy needs."""
+        """Configure a prepared ``loader`` so that its batches suit this strategy."""
 
     def shard_sequences(self, loader: object) -> object:
         """Wrap a prepared ``loader`` to yield each rank's part of a sequence, where an engine shards them."""
@@ -164,6 +180,13 @@ class Strategy(ABC):
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[object]:
         """Enter a context in which backward passes don't reduce gradients."""
         return nullcontext()
+
+    def no_sync_in(self, models: Iterable[torch.nn.Module]) -> AbstractContextManager[object]:
+        """Enter :meth:`no_sync` of each of ``models``."""
+        contexts = ExitStack()
+        for model in models:
+            contexts.enter_context(self.no_sync(model))
+        return contexts
 
     def backward(
         self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: Any
@@ -233,25 +256,19 @@ def _must_not_move(model: torch.nn.Module, device: torch.device) -> bool:
     return any(is_sharded(parameter) for parameter in model.parameters())
 
 
-def refuse_dummies(arguments: PreparedArguments) -> None:
-    """Raise if an argument is a dummy for an object that only an engine makes.
+def refuse_placeholders(arguments: PreparedArguments, engine: str = "") -> None:
+    """Raise if an argument is a placeholder for an object that another engine than ``engine`` makes.
 
     Raises:
-        PreparationError: a dummy of DeepSpeed or Megatron-LM, in a run without it.
+        PreparationError: a placeholder, in a run without its engine.
     """
     for argument in arguments.arguments:
         given = argument.current
-        if isinstance(given, (DummyOptim, DummyScheduler)):
+        if isinstance(given, Placeholder) and given.engine != engine:
             raise PreparationError(
-                f"{type(given).__name__} is a placeholder for what DeepSpeed makes from its config, but this "
-                "run doesn't use DeepSpeed. Give prepare() a torch object, or Accelerator(deepspeed_plugin="
-                "DeepSpeedPlugin(...)), or launch with --use_deepspeed."
-            )
-        if isinstance(given, (MegatronLMDummyDataLoader, MegatronLMDummyScheduler)):
-            raise PreparationError(
-                f"{type(given).__name__} is a placeholder for what Megatron-LM makes from its arguments, but "
-                "this run doesn't use Megatron-LM. Give prepare() a torch object, or Accelerator(megatron_lm_plugin="
-                "MegatronLMPlugin(...)), or launch with --use_megatron_lm."
+                f"{type(given).__name__} is a placeholder for a {given.role} that {given.engine} makes itself, but "
+                f"this run doesn't use {given.engine}. Give prepare() a torch object, or ask for the engine: "
+                f"Accelerator({given.asked_by}_plugin=...), or launch with --use_{given.asked_by}."
             )
 
 
@@ -291,15 +308,50 @@ class Role(Enum):
 
 def role_of(obj: object) -> Role:
     """Return the role of ``obj``; the only place where ``prepare`` checks types."""
-    if isinstance(obj, (DataLoader, MegatronLMDummyDataLoader)):
+    if isinstance(obj, Placeholder):
+        return Role(obj.role)
+    if isinstance(obj, DataLoader):
         return Role.LOADER
     if isinstance(obj, torch.nn.Module):
         return Role.MODEL
-    if isinstance(obj, (torch.optim.Optimizer, DummyOptim)):
+    if isinstance(obj, torch.optim.Optimizer):
         return Role.OPTIMIZER
-    if isinstance(obj, (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler)):
+    if isinstance(obj, (LRScheduler, AcceleratedScheduler)):
         return Role.SCHEDULER
     return Role.FOREIGN
+
+
+def remark_on_stray(
+    optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], prepared: Mapping[int, torch.nn.Module]
+) -> None:
+    """Warn about an optimizer without any parameter of ``models`` or of their prepared versions."""
+    owned = {id(parameter) for model in [*models, *prepared.values()] for parameter in model.parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if parameters and owned.isdisjoint(map(id, parameters)):
+        logger.warning(
+            "%s trains no parameter of a prepared model (the first has shape %s): prepare() has neither moved nor "
+            "cast them, their gradients are not averaged over processes, and save_state() leaves them out. Prepare "
+            "the model too, before the first step, unless the script does all this itself.",
+            type(optimizer).__name__, tuple(parameters[0].shape),
+        )  # fmt: skip
+
+
+def _overlooked_in(obj: object) -> str:
+    """Return the warning of ``prepare`` about an unsupported object, such as a container; "": none."""
+    if isinstance(obj, torch.nn.DataParallel):
+        return (
+            f"prepare() got {type(obj.module).__name__} in a torch.nn.DataParallel, which computes on all devices of "
+            "this process. Prepare the model itself (`.module`), and start one process for each device with "
+            "`accelerate launch`."
+        )
+    inner = obj.values() if isinstance(obj, Mapping) else obj if isinstance(obj, (list, tuple, set)) else ()
+    for one in inner:
+        if role_of(one) is not Role.FOREIGN and not getattr(one, "_is_accelerate_prepared", False):
+            return (
+                f"prepare() got a {type(obj).__name__} with a {type(one).__name__} in it, and returns it as it is: "
+                "objects inside of containers are not prepared. Give each as an argument of its own: prepare(*objects)."
+            )
+    return ""
 
 
 @final
@@ -341,6 +393,9 @@ class PreparedArguments:
                 f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed), but "
                 f"prepare() got {list(device_placement)}. Give one per object, in the same order."
             )
+        for obj in objects:
+            if overlooked := _overlooked_in(obj):
+                logger.warning_once(overlooked)
         pairs = zip(objects, device_placement, strict=True)
         arguments = [PreparedArgument(role_of(obj), obj, bool(placed), obj) for obj, placed in pairs]
         return cls(arguments, has_placements=has_placements)
@@ -365,7 +420,7 @@ def is_prepared_optimizer(obj: object) -> bool:
 
 
 class SteppedOptimizer(AcceleratedOptimizer, ABC):
-    """The optimizer of an engine, whose own step has already done what ``step`` and ``zero_grad`` would do."""
+    """The optimizer of an engine whose own step already does the work of ``step`` and ``zero_grad``."""
 
     #: The attribute of the engine's optimizer that is true if its last step was skipped.
     _skipped: ClassVar[str]

@@ -147,7 +147,7 @@ def _attention_over(mesh: Mesh, kind: str) -> ShardedAttention:
 
 @lru_cache(maxsize=1)
 def _attention_namespaces(num_modules: int) -> list[dict[str, object]]:
-    """Return the namespaces that hold torch's attention: torch's own, and those of modules that imported it by name."""
+    """Return the namespaces with torch's attention: torch's own, and modules that imported it by name."""
     spaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     return [space for space in spaces if space.get(_NAME) is TORCH_ATTENTION]
 
@@ -184,7 +184,7 @@ def prepare_attention(model: torch.nn.Module, mesh: Mesh) -> None:
 
 
 def _check_attention_is_sharded(model: torch.nn.Module) -> None:
-    """Register hooks that raise when a forward over sharded sequences called no attention that sees all of them."""
+    """Register hooks that raise if a forward over sharded sequences calls no sharded attention."""
     before: list[int] = []
 
     def note(_: torch.nn.Module, __: object) -> None:

@@ -5,10 +5,12 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
+from threading import get_ident
 from typing import Any, ParamSpec, TypeVar, final
+from weakref import ref
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -66,10 +68,10 @@ class Replica(DistributedDataParallel):
             if "_modules" not in self.__dict__ or "module" not in self._modules:
                 raise
         value = getattr(self.module, name)
-        return _guarded(value, name, type(self.module).__name__) if callable(value) else value
+        return _guarded(value, name, self.module) if callable(value) else value
 
 
-def _guarded(method: Callable[Arguments, Result], name: str, owner: str) -> Callable[Arguments, Result]:
+def _guarded(method: Callable[Arguments, Result], name: str, model: torch.nn.Module) -> Callable[Arguments, Result]:
     if isinstance(method, torch.nn.Module) or getattr(method, "__self__", None) is None:
         return method  # a submodule or a function: not a way around forward()
 
@@ -77,9 +79,12 @@ def _guarded(method: Callable[Arguments, Result], name: str, owner: str) -> Call
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not torch.is_grad_enabled():
             return method(*args, **kwargs)
+        thread, own, owner = get_ident(), set(_unwrapped_modules(model)), type(model).__name__
 
-        def refuse(module: torch.nn.Module, _: object) -> None:
-            if torch.is_grad_enabled() and module.training and any(p.requires_grad for p in module.parameters(False)):
+        def refuse(module: torch.nn.Module, _: object) -> None:  # called for all modules of the process
+            if module not in own or get_ident() != thread or not (torch.is_grad_enabled() and module.training):
+                return
+            if any(p.requires_grad for p in module.parameters(False)):
                 raise PreparationError(
                     f"{owner}.{name}() computes gradients through {type(module).__name__} without passing through "
                     f"{owner}.forward(), so they would not be averaged over the processes. Compute the loss from "
@@ -94,6 +99,14 @@ def _guarded(method: Callable[Arguments, Result], name: str, owner: str) -> Call
             handle.remove()
 
     return call
+
+
+def _unwrapped_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Iterate over ``model`` and the modules in it, but for those that another replica trains."""
+    yield model
+    for child in model.children():
+        if not isinstance(child, DistributedDataParallel):
+            yield from _unwrapped_modules(child)
 
 
 @final
@@ -132,9 +145,14 @@ class DataParallel(Strategy):
 
     def _wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap ``model`` in a :class:`Replica`; return a model without trainable parameters as it is."""
-        if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
+        if isinstance(model, DistributedDataParallel):
+            if model.will_sync_module_buffers():
+                self.broadcasting[model] = ref(model)
             return model
-        prepare_attention(model, self.mesh)
+        if not any(p.requires_grad for p in model.parameters()):
+            return model
+        if self.shards_attention:
+            prepare_attention(model, self.mesh)
         handler = self.options.ddp_handler
         kwargs: dict[str, Any] = handler.to_kwargs() if handler else {}
         for name in ("comm_hook", "comm_wrapper", "comm_state_option"):
@@ -144,6 +162,8 @@ class DataParallel(Strategy):
         replica = Replica(model, device_ids=[device.index] if on_one_device else None, **kwargs)
         if handler is not None:
             handler.register_comm_hook(replica)
+        if replica.will_sync_module_buffers():
+            self.broadcasting[model] = ref(replica)
         replica.awaiting_backward = {}
         if replica.find_unused_parameters and not replica.static_graph:
             replica.register_forward_hook(_remember_outputs)
@@ -168,7 +188,7 @@ class _ReplicaRetry(Retryable):
         return _without_reduction(model)
 
     def check_parts(self, model: torch.nn.Module) -> None:
-        """Raise if DDP was told that the graph is static, which a batch split into micro-batches contradicts."""
+        """Raise if DDP has ``static_graph=True``, because a batch may be split into micro-batches."""
         if getattr(replica_in(model), "static_graph", False):
             raise PreparationError(
                 "DistributedDataParallelKwargs(static_graph=True) and backward_in_parts(): a batch may be computed in "
@@ -191,6 +211,7 @@ class _ReplicaRetry(Retryable):
         looks_for_unused = replica.find_unused_parameters
         used = [p for p in _reduced_parameters(replica) if p.grad is not None or not looks_for_unused]
         _reduce_zeros(replica, used)
+        replica.require_forward_param_sync = True
 
     def reset_forwards(self, model: torch.nn.Module) -> None:
         """Forget the outputs of forwards whose backward will never run."""
@@ -198,7 +219,7 @@ class _ReplicaRetry(Retryable):
 
 
 def replica_in(model: object) -> DistributedDataParallel | None:
-    """Return the DDP module that ``model`` is, or that was compiled into it; None where there is none."""
+    """Return the DDP module in ``model``, itself or below torch.compile; None if there is none."""
     if isinstance(model, DistributedDataParallel):  # first: a Replica answers for the attributes of its module
         return model
     inner = uncompiled(model) if isinstance(model, torch.nn.Module) else model
@@ -222,7 +243,6 @@ def _reduce_zeros(replica: DistributedDataParallel, parameters: Sequence[torch.n
     nothing = torch.stack([parameter.sum().to(torch.float32) * 0 for parameter in parameters]).sum()
     replica.reducer.prepare_for_backward([nothing] if replica.find_unused_parameters else [])  # pyright: ignore[reportAttributeAccessIssue]
     nothing.backward()
-    replica.require_forward_param_sync = True
 
 
 # --------------------------------------------------------------------------------------------------
@@ -265,9 +285,14 @@ def restore_reduction_orders(models: Iterable[torch.nn.Module], orders: Sequence
 def _rebuilds_buckets(replica: DistributedDataParallel) -> bool:
     """Return whether the order of ``replica`` changes after the first backward, and a backward of zeros can set it.
 
-    Not where hooks would take the zeros for gradients, nor where the first backward is recorded as the graph.
+    Not where hooks would take the zeros for gradients, nor where the first backward is recorded as the graph; nor
+    where sums don't depend on the order, being of two ranks.
     """
     if replica.find_unused_parameters or replica.static_graph or has_stateful_comm_hook(replica):
+        return False
+    if replica.__dict__.get("reducer") is None:  # the program has destroyed the process group
+        return False
+    if torch.distributed.get_world_size(replica.process_group) <= 2:
         return False
     return not any(has_hooks(parameter) for parameter in _reduced_parameters(replica)) and not any(
         getattr(module, "sparse", False) for module in replica.modules()
@@ -275,7 +300,7 @@ def _rebuilds_buckets(replica: DistributedDataParallel) -> bool:
 
 
 def _remember_outputs(replica: Replica, _: object, output: object) -> None:
-    """Record the outputs, so that ``trigger_sync_in_backward`` knows which parameters their backward reaches."""
+    """Record the outputs, so that ``trigger_sync_in_backward`` knows the parameters in their graphs."""
     if not torch.is_grad_enabled():
         return
     awaiting = replica.awaiting_backward
@@ -298,18 +323,20 @@ def trigger_sync_in_backward(model: torch.nn.Module) -> Generator[None]:
     """Enter a context whose backward reduces the gradients of ``model``, although its forwards ran under ``no_sync``.
 
     Where torch looks for unused parameters, that backward has to be the only one still to come.
+
+    Args:
+        model: a DDP module, or one that holds some: a list, a wrapper, what torch.compile returned.
     """
-    replica = replica_in(model)
-    if replica is None:
-        yield
-        return
-    reduced_before = replica.require_backward_grad_sync
-    replica.require_backward_grad_sync = True
-    replica.require_forward_param_sync = True
-    # DDP.forward would do the same for a forward outside of no_sync.
-    outputs = [tensor for tensors in getattr(replica, "awaiting_backward", {}).values() for tensor in tensors]
-    replica.reducer.prepare_for_backward(outputs)  # pyright: ignore[reportAttributeAccessIssue]
+    replicas = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    reduced_before = [replica.require_backward_grad_sync for replica in replicas]
+    for replica in replicas:
+        replica.require_backward_grad_sync = True
+        replica.require_forward_param_sync = True
+        # DDP.forward would do the same for a forward outside of no_sync.
+        outputs = [tensor for tensors in getattr(replica, "awaiting_backward", {}).values() for tensor in tensors]
+        replica.reducer.prepare_for_backward(outputs)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        replica.require_backward_grad_sync = reduced_before
+        for replica, was_reduced in zip(replicas, reduced_before, strict=True):
+            replica.require_backward_grad_sync = was_reduced

@@ -115,7 +115,7 @@ def _local_experts(module: torch.nn.Module, size: int) -> Iterator[None]:
 
 @final
 class _Averaged(Function):
-    """The identity, whose backward divides a gradient that is a sum over the ranks that sent tokens by their number."""
+    """The identity; its backward divides the gradient, a sum over the sending ranks, by their number."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, size: int) -> torch.Tensor:

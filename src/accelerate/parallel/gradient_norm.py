@@ -3,6 +3,9 @@
 Each rank takes the norm of its own shards; one small reduction over exactly the mesh axes along which a gradient
 is sharded makes it global. Gradients with different placements (sharded over different meshes, replicated, plain) are
 grouped first, because a sum over an axis along which a gradient is replicated would count it several times.
+
+The norm of a shard is taken in the shard's own precision, in float32 where that is lower, and norms are put together in
+float64, where the device has it: on every rank alike, whatever gradients it has.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
+from ..devices.table import widest_float
 from ..torch_private.modules import norm_of_each, scale_each
 
 #: The process groups over which a gradient is sharded; empty: it is replicated on every rank.
@@ -27,11 +31,16 @@ def shard_and_groups(gradient: torch.Tensor) -> tuple[torch.Tensor, Axes]:
         return gradient, ()
     mesh, placements = gradient.device_mesh, gradient.placements
     if any(isinstance(placement, Partial) for placement in placements):
-        reduced = [Replicate() if isinstance(placement, Partial) else placement for placement in placements]
-        gradient = gradient.redistribute(placements=reduced)
+        gradient = _added_up(gradient)
         placements = gradient.placements
     axes = tuple(mesh.get_group(axis) for axis, placement in enumerate(placements) if not placement.is_replicate())
     return gradient.to_local(), axes
+
+
+def _added_up(gradient: DTensor) -> DTensor:
+    """Return ``gradient`` with the sum in place of each rank's summand; a collective."""
+    placements = [Replicate() if isinstance(placement, Partial) else placement for placement in gradient.placements]
+    return gradient.redistribute(placements=placements)
 
 
 def total_norm(
@@ -47,27 +56,45 @@ def total_norm(
     groups: dict[Axes, list[torch.Tensor]] = {axes: [] for axes in known}
     for shard, axes in found:
         groups.setdefault(axes, []).append(shard)
-    infinite = norm_type == float("inf")
-    total = torch.zeros((), device=device)
+    is_extreme = abs(norm_type) == float("inf")
+    extreme = torch.maximum if norm_type > 0 else torch.minimum
+    together = dist.ReduceOp.SUM if not is_extreme else dist.ReduceOp.MAX if norm_type > 0 else dist.ReduceOp.MIN
+    total = _of_nothing(norm_type, device)
     for axes, tensors in groups.items():
         own = _norm(tensors, norm_type, device)
-        part = own if infinite else own.pow(norm_type)
+        part = own if is_extreme else own.pow(norm_type)
         for group in axes:
-            dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group)
-        total = torch.maximum(total, part) if infinite else total + part
-    return total if infinite else total.pow(1.0 / norm_type)
+            dist.all_reduce(part, together, group)
+        total = extreme(total, part) if is_extreme else total + part
+    return total if is_extreme else total.pow(1.0 / norm_type)
+
+
+def _of_nothing(norm_type: float, device: torch.device) -> torch.Tensor:
+    return torch.full(
+        (), float("inf") if norm_type == -float("inf") else 0.0, dtype=widest_float(device), device=device
+    )
 
 
 def _norm(tensors: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Return the norm of this rank's tensors, in float32."""
+    """Return the norm of this rank's tensors."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    norms = [norm.to(device, torch.float32) for same in by_kind.values() for norm in norm_of_each(same, norm_type)]
-    if not norms:
-        return torch.zeros((), device=device)
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norms = [
+        norm.to(device, widest_float(device))
+        for (_, dtype), same in by_kind.items()
+        for norm in norm_of_each(same, norm_type, torch.promote_types(dtype, torch.float32))
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else _of_nothing(norm_type, device)
+
+
+def norm_dtype(parameters: Iterable[torch.Tensor]) -> torch.dtype:
+    """Return the dtype of the norm of the gradients of ``parameters``: their widest one, float32 at least."""
+    dtype = torch.float32
+    for parameter in parameters:
+        dtype = torch.promote_types(dtype, (parameter if parameter.grad is None else parameter.grad).dtype)
+    return dtype
 
 
 def scale_to(
@@ -83,8 +110,8 @@ def scale_to(
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for (device, _), same in by_kind.items():
-        scale_each(same, factor.to(device))
+    for (device, dtype), same in by_kind.items():
+        scale_each(same, factor.to(device, torch.promote_types(dtype, torch.float32)))
 
 
 def clip_sharded_grad_norm(
@@ -95,9 +122,9 @@ def clip_sharded_grad_norm(
     nonfinite: bool,
 ) -> torch.Tensor:
     """Scale gradients, plain or sharded, to a global norm of at most ``max_norm``; return the norm before."""
-    chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
-    norm = total_norm(map(shard_and_groups, gradients), float(norm_type), device)
+    norm = total_norm(map(shard_and_groups, gradients), float(norm_type), device).to(norm_dtype(chosen))
     scale_to(list(map(local_tensor, gradients)), norm, max_norm, nonfinite)
     return norm
 
@@ -105,8 +132,12 @@ def clip_sharded_grad_norm(
 def clip_sharded_grad_value(parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
     """Clamp the gradients of ``parameters``, plain or sharded, to [-``clip_value``, ``clip_value``]."""
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    for gradient in [local_tensor(parameter.grad) for parameter in chosen if parameter.grad is not None]:
-        gradient.clamp_(-clip_value, clip_value)
+    for parameter in chosen:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(isinstance(placement, Partial) for placement in gradient.placements):
+            gradient = parameter.grad = _added_up(gradient)  # each rank's summand isn't an element of the gradient
+        if gradient is not None:
+            local_tensor(gradient).clamp_(-clip_value, clip_value)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

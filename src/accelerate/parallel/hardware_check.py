@@ -23,13 +23,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..distributed.collectives import gather_object
-from ..distributed.failures import numbered
 from ..distributed.random import capture_rng_states, restore_rng_states
 from ..distributed.world import World
 from ..errors import HardwareError, HardwareWarning, SettingError
 from ..nested import recursively_apply
 from ..torch_private.modules import num_changes, set_step_hooks
 from ..training.optimizer import AcceleratedOptimizer
+from ..wording import some_ranks
 from .base import Strategy
 from .compile import has_compiled_regions
 from .gradient_norm import local_tensor
@@ -88,6 +88,13 @@ def check_hardware(
     strategy.end_checks()
     window, device = optimizers[0].gradient_state, strategy.world.device
     recorders = [PassRecorder(inner, label, window, device) for _, inner, label in unwrapped(models)]
+    for recorder in recorders:
+        if recorder.obstacle:
+            raise SettingError(
+                f"{asked}: {type(recorder.model).__name__} holds {recorder.obstacle}, whose state can't be put back "
+                "after a pass is computed again. Keep its state in numbers, lists, tensors or a random.Random, or "
+                "leave sdc_check out."
+            )
     for number, optimizer in enumerate(optimizers):
         owner = f" of optimizer {number}" if len(optimizers) > 1 else ""
         check = _UpdateCheck(optimizer, owner, recorders, strategy, every, action)
@@ -218,7 +225,7 @@ class _UpdateCheck:
     def _compare(
         self, first: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor], what: str, *others: int
     ) -> bool:
-        """Return whether something that both hold differs, and note each; what is the same can be compared."""
+        """Return whether something in both differs, and note each; equal values are comparable from now on."""
         places = {name: place for place, name in enumerate(first) if name in again and name + what not in self._said}
         if not places:
             return False
@@ -232,7 +239,7 @@ class _UpdateCheck:
         return any(differ)
 
     def _compare_memory(self) -> None:
-        """Compare what the optimizer wrote with what is there now, unless an operation has changed it since."""
+        """Compare the values written by the optimizer with the present ones, except changed tensors."""
         first, again = Checksums(), Checksums()
         for name, (tensor, version, total) in self._written.items():
             if num_changes(tensor) == version:
@@ -241,6 +248,8 @@ class _UpdateCheck:
         self._compare(first, again, _MEMORY)
 
     def _compare_passes(self, recorder: PassRecorder) -> None:
+        if recorder.obstacle:
+            self._say(f"the passes of {type(recorder.model).__name__} ({recorder.obstacle})")
         forwards = recorder.forwards if self._is_agreed(recorder, len(recorder.forwards)) else []
         again = self._replay(recorder, forwards)
         if self._count == 1:  # the first time: what a rank can't repeat even twice isn't compared
@@ -252,7 +261,7 @@ class _UpdateCheck:
             self._compare_with_neighbour(recorder, forwards, own)
 
     def _is_agreed(self, recorder: PassRecorder, count: int) -> bool:
-        """Return whether ``count``, of passes to compute again, is that of all ranks, where they are collectives."""
+        """Return whether all ranks have the same ``count`` of passes to recompute, if these have collectives."""
         if self._world.size == 1 or not recorder.has_collectives:
             return True
         counts = torch.tensor([count, -count], device=self._world.device)
@@ -283,7 +292,8 @@ class _UpdateCheck:
         with itself is the one that is wrong. All do so together, since a model may have collectives of its own.
         """
         world = self._world
-        given = self._pass_on([_on(torch.device("cpu"), forward) for forward in forwards], 1)
+        sent = [] if recorder.keeps_state else [_on(torch.device("cpu"), forward) for forward in forwards]
+        given = self._pass_on(sent, 1)
         answer = self._computed_for_another(recorder, given)
         next_rank = (world.rank + 1) % world.size
         differs = self._compare(own, self._pass_on(answer, -1), _NEIGHBOUR, next_rank)
@@ -294,6 +304,9 @@ class _UpdateCheck:
             self._compare(answer, self._computed_for_another(recorder, given), _FOR_ANOTHER)
 
     def _computed_for_another(self, recorder: PassRecorder, given: Sequence[Forward]) -> Checksums:
+        if recorder.keeps_state:
+            self._say(f"{type(recorder.model).__name__} on another rank, since it keeps Python state between its calls")
+            given = []
         forwards = given if self._is_agreed(recorder, len(given)) else []
         return {name: total.cpu() for name, total in self._replay(recorder, forwards, "the rank before").items()}
 
@@ -402,12 +415,12 @@ class _UpdateCheck:
 
 _ADVICE: Final = (
     "Take that machine out, and go on from a checkpoint that is older than the last check. (A program that changes "
-    "parameters through `.data`, or a model that keeps something outside of its buffers, looks the same.)"
+    "parameters through `.data`, or a model that keeps state where Python can't follow it, looks the same.)"
 )
 
 
 def _verdict(found: Sequence[_Finding]) -> str:
-    """Format who computes wrong, and the first tensor of which that is known."""
+    """Format the ranks at fault, and the first tensor with a proven error."""
     alone = [each for each in found if len(each.ranks) == 1]
     local = [each for each in alone if each.what.endswith((_MEMORY, _UPDATE))]
     if local:  # what no collective has a part in; of a shard that changed, all ranks compute something else
@@ -423,7 +436,7 @@ def _verdict(found: Sequence[_Finding]) -> str:
         chosen, is_sure = found, len(ranks) == 1
     count = len({each.what for each in chosen})
     more = f" (and {count - 1} more)" if count > 1 else ""
-    return f"{'' if is_sure else 'one of '}{numbered(ranks)}: {chosen[0].what}{more}"
+    return f"{'' if is_sure else 'one of '}{some_ranks(ranks)}: {chosen[0].what}{more}"
 
 
 def _held(name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -460,5 +473,11 @@ def _on(device: torch.device, forward: Forward) -> Forward:
     )
     buffers = {name: buffer.cpu() for name, buffer in forward.buffers.items()}
     return replace(
-        forward, versions=[], args=moved["args"], kwargs=moved["kwargs"], gradients=moved["of"], buffers=buffers
+        forward,
+        versions=[],
+        state=None,
+        args=moved["args"],
+        kwargs=moved["kwargs"],
+        gradients=moved["of"],
+        buffers=buffers,
     )

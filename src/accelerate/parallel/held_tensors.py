@@ -23,7 +23,7 @@ Region: TypeAlias = tuple[tuple[int, int], ...]
 @final
 @dataclass(frozen=True, eq=False)
 class HeldTensor:
-    """A tensor that lies over the ranks, and what this one holds of it.
+    """A tensor distributed over the ranks, and this rank's part of it.
 
     Attributes:
         names: of the user's own model; tied parameters have several.

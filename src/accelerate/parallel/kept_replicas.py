@@ -23,6 +23,8 @@ _REFUSED: Final = ("fsdp", "deepspeed", "megatron", "parallelism")
 class KeptReplicas(Strategy):
     """One replica per process; a window's gradients are the mean over the samples of the ranks that gave theirs."""
 
+    one_backward = "under --keep_replicas the ranks add up their gradients in the last backward of an update"
+
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
         asked = [name for name in _REFUSED if getattr(options.plugins, name) is not None]
@@ -37,7 +39,6 @@ class KeptReplicas(Strategy):
         self._trained: list[torch.nn.Module] = []
         self._weight = 0.0  # samples of the open window
         self._step_calls = -1  # when gradients were added up last
-        self.retry = None
 
     @property
     def label(self) -> DistributedType:
@@ -92,7 +93,7 @@ class KeptReplicas(Strategy):
             shared.commit(contributions, [int(given[1]) for given in contributions.values()])
 
     def _average(self, contribution: list[float]) -> dict[int, list[float]]:
-        """Make the gradients the mean over the samples of all that gave theirs; return what these gave."""
+        """Average the gradients over the samples of all contributors; return their contributions."""
         parameters = [p for model in self._trained for p in model.parameters() if p.requires_grad]
         buffers = [b for model in self._trained for b in model.buffers() if b.is_floating_point()]
         is_wide = any(tensor.dtype == torch.float64 for tensor in (*parameters, *buffers))

@@ -18,6 +18,7 @@ from ..distributed.mesh import DATA_AXES, SHARD_AXES, Mesh
 from ..distributed.world import World
 from ..errors import PreparationError
 from ..torch_private.fsdp import meshes_of_shards
+from ..wording import some_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,15 +93,15 @@ class Layout:
     def __str__(self) -> str:
         parts: list[str] = []
         if self.is_reduced_by_fsdp:
-            parts.append(f"sharded by fully_shard over ranks {_listed(self.shards)}")
+            parts.append(f"sharded by fully_shard over {some_ranks(self.shards)}")
         if len(self.replicas) > 1:
-            parts.append(f"replicated by it over ranks {_listed(self.replicas)}")
-        parts += [f"sharded by layer over ranks {_listed(axis)}" for axis in sorted(self.layers)]
+            parts.append(f"replicated by it over {some_ranks(self.replicas)}")
+        parts += [f"sharded by layer over {some_ranks(axis)}" for axis in sorted(self.layers)]
         return ", ".join(parts) or "sharded over one rank"
 
 
 def agreed_mesh(model: torch.nn.Module, known: Mesh, source: str, *, is_in_use: bool = False) -> Mesh:
-    """Return the mesh on which ``model`` lies, where ``source`` has said that it is ``known``; "": nothing has.
+    """Return the mesh of a sharded ``model``; ``source`` configured the ``known`` mesh, "" if nothing did.
 
     A ``dp_shard_size`` without ``dp_replicate_size`` may count the replicas of shards too.
 
@@ -156,7 +157,3 @@ def sharded_axes(parameter: torch.Tensor) -> list[Ranks]:
 
 def _ranks_along(mesh: DeviceMesh, axis: int) -> Ranks:
     return tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
-
-
-def _listed(ranks: Ranks) -> str:
-    return f"({', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"

@@ -66,7 +66,7 @@ class Matrix:
 @final
 @dataclass(eq=False)
 class Shard:
-    """This rank's shard of a tensor that is laid out as ``matrix``, and the whole tensor, which its owner has."""
+    """This rank's shard of a tensor laid out as ``matrix``, and on its owner the whole tensor."""
 
     matrix: Matrix
     local: torch.Tensor

@@ -166,7 +166,7 @@ class WholeMatrixSteps:
             }
 
     def _matrices_of(self, parameters: list[DTensor]) -> list[Matrix]:
-        """Return what is known of ``parameters``; those that are new get owners, the others keep theirs."""
+        """Return the matrices of ``parameters``; new ones get owners, the others keep theirs."""
         new: dict[DeviceMesh, list[DTensor]] = {}
         for parameter in parameters:
             if parameter not in self._matrices:

@@ -64,7 +64,7 @@ def rebind(
 
 @final
 class OptimizerRebinding:
-    """Optimizers that hold names in place of parameters, whose memory can thus be freed, until :meth:`resolve`."""
+    """Optimizers that hold names in place of parameters until :meth:`resolve`, to free the parameters' memory."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], before: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._optimizers = list({id(inner): inner for inner in map(inner_optimizer, optimizers)}.values())
@@ -160,7 +160,7 @@ def _placed_like(value: object, parameter: torch.Tensor) -> object:
 def ensure_weights_retied(
     param_init_fn: Callable[[torch.nn.Module], Result], model: torch.nn.Module, device: torch.device
 ) -> Callable[[torch.nn.Module], Result]:
-    """Wrap ``param_init_fn`` so that parameters of ``model`` that were tied are tied again after it."""
+    """Wrap ``param_init_fn`` so that tied parameters of ``model`` stay tied after it."""
     tied = {place: group for group in parameter_places(model).values() if len(group) > 1 for place in group}
     if not tied:
         return param_init_fn

@@ -25,6 +25,7 @@ from ..nested import recursively_apply
 from ..torch_private.distributed import find_tensors
 from ..torch_private.modules import current_backward, num_changes
 from ..training.accumulation import GradientState
+from .python_state import PythonState
 from .replica_check import checksum, has_bits
 
 #: By what was computed (an output, a gradient) its checksum, of shape [].
@@ -40,6 +41,7 @@ class Forward:
         number: of the call, among those whose graphs there are.
         versions: how often each tensor that was given had been changed in place.
         buffers: by their names, as they were before the call.
+        state: of Python, likewise; None of another rank's, where it is as it was at the start.
         gradients: by backward pass and number of the output, the gradient of that output.
     """
 
@@ -50,6 +52,7 @@ class Forward:
     streams: Mapping[str, Any]
     buffers: dict[str, torch.Tensor]
     autocast: tuple[bool, torch.dtype]
+    state: PythonState | None
     gradients: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
 
 
@@ -83,16 +86,22 @@ class PassRecorder:
         self._number: int | None = None  # of the forward that runs, also again
         self._num_step_calls = 0  # when the newest forward began
         self._is_replay = False
+        self._weights: list[tuple[str, torch.Tensor, int, int]] = []  # with their changes and places at the start
+        self._at_start = PythonState(model).without_tensors()
+        #: What can't be put back after a pass is computed again; "" where there is nothing.
+        self.obstacle: str = self._at_start.obstacle
+        #: Whether Python state has changed since the check began: another rank may have another one.
+        self.keeps_state = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> PassRecorder:
         """Return the same object: a copy of the model isn't recorded."""
         return self
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state of one that records nothing: a model that was pickled isn't checked where it loads."""
+        """Return the state of a recorder that records nothing: a pickled model isn't checked after loading."""
         return {
             **vars(self), "_is_replay": True, "_running": None, "_number": None, "_forwards": {}, "_used": [],
-            "_outputs": {}, "_gradients": {},
+            "_outputs": {}, "_gradients": {}, "_weights": [], "_at_start": None,
         }  # fmt: skip
 
     # -- recording -----------------------------------------------------------------------------------------
@@ -124,6 +133,8 @@ class PassRecorder:
         for handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
+        for forward in self._used:  # a graph that somebody keeps, such as a past output in an attribute, holds them
+            forward.state = None
         self._forwards.clear()
         self._used.clear()
         self._running = self._number = None
@@ -157,7 +168,13 @@ class PassRecorder:
             capture_rng_states(),
             {name: buffer.detach().clone() for name, buffer in module.named_buffers()},
             (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            state := PythonState(module),
         )
+        if state.obstacle:
+            self.obstacle = f"{state.obstacle}, came into the model, and its state can't be put back"
+        self.keeps_state = self.keeps_state or state.differs(self._at_start)
+        if not self._is_sharded:
+            self._weights = [(*each, num_changes(each[1]), each[1].data_ptr()) for each in module.named_parameters()]
         self._number, self._outputs[number] = number, Checksums()
         self._hook_parameters("", module)
 
@@ -166,6 +183,10 @@ class PassRecorder:
         if self._is_replay or forward is None:
             return
         self._running = self._number = None
+        changed = [name for name, each, *was in self._weights if was != [num_changes(each), each.data_ptr()]]
+        if changed:
+            self.obstacle = f"`{changed[0]}`, a parameter, is changed in forward"
+        self._weights = []
         for place, tensor in enumerate(find_tensors(output)):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._keep_gradient, forward, place))
@@ -190,8 +211,13 @@ class PassRecorder:
 
     @property
     def forwards(self) -> Sequence[Forward]:
-        """The calls that a backward pass went through; none where an input was changed in place since."""
-        is_same = all(num_changes(tensor) == version for each in self._used for tensor, version in each.versions)
+        """The calls reached by a backward pass; none if they can't be recomputed.
+
+        That is after an input was changed in place, or where something changes that can't be put back.
+        """
+        is_same = not self.obstacle and all(
+            num_changes(tensor) == version for each in self._used for tensor, version in each.versions
+        )
         return [each for each in self._forwards.values() if each.gradients] if is_same else []
 
     def recorded(self) -> Checksums:
@@ -199,10 +225,12 @@ class PassRecorder:
         return self._named(_backward_numbers(self._used), self._outputs, self._gradients)
 
     def replay(self, forwards: Sequence[Forward]) -> Checksums:
-        """Compute ``forwards`` and their backward passes again; return the checksums of what that gives.
+        """Recompute ``forwards`` and their backward passes; return the checksums of the results.
 
-        Of a model under ``fully_shard`` a collective. Gradients, buffers and random streams stay as they are.
+        Of a model under ``fully_shard`` a collective. Gradients, buffers, Python state and random streams stay as they
+        are.
         """
+        state = PythonState(self.model)
         kept = self._outputs, self._gradients, capture_rng_states()
         held = [(parameter, parameter.grad) for parameter in self.model.parameters()] if self._is_sharded else []
         self._outputs, self._gradients, self._is_replay = {}, {}, True
@@ -216,6 +244,7 @@ class PassRecorder:
         finally:
             self._outputs, self._gradients, streams = kept
             self._is_replay, self._number = False, None
+            state.put_back()
             restore_rng_states(streams)
             for parameter, gradient in held:
                 parameter.grad = gradient
@@ -244,6 +273,8 @@ class PassRecorder:
         return done
 
     def _forward(self, forward: Forward) -> list[torch.Tensor]:
+        if forward.state is not None:
+            forward.state.put_back()
         restore_rng_states(forward.streams)
         enabled, dtype = forward.autocast
         with self._buffers(forward.buffers), torch.autocast(self._device.type, dtype, enabled):
@@ -262,7 +293,7 @@ class PassRecorder:
 
     @contextmanager
     def _buffers(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Enter a context in which copies of ``values`` are in the place of the buffers, which graphs may hold."""
+        """Enter a context with copies of ``values`` in place of the buffers, which graphs may hold."""
         places: list[tuple[nn.Module, str, torch.Tensor]] = []
         for name, value in values.items():
             owner, _, own = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Compare what replicas hold: parameters and optimizer states that have to be equal bit by bit.
+"""Compare replicas: their parameters and optimizer states must be equal bit by bit.
 
 Ranks that hold the same parameters apply the same updates to them, so they stay equal for ever. Where they don't (a
 model that wasn't prepared, a parameter changed on one rank, hardware that computes wrong), each rank trains a model of
@@ -20,9 +20,9 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..distributed.failures import numbered
 from ..distributed.world import World
 from ..errors import ReplicaError, ReplicaWarning
+from ..wording import by_number, some_ranks
 from .gradient_norm import local_tensor
 from .state import ModelState
 
@@ -60,11 +60,11 @@ class Difference:
         first, *others = self.names
         more = f" and {len(others)} more" if others else ""
         if self.ranks == self.replicas:
-            who = f"{numbered(self.replicas)} hold different values of"
+            who = f"{some_ranks(self.replicas)} hold different values of"
         else:
             usual = tuple(rank for rank in self.replicas if rank not in self.ranks)
-            holds = "holds" if len(self.ranks) == 1 else "hold"
-            who = f"{numbered(self.ranks)} {holds} other values than {numbered(usual)} of"
+            holds = by_number(self.ranks, "holds", "hold")
+            who = f"{some_ranks(self.ranks)} {holds} other values than {some_ranks(usual)} of"
         return f"{who} {first}{more}"
 
 
@@ -100,7 +100,7 @@ class Replicas:
         return own if self.state.is_whole() else _first(own, world)
 
     def _held(self) -> tuple[list[_Held], str]:
-        """Return what this rank has in common with others, by group of ranks, or why that can't be compared."""
+        """Return this rank's replicated values, by group of ranks, or why they can't be compared."""
         if any(map(_trains_alone, self.models)):
             return [], _ALONE
         try:
@@ -158,7 +158,7 @@ def _trains_alone(model: torch.nn.Module) -> bool:
 
 
 def unwrapped(models: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, torch.nn.Module, str]]:
-    """Iterate over ``models``, what is inside of DDP, and what tells the names of several models apart."""
+    """Iterate over ``models``, their modules inside of DDP, and a suffix to name one of several models."""
     for number, model in enumerate(models):
         inner = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
         yield model, inner, f" of model {number}" if len(models) > 1 else ""

@@ -1,4 +1,4 @@
-"""Parameters that every rank holds, or a replica of whose shard, beside sharded ones: equal, and their gradients too.
+"""Parameters, or shards of them, replicated beside those of ``fully_shard``: equal, with averaged gradients.
 
 ``fully_shard`` reduces the gradients of its own parameters; these here are averaged at the end of each backward pass.
 """
@@ -23,6 +23,7 @@ from ..errors import PreparationError
 from ..nested import recursively_apply
 from ..torch_private.fsdp import sharded_parameters
 from ..torch_private.modules import call_after_backward, current_backward
+from ..wording import some_ranks
 from .gradient_norm import local_tensor
 from .layout import sharded_axes
 
@@ -284,7 +285,7 @@ class ReplicaGradients:
                 _add_unit_hooks(unit, before, held, self._queue)
 
     def is_alone(self) -> bool:
-        """Return whether replicas are trained beside shards that aren't, and the pass that comes is complete."""
+        """Return whether replicas are trained beside frozen shards, and the next pass is complete."""
         return (
             self._group is not None
             and bool(self._reduced)
@@ -363,10 +364,10 @@ class ReplicaGradients:
         wrong = [name for name, differs in zip(whole, apart.tolist(), strict=True) if differs]
         if wrong:
             raise PreparationError(
-                f"The gradient of {wrong[0]!r} ({len(wrong)} of {len(whole)} parameters) differs between ranks "
-                f"{self._mesh.ranks('tp')}, which share their samples, so that their copies of it would drift apart. "
-                "Where each sees a part of the sequence, shard the module by SequenceParallel; where they were given "
-                "different samples, let prepare() have the loader."
+                f"The gradient of {wrong[0]!r} ({len(wrong)} of {len(whole)} parameters) differs between "
+                f"{some_ranks(self._mesh.ranks('tp'))}, which share their samples, so that their copies of it would "
+                "drift apart. Where each sees a part of the sequence, shard the module by SequenceParallel; where they "
+                "were given different samples, let prepare() have the loader."
             )
 
 

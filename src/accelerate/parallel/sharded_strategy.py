@@ -81,7 +81,7 @@ class ShardedStrategy(Strategy, ABC):
             self._require_all()
 
     def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register the hooks that bring matrices together for an optimizer that needs them whole.
+        """Register the hooks that gather matrices for an optimizer of whole matrices.
 
         Raises:
             PreparationError: ``optimizer`` would keep the state of sharded weights in bf16 in few bits.
@@ -117,7 +117,7 @@ class ShardedState(ModelState[Owner], ABC):
 
     @property
     def access(self) -> StateAccess:
-        """The object through which checkpoints read and load state, that of optimizers of whole matrices included."""
+        """The access of checkpoints to the state, including optimizers of whole matrices."""
         return InPlace(self.named_parameters, canonical_name, before_gathering=shard_state)
 
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:
@@ -153,6 +153,9 @@ def _is_trained(unit: FSDPModule) -> bool:
 @contextmanager
 def without_reduction(model: torch.nn.Module, unreduced: set[int]) -> Iterator[None]:
     """Enter a context in which the modules under ``fully_shard`` reduce nothing; ``unreduced`` holds the model's id."""
+    if id(model) in unreduced:  # the context around this one ends it
+        yield
+        return
     units = outer_units(model)
     for unit in units:
         unit.set_requires_gradient_sync(False)

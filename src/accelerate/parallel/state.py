@@ -73,7 +73,7 @@ class ModelState(ABC, Generic[Owner]):
     @property
     def access(self) -> StateAccess:
         """The object through which checkpoints read and load the state of prepared models and their optimizers."""
-        return InPlace(self.named_parameters, canonical_name)
+        return InPlace(self.named_parameters, canonical_name, broadcasting=self.strategy.broadcasting)
 
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
@@ -87,7 +87,7 @@ class ModelState(ABC, Generic[Owner]):
 
     @property
     def gradients(self) -> GradientHolder | None:
-        """The object through which the gradients between two updates are saved; None where an engine keeps them."""
+        """The access for saving gradients between two updates; None if an engine keeps them."""
         return None
 
     @property

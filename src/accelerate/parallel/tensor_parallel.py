@@ -176,7 +176,7 @@ def _chosen(
 
 
 def _refuse_odd_lengths(size: int) -> Callable[..., None]:
-    """Return a hook that raises unless the ranks divide the sequence, which torch takes for granted."""
+    """Return a hook that raises unless the ranks divide the sequence evenly, as torch assumes."""
 
     def check(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if inputs and inputs[0].ndim > 1 and inputs[0].shape[1] % size:
@@ -297,7 +297,7 @@ class _TensorParallelState(ShardedState[TensorParallel]):
     def checkpoint_state(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
     ) -> StrategyState:
-        """Return gathered state, which is written to the same files as that of one process."""
+        """Return the gathered state, to be written to the same files as a single process's."""
         inner = [] if model_only else list(map(inner_optimizer, optimizers))
         return gathered_state(self.access, models, inner, self.strategy.world.is_local_main)
 

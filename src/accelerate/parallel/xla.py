@@ -225,7 +225,7 @@ class _XlaState(ModelState[XlaDevices]):
 
 @final
 class XlaPrefetch:
-    """The transfer of batches to the device, which runs what was recorded so far while the next batch is copied."""
+    """The transfer of batches to the device: it runs the recorded program while the next batch is copied."""
 
     def __init__(self, strategy: XlaDevices) -> None:
         self._strategy = strategy

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
+    from ..settings.megatron import MegatronOptions
     from .deepspeed import DeepSpeedPlugin
     from .fsdp import FullyShardedDataParallelPlugin
     from .handlers import TorchDynamoPlugin
-    from .megatron import MegatronLMPlugin
     from .parallelism import ParallelismConfig, TorchTensorParallelPlugin
     from .recompute import ActivationCheckpointing
 
@@ -24,7 +24,7 @@ class Plugins:
 
     fsdp: FullyShardedDataParallelPlugin | None = None
     deepspeed: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
-    megatron: MegatronLMPlugin | None = None
+    megatron: MegatronOptions | None = None
     parallelism: ParallelismConfig | None = None
     dynamo: TorchDynamoPlugin | None = None
     torch_tp: TorchTensorParallelPlugin | None = None

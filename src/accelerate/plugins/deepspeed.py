@@ -23,6 +23,7 @@ from ..settings.deepspeed import DeepSpeedOptions
 from ..settings.fp8 import MSAMP_IS_GONE
 from .fsdp import get_module_class_from_name
 from .handlers import LaunchedOptions, canonicalize
+from .placeholder import Placeholder
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +121,7 @@ class DeepSpeedPlugin(LaunchedOptions, DeepSpeedOptions):
                 setattr(self, name, value)
 
     def _deepspeed_config_checks(self) -> None:
-        """Check that the document leaves to be filled in ("auto") what the launcher's configuration file gives.
+        """Check that values from the launcher's configuration file are "auto" in the document.
 
         Raises:
             SettingError: an entry is given in both, or would be ignored because the document has no such entry.
@@ -417,8 +418,10 @@ def _document(given: str | os.PathLike[str] | Mapping[str, object]) -> dict[str,
 # Placeholders for the optimizer and the schedule that DeepSpeed makes from its own configuration
 
 
-class DummyOptim:
+class DummyOptim(Placeholder):
     """A placeholder for the optimizer that DeepSpeed makes from its own configuration."""
+
+    role, engine, asked_by = "optimizer", "DeepSpeed", "deepspeed"
 
     def __init__(self, params: object, lr: float = 0.001, weight_decay: float = 0, **kwargs: object) -> None:
         self.params = params
@@ -427,8 +430,10 @@ class DummyOptim:
         self.kwargs = kwargs
 
 
-class DummyScheduler:
+class DummyScheduler(Placeholder):
     """A placeholder for the scheduler that DeepSpeed makes from its own configuration."""
+
+    role, engine, asked_by = "scheduler", "DeepSpeed", "deepspeed"
 
     def __init__(
         self,

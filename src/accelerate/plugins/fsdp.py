@@ -56,7 +56,7 @@ _RESHARDS: Final = {
 
 @dataclass
 class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
-    """The options of FSDP: what is sharded, in which units and precision, and how it is saved.
+    """The options of FSDP: sharding, wrap units, precision, and saving.
 
     After construction names have become torch's objects, those that the chosen version takes; what belongs
     to the other version is None.
@@ -274,7 +274,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
         return _torch_fsdp().MixedPrecisionPolicy if self._is_version_2 else _torch_fsdp().MixedPrecision
 
     def validate_mixed_precision_policy(self) -> None:
-        """Check that ``mixed_precision_policy`` is of the class that the chosen version takes."""
+        """Check that ``mixed_precision_policy`` has the class for the chosen version."""
         wanted = self._policy_class
         if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, wanted):
             raise SettingError(
@@ -299,7 +299,7 @@ class FullyShardedDataParallelPlugin(LaunchedOptions, FsdpOptions):
             self.cpu_offload = _torch_fsdp().OffloadPolicy()
 
     def validate_cpu_offload(self) -> None:
-        """Check that ``cpu_offload`` is of the class that the chosen version takes."""
+        """Check that ``cpu_offload`` has the class for the chosen version."""
         wanted = _torch_fsdp().OffloadPolicy if self._is_version_2 else _torch_fsdp().CPUOffload
         if not isinstance(self.cpu_offload, wanted):
             raise SettingError(

@@ -77,7 +77,7 @@ def argument(options: OptionGroup, name: str) -> Source:
 
 
 class LaunchedOptions(OptionGroup):
-    """The base of option classes that take what their constructor wasn't given from the launcher's environment."""
+    """The base of option classes that take unset values from the launcher's environment."""
 
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
@@ -116,7 +116,7 @@ class AutocastKwargs(AutocastOptions, KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(GradScalerOptions, KwargsHandler):
-    """Arguments of ``torch.amp.GradScaler``, which scales the loss so that fp16 gradients don't underflow."""
+    """Arguments of ``torch.amp.GradScaler``, which scales the loss to prevent underflow of fp16 gradients."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class ProfileKwargs(ProfileOptions, KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(AccumulationOptions, KwargsHandler):
-    """The number of micro-batches per step, and what that means for schedulers and loader ends."""
+    """The number of micro-batches per step, and its effect on schedulers and loader ends."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,8 +25,9 @@ class PreemptionPolicy(LaunchedOptions, PreemptionOptions):
         notice_file: a file whose appearance (or change) is a notice.
         notice_url: an address that gives a notice, as the metadata of a cloud's instance do: any answer with status
             200 but an empty one, ``NONE`` and ``FALSE``. It is asked every five seconds by one rank of each host.
-        finish_evaluation: whether a notice inside of an evaluation waits for its end, which may take longer than the
-            grace period. Otherwise the evaluation is left, and a resumed run doesn't repeat it.
+        finish_evaluation: whether a notice inside of an evaluation waits for its end even if that takes longer than the
+            grace period. Otherwise an evaluation that half of the grace period doesn't suffice for is left, and a
+            resumed run doesn't repeat it: what it would have drawn at random isn't drawn.
         exit_code: of the run, after it has saved. 75 (EX_TEMPFAIL) is what the launcher knows as "start me again", and
             after which alone the batch script that it writes for Slurm queues the job again.
     """

@@ -16,7 +16,7 @@ SavePolicy: TypeAlias = Callable[..., Any]
 
 @dataclass
 class ActivationCheckpointing(RecomputeOptions, KwargsHandler):
-    """The modules that compute their activations again in the backward pass, and which of these are kept.
+    """Activation checkpointing: the modules to recompute in the backward pass, and the results to keep.
 
     ``modules`` is a regular expression for whole module names, or a list of modules, classes and class names; None
     chooses FSDP's wrap units, or the blocks that the model repeats. ``save_ops`` lists operators whose results are

@@ -77,7 +77,7 @@ class Precision(ABC):
 
 @final
 class FullPrecision(Precision):
-    """The precision of a model that computes in the dtypes that it has."""
+    """The precision of a model that computes in its own dtypes."""
 
     @property
     def label(self) -> str:

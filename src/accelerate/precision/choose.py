@@ -26,6 +26,7 @@ def choose(
     shards_over: World | None = None,
     fp8: Fp8Request | None = None,
     parameter_dtype: torch.dtype | None = None,
+    has_bf16: bool | None = None,
 ) -> Precision:
     """Return the precision for ``label`` (no, fp16, bf16, fp8) on ``device_type``.
 
@@ -33,6 +34,7 @@ def choose(
         shards_over: the processes over which gradients are sharded; None where each has whole gradients.
         fp8: the backend and recipes of fp8; without them nothing is converted, and only the rest computes in bf16.
         parameter_dtype: what prepared models are made of, parameters and all; it excludes mixed precision.
+        has_bf16: whether the device computes in bfloat16, where the caller knows better than its row in the table.
 
     Raises:
         SettingError: the device can't compute in that precision.
@@ -43,7 +45,10 @@ def choose(
     if label == "no":
         return FullPrecision()
     if label == "bf16":
-        _refuse_bf16_without_hardware(device_type)
+        if not (kind_of(device_type).supports_bf16() if has_bf16 is None else has_bf16):
+            raise SettingError(
+                f"mixed_precision='bf16': this {device_type} device can't compute in bfloat16. Use 'fp16' or 'no'."
+            )
         return AutocastPrecision("bf16", device_type, handler=autocast_handler)
     if label == "fp16":
         kwargs = scaler_handler.to_kwargs() if scaler_handler else {}
@@ -81,13 +86,6 @@ def _fp8(request: Fp8Request, device_type: str, handler: AutocastKwargs | None) 
 
     recipe = recipe or request.functions("TERecipeKwargs")()
     return TePrecision(device_type, recipe, request.functions, handler=handler)
-
-
-def _refuse_bf16_without_hardware(device_type: str) -> None:
-    if not kind_of(device_type).supports_bf16():
-        raise SettingError(
-            f"mixed_precision='bf16': this {device_type} device can't compute in bfloat16. Use 'fp16' or 'no'."
-        )
 
 
 def _sharded(world: World, kwargs: dict[str, object]) -> torch.amp.GradScaler:

@@ -52,7 +52,7 @@ class Fp8Request:
 
 
 def choose_backend(request: Fp8Request) -> str:
-    """Return AO or TE: that of the given recipe, else the one asked for, else the first that is installed.
+    """Return AO or TE: the given recipe's backend, else the requested one, else the first installed.
 
     Raises:
         SettingError: recipes for two backends.

@@ -13,6 +13,7 @@ from torch import distributed as dist
 from ..errors import PreparationError
 from ..modules import is_sharded
 from ..optional import require, torchao_required
+from ..torch_private.distributed import all_gather_single
 from .base import HOLDS_OTHERS, OTHER_KIND, report_conversion
 from .fp8 import Fp8Functions, Fp8Precision
 
@@ -40,7 +41,7 @@ def filter_linear_layers(module: torch.nn.Module, fqn: str, layers_to_filter: Se
 
 
 def filter_first_and_last_linear_layers(module: torch.nn.Module, fqn: str) -> bool:
-    """Return whether the layer ``fqn`` is converted, where ``module`` is the model whose first and last layer stay."""
+    """Return whether to convert layer ``fqn`` of the model ``module``: all linear layers but the first and last."""
     return filter_linear_layers(module, fqn, layers_to_filter=find_first_last_linear_layers(module))
 
 
@@ -119,7 +120,7 @@ class AoPrecision(Fp8Precision):
             self._refuse_sharded(model)
 
     def _refuse_sharded(self, model: torch.nn.Module) -> None:
-        """Raise if a layer that would be converted is sharded: what gathers it would stay with the layer it replaces.
+        """Raise if a layer to convert is sharded: its gathering would stay with the replaced layer.
 
         Raises:
             PreparationError: the first of these layers.
@@ -191,8 +192,7 @@ class _ByteGather:
         """All-gather ``input_tensor`` of all ranks into ``output_tensor`` (with ``async_op``, return the work to wait
         for).
         """
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        return gather(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group=group, async_op=async_op)
+        return all_gather_single(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group, async_op)
 
 
 def _precompute_scales(model: torch.nn.Module, *_: object) -> None:

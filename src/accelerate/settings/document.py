@@ -185,18 +185,23 @@ class _Reader:
         values.setdefault("run.mixed_precision", ("fp16" if wanted else "no", Source("file", entry.location)))
 
     def _warnings_of(self, entry: Entry, section: str) -> list[str]:
-        """Explain a section's key that no option has; return [] where another program may know it.
+        """Explain a section's unknown key; return [] if it may belong to another program.
 
         Sections of all releases hold such keys, and the launches went on.
+
+        Raises:
+            SettingError: the key is a misspelt one, or that of another section: its value would be lost.
         """
         name = f"{section}.{entry.key}"
         if name in OLD_KEYS:
             return [f"`{name}` ({entry.location}): {OLD_KEYS[name]}"]
-        near = nearest(entry.key, self.known[section], cutoff=0.85 if section == FOREIGN_SECTION else 0.6)
-        if section == FOREIGN_SECTION and near is None:
-            return []
-        hint = self._elsewhere(entry.key, section) or (f"did you mean `{near}`?" if near else "no option has this name")
-        return [f"`{name}` ({entry.location}): {hint}"]
+        near = nearest(entry.key, self.known[section], cutoff=0.85)
+        hint = self._elsewhere(entry.key, section) or (f"did you mean `{near}`?" if near else "")
+        if hint:
+            raise SettingError(
+                f"{entry.location}: unknown key `{entry.key}` in `{section}`.{_sentence(hint)} Correct or remove it."
+            )
+        return [] if section == FOREIGN_SECTION else [f"`{name}` ({entry.location}): no option has this name"]
 
     def _elsewhere(self, key: str, section: str | None) -> str:
         owners = (name for name, keys in self.known.items() if name and name != section and key in keys)
@@ -210,12 +215,15 @@ class _Reader:
         cutoff = 0.8 if entry.key.endswith("_config") else 0.6
         near = nearest(entry.key, [*self.known[None], *sections], cutoff=cutoff)
         hint = self._elsewhere(entry.key, None) or (f"did you mean `{near}`?" if near else "")
-        hint = f" {hint[0].upper()}{hint[1:].removesuffix('?')}{'?' if hint.endswith('?') else '.'}" if hint else ""
         keys = {option.key for _, option in self.known[None].values() if option.key}
         return SettingError(
-            f"{entry.location}: unknown key `{entry.key}`.{hint} Correct or remove it; a newer version of accelerate "
-            f"may know it. Known keys at the top level: {', '.join(sorted(keys.union(sections)))}."
+            f"{entry.location}: unknown key `{entry.key}`.{_sentence(hint)} Correct or remove it; a newer version of "
+            f"accelerate may know it. Known keys at the top level: {', '.join(sorted(keys.union(sections)))}."
         )
+
+
+def _sentence(hint: str) -> str:
+    return f" {hint[0].upper()}{hint[1:].removesuffix('?')}{'?' if hint.endswith('?') else '.'}" if hint else ""
 
 
 def _spellings(group: str, option: OptionInfo) -> list[str]:

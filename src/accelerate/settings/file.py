@@ -59,7 +59,7 @@ def load(path: str | Path) -> Settings:
 
 
 def parse(document: Mapping[str, object], where: str) -> Settings:
-    """Return the settings that the content of a configuration file describes; `where` names it in errors."""
+    """Return the settings in the content of a configuration file; `where` names the file in errors."""
     return collect({}, {}, file=layer_of_mapping(document, where))
 
 

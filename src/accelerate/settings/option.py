@@ -186,7 +186,7 @@ class OptionInfo:
         raise self.error_of(raw, source)
 
     def error_of(self, raw: object, source: Source) -> SettingError:
-        """Return the error that says which value was given, by which source, and which are legal."""
+        """Return the error with the given value, its source, and the legal values."""
         shown = "***" if self.secret else repr(raw)
         message = f"`{self.spelling(source)}` cannot be {shown} ({source}). Give {self.legal()}."
         if self.choices is not None:
@@ -213,7 +213,7 @@ class OptionInfo:
         return f"{name}={value}" if source.kind in ("environment", "argument") else f"{name}: {value}"
 
     def write(self, value: object) -> str | None:
-        """Return the text that `read` converts back to `value`; None for a Python object, which has none."""
+        """Return the text that `read` converts back to `value`; None for a Python object without one."""
         if value is None:
             return None
         if isinstance(value, Enum):

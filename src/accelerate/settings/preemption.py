@@ -29,7 +29,9 @@ class PreemptionOptions(OptionGroup, title="Preemption", env="ACCELERATE_", flag
     notice_url: str | None = option(
         None, "An address whose answer is a notice of preemption, such as that of a cloud's instance.", quiet=True
     )
-    finish_evaluation: bool = option(False, "A notice inside of an evaluation waits for its end.", flag=None, env=None)
+    finish_evaluation: bool = option(
+        False, "A notice inside of an evaluation waits for its end, however long it takes.", flag=None, env=None
+    )
     exit_code: int = option(
         PREEMPTED_EXIT_CODE, "The exit code of a run that has saved.", flag=None, env=None, minimum=1, maximum=125
     )

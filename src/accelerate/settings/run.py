@@ -206,7 +206,7 @@ def _file_layer(file: Layer, flags: Mapping[str, object]) -> Layer:
 
 
 def _environment_layer(environ: Mapping[str, str]) -> Layer:
-    """Decode the groups that are always there; a bad value of a group that isn't in use has to do no harm."""
+    """Decode the groups that are always present; a bad value in an unused group does no harm."""
     layer: dict[str, tuple[Any, Source]] = {}
     for group, cls in GROUPS.items():
         if group not in CONDITIONS:
@@ -336,7 +336,7 @@ def _convert_reshard_for_version_1(settings: Settings) -> None:
 
 
 def _unused_options(settings: Settings, layers: list[Layer]) -> list[str]:
-    """Describe what was given to `accelerate launch` for an engine that isn't used."""
+    """Describe options given to `accelerate launch` for an unused engine."""
     _, flags, file, _ = layers
     unused: dict[str, list[str]] = {}
     for address, (_, source) in (*flags.items(), *file.items()):
@@ -362,6 +362,9 @@ def _unused_options(settings: Settings, layers: list[Layer]) -> list[str]:
     of_tpu = [f"`{source.where}`" for address, (value, source) in flags.items() if address.startswith("tpu.") and value]
     if of_tpu and not on_tpu:
         remarks.append(f"{', '.join(of_tpu)}: no TPU is used (it is turned on by `--tpu`)")
+    names_devices = (launch.gpu_ids or "all").strip().lower() != "all"
+    if names_devices and (settings.run.use_cpu or launch.distributed_type == "MULTI_CPU"):
+        remarks.append(f"{settings.quote('launch.gpu_ids')}: the run is on the CPU")
     of_file = [settings.source_of(f"launch.{name}").kind == "file" for name in ("distributed_type", "num_processes")]
     if launch.distributed_type == "NO" and all(of_file) and (launch.num_processes or 1) > 1:
         remarks.append(
@@ -373,7 +376,7 @@ def _unused_options(settings: Settings, layers: list[Layer]) -> list[str]:
 
 
 def _unused_in_fsdp(settings: Settings) -> list[str]:
-    """Describe FSDP options that have no effect beside the others; an object that the caller built isn't checked."""
+    """Describe FSDP options without effect beside the others; an object built by the caller isn't checked."""
     fsdp = settings.fsdp
     if fsdp is None or settings.source_of("fsdp.fsdp_version").kind == "argument":
         return []

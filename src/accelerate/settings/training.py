@@ -37,6 +37,11 @@ class DataLoaderOptions(OptionGroup, title="Data loaders"):
         False,
         "Draw the augmentation of a sample from its seed, epoch and place alone: the same on any number of ranks.",
     )
+    reseed_workers: bool = option(
+        True,
+        "Seed the random streams of data workers anew for every batch, so that a resumed run draws alike; "
+        "False: workers draw as in torch's own loader.",
+    )
     already_sharded: bool | None = option(
         None,
         "Each process's loader reads its own part of the data already, so nothing is divided; None: find out.",

@@ -156,14 +156,14 @@ class Settings:
         return f"`{option.spell(shown, source)}` ({source})"
 
     def value_of(self, option: OptionInfo) -> Any:
-        """Return the value of an option of whichever group has it; its default where that group is not in use."""
+        """Return the value of an option from any group; its default if the group is not in use."""
         for group, options in self.groups():
             if option in options_of(GROUPS[group]):
                 return getattr(options, option.name)
         return option.default
 
     def values_of_flags(self) -> dict[str, Any]:
-        """Return the values of all launch flags that somebody gave, and of those that every launch decides.
+        """Return the values of all given launch flags, and of those that every launch decides.
 
         A flag of several groups has the value that was given to one in use.
         """

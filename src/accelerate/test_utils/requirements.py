@@ -1,4 +1,4 @@
-"""Decorators that skip a test, or a class of tests, where a device, version or package that it needs is missing."""
+"""Decorators that skip a test, or a class of tests, without the required device, version or package."""
 
 from __future__ import annotations
 

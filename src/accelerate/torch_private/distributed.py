@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FileStore", "GradBucket", "PrefixStore", "Store", "TCPStore",
-    "KEYS_PER_REQUEST", "second_connection", "set_keys", "get_keys", "shard_locally", "shard_offset", "default_store",
-    "flattened", "find_tensors", "forget_comm_hooks", "concatenated", "gradient_order", "has_stateful_comm_hook",
-    "flight_records", "ranks_of_group", "overlap_tensor_parallel", "set_ring_rotation", "synchronize_buffers",
+    "KEYS_PER_REQUEST", "all_gather_single", "second_connection", "set_keys", "get_keys", "shard_locally",
+    "shard_offset", "default_store", "flattened", "find_tensors", "forget_comm_hooks", "concatenated",
+    "gradient_order", "has_stateful_comm_hook", "flight_records", "ranks_of_group", "overlap_tensor_parallel",
+    "set_ring_rotation", "synchronize_buffers",
 ]  # fmt: skip
 
 KEYS_PER_REQUEST: Final = 1024
@@ -62,6 +63,17 @@ def ranks_of_group(name: str) -> list[int]:
         return []
 
 
+def all_gather_single(
+    output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None, async_op: bool
+) -> dist.Work | None:
+    """Gather ``part`` of all ranks into ``output``, under the name that this torch has for it.
+
+    torch 2.13 renamed ``all_gather_into_tensor``, and warns about the old name.
+    """
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, part, group=group, async_op=async_op)
+
+
 def second_connection(store: Store) -> Store:
     """Return the same store over a connection of its own.
 
@@ -78,7 +90,7 @@ def second_connection(store: Store) -> Store:
 
 
 def set_keys(store: Store, values: Mapping[str, str]) -> None:
-    """Set many keys, by a request for each 1,024, where the store can do that."""
+    """Set many keys, by a request for each 1,024, if the store can."""
     for keys in _batches(list(values)):
         store.multi_set(keys, [values[key] for key in keys])  # pyright: ignore[reportAttributeAccessIssue]
 

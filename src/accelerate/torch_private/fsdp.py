@@ -68,7 +68,7 @@ def hybrid_without_resharding() -> ShardingStrategy:
 def modules_of_policy(
     policy: object, model: torch.nn.Module, ignored: set[torch.nn.Module]
 ) -> Iterable[torch.nn.Module] | None:
-    """Return the modules that a policy object of torch's wraps; None where ``policy`` is no such object."""
+    """Return the modules wrapped by torch's policy object; None if ``policy`` is no such object."""
     run: Callable[..., Any] | None = getattr(policy, "_run_policy", None)
     return run(model, ignored, {}) if callable(run) else None
 
@@ -114,6 +114,12 @@ def parts_of_flat(handle: FlatParamHandle) -> Iterator[FlatPart]:
         begin += size
 
 
+@uses(f"{_FLAT}:._param_infos")
+def flattened_modules(root: FullyShardedDataParallel) -> set[torch.nn.Module]:
+    """Return the modules whose parameters lie in flat ones."""
+    return {info.module for _, handle in _handles(root) for info in handle.flat_param._param_infos}
+
+
 @uses(f"{_FLAT}:._local_shard", f"{_FLAT}:.process_group")
 def flat_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, int]:
     """Return this rank's shard of the unit's flat parameter in full precision, and where in it the shard begins."""
@@ -127,7 +133,7 @@ def flat_shard(handle: FlatParamHandle) -> tuple[torch.Tensor, int]:
 
 
 @uses(f"{_RUNTIME}:._buffer_name_to_orig_dtype")
-def buffer_dtypes(root: FullyShardedDataParallel) -> dict[str, torch.dtype]:
+def buffer_dtypes(root: torch.nn.Module) -> dict[str, torch.dtype]:
     """Return by name the dtypes that buffers had before a mixed precision changed them."""
     return dict(getattr(root, "_buffer_name_to_orig_dtype", None) or {})
 
@@ -146,7 +152,7 @@ def reshard_flat(module: FullyShardedDataParallel) -> None:
 
 
 @uses(f"{_FLAT}:._params", f"{_FLAT}:._shared_params")
-def all_flat_parameters(root: FullyShardedDataParallel) -> dict[torch.Tensor, None]:
+def all_flat_parameters(root: torch.nn.Module) -> dict[torch.Tensor, None]:
     """Return the flat parameters, and the user's own ones that are views into them."""
     flats = [handle.flat_param for _, handle in _handles(root)]
     return dict.fromkeys(p for flat in flats for p in (flat, *(flat._params or ()), *(flat._shared_params or ())))
@@ -253,7 +259,7 @@ def _data(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Set ``parameter.grad`` to ``gradient``, which may be unsharded where the parameter is a shard, as in torch."""
+    """Set ``parameter.grad``; as in torch, ``gradient`` may be unsharded while the parameter is a shard."""
     if gradient is not None and (gradient.shape, gradient.dtype) != (parameter.shape, parameter.dtype):
         parameter.grad = torch.empty_like(parameter)
         parameter.grad.data = gradient
@@ -308,7 +314,7 @@ def reset_flat_runtime(root: FullyShardedDataParallel) -> None:
     root._exec_order_data.handles_post_forward_order.clear()
 
 
-def _handles(root: FullyShardedDataParallel) -> Iterator[tuple[FullyShardedDataParallel, FlatParamHandle]]:
+def _handles(root: torch.nn.Module) -> Iterator[tuple[FullyShardedDataParallel, FlatParamHandle]]:
     """Yield the states of the units that hold parameters, each with the handle of its flat parameter."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -463,9 +469,14 @@ def awaits_backward(model: FSDPModule) -> bool:
 
 
 @uses(f"{_STATE}:FSDPState._root_post_backward_final_callback")
-def reduce_sharded_gradients(model: FSDPModule) -> None:
-    """Reduce-scatter the gradients, as torch does after the backward of a batch."""
-    _state_of(model)._root_post_backward_final_callback()
+def reduce_sharded_gradients(stage: FSDPModule) -> None:
+    """Reduce-scatter the gradients of a pipeline's stage, as torch does after the backward of a batch."""
+    finalize: Callable[[], None] | None = getattr(stage, "finalize_backward", None)
+    if finalize is None:
+        _state_of(stage)._root_post_backward_final_callback()
+        return
+    # From torch 2.15 on the callback reduces nothing in a stage: a stage turns on manual finalization in its forward.
+    finalize()
 
 
 @uses(f"{_STATE}:._mp_policy")
@@ -476,7 +487,7 @@ def mixed_precision_policy(module: FSDPModule) -> MixedPrecisionPolicy:
 
 @uses("torch.nn.modules.module:._forward_hooks", "torch.nn.modules.module:._forward_pre_hooks")
 def suspend_fsdp_hooks(module: Any) -> Restore:
-    """Remove the unit's own hooks, so that it neither unshards nor reshards; return a function that restores them."""
+    """Remove the unit's own unshard and reshard hooks; return a function that restores them."""
     state = _state_of(module)
     removed: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for hooks in (module._forward_pre_hooks, module._forward_hooks):

@@ -36,6 +36,13 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+@uses("torch._tensor:._backward_hooks", "torch._tensor:._post_accumulate_grad_hooks")
+def gradient_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
+    """Return what is called with the parameter's gradient, and after it is accumulated."""
+    kept = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return [hook for hooks in kept for hook in (hooks or {}).values()]
+
+
 @uses("torch._C:._version")
 def num_changes(tensor: torch.Tensor) -> int:
     """Return how often operations have changed ``tensor`` in place, which autograd counts; not through ``.data``."""
@@ -57,14 +64,15 @@ def call_after_backward(function: Callable[[], None]) -> None:
 @uses("torch._ops:._schema")
 def draws_numbers(operator: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Return whether a call of ``operator`` draws random numbers; attention draws none without dropout."""
-    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+    if not isinstance(operator, torch._ops.OpOverload):
         return False
-    assert isinstance(operator, torch._ops.OpOverload)  # only they have tags
-    for position, argument in enumerate(operator._schema.arguments):
+    arguments = operator._schema.arguments
+    for position, argument in enumerate(arguments):
         if argument.name == "dropout_p":
             given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
             return given != 0.0
-    return True
+    # Not all that take a generator have the tag (random_, binomial).
+    return torch.Tag.nondeterministic_seeded in operator.tags or any(each.name == "generator" for each in arguments)
 
 
 @uses("torch:_has_compatible_shallow_copy_type")
@@ -130,7 +138,7 @@ def has_running_iterator(loader: object) -> bool:
 
 @uses("torch.utils.data.sampler:._num_samples")
 def requested_num_samples(sampler: RandomSampler) -> int | None:
-    """Return the number of samples that ``sampler`` was asked to draw; None where it draws all of its data."""
+    """Return the number of samples requested of ``sampler``; None if it draws all of its data."""
     return sampler._num_samples
 
 
@@ -156,9 +164,9 @@ def move_each(tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], wei
 
 
 @uses(("torch:_foreach_norm", "self, ord, dtype"))
-def norm_of_each(tensors: Sequence[torch.Tensor], norm_type: float) -> Sequence[torch.Tensor]:
-    """Return the norm of each tensor."""
-    return torch._foreach_norm(tensors, norm_type)  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
+def norm_of_each(tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """Return the norm of each tensor, in ``dtype``."""
+    return torch._foreach_norm(tensors, norm_type, dtype)  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
 
 
 @uses(("torch:_amp_foreach_non_finite_check_and_unscale_", "self, found_inf, inv_scale"))
@@ -183,6 +191,28 @@ def has_scaled_gradients(scaler: torch.amp.GradScaler, optimizer: torch.optim.Op
     from torch.amp.grad_scaler import OptState
 
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+
+
+@uses("torch.amp.grad_scaler:OptState.STEPPED", "torch.amp.grad_scaler:._per_optimizer_states")
+def has_stepped(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``scaler.step(optimizer)`` has been called since the last update."""
+    from torch.amp.grad_scaler import OptState
+
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED
+
+
+@uses("torch.amp.grad_scaler:._per_optimizer_states")
+def step_again(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Let ``scaler`` take further gradients of ``optimizer`` as scaled; the next update still knows of its overflow."""
+    states: Any = scaler._per_optimizer_states
+    states[object()] = states.pop(id(optimizer))
+
+
+@uses("torch.amp.grad_scaler:._scale")
+def loss_scale(scaler: torch.amp.GradScaler) -> torch.Tensor:
+    """Return a copy of the scale, without waiting for the device; it exists from the first scaled loss on."""
+    assert scaler._scale is not None, "a loss was scaled"
+    return scaler._scale.clone()
 
 
 @uses(("torch.amp.grad_scaler:GradScaler._found_inf_per_device", "self, optimizer"))
@@ -212,6 +242,13 @@ def set_step_hooks(optimizer: torch.optim.Optimizer, before: StepHooks, after: S
     """Replace the hooks that :func:`step_hooks` returns."""
     optimizer._optimizer_step_pre_hooks = before
     optimizer._optimizer_step_post_hooks = after
+
+
+@uses("torch.optim.optimizer:._optimizer_load_state_dict_pre_hooks")
+def adapts_state(optimizer: object) -> bool:
+    """Return whether ``optimizer`` may change the state dicts that it loads: by a method of its own, or by hooks."""
+    is_plain = getattr(type(optimizer), "load_state_dict", None) is torch.optim.Optimizer.load_state_dict
+    return not is_plain or bool(getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None))
 
 
 @uses("torch.optim.lr_scheduler:._step_count")

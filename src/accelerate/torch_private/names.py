@@ -74,7 +74,7 @@ def declare(user: str, *places: str | tuple[str | None, ...]) -> None:
 
 
 def uses(*places: str | tuple[str | None, ...]) -> Callable[[Function], Function]:
-    """Decorate a function that needs these names of torch; without them it raises what to install.
+    """Decorate a function that needs these names of torch; without them it raises with install advice.
 
     Each is the place of a :class:`PrivateName`, or all its fields.
 

@@ -1,4 +1,4 @@
-"""Private names of torch for a world of which one rank is there: groups that talk to nobody, and what waits in them."""
+"""Private names of torch to simulate one rank of a world: groups without communication, and their waiting."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ __all__ = [
     "operator_name", "replicated_module", "returns_tensor", "returns_work_only", "sharded_module", "work_done",
 ]  # fmt: skip
 
-_C10D = "torch._C._distributed_c10d"
 declare(__name__, "torch._ops:OpOverload")
 
 
 @uses("torch.testing._internal.distributed.fake_pg:FakeProcessGroup")
 def fake_backend() -> str:
-    """Return the name of the backend whose groups talk to nobody, which torch's own tests use."""
+    """Return the name of the backend without communication, from torch's own tests."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers)
 
     return "fake"
@@ -68,12 +67,12 @@ def group_of_collective(args: Iterable[object]) -> dist.ProcessGroup | None:
     return None if name is None else resolve(name)
 
 
-@uses(f"{_C10D}:FakeWork")
+@uses(("torch.testing._internal.distributed.multi_threaded_pg:ret_work", "ret"))
 def work_done() -> object:
     """Return the work of a collective that is done already, as operators return it."""
-    from torch._C._distributed_c10d import FakeWork
+    from torch.testing._internal.distributed.multi_threaded_pg import ret_work
 
-    return FakeWork().boxed()
+    return ret_work(None).boxed()
 
 
 # -- shards and replicas -----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ declare(
 
 @uses("torch.storage:._cdata")
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a number that tensors over the same storage have in common, also where it has no address."""
+    """Return a number common to all tensors over the same storage, even without an address."""
     return storage._cdata
 
 

@@ -1,4 +1,4 @@
-"""Trackers: one file per service to which a run is logged, and a JSONL log that is always written."""
+"""Trackers: one file per logging service, and a JSONL log that is always written."""
 
 from __future__ import annotations
 

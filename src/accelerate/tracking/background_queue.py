@@ -36,7 +36,7 @@ class _Item:
 
 @final
 class BackgroundQueue:
-    """A queue of the calls that a tracker has still to make, in order, with a thread of its own that makes them.
+    """A queue of a tracker's outstanding calls, made in order by its own thread.
 
     A call that fails is left out, and so is one for which ``limit_bytes`` leave no room. The first of each kind is
     logged at once, and all are counted at the end.

@@ -123,12 +123,12 @@ class GeneralTracker:
         """Send everything that was logged, and close the run."""
 
     def _leave_thread(self) -> None:
-        """Release what the service keeps for the thread that called ``start``; called there, after ``finish``."""
+        """Release the service's data for the thread that called ``start``; called there, after ``finish``."""
 
 
 @final
 class BlankTracker(GeneralTracker):
-    """A tracker that accepts everything and does nothing, under the name of one that isn't here.
+    """A tracker that accepts everything and does nothing, under the name of a missing one.
 
     Off the main process, and for a service that could not start. Whatever a script calls on it, or on its service's own
     object, does nothing as well.

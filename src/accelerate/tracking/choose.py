@@ -6,8 +6,9 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
+from weakref import WeakSet
 
 from .. import optional
 from ..errors import SettingError
@@ -44,6 +45,8 @@ LOGGER_TYPE_TO_CLASS: Final[dict[str, type[GeneralTracker]]] = {
 }
 #: How long to wait for the queued calls before the service's own object is handed out.
 CATCH_UP_SECONDS: Final = 10.0
+_remarked: Final[WeakSet[GeneralTracker]] = WeakSet()
+_remarked_names: Final[set[str]] = set()
 _SERVICES: Final = frozenset(LOGGER_TYPE_TO_CLASS)
 # What `start` raises because the call is wrong, not because the service is down: better learnt before training begins.
 _MISTAKES: Final = (ImportError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
@@ -202,13 +205,36 @@ def log(
     values: Mapping[str, object],
     step: int | None,
     log_kwargs: Mapping[str, Mapping[str, object]],
+    *,
+    asked: Sequence[object] = (),
 ) -> None:
-    """Queue ``values``, as they are now, for each tracker, after the calls that were queued before. Never raises."""
+    """Queue ``values``, as they are now, for each tracker, after the calls that were queued before. Never raises.
+
+    ``asked`` are the trackers of ``log_with``, to be named where none was started.
+    """
+    trackers = list(trackers)
+    if asked and not trackers and writes_here():
+        _remark_on_missing_start(", ".join(str(getattr(tracker, "name", tracker)) for tracker in asked))
     for tracker in trackers:
         queue = tracker._background_queue
         if queue is not None:
             what = "log" if step is None else f"log at step {step}"
             queue.put(tracker.log, what, values, step=step, **log_kwargs.get(tracker.name, {}))
+        elif not isinstance(tracker, BlankTracker) and tracker not in _remarked:
+            _remarked.add(tracker)
+            logger.warning(
+                "The tracker '%s' doesn't run (before init_trackers(), or after end_training()), so what is logged now "
+                "is left out.", tracker.name,
+            )  # fmt: skip
+
+
+def _remark_on_missing_start(names: str) -> None:
+    if names not in _remarked_names:
+        _remarked_names.add(names)
+        logger.warning(
+            "log() was called before init_trackers(), so %s didn't get the values. Call "
+            "accelerator.init_trackers(project_name) before the first log().", names,
+        )  # fmt: skip
 
 
 def finish(trackers: Iterable[GeneralTracker]) -> None:

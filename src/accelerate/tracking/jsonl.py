@@ -12,9 +12,9 @@ from .base import GeneralTracker, on_main_process, queued
 
 @final
 class JSONLTracker(GeneralTracker):
-    """A tracker that appends all values of the run to ``{logging_dir}/{run_name}.jsonl``, line by line, so that they
-    survive a crash (its thread writes within milliseconds; the rest is written at the exit of the program).
+    """A tracker that appends all values of the run to ``{logging_dir}/{run_name}.jsonl``, line by line.
 
+    They survive a crash: its thread writes within milliseconds, the rest is written at the exit of the program.
     Each line has ``time`` (when it was logged, seconds since 1970) and either ``config`` or the logged values and their
     ``step``.
     A restarted run adds to the file of the first one.

@@ -152,7 +152,7 @@ class MLflowTracker(GeneralTracker):
             self._mlflow.end_run()
 
     def _end_at_exit(self) -> None:
-        """Close a run that is still open at exit, within seconds, and log if that fails."""
+        """Close a run still open at exit, within seconds, and log a failure to do so."""
         with env.patched(MLFLOW_HTTP_REQUEST_TIMEOUT=EXIT_SECONDS, MLFLOW_HTTP_REQUEST_MAX_RETRIES=0):
             try:
                 self._leave_thread()

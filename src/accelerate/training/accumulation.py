@@ -1,4 +1,4 @@
-"""The accumulation state: which backward synchronises, which step updates, which loader is running.
+"""The accumulation state: gradient synchronisation per backward, updates per step, and running loaders.
 
 Each Accelerator owns one gradient state; a loop with two Accelerators, or with two models that accumulate
 differently, keeps one count per model. Loaders report when they start and end, so that the last batch of a loader
@@ -8,7 +8,8 @@ always synchronises.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
@@ -21,6 +22,7 @@ from ..distributed.mesh import TOKEN_AXES, Mesh
 from ..errors import PreparationError, SettingError
 from ..logging import MultiProcessAdapter, get_logger
 from ..torch_private.modules import scale_each
+from .named_models import NamedModels, NamedWindows, WindowKey, overlap
 
 if TYPE_CHECKING:
     from ..plugins.handlers import GradientAccumulationPlugin
@@ -36,6 +38,43 @@ class _Window:
     has_gradients: bool = False  # a backward has run since the window began
 
 
+@final
+class WindowContext(AbstractContextManager[None]):
+    """The context of a micro-batch; at its end the window around it, if there is one, is the current one again.
+
+    Args:
+        outer: the models and the window that were current before; None outside of other windows.
+        unreduced: entered with it.
+    """
+
+    __slots__ = ("_gradient_state", "_outer", "_unreduced", "_windows")
+
+    def __init__(
+        self,
+        gradient_state: GradientState,
+        windows: NamedWindows,
+        outer: tuple[NamedModels, CurrentWindow] | None,
+        unreduced: AbstractContextManager[object],
+    ) -> None:
+        self._gradient_state, self._windows, self._outer, self._unreduced = gradient_state, windows, outer, unreduced
+
+    def __enter__(self) -> None:
+        self._unreduced.__enter__()
+        self._windows.depth += 1
+
+    def __exit__(self, *error: Any) -> bool | None:
+        windows = self._windows
+        windows.depth -= 1
+        if self._outer is not None:  # outside of all of them the last one stays: loops step, and look, after the block
+            windows.current, window = self._outer
+            self._gradient_state.return_to(window)
+        return self._unreduced.__exit__(*error)
+
+
+#: The current window (None: somebody else decides), whether it synchronises, and whether it protects gradients.
+CurrentWindow = tuple[_Window | None, bool, bool]
+
+
 class RunningLoader(Protocol):
     """The attributes of a prepared loader that the gradient state reads while the loader's loop runs."""
 
@@ -47,11 +86,12 @@ class RunningLoader(Protocol):
 class GradientState:
     """The accumulation state of one Accelerator.
 
-    ``GradientState()`` without arguments is the newest one (a new one when there is none), which is what
-    libraries that look for "the" gradient state expect. :meth:`create` always makes a new one.
+    ``GradientState()`` without arguments is the newest one that is in use (a new one when there is none), which is
+    what libraries that look for "the" gradient state expect. :meth:`create` always makes a new one.
     """
 
-    _newest: ClassVar[GradientState | None] = None
+    # Weak: a gradient state goes with the Accelerator, optimizers and loaders that use it.
+    _newest: ClassVar[weakref.ref[GradientState] | None] = None
 
     sync_gradients: bool
     #: Whether ``zero_grad`` would now lose gradients that the current window still needs. A loop may clear at its end,
@@ -67,10 +107,14 @@ class GradientState:
     #: Called with a prepared loader, between its batches; and with True, where a pass over it begins. Where a loop
     #: reads none, called with this state as a micro-batch begins.
     between_batches: Callable[[object, bool], None] | None
+    #: While the update of a gradient scaler waits for optimizers that haven't stepped: called with True before a
+    #: backward, and with False before a save.
+    update_scaler: Callable[[bool], None] | None
+    scaled_optimizers: weakref.WeakSet[Any]  # prepared ones, with a gradient scaler
     nested_seconds: float  # of passes over loaders inside of another loader's pass, as evaluations in the middle are
 
     def __new__(cls, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> GradientState:
-        newest = GradientState._newest
+        newest = None if GradientState._newest is None else GradientState._newest()
         if newest is None:
             return cls.create(gradient_accumulation_plugin)
         if gradient_accumulation_plugin is not None:
@@ -94,9 +138,10 @@ class GradientState:
         gradient_state._num_backwards = gradient_state.num_step_calls = 0
         gradient_state.awaits_step = False
         gradient_state.has_assumed_loader = False
-        gradient_state.between_batches = None
+        gradient_state.between_batches = gradient_state.update_scaler = None
+        gradient_state.scaled_optimizers = weakref.WeakSet()
         gradient_state.nested_seconds = 0.0
-        GradientState._newest = gradient_state
+        GradientState._newest = weakref.ref(gradient_state)
         return gradient_state
 
     _is_xla_gradients_synced: bool
@@ -177,14 +222,38 @@ class GradientState:
         self.protects_gradients = window.has_gradients
         return is_complete
 
+    @property
+    def current(self) -> CurrentWindow:
+        """The current window, for :meth:`return_to`."""
+        return self._window, self.sync_gradients, self.protects_gradients
+
+    def return_to(self, outer: CurrentWindow) -> None:
+        """Make the window around the current one the current one again."""
+        window, sync_gradients, protects_gradients = outer
+        if window is None or window is not self._window:
+            self._window, self.protects_gradients = window, protects_gradients
+            self.sync_gradients = sync_gradients if window is None else window.is_complete
+
     def note_backward(self) -> int:
         """Count a backward in the current micro-batch; return by how many micro-batches its loss is divided."""
+        if self.update_scaler is not None:
+            self.update_scaler(True)
         self._num_backwards += 1
         self.awaits_step = True
         if self._window is not None:
             self._window.has_gradients = True
         self.protects_gradients = not self.sync_gradients
         return self.plugin_kwargs.get("num_steps", 1)
+
+    def finish_window(self) -> None:
+        """Make the update of the gradient scaler that would come before the next backward."""
+        if self.update_scaler is not None:
+            self.update_scaler(False)
+
+    def has_unfinished(self, *, before_backward: bool = False) -> bool:
+        """Return whether a window has gradients and more to come: also the current one's last, ``before_backward``."""
+        current = self._window if before_backward else None
+        return any(w.has_gradients and (w is current or not w.is_complete) for w in self._windows.values())
 
     @property
     def num_backwards(self) -> int:
@@ -219,7 +288,7 @@ class GradientState:
         self.protects_gradients = False
 
     @property
-    def windows(self) -> dict[Hashable, int]:
+    def windows(self) -> dict[Any, int]:
         """By models, the micro-batches begun since the last loader ended."""
         return {key: window.count for key, window in self._windows.items()}
 
@@ -258,7 +327,7 @@ class GradientState:
 
     @property
     def running_dataloaders(self) -> list[RunningLoader]:
-        """The loaders whose loops are running, the one that delivered last at the end."""
+        """The loaders with running loops; the last to deliver is at the end."""
         found = (reference() for reference in self.dataloader_references if reference is not None)
         return [loader for loader in found if loader is not None]
 
@@ -293,8 +362,8 @@ class GradientState:
         GradientState._newest = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A gradient state belongs to the loop that it counts; an unpickled object uses the newest one.
-        return (GradientState, ())
+        # A gradient state belongs to the loop that it counts; an unpickled object uses the newest one of its process.
+        return (_newest_or_new, (self.plugin_kwargs,))
 
     def __deepcopy__(self, memo: Mapping[int, object]) -> GradientState:
         """Return the same object: a copied optimizer belongs to the same loop."""
@@ -305,6 +374,14 @@ class GradientState:
             f"Sync Gradients: {self.sync_gradients}\nAt end of current dataloader: {self.end_of_dataloader}\n"
             f"Extra samples added: {self.remainder}\nGradient accumulation plugin: {self.plugin_kwargs}\n"
         )
+
+
+def _newest_or_new(plugin_kwargs: dict[str, Any]) -> GradientState:
+    is_first = GradientState._newest is None
+    gradient_state = GradientState()
+    if is_first:
+        gradient_state.plugin_kwargs = plugin_kwargs
+    return gradient_state
 
 
 # --------------------------------------------------------------------------------------------------
@@ -322,36 +399,35 @@ Backward = Callable[[torch.Tensor], None]
 class WindowWeights:
     """The total weights so far of the open accumulation windows, by the models of the window."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, gradient_state: GradientState, windows: NamedWindows) -> None:
+        self._mesh, self._gradient_state, self._windows = mesh, gradient_state, windows
         #: The weight so far of every window that has weighted micro-batches behind it.
-        self.pending: dict[Hashable, Any] = {}
+        self.pending: dict[WindowKey, Any] = {}
         self._has_warned = False  # that the device has no float64
         self._has_windows = False  # of several micro-batches, so far
 
-    def refuse_unweighted(self, key: Hashable) -> None:
-        """Raise if the window of ``key`` already has weighted micro-batches.
+    def refuse_unweighted(self) -> None:
+        """Raise if the current window already has weighted micro-batches.
 
         Raises:
             PreparationError: ``backward(loss)`` after ``backward(loss, weight=...)`` in one window.
         """
-        if key in self.pending:
+        if any(overlap(self._windows.current.key, other) for other in self.pending):
             raise PreparationError(
                 "backward(loss) without a weight, in a window whose earlier micro-batches had one: the two can't be "
                 "averaged together. Pass weight= in every micro-batch of the window, or in none."
             )
 
-    def refuse_open_window(self, *, completes_window: bool) -> None:
-        """Raise unless this micro-batch is a whole window: an engine that steps inside backward can't wait for more.
+    def _refuse_open_window(self, one_backward: str, *, completes_window: bool) -> None:
+        """Raise unless this micro-batch is a whole window, where no more can be waited for.
 
         Raises:
             PreparationError: gradients are accumulated.
         """
         if self.pending or not completes_window:
             raise PreparationError(
-                "backward(loss, weight=...) over several micro-batches: DeepSpeed's engine updates the parameters "
-                "inside the last backward, before their total weight can be divided out. Use "
-                "gradient_accumulation_steps=1, FSDP or DDP, or a mean loss without weight=."
+                f"backward(loss, weight=...) over several micro-batches: {one_backward}, before their total weight can "
+                "be divided out. Use gradient_accumulation_steps=1, FSDP or DDP, or a mean loss without weight=."
             )
 
     def backward(
@@ -359,19 +435,31 @@ class WindowWeights:
         loss: torch.Tensor,
         weight: torch.Tensor | float,
         *,
-        key: Hashable,
-        completes_window: bool,
-        accumulates: bool,
+        models: Callable[[], Sequence[torch.nn.Module]],
         backward: Backward,
-        parameters: Callable[[], Iterable[torch.nn.Parameter]],
+        one_backward: str,
     ) -> None:
         """Run ``backward(loss)``; if it completes the window, scale gradients to those of the weighted mean.
 
         Args:
-            accumulates: whether windows have several micro-batches, on some rank: this one's can be a single one all
-                the same, at the end of unequal data. What is scaled before ranks reduce gradients has to be scaled
-                on all of them.
+            models: the prepared ones.
+            one_backward: why a window can't have several micro-batches; "": it can.
         """
+        completes_window = self._gradient_state.sync_gradients
+        if one_backward:
+            self._refuse_open_window(one_backward, completes_window=completes_window)
+        # Whether windows have several micro-batches, on some rank: this one's can be a single one all the same, at the
+        # end of unequal data. What is scaled before ranks reduce gradients has to be scaled on all of them.
+        accumulates = not one_backward and (self._gradient_state.num_steps != 1 or self._has_windows)
+        window = self._windows.current
+        key = window.key
+        if window.models is None and (accumulates or not completes_window):
+            window.refuse_weight()
+        if self.pending and any(other != key and overlap(key, other) for other in self.pending):
+            raise PreparationError(
+                "backward(loss, weight=...) in two windows of accumulate() that share a model, and are open at once: "
+                "their total weights can't be divided out of one gradient. Name the same models in both."
+            )
         earlier = self.pending.pop(key, None)
         total = weight if earlier is None else wide(earlier) + wide(weight)
         if not completes_window:
@@ -380,11 +468,12 @@ class WindowWeights:
             backward(loss)
             return
         factor = self._factor(total, loss)
-        if not (accumulates or self._has_windows):  # windows of one: scale the loss, and touch no gradient twice
+        if not accumulates:  # windows of one: scale the loss, and touch no gradient twice
             backward(loss * factor)
             return
         backward(loss)
-        gradients = [_own_piece(parameter.grad) for parameter in parameters() if parameter.grad is not None]
+        parameters = self._windows.parameters(models(), self._gradient_state.windows, self.pending)
+        gradients = [_own_piece(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if gradients:
             scale_each(gradients, factor)
 

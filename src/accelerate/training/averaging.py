@@ -179,7 +179,7 @@ class WeightAverage:
 
 
 def _widened(local: torch.Tensor) -> torch.Tensor:
-    """Return a copy in float32, or in the parameter's own type where that is wider."""
+    """Return a copy in float32, or in the parameter's own type if it is wider."""
     return local.to(torch.promote_types(local.dtype, torch.float32), copy=True)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class JoinedRun(Protocol):
-    """The parts of an Accelerator that a process which joins takes over from another rank, and that are saved."""
+    """The parts of an Accelerator that a joining process takes over from another rank, and the saved ones."""
 
     settings: Settings
     world: World
@@ -123,7 +123,7 @@ class _KeptRun:
         self._membership.is_entering = True
 
     def _enter(self) -> None:
-        """Go on where the others are, with what they have in common."""
+        """Continue at the others' position, with their common state."""
         self._membership.is_entering = False
         if self._state_to_enter_with is not None:
             self._restore(self._state_to_enter_with)
@@ -146,7 +146,7 @@ class _KeptRun:
         raise SystemExit(self._exit_code)
 
     def _state(self, begun: object) -> dict[str, object]:
-        """Return what ranks have in common, where a pass over ``begun`` begins."""
+        """Return the ranks' common state at the beginning of a pass over ``begun``."""
         run = self._run
         return {
             "stateful": [one.state_dict() for one in self._stateful()],

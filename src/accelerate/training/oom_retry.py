@@ -93,7 +93,7 @@ _NUM_QUIET: Final = 16  # batches in a row that were new to no rank, until the r
 @final
 @dataclass(frozen=True)
 class Work:
-    """One micro-batch of the loop: what to compute, through which models, and how its parts add up."""
+    """One micro-batch of the loop: its computation, its models, and the reduction over its parts."""
 
     compute_loss: ComputeLoss
     batch: Any
@@ -122,7 +122,7 @@ class Work:
 
 @final
 class MicroBatches:
-    """The number of parts that this rank's batches are split into, and the shapes that are known to fit so."""
+    """The number of parts for this rank's batches, and the shapes known to fit with it."""
 
     def __init__(self, retry: Retryable) -> None:
         self._retry = retry
@@ -267,9 +267,7 @@ class MicroBatches:
 
 @final
 class _Snapshot:
-    """A copy of what an attempt changes: gradients, buffers, random number streams, and what a strategy keeps of a
-    pass.
-    """
+    """A copy of the state changed by an attempt: gradients, buffers, random streams, and a strategy's pass state."""
 
     def __init__(self, retry: Retryable, models: Sequence[torch.nn.Module]) -> None:
         self._retry = retry

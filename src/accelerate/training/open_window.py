@@ -12,6 +12,7 @@ from ..distributed.collectives import gather_object
 from ..errors import CheckpointError, ResumeWarning
 from ..settings.labels import DistributedType
 from .accumulation import wide
+from .named_models import numbers_in
 
 if TYPE_CHECKING:
     from ..distributed.world import World
@@ -26,9 +27,9 @@ T = TypeVar("T")
 
 
 class WindowRecord(TypedDict):
-    """One open window: its models by number, its micro-batches so far, and their weight."""
+    """One open window: its models (a ``WindowKey``), its micro-batches so far, and their weight."""
 
-    models: list[int]
+    models: list[Any]
     count: int
     weight: torch.Tensor | float | None
 
@@ -51,7 +52,7 @@ class GradientHolder(Protocol):
 
     @property
     def named_parameters(self) -> Callable[[torch.nn.Module], Iterable[tuple[str, torch.nn.Parameter]]]:
-        """The function that returns the parameters that train a model under every name of the user's own model."""
+        """The function that returns the trained parameters under every name in the user's own model."""
         ...
 
     def read(self, model: torch.nn.Module) -> dict[str, Any]:
@@ -70,7 +71,6 @@ class OpenWindow:
     Args:
         gradients: the models' gradients; None where an engine keeps them, which ``kind`` names.
         models: as the Accelerator holds them.
-        prepared: by the id of a held model, what ``prepare`` returned for it.
     """
 
     def __init__(
@@ -79,11 +79,10 @@ class OpenWindow:
         gradients: GradientHolder | None,
         weights: WindowWeights,
         models: Sequence[torch.nn.Module],
-        prepared: Mapping[int, torch.nn.Module],
         kind: DistributedType,
     ) -> None:
         self._gradient_state, self._gradients, self._weights = gradient_state, gradients, weights
-        self._models, self._prepared, self._kind = models, prepared, kind
+        self._models, self._kind = models, kind
 
     # -- saving --------------------------------------------------------------------------------------------
 
@@ -92,16 +91,19 @@ class OpenWindow:
         if self._gradient_state.open_window is None or self._gradients is None:
             return None
         gradients = [self._gradients.read(model) for model in self._models]
-        numbers = {key: number for number, key in enumerate(self._keys())}
         windows: list[WindowRecord] = [
-            {"models": [numbers[one] for one in key], "count": count, "weight": self._weights.pending.get(key)}
+            {
+                "models": [one if isinstance(one, int) else list(one) for one in key],
+                "count": count,
+                "weight": self._weights.pending.get(key),
+            }
             for key, count in self._gradient_state.windows.items()
-            if isinstance(key, tuple) and all(one in numbers for one in key)
+            if isinstance(key, tuple)
         ]
         return {"layout": self._gradients.layout, "gradients": gradients, "windows": windows}
 
     def warn_if_lost(self) -> None:
-        """Warn that a save inside the window doesn't keep its gradients, where an engine has them."""
+        """Warn if a save inside the window loses its gradients, because an engine holds them."""
         window = self._gradient_state.open_window
         if window is None or self.state_dict() is not None:
             return
@@ -140,7 +142,7 @@ class OpenWindow:
     def load_state_dict(
         self, state: Mapping[str, Any] | None, count_of: Callable[[int], int | None], num_ranks: int, world: World
     ) -> str | None:
-        """Continue inside the windows that were open; a collective. Return why that can't be, the same on every rank.
+        """Continue inside the saved windows, or return why not, the same on every rank; a collective.
 
         Args:
             state: of this rank; or, where another number of ranks saved, of all of them on rank 0 only.
@@ -183,8 +185,7 @@ class OpenWindow:
                 errors.append(str(error))
         if errors:
             return errors[0]
-        keys = self._keys()
-        named = [tuple(keys[number] for number in window["models"]) for window in state["windows"]]
+        named = [self._key(window) for window in state["windows"]]
         self._gradient_state.step = step
         self._gradient_state.continue_windows(dict(zip(named, counts, strict=True)))
         for key, window in zip(named, state["windows"], strict=True):
@@ -193,7 +194,7 @@ class OpenWindow:
         return None
 
     def _shared_out(self, state: WindowState | None, num_ranks: int, world: World) -> WindowState | None:
-        """Return all gradients on rank 0 and zeros on the others, so that their average is that of the ranks before.
+        """Return all gradients on rank 0 and zeros on the others, such that their average equals the saved ranks'.
 
         Gradients that :class:`WindowWeights` will divide by the weight of the window need no factor: they are sums.
         """
@@ -222,12 +223,13 @@ class OpenWindow:
         return outline
 
     def _is_weighted(self, state: WindowState, number: int) -> bool:
-        windows = [window["models"] for window in state["windows"] if window["weight"] is not None]
-        return any(not models or number in {one % len(self._models) for one in models} for models in windows)
+        windows = [self._key(window) for window in state["windows"] if window["weight"] is not None]
+        return any(not key or number in numbers_in(key) for key in windows)
 
-    def _keys(self) -> list[int]:
-        """Return the ids by which models are named in a window: as held, then as prepared."""
-        return [id(one) for one in [*self._models, *(self._prepared.get(id(model)) for model in self._models)]]
+    def _key(self, window: WindowRecord) -> tuple[Any, ...]:
+        """Return the key of a saved window; older checkpoints number ``prepare``'s results separately."""
+        count = len(self._models)
+        return tuple(one % count if isinstance(one, int) else tuple(one) for one in window["models"])
 
 
 def _everyone(value: T, world: World) -> list[T]:

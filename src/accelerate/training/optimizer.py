@@ -12,8 +12,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..nested import recursively_apply
-from ..torch_private.modules import found_inf_by_device, scaler_decides
+from ..torch_private.modules import found_inf_by_device, has_stepped, scaler_decides
 from .accumulation import GradientState
+from .scaler_update import update_now, update_once
 
 T = TypeVar("T")
 Closure = Callable[[], Any]
@@ -103,6 +104,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._step_hook.remove()
         self._updates, self._step_hook = _Updates(), None
         if self._act == self._scaled_step:
+            self.gradient_state.scaled_optimizers.add(self)
             with suppress(AttributeError):  # not torch's class, or its __init__ wasn't run
                 self._step_hook = self.optimizer.register_step_post_hook(self._updates)
 
@@ -140,13 +142,29 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         gradient_state.awaits_step = False  # after a closure's backward
         return result
 
+    def before_first_step(self, look: Callable[[], object]) -> None:
+        """Call ``look`` before the first update."""
+        act = self._act
+
+        def first(closure: Closure | None) -> float | None:
+            self._act = act
+            look()
+            if act is not None:
+                return act(closure)
+            self._num_updates += 1
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+        self._act = first
+
     def _scaled_step(self, closure: Closure | None) -> float | None:
         scaler = self._scaler
         assert scaler is not None, "chosen only with a scaler"
         self._updates.count = 0
+        if self.gradient_state.update_scaler is not None and has_stepped(scaler, self.optimizer):
+            update_now(scaler, self.gradient_state)  # a second step without a backward in between
         result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure=closure)
         found = _overflow_flags(scaler, self.optimizer)
-        scaler.update()
+        update_once(scaler, self.gradient_state)
         self._num_updates += self._updates.count
         if self._updates.count and scaler_decides(self.optimizer):
             self._is_overflow = False

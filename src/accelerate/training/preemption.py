@@ -1,4 +1,4 @@
-"""Stop of a loop at a step that all ranks agreed on, when one of them got a notice that its machine is taken away.
+"""Stop a loop at a step agreed by all ranks, after one of them got a preemption notice.
 
 The points at which a loop may stop lie between two batches, where the update of the last batch is done, the learning
 rate too, and the next batch isn't read. Passing one costs a few additions: nothing is asked but this process's memory.
@@ -102,7 +102,7 @@ class Preemption:
             self._gradient_state.between_batches = self.between_batches if self._leads else self._begin_to_lead
 
     def _warn_of_exit_code(self) -> None:
-        """Say that a code of the policy's own doesn't queue this job again, where the launcher wrote its script."""
+        """Warn if the launcher's batch script doesn't requeue the job after the policy's own exit code."""
         asked = self._run.settings.preemption.save_on_signal and self._policy.save_on_signal
         code, job = self._policy.exit_code, env.read("SLURM_JOB_ID")
         if asked and job and code != PREEMPTED_EXIT_CODE and self._world.is_main:
@@ -178,12 +178,15 @@ class Preemption:
 
     # -- the end -------------------------------------------------------------------------------------------
 
-    def _are_all_at(self, point: Point) -> bool:
-        agreed = self._agreement.wait_for_decision(point)
+    def _are_all_at(self, point: Point, leaves_evaluation: bool = False) -> bool:
+        """Return whether the run ends here: all ranks are here, and there is no time to finish an evaluation first."""
+        agreement = self._agreement
+        agreed = agreement.wait_for_decision(point)
         if agreed is None or point <= agreed.point:
             return False
         _, backwards, batches = point
-        return self._agreement.meet(agreed, f"{batches} batches after {backwards} backward passes")
+        where = f"{batches} batches after {backwards} backward passes"
+        return agreement.meet(agreed, where, goes_on=leaves_evaluation and agreement.may_finish)
 
     def _stop_if_agreed(self, point: Point, loader: Any, begins: bool, has_trained: bool) -> None:
         """Save and end the process, if this is the agreed point. Others than these are only waited at."""
@@ -195,12 +198,12 @@ class Preemption:
         if not self._can_stop(loader, begins, has_trained, leaves_evaluation):
             self._agreement.wait_for_decision(point)
             return
-        if not self._are_all_at(point):
+        if not self._are_all_at(point, leaves_evaluation):
             return
         self.is_over = True
         if leaves_evaluation:
             loader.progress.finish(loader.progress.epoch)  # the next evaluation shall be a whole one
-        self._save_and_exit()
+        self._save_and_exit(", inside of an evaluation that isn't repeated" if leaves_evaluation else "")
 
     def _can_stop(self, loader: Any, begins: bool, has_trained: bool, leaves_evaluation: bool) -> bool:
         """Return whether no batch would be lost here, and no gradient."""
@@ -239,14 +242,14 @@ class Preemption:
                 self._agreement.notice, threading.current_thread().name,
             )  # fmt: skip
 
-    def _save_and_exit(self) -> None:
+    def _save_and_exit(self, left: str) -> None:
         notice, code = self._agreement.notice, self._policy.exit_code
         self._run.project_configuration.automatic_checkpoint_naming = True  # where `resume()` looks
         folder = self._run.save_state(asynchronous=False, details={"preempted": str(notice)})
         if self._world.is_main:
             print(
                 f"accelerate: preempted by {notice}. All {self._world.size} rank(s) saved {folder} after "
-                f"{self._backwards} backward passes of this process, and end with exit code {code}.",
+                f"{self._backwards} backward passes of this process{left}, and end with exit code {code}.",
                 file=sys.stderr,
             )
         self._notices.ignore()

@@ -1,4 +1,4 @@
-"""Activation checkpointing: which modules compute their activations again in backward, and what of them is kept.
+"""Activation checkpointing: the modules to recompute in backward, and the results to keep.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models", 2022, keep what is expensive to compute and small.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
+from inspect import signature
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 #: Called in every forward; returns the contexts of the forward and of its repetition.
 Contexts: TypeAlias = Callable[[], Any]
 
+#: Kept results stay on their device, whatever hooks a forward runs in. From 2.15 on, torch warns unless it is told so.
+_KEPT_ON_DEVICE: Final[dict[str, bool]] = dict.fromkeys(
+    {"respect_saved_tensors_hooks"} & signature(checkpoint).parameters.keys(), False
+)
 _RECOMPUTES: Final = "_recomputes_activations"
 #: The arguments by which transformers' layers get their cache.
 _CACHES: Final = ("past_key_values", "past_key_value")
@@ -57,10 +62,11 @@ def recompute_activations(
         SettingError: there is no operator of a name in ``save_ops``.
     """
     contexts = _contexts(save_ops)
+    options = {} if contexts is None else {"context_fn": contexts, **_KEPT_ON_DEVICE}
     for module in modules:
         if module.__dict__.get(_RECOMPUTES, False):
             continue
-        module.forward = _recomputing(module.forward, offload, {} if contexts is None else {"context_fn": contexts})
+        module.forward = _recomputing(module.forward, offload, options)
         module.__dict__[_RECOMPUTES] = True
 
 
@@ -88,7 +94,7 @@ def chosen_modules(
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the blocks that a deep model repeats: those that it names, else the members of its longest module list."""
+    """Return the repeated blocks of a deep model: the named ones, else the members of its longest module list."""
     named: Any = getattr(model, "_no_split_modules", None)
     if named:
         return [module for module in model.modules() if type(module).__name__ in named]
@@ -98,7 +104,7 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _named(model: torch.nn.Module, wanted: str | Iterable[object]) -> list[torch.nn.Module]:
-    """Return the modules whose whole name the expression ``wanted`` matches, or that it lists by class or class name.
+    """Return the modules whose whole name matches ``wanted``, or listed in it by class or class name.
 
     Raises:
         SettingError: the expression is none.
@@ -114,14 +120,14 @@ def _named(model: torch.nn.Module, wanted: str | Iterable[object]) -> list[torch
 
 
 def _outermost(model: torch.nn.Module, chosen: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return those of ``chosen`` that lie in no other one: what a module computes again is computed again once."""
+    """Return the outermost of ``chosen``: a module inside another one is recomputed with it."""
     kept, inside = list(dict.fromkeys(chosen)), set[torch.nn.Module]()
     for module in kept:
         inside.update(part for part in module.modules() if part is not module)
     return [module for module in kept if module not in inside]
 
 
-def _recomputing(original: Callable[..., object], offload: bool, options: dict[str, Contexts]) -> Callable[..., object]:
+def _recomputing(original: Callable[..., object], offload: bool, options: dict[str, Any]) -> Callable[..., object]:
     is_method = isinstance(original, MethodType)
     function = original.__func__ if is_method else original
 
@@ -153,7 +159,7 @@ def _leave_out_empty_cache(kwargs: dict[str, Any]) -> None:
 
 
 def _contexts(save_ops: Sequence[object] | SavePolicy) -> Contexts | None:
-    """Return what makes the contexts of a forward that keeps ``save_ops``; None where it keeps nothing."""
+    """Return the context function of a forward that keeps ``save_ops``; None if it keeps nothing."""
     if callable(save_ops):
         return partial(create_selective_checkpoint_contexts, save_ops)
     operators = frozenset(found for wanted in save_ops for found in _operators(wanted))

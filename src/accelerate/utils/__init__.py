@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..devices.hardware import check_cuda_fp8_capability, check_cuda_p2p_ib_support
     from ..devices.hardware import get_current_device_type
     from ..devices.hardware import get_gpu_info, set_numa_affinity
-    from ..launch.tpu import install_xla
+    from ..guests.xla.launcher import install_xla
     from ..launch.prepared import _filter_args
     from ..launch.prepared import (
         PrepareForLaunch,
@@ -68,9 +68,9 @@ if TYPE_CHECKING:
     from ..plugins.handlers import TorchDynamoPlugin
     from ..plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from ..plugins.fsdp import FullyShardedDataParallelPlugin
-    from ..plugins.megatron import MegatronLMPlugin
-    from ..plugins.megatron import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-    from ..plugins.megatron import add_model_config_to_megatron_parser
+    from ..guests.megatron.plugin import MegatronLMPlugin
+    from ..guests.megatron.plugin import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+    from ..guests.megatron.plugin import add_model_config_to_megatron_parser
     from ..plugins.parallelism import DeepSpeedSequenceParallelConfig, ParallelismConfig
     from ..plugins.parallelism import ExpertParallelConfig, TorchContextParallelConfig
     from ..plugins.parallelism import TorchTensorParallelConfig
@@ -108,11 +108,11 @@ if TYPE_CHECKING:
     from ..parallel.deepspeed.engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper
     from ..parallel.deepspeed.engine import DeepSpeedSchedulerWrapper, GatheredParameters
     from ..parallel.deepspeed.engine import map_pytorch_optim_to_deepspeed
-    from ..parallel.megatron.engine import MegatronEngine, MegatronLMOptimizerWrapper
-    from ..parallel.megatron.engine import MegatronLMSchedulerWrapper
-    from ..parallel.megatron.steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
-    from ..parallel.megatron.steps import avg_losses_across_data_parallel_group
-    from ..parallel.megatron.steps import gather_across_data_parallel_groups
+    from ..guests.megatron.engine import MegatronEngine, MegatronLMOptimizerWrapper
+    from ..guests.megatron.engine import MegatronLMSchedulerWrapper
+    from ..guests.megatron.steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
+    from ..guests.megatron.steps import avg_losses_across_data_parallel_group
+    from ..guests.megatron.steps import gather_across_data_parallel_groups
     from ..parallel.compile import has_compiled_regions, is_compiled_module
     from ..parallel.rebind import ensure_weights_retied
     from ..modules import get_model_tp_size
@@ -144,13 +144,14 @@ if TYPE_CHECKING:
 
 # Name -> the module that defines it.
 _DEFINED_IN = {
-    "AbstractTrainStep": "parallel.megatron.steps", "BertTrainStep": "parallel.megatron.steps",
-    "GPTTrainStep": "parallel.megatron.steps", "T5TrainStep": "parallel.megatron.steps",
-    "avg_losses_across_data_parallel_group": "parallel.megatron.steps",
-    "gather_across_data_parallel_groups": "parallel.megatron.steps", "MegatronLMDummyDataLoader": "plugins.megatron",
-    "MegatronLMDummyScheduler": "plugins.megatron", "MegatronEngine": "parallel.megatron.engine",
-    "MegatronLMOptimizerWrapper": "parallel.megatron.engine",
-    "MegatronLMSchedulerWrapper": "parallel.megatron.engine", "DeepSpeedEngineWrapper": "parallel.deepspeed.engine",
+    "AbstractTrainStep": "guests.megatron.steps", "BertTrainStep": "guests.megatron.steps",
+    "GPTTrainStep": "guests.megatron.steps", "T5TrainStep": "guests.megatron.steps",
+    "avg_losses_across_data_parallel_group": "guests.megatron.steps",
+    "gather_across_data_parallel_groups": "guests.megatron.steps",
+    "MegatronLMDummyDataLoader": "guests.megatron.plugin",
+    "MegatronLMDummyScheduler": "guests.megatron.plugin", "MegatronEngine": "guests.megatron.engine",
+    "MegatronLMOptimizerWrapper": "guests.megatron.engine",
+    "MegatronLMSchedulerWrapper": "guests.megatron.engine", "DeepSpeedEngineWrapper": "parallel.deepspeed.engine",
     "DeepSpeedOptimizerWrapper": "parallel.deepspeed.engine",
     "DeepSpeedSchedulerWrapper": "parallel.deepspeed.engine", "GatheredParameters": "parallel.deepspeed.engine",
     "map_pytorch_optim_to_deepspeed": "parallel.deepspeed.engine", "DummyOptim": "plugins.deepspeed",
@@ -178,7 +179,8 @@ _DEFINED_IN = {
     "GradientAccumulationPlugin": "plugins.handlers", "InitProcessGroupKwargs": "plugins.handlers",
     "KwargsHandler": "plugins.handlers", "LoggerType": "settings.labels",
     "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION": "versions", "MODEL_NAME": "names", "MSAMPRecipeKwargs": "plugins.fp8",
-    "MegatronLMPlugin": "plugins.megatron", "OPTIMIZER_NAME": "names", "OffloadedWeightsLoader": "big_models.offload",
+    "MegatronLMPlugin": "guests.megatron.plugin", "OPTIMIZER_NAME": "names",
+    "OffloadedWeightsLoader": "big_models.offload",
     "PROFILE_PATTERN_NAME": "names", "ParallelismConfig": "plugins.parallelism", "PrecisionType": "settings.labels",
     "PrefixedDataset": "big_models.offload", "PrepareForLaunch": "launch.prepared",
     "ProfileKwargs": "plugins.handlers", "ProjectConfiguration": "plugins.handlers", "RNGType": "settings.labels",
@@ -192,7 +194,8 @@ _DEFINED_IN = {
     "PipelineParallelConfig": "plugins.parallelism", "TorchDynamoPlugin": "plugins.handlers",
     "TorchTensorParallelConfig": "plugins.parallelism", "TorchTensorParallelPlugin": "plugins.parallelism",
     "WEIGHTS_INDEX_NAME": "names", "WEIGHTS_NAME": "names", "WEIGHTS_PATTERN_NAME": "names",
-    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION": "versions", "add_model_config_to_megatron_parser": "plugins.megatron",
+    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION": "versions",
+    "add_model_config_to_megatron_parser": "guests.megatron.plugin",
     "align_module_device": "hooks.align", "are_libraries_initialized": "settings.env",
     "broadcast": "distributed.collectives", "broadcast_object_list": "distributed.collectives",
     "calculate_maximum_sizes": "big_models.sizes", "check_cuda_fp8_capability": "devices.hardware",
@@ -248,7 +251,7 @@ _DEFINED_IN = {
     "offload_state_dict": "big_models.offload", "offload_weight": "big_models.offload",
     "pad_across_processes": "distributed.collectives", "pad_input_tensors": "nested",
     "parse_choice_from_env": "settings.env", "parse_flag_from_env": "settings.env",
-    "patch_environment": "settings.env", "_filter_args": "launch.prepared", "install_xla": "launch.tpu",
+    "patch_environment": "settings.env", "_filter_args": "launch.prepared", "install_xla": "guests.xla.launcher",
     "prepare_deepspeed_cmd_env": "launch.prepared", "prepare_multi_gpu_env": "launch.prepared",
     "prepare_sagemager_args_inputs": "launch.prepared", "prepare_tpu": "launch.prepared",
     "prepare_simple_launcher_cmd_env": "launch.prepared", "purge_accelerate_environment": "settings.env",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..guests.megatron.plugin import MegatronLMPlugin, add_model_config_to_megatron_parser
 from ..nested import TensorInformation
 from ..plugins.data import DataLoaderConfiguration
 from ..plugins.ddp import DistributedDataParallelKwargs
@@ -18,7 +19,6 @@ from ..plugins.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from ..plugins.megatron import MegatronLMPlugin, add_model_config_to_megatron_parser
 from ..plugins.parallelism import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from ..parallel.megatron.engine import MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
-from ..parallel.megatron.steps import (
+from ..guests.megatron.engine import MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
+from ..guests.megatron.plugin import (
+    MegatronLMDummyDataLoader,
+    MegatronLMDummyScheduler,
+    add_model_config_to_megatron_parser,
+)
+from ..guests.megatron.steps import (
     AbstractTrainStep,
     BertTrainStep,
     GPTTrainStep,
@@ -11,7 +16,6 @@ from ..parallel.megatron.steps import (
     avg_losses_across_data_parallel_group,
     gather_across_data_parallel_groups,
 )
-from ..plugins.megatron import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, add_model_config_to_megatron_parser
 
 __all__ = [
     "AbstractTrainStep",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..checkpointing import clean_state_dict_for_safetensors, load, save
 from ..devices.memory import convert_bytes
 from ..distributed.process_control import wait_for_everyone
-from ..launch.tpu import install_xla
+from ..guests.xla.launcher import install_xla
 from ..modules import (
     get_model_tp_size,
     get_module_children_bottom_up,

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..launch.tpu import install_xla
+from ..guests.xla.launcher import install_xla
 
 __all__ = ["install_xla"]

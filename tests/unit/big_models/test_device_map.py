@@ -139,6 +139,19 @@ def test_buffers_are_told_where_none_of_the_accelerators_has_room_for_them() -> 
         infer(model, {0: 300, 1: 10_000, "cpu": 0}, no_split_module_classes=["BatchNorm1d"])
 
 
+@pytest.mark.parametrize(("limit", "fits"), [(40 + 200 + 120, True), (40 + 200 + 119, False)])
+def test_buffers_of_offloaded_layers_leave_room_for_the_layer_that_runs(limit: int, fits: bool) -> None:
+    """The device holds its own layer, 200 bytes of buffers that stay, and the 120 bytes of weights of one layer."""
+    model = nn.Sequential(*(nn.Linear(size, 1, bias=False) for size in (10, 30, 25)))
+    for layer in (model[1], model[2]):
+        layer.register_buffer("table", torch.zeros(25))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        placed = infer(model, {0: limit, "cpu": 10_000}, method="greedy")
+    assert placed == {"0": 0, "1": "cpu", "2": "cpu"}
+    assert [("offload_buffers=True" in str(one.message)) for one in told] == [True] * (not fits)
+
+
 def test_a_device_that_gets_nothing_for_lack_of_memory_is_told(caplog: pytest.LogCaptureFixture) -> None:
     def said(budget: dict[Any, Any]) -> list[str]:
         caplog.clear()

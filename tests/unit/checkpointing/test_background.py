@@ -19,6 +19,7 @@ from accelerate.checkpointing import items as items_module
 from accelerate.checkpointing.store import StagingDirectory
 from accelerate.errors import CheckpointError
 from accelerate.settings.training import ProjectOptions
+from tests.fresh import run_fresh
 
 
 class Keeper:
@@ -238,8 +239,7 @@ SCRIPT = """
 
 def run_script(folder: Path, case: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder), case]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    return run_fresh(textwrap.dedent(SCRIPT), str(folder), case, environment=environment)
 
 
 def test_a_program_that_ends_at_once_still_commits(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from accelerate import Accelerator
 from accelerate.checkpointing import read_checkpoint, write_checkpoint
 from accelerate.checkpointing.manifest import read_manifest
 from accelerate.checkpointing.series import inspect
@@ -51,6 +52,25 @@ def loaded(folder: Path) -> tuple[int, str]:
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def test_programs_find_the_hooks_in_ordered_dicts_run_them_and_put_their_own_there(tmp_path: Path) -> None:
+    """PixArt-sigma's trainers do, under these two names."""
+    accelerator, calls = Accelerator(cpu=True), list[str]()
+    handle = accelerator.register_save_state_pre_hook(lambda *_: calls.append("save"))
+    accelerator.register_load_state_pre_hook(lambda *_: calls.append("load"))
+    for hook in accelerator._save_model_state_pre_hook.values():
+        hook([], [], str(tmp_path))
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook([], str(tmp_path))
+    assert calls == ["save", "load"]
+    accelerator._save_model_state_pre_hook[-1] = lambda *_: calls.append("the program's own")
+    accelerator._save_model_state_pre_hook.move_to_end(-1, last=False)
+    accelerator._load_model_state_pre_hook.clear()
+    accelerator.load_state(accelerator.save_state(tmp_path / "ck"))
+    assert calls[2:] == ["the program's own", "save"]
+    handle.remove()
+    assert list(accelerator._save_model_state_pre_hook) == [-1]
 
 
 def test_files_of_hooks_are_in_the_manifest(tmp_path: Path) -> None:

@@ -341,7 +341,7 @@ PLACES: Final[dict[str, str]] = {
     "big_models/load.py SafetensorsFile.__init__": GIVEN,
     "big_models/load.py _shards": "index, through a device map",
     "big_models/sizes.py check_tied_parameters_in_config": "no file: a configuration's method of that name",
-    "tools/estimate/subject.py _from_config": OWN,
+    "guests/estimate/subject.py _from_config": OWN,
     "big_models/offload.py save_offload_index": OWN,
     "checkpointing/remote.py RemoteStore._fetch": OWN,
     "big_models/offload.py offload_weight": "test_weights_are_not_offloaded_out_of_their_folder",

@@ -100,7 +100,7 @@ def test_a_run_of_many_ranks_goes_on_from_its_own_streams(tmp_path: Path) -> Non
     torch.manual_seed(7)
     staging = StagingDirectory(tmp_path / "c", True, Ranks())
     run = RunState(GivenState(StrategyState()), world)
-    for item in RunItems(run, StrategyState(), EVERYTHING).of_rank(world.rank):
+    for item in RunItems(run, StrategyState(), EVERYTHING).of_rank(world.rank, []):
         item.write(staging.create)
     assert list(staging.records) == ["ranks_04000/random_states_4321.json"]
     assert "streams" in RANDOM.read(tmp_path / "c", 4321)
@@ -195,7 +195,7 @@ def test_torch_reads_shards_in_folders_by_thousand(tmp_path: Path, monkeypatch: 
 
     warnings.simplefilter("ignore")  # of torch, about a single process
     plain: dict[str, Any] = {"model": {"weight": torch.zeros(6), "step": torch.tensor(0)}}
-    load(plain, storage_reader=FileSystemReader(tmp_path / "shards"), no_dist=True)
+    load(plain, storage_reader=FileSystemReader(tmp_path / "shards"))
     assert torch.equal(plain["model"]["weight"], torch.arange(6.0))
 
 

@@ -183,10 +183,10 @@ def test_an_entry_that_would_run_code_is_refused(tmp_path: Path) -> None:
     shards = InPlace().optimizer_shards(optimizer, [made])
     write_optimizer_shards(tmp_path / "good", shards)
     other = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
-    read_optimizer_shards(InPlace(), other, [made], tmp_path / "good")
+    read_optimizer_shards(InPlace(), other, [made], tmp_path / "good")()
     assert other.param_groups[0]["lr"] == 0.5
     shards["param_groups"][0]["lr"] = Bomb(tmp_path / "ran")
     write_optimizer_shards(tmp_path / "bad", shards)
     with pytest.raises(CheckpointError, match=r"lr: .*could run code"):
-        read_optimizer_shards(InPlace(), other, [made], tmp_path / "bad")
+        read_optimizer_shards(InPlace(), other, [made], tmp_path / "bad")()
     assert not (tmp_path / "ran").exists()

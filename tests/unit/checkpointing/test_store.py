@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -229,6 +230,32 @@ def test_a_staging_folder_in_use_is_left_alone(tmp_path: Path) -> None:
         save(folder, b="another save of the same folder meanwhile")
         assert staging.folder.exists()
     assert contents(folder) == {"a": "mine"}
+
+
+@pytest.mark.parametrize("call", ["save", "recover"])
+def test_a_staging_folder_that_another_job_removes_at_any_moment_is_no_error(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs clean up after the same killed save: one finds a folder, and the other has removed it meanwhile."""
+    folder = tmp_path / "ck"
+    left = tmp_path / ".ck.tmp-left"
+    with CheckpointStore(left).transaction() as staging:
+        write(staging, "a", "of a killed save")
+    is_locked = store_module.is_locked
+
+    def removed_meanwhile(path: Path) -> bool:
+        shutil.rmtree(path)
+        return is_locked(path)
+
+    monkeypatch.setattr(store_module, "is_locked", removed_meanwhile)
+    if call == "save":
+        save(folder, a="one")
+        assert contents(folder) == {"a": "one"}
+    else:
+        folder.mkdir()
+        (folder / "a").write_text("of a killed save")  # as if the other job had moved it
+        assert not CheckpointStore(folder).recover()
+    assert not left.exists()
 
 
 def test_a_worker_that_outlives_a_killed_save_does_not_hold_its_lock(tmp_path: Path) -> None:

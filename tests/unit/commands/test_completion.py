@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from accelerate.commands.completion import SHELLS, main, script
-from accelerate.commands.main import COMMANDS
+from accelerate.commands.main import commands
+from accelerate.guests.completion.command import SHELLS, main, script
 from accelerate.settings.run import launch_options_of
 
 
@@ -65,7 +65,7 @@ def test_the_script_of_fish_names_every_flag_once_and_closes_its_quotes() -> Non
     flags = [(line.split('"')[1], line.split(" -l ")[1].split()[0]) for line in lines if " -l " in line]
     launched = {("__fish_seen_subcommand_from launch test", str(option.flag)[2:]) for option in launch_options_of()}
     assert launched < set(flags) and len(set(flags)) == len(flags)
-    assert {names.split()[1] for names, _ in flags} == set(COMMANDS) - {"test"}
+    assert {names.split()[1] for names, _ in flags} == set(commands()) - {"test"}
     for line in lines:
         unescaped = line.replace("\\\\", "").replace("\\'", "")
         assert unescaped.count("'") % 2 == 0, line

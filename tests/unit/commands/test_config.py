@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import pty
+import select
 import subprocess
 import sys
+import termios
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,9 +21,11 @@ from accelerate.commands.config.ask import Asker, Choice, InputEnded, match
 from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.commands.config.default import write_basic_config
 from accelerate.commands.config.questions import Questionnaire, machine_types
+from accelerate.commands.config.terminal import _keys
 from accelerate.commands.launch import launch_command_parser, plan_launch
 from accelerate.launch.arguments import flags_of, settings_of
 from accelerate.settings import file
+from accelerate.settings.run import collect
 from accelerate.settings.tree import Settings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -190,6 +196,21 @@ def test_advanced_asks_more() -> None:
     assert content["gpu_ids"] == "0,1"
 
 
+@pytest.mark.parametrize("kind", ["0", "1"])  # one process, MULTI_CPU
+@pytest.mark.parametrize("advanced", [False, True])
+def test_what_is_written_for_a_run_on_the_cpu_has_no_remark_of_an_option_without_effect(
+    tmp_path: Path, kind: str, advanced: bool
+) -> None:
+    content, _, num_asked = dialogue(["0", kind, "", *[""] * 30], advanced=advanced)
+    assert content["use_cpu"] is True and num_asked > 3
+    assert content.get("gpu_ids") == ("all" if advanced else None)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(content))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert collect({}, {}, flags={}, file=tmp_path / "c.yaml").run.use_cpu
+        assert collect({}, {}, flags={"use_cpu": True}, file=tmp_path / "c.yaml").run.use_cpu
+
+
 def test_a_word_that_several_choices_contain_names_none() -> None:
     choices = [Choice("a", "multi-CPU"), Choice("b", "multi-GPU")]
     assert match("multi", choices) is None
@@ -329,7 +350,7 @@ def test_the_same_answers_typed_in_a_terminal_write_the_same_file(tmp_path: Path
         child.send(f"{answer}\r")
     child.expect_exact("accelerate launch script.py")
     child.expect(pexpect.EOF)
-    child.close()
+    child.wait()
     assert child.exitstatus == 0
     content = yaml.safe_load((tmp_path / "accelerate/default_config.yaml").read_text())
     assert content == yaml.safe_load(yaml.safe_dump(dialogue(SEED_ANSWERS)[0]))
@@ -364,7 +385,7 @@ def test_esc_goes_back_j_and_k_move_and_the_help_stands_below_the_open_question_
         child.expect_exact(expected)
         child.send(keys)
     child.expect(pexpect.EOF)
-    child.close()
+    child.wait()
     assert child.exitstatus == 0
     content = yaml.safe_load((tmp_path / "accelerate/default_config.yaml").read_text())
     assert (content["distributed_type"], content["num_machines"], content["num_processes"]) == ("MULTI_GPU", 1, 4)
@@ -388,13 +409,32 @@ def test_the_old_file_is_proposed_and_one_that_cant_be_read_is_not(tmp_path: Pat
 def test_interrupting_a_menu_writes_nothing_and_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     pexpect = pytest.importorskip("pexpect")
     child = pexpect.spawn(COMMAND[0], COMMAND[1:], env=environment(tmp_path), timeout=20, encoding="utf-8")
+    before = termios.tcgetattr(child.child_fd)
     child.expect_exact(SEED_QUESTIONS[0])
+    assert termios.tcgetattr(child.child_fd) != before
     child.sendintr()
     child.expect_exact("Nothing was written.")
+    assert termios.tcgetattr(child.child_fd) == before
     child.expect(pexpect.EOF)
-    child.close()
+    child.wait()
     assert child.exitstatus == 130
     assert not (tmp_path / "accelerate").exists()
+
+
+def test_ctrl_c_in_a_menu_is_a_key_which_no_instant_loses_and_other_signals_of_the_terminal_stay() -> None:
+    """A signal between the menu's last look at signals and its read of a key would be noticed with the next key."""
+    above, below = pty.openpty()
+    with open(below, "r+b", buffering=0) as stream, open(above, "wb", buffering=0) as typed:
+        before = termios.tcgetattr(below)
+        with _keys(stream) as read_key:  # pyright: ignore[reportArgumentType]
+            typed.write(b"2\x03")  # both before the first is read
+            assert select.select([below], [], [], 20)[0], "the terminal has taken it for a signal, and dropped both"
+            assert read_key() == "2"
+            with pytest.raises(KeyboardInterrupt):
+                read_key()
+            now = termios.tcgetattr(below)
+            assert now[3] & termios.ISIG and now[6][termios.VSUSP] == before[6][termios.VSUSP]
+        assert termios.tcgetattr(below) == before
 
 
 def test_config_default_writes_yaml_and_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

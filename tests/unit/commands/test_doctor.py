@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.commands.doctor import main
-from accelerate.tools.doctor import examine
-from accelerate.tools.migrate import Refused
+from accelerate.guests.scripts.doctor import examine
+from accelerate.guests.scripts.doctor_command import main
+from accelerate.guests.scripts.migrate import Refused
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 

@@ -405,6 +405,28 @@ def test_a_warning_of_the_command_is_one_line_without_our_source(script: Path) -
     )
 
 
+@pytest.mark.filterwarnings("always:Given without effect:UserWarning")
+@pytest.mark.parametrize(
+    ("flags", "config", "named"),
+    [
+        (["--cpu", "--gpu_ids", "0,1"], "", "`--gpu_ids 0,1` (flag --gpu_ids)"),
+        ([], "distributed_type: MULTI_CPU\nnum_processes: 2\ngpu_ids: 1,3\n", "`gpu_ids: 1,3` (file c.yaml:3)"),
+        (["--cpu"], "distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: '0'\n", "`gpu_ids: 0` (file c.yaml:3)"),
+        (["--cpu", "--gpu_ids", "all"], "", ""),
+        (["--cpu"], "distributed_type: 'NO'\ngpu_ids: all\n", ""),
+        (["--cpu"], "distributed_type: 'NO'\ngpu_ids: null\n", ""),
+        (["--gpu_ids", "0"], "distributed_type: 'NO'\nuse_cpu: false\n", ""),
+    ],
+)
+def test_devices_that_are_named_for_a_run_on_the_cpu_are_remarked_on_once(
+    script: Path, recwarn: pytest.WarningsRecorder, flags: list[str], config: str, named: str
+) -> None:
+    Path("c.yaml").write_text(config)
+    assert launch.main([*flags, *(["--config_file", "c.yaml"] if config else []), "--dry-run", str(script)]) == 0
+    said = f"Given without effect in this run: {named}: the run is on the CPU. Remove what isn't meant."
+    assert [str(one.message) for one in recwarn if "gpu_ids" in str(one.message)] == [said] * bool(named)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="claims are Linux's")
 def test_two_launches_at_once_dont_choose_one_port(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     port = get_free_port()
@@ -534,7 +556,7 @@ def test_a_misspelt_subcommand_is_refused_with_the_nearest(capsys: pytest.Captur
     assert "Did you mean 'launch'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", main.COMMANDS)
+@pytest.mark.parametrize("name", main.commands())
 def test_every_subcommand_has_a_help(name: str) -> None:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as stopped:

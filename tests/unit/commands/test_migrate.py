@@ -8,8 +8,8 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from accelerate.commands.migrate import main
-from accelerate.tools.migrate import Migration, Refused, migrate
+from accelerate.guests.scripts.migrate import Migration, Refused, migrate
+from accelerate.guests.scripts.migrate_command import main
 
 LOOP = """\
 import torch

@@ -14,15 +14,15 @@ from typing import Any
 import pexpect
 import pytest
 
-from accelerate.commands.monitor import main
 from accelerate.errors import MissingDependency, SettingError
-from accelerate.tools.monitor import export
-from accelerate.tools.monitor.reading import Curve, RunFiles
-from accelerate.tools.monitor.rendering import page
-from accelerate.tools.monitor.runs import Runs
-from accelerate.tools.monitor.serve import Server
-from accelerate.tools.monitor.snapshot import MAX_POINTS, as_shown, snapshot, state_of
-from accelerate.tools.monitor.terminal import colored, plot, screen
+from accelerate.guests.monitor import export
+from accelerate.guests.monitor.command import main
+from accelerate.guests.monitor.reading import Curve, RunFiles
+from accelerate.guests.monitor.rendering import page
+from accelerate.guests.monitor.runs import Runs
+from accelerate.guests.monitor.serve import Server
+from accelerate.guests.monitor.snapshot import MAX_POINTS, as_shown, snapshot, state_of
+from accelerate.guests.monitor.terminal import colored, plot, screen
 
 NOW = 1000.0
 

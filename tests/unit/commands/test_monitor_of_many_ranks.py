@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from accelerate.distributed.world import World
+from accelerate.guests.monitor import reading
+from accelerate.guests.monitor.reading import RunFiles, Tail
+from accelerate.guests.monitor.snapshot import snapshot
+from accelerate.guests.monitor.terminal import screen
 from accelerate.monitoring.run_monitor import _seconds_between
-from accelerate.tools.monitor import reading
-from accelerate.tools.monitor.reading import RunFiles, Tail
-from accelerate.tools.monitor.snapshot import snapshot
-from accelerate.tools.monitor.terminal import screen
 from tests.monitor.many_ranks import BEGIN, write_large_run
 
 REPORTS = 40

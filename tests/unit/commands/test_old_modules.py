@@ -103,7 +103,7 @@ def test_a_launch_on_several_processes_runs_every_rank(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "word"), [(launch.tpu_launcher, "accelerate.launch.tpu"), (launch.tpu_pod_launcher, "gcloud")]
+    ("start", "word"), [(launch.tpu_launcher, "accelerate.guests.xla.launcher"), (launch.tpu_pod_launcher, "gcloud")]
 )
 def test_tpu_launches_are_planned(
     folder: Path, capsys: pytest.CaptureFixture[str], start: Callable[[Namespace], None], word: str
@@ -239,7 +239,7 @@ def test_the_old_addresses_of_extensions_are_importable() -> None:
 
 def test_the_estimates_stand_at_their_public_address() -> None:
     from accelerate.estimate import layout, plan, subject, trace
-    from accelerate.tools import estimate as home
+    from accelerate.guests import estimate as home
 
     assert plan.footprint is layout.footprint is home.plan.footprint and layout.Layout is home.plan.Layout
     assert subject.find_subject is home.subject.find_subject

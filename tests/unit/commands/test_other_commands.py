@@ -14,8 +14,9 @@ import yaml
 
 import accelerate
 from accelerate import __version__
-from accelerate.commands import env, to_fsdp2, tpu
+from accelerate.commands import env, to_fsdp2
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
+from accelerate.guests.xla import tpu_command as tpu
 
 FSDP1 = {
     "distributed_type": "FSDP",
@@ -132,7 +133,7 @@ def test_a_pod_gets_this_very_package_whatever_version_is_asked_for(
         names = archive.namelist()
         information = f"accelerate-{__version__}.dist-info"
         page = {
-            f"accelerate/tools/monitor/{name}" for name in ("page.html", "page.css", "charts.js", "page.js", "runs.js")
+            f"accelerate/guests/monitor/{name}" for name in ("page.html", "page.css", "charts.js", "page.js", "runs.js")
         }
         assert {"accelerate/accelerator.py", *page} <= set(names)
         assert f"Version: {__version__}" in archive.read(f"{information}/METADATA").decode()

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from accelerate.commands import plan as command
 from accelerate.errors import SettingError
+from accelerate.guests.estimate import plan_command as command
+from accelerate.guests.estimate.plan import footprint, layouts, propose
+from accelerate.guests.estimate.trace import TrainingTrace, trace_training
 from accelerate.settings import file
-from accelerate.tools.estimate.plan import footprint, layouts, propose
-from accelerate.tools.estimate.trace import TrainingTrace, trace_training
 
 PROGRAM = """
 import torch
@@ -61,7 +61,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _trace(recompute: bool) -> TrainingTrace:
-    from accelerate.tools.estimate.subject import find_subject
+    from accelerate.guests.estimate.subject import find_subject
 
     subject = find_subject("models_to_plan.py:build")
     return trace_training(subject, batch=4, sequence=16, recompute=recompute, device="cpu")

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
+from accelerate.state import GradientState
 
 CPU = torch.device("cpu")
 
@@ -45,6 +47,30 @@ def test_a_loader_that_nobody_has_is_gone(
     reference = weakref.ref(loader)
     del loader, base
     assert reference() is None
+
+
+@pytest.mark.parametrize("stops_after", [None, 2], ids=["to the end", "left early"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_gradient_state_goes_with_the_accelerator_and_the_loader(num_workers: int, stops_after: int | None) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    base = DataLoader(TensorDataset(torch.arange(40.0)), batch_size=4, num_workers=num_workers)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, base)
+    rows = None
+    for number, (rows,) in enumerate(loader, 1):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows[:, None]).mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if number == stops_after:
+            break
+    references = [weakref.ref(accelerator.gradient_state), weakref.ref(accelerator), weakref.ref(loader)]
+    assert GradientState() is references[0]()
+    del accelerator, loader, base, model, optimizer, scheduler, rows
+    assert [reference() for reference in references] == [None] * 3
 
 
 def test_a_pass_that_ends_late_leaves_the_next_one_alone() -> None:

@@ -160,7 +160,7 @@ def test_a_prepared_loader_continues_from_a_position_of_torchdatas(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-# (A stream without state can be continued once: torchdata itself then counts what it skips twice.)
+# (A stream without state isn't among them: when torchdata itself continues one again, it counts what it skips twice.)
 @pytest.mark.parametrize("kind", ["sequential", "shuffled by torchdata", "stateful stream"])
 def test_a_position_goes_back_and_forth(kind: str, num_workers: int) -> None:
     state, _ = after(bare(kind, num_workers), 1)
@@ -173,6 +173,17 @@ def test_a_position_goes_back_and_forth(kind: str, num_workers: int) -> None:
     loader = prepared(kind, num_workers)
     loader.load_state_dict(state)
     assert rest and [batch.tolist() for batch in loader] == rest
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_another_number_of_ranks_continues_is_whole_in_the_next_epoch(num_workers: int) -> None:
+    saved = prepared("stream", num_workers, 0, 2)
+    for _ in saved:
+        break
+    loader = prepared("stream", num_workers)
+    loader.load_state_dict(saved.position_state())
+    epochs = [[sample for batch in loader for sample in batch.tolist()] for _ in range(2)]
+    assert epochs == [list(range(8, SIZE)), list(range(SIZE))]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -209,6 +220,67 @@ def test_between_two_epochs_both_begin_the_next_one(kind: str) -> None:
     again = prepared(kind, 0)
     again.load_state_dict(other.state_dict())
     assert len(list(again)) == length
+
+
+def keys_of(state: Any) -> Any:
+    """The keys of a state and of the states inside of it; a sampler's or a stream's own state is its own affair."""
+    if not isinstance(state, dict):
+        return None
+    opaque = ("_index_sampler_state", "_sampler_iter_state", "dataset_state")
+    return {key: None if key in opaque else keys_of(value) for key, value in state.items()}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_is_torchdatas_key_for_key(kind: str, num_workers: int) -> None:
+    bare_loader, loader = bare(kind, num_workers), prepared(kind, num_workers)
+    if num_workers == 0:
+        assert loader.state_dict().keys() == bare_loader.state_dict().keys()
+    length = sum(1 for _ in prepared(kind, num_workers))
+    for num_batches in (2, length - 1):
+        torch.manual_seed(4)
+        expected, _ = after(bare(kind, num_workers), num_batches)
+        torch.manual_seed(4)
+        state, _ = after(prepared(kind, num_workers), num_batches)
+        assert keys_of(state) == keys_of(expected)
+        if kind in ("sequential", "stream", "stateful stream") and num_workers == 0:
+            assert state == expected
+    again = prepared(kind, num_workers)
+    again.load_state_dict(state)
+    assert keys_of(again.state_dict()) == keys_of(state), "loaded and not continued yet"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["sequential", "shuffled", "generator", "seedable", "batches"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loader_continues_from_its_own_state_three_times(kind: str, num_workers: int, count: int) -> None:
+    def loader() -> Any:
+        options: dict[str, Any] = {"shuffle": kind in ("shuffled", "seedable")}
+        if kind == "generator":
+            options = {"sampler": RandomSampler(range(SIZE), generator=torch.Generator().manual_seed(2))}
+        base = DataLoader(range(SIZE), 2, num_workers=num_workers, **options)
+        if kind == "batches":
+            own = BatchSampler(RandomSampler(range(SIZE)), 2, drop_last=False)
+            base = DataLoader(range(SIZE), batch_sampler=own, num_workers=num_workers)
+        seedable = kind == "seedable"
+        return prepare_data_loader(base, CPU, count, 0, use_stateful_dataloader=True, use_seedable_sampler=seedable)
+
+    torch.manual_seed(6)
+    expected = [batch.tolist() for batch in loader()]
+    torch.manual_seed(6)
+    found, state = [], None
+    for _ in range(3):
+        one = loader()
+        if state is not None:
+            one.load_state_dict(state)
+            assert one.state_dict().keys() == state.keys()
+        batches = iter(one)
+        found.append(next(batches).tolist())
+        state = pickle.loads(pickle.dumps(one.state_dict()))
+        torch.manual_seed(7)
+    one = loader()
+    one.load_state_dict(state)
+    assert found + [batch.tolist() for batch in one] == expected
 
 
 def test_a_position_without_the_order_says_so() -> None:

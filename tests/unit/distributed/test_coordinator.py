@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 
 from accelerate.distributed import store_client
 from accelerate.distributed.store_client import Coordinator
+from accelerate.distributed.verdicts import Verdict
 from accelerate.errors import CollectiveError
 
 
@@ -155,16 +156,29 @@ def test_an_unpublished_operation_is_published_once_the_wait_gets_long() -> None
     assert "Rank 1 is in `wait_for_everyone`, but rank 0 is in `gather` instead" in other
 
 
-def test_a_failure_waits_for_the_others_to_publish_their_operations() -> None:
+def test_a_failure_waits_for_the_others_to_publish_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_client, "CHECK_SECONDS", 10)  # it ends once the other has published
+    is_looking = threading.Event()
+
     def fail(coordinator: Coordinator) -> str:
         coordinator.begin("gather", publish=False)
+        find = coordinator._find_conflict
+
+        def look() -> Verdict | None:
+            found = find()
+            is_looking.set()
+            while not coordinator.published(["at/1"]):  # it publishes between two looks
+                time.sleep(0.01)
+            return found
+
+        monkeypatch.setattr(coordinator, "_find_conflict", look)
         return coordinator.explain(RuntimeError("connection closed"))
 
     def come_late(coordinator: Coordinator) -> str:
-        time.sleep(0.03)
+        is_looking.wait(10)
         coordinator.begin("reduce", publish=False)
         return coordinator.explain(RuntimeError("connection closed"))
 
-    one, other = run_ranks(fail, come_late)
+    one, other = run_ranks(fail, come_late, seconds=30)
     assert "rank 1 is in `reduce` instead" in one
     assert "rank 0 is in `gather` instead" in other

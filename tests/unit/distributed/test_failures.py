@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ from accelerate.distributed.failures import (
     Failure,
     Frame,
     MemoryWatch,
+    ScriptEnd,
     first_cause,
     parse_traceback,
     record_uncaught,
     report,
     signal_name,
+    write_error_file,
 )
 
 TEXT = """progress 10%Traceback (most recent call last):
@@ -46,6 +49,41 @@ def failure(rank: int, seconds: float, text: str = "", **kwargs: object) -> Fail
 
 def raised(message: str) -> str:
     return f'Traceback (most recent call last):\n  File "/home/me/t.py", line 3, in f\n    x()\n{message}\n'
+
+
+CLOSED = 'File "/lib/torch/autograd/graph.py", line 9, in run\n    run()\nRuntimeError: Connection closed by peer'
+WAITED = f"Traceback (most recent call last):\n  {CLOSED}\n"
+
+
+@pytest.mark.parametrize(
+    ("failures", "ended", "cause"),
+    [
+        ([failure(1, 5.0, WAITED)], [ScriptEnd(0, 4.9, "t.py:41")], 0),
+        ([failure(1, 5.0, WAITED)], [ScriptEnd(0, 9.0)], 1),  # long after
+        ([failure(1, 5.0, WAITED), failure(2, 5.1, WAITED)], [ScriptEnd(3, 4.0), ScriptEnd(0, 4.5)], 3),
+        ([failure(1, 5.0, WAITED), failure(0, 5.5, returncode=-15, stopped=True)], [ScriptEnd(0, 4.9)], 0),
+        ([failure(1, 5.0, WAITED), failure(0, 5.5, returncode=3)], [ScriptEnd(0, 4.9)], 0),  # by its code
+        ([failure(1, 5.0, WAITED), failure(2, 6.0, raised("ValueError: x"))], [ScriptEnd(0, 4.9)], 2),
+        ([failure(1, 5.0, raised("MySQLError: Connection closed"))], [ScriptEnd(0, 4.9)], 1),  # the script's own
+        ([failure(1, 5.0, WAITED)], [], 1),
+    ],
+)
+def test_a_rank_that_ended_well_while_others_waited_is_the_cause(
+    failures: list[Failure], ended: list[ScriptEnd], cause: int
+) -> None:
+    text = report(failures, 4, ended=ended)
+    assert text.startswith(f"First cause: rank {cause} of 4 "), text
+    if ended and ended[0].place:
+        assert "left the script at t.py:41 after 4.9 s, while rank 1 was at graph.py:9." in text
+
+
+def test_a_rank_that_still_ran_when_another_timed_out_is_the_cause() -> None:
+    late = WAITED.replace("Connection closed by peer", "Timed out waiting 5000ms for recv operation to complete")
+    hung = failure(1, 9.0, returncode=-15, stopped=True)
+    text = report([failure(0, 5.0, late), hung], 3)
+    assert text.startswith("First cause: rank 1 of 3 (host h, pid 101) still ran after 5.0 s, and didn't come"), text
+    own = raised("requests.Timeout: timed out")
+    assert report([failure(0, 5.0, own), hung], 3).startswith("First cause: rank 0 "), "the script's own"
 
 
 def test_a_traceback_is_read_with_its_frames_sources_and_whole_message() -> None:
@@ -163,7 +201,8 @@ def test_the_report_fits_on_a_screen_and_begins_with_the_first_cause() -> None:
     assert len(lines) <= 14
     assert lines[0].startswith("First cause: rank 0 of 64 (host h, pid 100) raised and exited with code 1 after 1.0 s.")
     assert "  /home/me/t.py:3, in f" in lines
-    assert all(len(line) <= 160 for line in lines)
+    assert lines[3] == "ValueError: " + "x" * 500, "the cause is cut"
+    assert all(len(line) <= 160 for line in lines[6:])
 
 
 def test_a_killed_rank_is_reported_with_its_signal_and_memory() -> None:
@@ -171,7 +210,7 @@ def test_a_killed_rank_is_reported_with_its_signal_and_memory() -> None:
     text = report([killed, failure(1, 1.2, returncode=-15, stopped=True)], 2)
     assert "was killed by SIGKILL after" in text and "Its peak memory was 512 MiB." in text
     assert "Out of memory: the kernel killed 1." in text
-    assert "Rank 1 stopped by the launcher with SIGTERM" in text
+    assert "Rank 1 was stopped by the launcher with SIGTERM" in text
     assert killed.exit_code == 137
 
 
@@ -245,3 +284,17 @@ def test_the_cause_inside_a_worker_of_a_loader_is_shown(prefix: str) -> None:
     assert found.shown_frames[-1] == Frame(
         "/home/me/data.py", 8, "__getitem__", 'raise LookupError("row 5 is damaged")'
     )
+
+
+def test_the_file_of_an_exception_is_whole_at_any_moment(tmp_path: Path) -> None:
+    """torch's agent reads it once the process is gone, which may have been ended while it wrote."""
+    path, error = tmp_path / "error.json", ValueError("x" * 3_000_000)
+    writing = threading.Thread(target=write_error_file, args=(path, error))
+    writing.start()
+    while not path.exists():
+        assert writing.is_alive() or path.exists()
+    assert json.loads(path.read_text())["message"]["message"].startswith("ValueError: xxx")
+    writing.join()
+    assert [one.name for one in tmp_path.iterdir()] == ["error.json"]
+    write_error_file(path, KeyError("later"))
+    assert "KeyError" not in path.read_text(), "the first one is kept"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from accelerate.distributed import flight_record
 from accelerate.distributed.flight_record import Collective, RankRecord, collectives_of, compare, last_collective
+
+KINDS = ("gloo", "nccl")
 
 
 def call(
@@ -157,3 +160,17 @@ def test_collectives_on_a_device_are_read_beside_those_of_the_host(monkeypatch: 
         "rank 1 is one collective behind: it hasn't entered _all_gather_base #8 (524.3 kB, BFloat16 [1024, 256]) of "
         "the default group, in which rank 0 waits. Its last one there: _all_gather_base #7."
     )
+
+
+@pytest.mark.parametrize("backends", [(), ("gloo",), ("nccl",), ("gloo", "nccl")])
+def test_a_rank_writes_the_records_that_have_collectives(
+    backends: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torch with CUDA has a recorder of NCCL's on the CPU too, which stays empty there."""
+    dumps = {name: {"entries": [{"profiling_name": f"{name}:all_reduce"}] * (name in backends)} for name in KINDS}
+    monkeypatch.setattr(flight_record, "flight_records", lambda: [json.dumps(dump) for dump in dumps.values()])
+    flight_record.write_own(tmp_path, 3)
+    path = tmp_path / "rank_3.json"
+    written = json.loads(path.read_text()) if path.exists() else []
+    expected = [dumps[name] for name in backends]
+    assert written == (expected[0] if len(expected) == 1 else expected)

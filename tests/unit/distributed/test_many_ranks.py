@@ -18,7 +18,7 @@ from accelerate.checkpointing.agreement import Ranks, StoreCollectives
 from accelerate.distributed import call_rendezvous, rendezvous, store_client
 from accelerate.distributed.environment import ProcessIdentity
 from accelerate.distributed.store_client import Coordinator
-from accelerate.distributed.store_requests import WaitingConnections, read_present, some_ranks
+from accelerate.distributed.store_requests import WaitingConnections, read_present
 from accelerate.distributed.watchdog import HangWatch, StackPosition, verdict
 from accelerate.distributed.world import World
 from accelerate.errors import CollectiveError
@@ -218,12 +218,6 @@ def test_a_new_process_never_enters_a_closed_world() -> None:
 
 
 # -- words -------------------------------------------------------------------------------------------------
-
-
-def test_many_ranks_are_few_words() -> None:
-    assert some_ranks([3]) == "rank 3"
-    assert some_ranks([17, 3]) == "ranks 3 and 17"
-    assert some_ranks(range(512)) == "ranks 0, 1, 2 and 509 others"
 
 
 def test_keys_that_are_set_are_read_by_few_requests() -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
+import psutil
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
 from accelerate.distributed import rendezvous
 from accelerate.distributed.environment import ProcessIdentity
 from accelerate.errors import WorldError
+from accelerate.ports import get_free_port
+from accelerate.versions import is_torch_version
 
 
 def identity(rank: int, size: int) -> ProcessIdentity:
@@ -104,3 +111,42 @@ def test_a_long_wait_logs_whom_it_is_for(monkeypatch: pytest.MonkeyPatch, caplog
     call(HashStore(), identity(0, 3), identity(2, 3), seconds=0.5)
     said = {record.getMessage().partition(";")[0] for record in caplog.records}
     assert said == {"Rank 0 and 1 other wait for rank 1 of 3"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="torch's own listening socket is kept there")
+@pytest.mark.skipif(is_torch_version("<", "2.8"), reason="torch before 2.8 takes no listening socket")
+def test_a_store_at_an_ipv4_address_sees_clients_under_addresses_that_etc_hosts_names() -> None:
+    """Under ::ffff:127.0.0.1, the server would ask the name server for each client, and serve nobody meanwhile."""
+    one = replace(identity(0, 2), address="127.0.0.1", port=get_free_port())
+    limit = timedelta(seconds=30)
+    store = rendezvous._tcp_store(one, limit, "a test")
+    client = TCPStore("127.0.0.1", one.port, is_master=False, wait_for_workers=False, timeout=limit)
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+    connections = psutil.Process().net_connections("tcp")
+    served = [connection for connection in connections if connection.laddr and connection.laddr.port == one.port]
+    assert len(served) >= 3  # the listening socket, rank 0's own connection and the client's
+    assert {connection.family for connection in served} == {socket.AF_INET}
+    again = rendezvous._tcp_store(one, limit, "a test")  # a second world of this process
+    assert again.get("key") == b"value"
+
+
+@pytest.mark.parametrize(("seconds", "warned"), [(5.0, True), (0.0, False)])
+def test_a_slow_name_server_is_named_with_the_line_that_cures_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float, warned: bool
+) -> None:
+    now = 0.0
+
+    def look_up(address: tuple[str, int, int, int], _flags: int) -> tuple[str, str]:
+        nonlocal now
+        now += seconds
+        assert address[0] == "::ffff:127.0.0.1"
+        return address[0], "0"
+
+    monkeypatch.setattr(socket, "getnameinfo", look_up)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now)
+    with caplog.at_level(logging.WARNING):
+        rendezvous._warn_of_slow_names(replace(identity(0, 64), address="127.0.0.1"))
+    said = caplog.text
+    assert ("took 5 s to answer" in said and '"::ffff:127.0.0.1 node1"' in said and "64 ranks" in said) is warned

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from accelerate.errors import SettingError
-from accelerate.tools.estimate.plan import Layout, footprint, layouts, propose
-from accelerate.tools.estimate.trace import Moment, TrainingTrace
+from accelerate.guests.estimate.plan import Layout, footprint, layouts, propose
+from accelerate.guests.estimate.trace import Moment, TrainingTrace
 
 GB = 10**9
 #: Ten billion numbers: a tenth outside of ten blocks, four fifths in layers that tensor parallelism divides.

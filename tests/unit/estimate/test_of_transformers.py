@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.tools.estimate.subject import find_subject
-from accelerate.tools.estimate.trace import trace_training
+from accelerate.guests.estimate.subject import find_subject
+from accelerate.guests.estimate.trace import trace_training
 from benchmarks.estimates import compare, of_transformers
 
 pytest.importorskip("transformers")

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from accelerate.errors import CheckpointNotFound, MissingDependency, SettingError
+from accelerate.guests.estimate.subject import find_subject, inputs_of_timm
+from accelerate.guests.estimate.trace import trace_training
 from accelerate.optional import is_installed
-from accelerate.tools.estimate.subject import find_subject, inputs_of_timm
-from accelerate.tools.estimate.trace import trace_training
 
 PROGRAM = """
 import torch

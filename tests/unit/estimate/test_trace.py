@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate.devices.allocations import AllocationTracker
 from accelerate.errors import PreparationError, SettingError
-from accelerate.tools.estimate.allocations import AllocationTracker
-from accelerate.tools.estimate.trace import Moment, TrainingTrace, repeated_blocks, trace_training
+from accelerate.guests.estimate.trace import Moment, TrainingTrace, repeated_blocks, trace_training
 from benchmarks.estimates import MODELS, LanguageModel, Subject, compare
 from tests.torch_needed import needs_torch
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerate.errors import SettingError
+from accelerate.guests.deepspeed.encoded_command import decode_command, encode_command
+from accelerate.guests.deepspeed.launcher import DECODER, DeepSpeedLauncher
 from accelerate.launch.choose import choose
-from accelerate.launch.deepspeed import DECODER, DeepSpeedLauncher
-from accelerate.launch.encoded_command import decode_command, encode_command
 from accelerate.launch.plan import LaunchPlan
 from tests.unit.launch.plans import (
     CPU_HOST,

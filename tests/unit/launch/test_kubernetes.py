@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given
 
 from accelerate.errors import MissingDependency, SettingError
+from accelerate.guests.clusters.kubernetes import Kubernetes, escape
 from accelerate.launch.choose import choose
-from accelerate.launch.kubernetes import Kubernetes, escape
 from accelerate.launch.plan import LaunchPlan, Program
 from accelerate.launch.preflight import Host
 from tests.unit.launch.plans import CPU_HOST, GPU_HOST, NASTY, PROGRAM, argument_lists, settings

@@ -26,12 +26,12 @@ from accelerate.distributed.failures import (
     report,
 )
 from accelerate.distributed.verdicts import RankState, Verdict
-from accelerate.launch.kubernetes import Kubernetes
-from accelerate.launch.mpi import Mpirun
+from accelerate.guests.clusters.kubernetes import Kubernetes
+from accelerate.guests.clusters.mpi import Mpirun
+from accelerate.guests.clusters.slurm import Slurm
 from accelerate.launch.plan import LaunchPlan
 from accelerate.launch.records import EndRecords
 from accelerate.launch.remote import hosts_of
-from accelerate.launch.slurm import Slurm
 from accelerate.launch.torchrun import Torchrun, exit_code_after, report_of_host
 from tests.unit.launch.plans import GPU_HOST, PROGRAM, hosts_file, settings
 
@@ -183,7 +183,8 @@ def test_a_host_whose_ranks_only_lost_another_hosts_says_so_in_one_line() -> Non
     lost = Traceback(frames, "RuntimeError: [gloo/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:4711")
     own = [failure(rank, returncode=1, stopped=False, traceback=lost) for rank in range(8, 16)]
     [line] = report_of_host(own, HOSTS, RANKS).splitlines()
-    assert line.startswith("Ranks 8, 9, 10, 11, 12, 13, 14, 15 of 16384 (host node0001) ended after 100.0 s because a ")
+    who = "Ranks 8, 9, 10, 11, 12, 13, 14 and 15 of 16384 (host node0001)"
+    assert line.startswith(f"{who} ended after 100.0 s because a ")
     assert "Connection closed by peer" in line and len(line) <= 240
     assert "see that host's report" in report_of_host([failure(8)], HOSTS, RANKS)
     gone = Verdict("left", 3).explain(8, RankState(7, "wait_for_everyone"))

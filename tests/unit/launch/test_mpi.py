@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 
 from accelerate.errors import SettingError
+from accelerate.guests.clusters.mpi import Mpirun, flavor_of
 from accelerate.launch.choose import choose
-from accelerate.launch.mpi import Mpirun, flavor_of
 from accelerate.launch.plan import LaunchPlan, Program
 from accelerate.launch.preflight import Host
 from tests.unit.launch.plans import CPU_HOST, NASTY_PROGRAM, PROGRAM, argument_lists, hosts_file, settings

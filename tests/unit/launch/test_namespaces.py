@@ -104,6 +104,23 @@ def test_validation_completes_from_the_file_and_says_what_came_from_there() -> N
     assert (args.use_fsdp, args.multi_gpu, args.fsdp_offload_params, args.fsdp_version) == (True, False, True, 2)
 
 
+def test_values_of_the_file_have_their_types_and_the_script_need_not_exist(folder: Path) -> None:
+    section = "fsdp_use_orig_params: false, fsdp_min_num_params: 100, fsdp_transformer_layer_cls_to_wrap: 'A,B'"
+    (folder / "typed.yaml").write_text(
+        f"distributed_type: FSDP\nnum_processes: 2\ndebug: true\nfsdp_config: {{{section}}}\n"
+    )
+    parser = launch_command_parser()
+    args = _validate_launch_command(parser.parse_args(["--config_file", "typed.yaml", "not_there.py"]))[0]
+    assert (args.num_processes, args.debug, args.fsdp_use_orig_params, args.fsdp_min_num_params) == (
+        2,
+        True,
+        False,
+        100,
+    )
+    assert args.fsdp_transformer_layer_cls_to_wrap == "A,B"
+    assert args.training_script == "not_there.py"
+
+
 def test_what_is_changed_after_validation_counts() -> None:
     args = _validate_launch_command(parsed("--config_file", "multi.yaml"))[0]
     args.mixed_precision = "fp16"

@@ -12,6 +12,7 @@ import pytest
 
 from accelerate.commands.config.config_args import SageMakerConfig
 from accelerate.commands.launch import launch_command_parser
+from accelerate.guests.xla.launcher import install_xla
 from accelerate.launch.prepared import (
     PrepareForLaunch,
     _filter_args,
@@ -23,7 +24,6 @@ from accelerate.launch.prepared import (
     prepare_simple_launcher_cmd_env,
     prepare_tpu,
 )
-from accelerate.launch.tpu import install_xla
 from accelerate.settings.labels import ComputeEnvironment, SageMakerDistributedType
 
 

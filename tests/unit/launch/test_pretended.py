@@ -23,7 +23,7 @@ def test_the_rank_has_the_environment_of_its_place() -> None:
     found = plan(pretend=16384, rank=7777)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_CPU")
     assert [found.environment[name] for name in names] == ["7777", "16384", "1", "8", "true"]
-    assert found.argv[1:] == ("-m", "accelerate.tools.pretend", "1", "train.py", "--lr", "1")
+    assert found.argv[1:] == ("-m", "accelerate.guests.pretend", "1", "train.py", "--lr", "1")
     assert not found.ranks
 
 
@@ -34,7 +34,7 @@ def test_hosts_may_have_any_number_of_processes() -> None:
 
 def test_a_module_and_steps_are_passed_on() -> None:
     found = plan(Program("package.train", (), "module"), pretend=64, num_steps=3)
-    assert found.argv[2:] == ("accelerate.tools.pretend", "3", "-m", "package.train")
+    assert found.argv[2:] == ("accelerate.guests.pretend", "3", "-m", "package.train")
 
 
 @pytest.mark.parametrize(

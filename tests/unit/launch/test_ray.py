@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from accelerate.errors import LaunchError, MissingDependency
-from accelerate.launch import ray as engine
+from accelerate.guests.clusters import ray as engine
+from accelerate.guests.clusters.ray import RayTrain
 from accelerate.launch.choose import choose
 from accelerate.launch.plan import LaunchPlan, Program
-from accelerate.launch.ray import RayTrain
 from tests.unit.launch.plans import CPU_HOST, GPU_HOST, NASTY, NASTY_PROGRAM, PROGRAM, settings
 
 

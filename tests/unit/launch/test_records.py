@@ -11,13 +11,13 @@ import pytest
 
 from accelerate.distributed import failures as module
 from accelerate.distributed.failures import MemoryWatch
+from accelerate.guests.monitor.reading import RunFiles
+from accelerate.guests.monitor.snapshot import snapshot
+from accelerate.guests.monitor.terminal import screen
 from accelerate.launch.plan import LaunchPlan, Program
 from accelerate.launch.supervisor import supervise
 from accelerate.monitoring.records import RankRecord
 from accelerate.settings import env
-from accelerate.tools.monitor.reading import RunFiles
-from accelerate.tools.monitor.snapshot import snapshot
-from accelerate.tools.monitor.terminal import screen
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX processes")
 

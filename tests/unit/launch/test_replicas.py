@@ -166,7 +166,7 @@ def test_an_update_after_the_end_of_the_others_is_refused(launcher: Launcher) ->
     launcher.members.lost(2, has_failed=False)
     launcher.members.lost(0, has_failed=False)
     launcher.send(new, operation="update", value=1)
-    assert "ranks 0, 2 came to the end, and rank 1 makes one more update" in answer(new)["error"]
+    assert "ranks 0 and 2 came to the end, and rank 1 makes one more update" in answer(new)["error"]
 
 
 def test_a_new_process_that_ends_early_ends_no_other(launcher: Launcher) -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import accelerate
 from accelerate.errors import MissingDependency, SettingError
+from accelerate.guests.clusters.sagemaker import SageMaker, estimator_arguments, hyperparameters
 from accelerate.launch.choose import choose
 from accelerate.launch.plan import LaunchPlan, Program
-from accelerate.launch.sagemaker import SageMaker, estimator_arguments, hyperparameters
 from tests.unit.launch.plans import CPU_HOST, GPU_HOST, NASTY, settings
 
 SCRIPT = Program("src/train.py", ("--lr", "1e-5"))

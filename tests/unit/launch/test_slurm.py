@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import settings as examples
 
 from accelerate.errors import SettingError
+from accelerate.guests.clusters.slurm import Slurm, in_batch_script, is_task
 from accelerate.launch.choose import choose
 from accelerate.launch.plan import LaunchPlan, Program
-from accelerate.launch.slurm import Slurm, in_batch_script, is_task
 from tests.unit.launch.plans import CPU_HOST, GPU_HOST, NASTY, PROGRAM, argument_lists, settings
 
 ALLOCATION = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[3-4]"}
@@ -167,7 +167,7 @@ def test_bash_hands_settings_on_as_they_were(tmp_path: Path) -> None:
 
 
 def replace_environment(made: LaunchPlan, more: dict[str, str]) -> LaunchPlan:
-    from accelerate.launch.slurm import batch_script
+    from accelerate.guests.clusters.slurm import batch_script
 
     wider = replace(made, environment={**made.environment, **more})
     start = script(made).splitlines()[-1].removeprefix("exec ")

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import settings as examples
 
 from accelerate.errors import LaunchError, MissingDependency, SettingError
-from accelerate.launch import tpu
+from accelerate.guests.xla import launcher as tpu
+from accelerate.guests.xla.launcher import Tpu
 from accelerate.launch.choose import choose
 from accelerate.launch.plan import LaunchPlan, Program
-from accelerate.launch.tpu import Tpu
 from tests.unit.launch.plans import CPU_HOST, NASTY, PROGRAM, argument_lists, settings
 
 
@@ -35,7 +35,17 @@ def plan(program: Program = PROGRAM, **flags: Any) -> LaunchPlan:
 
 def test_one_host_calls_the_scripts_function() -> None:
     made = plan(num_processes=8, main_training_function="train")
-    argv = ("-m", "accelerate.launch.tpu", "--function", "train", "--num_processes", "8", "train.py", "--lr", "1")
+    argv = (
+        "-m",
+        "accelerate.guests.xla.launcher",
+        "--function",
+        "train",
+        "--num_processes",
+        "8",
+        "train.py",
+        "--lr",
+        "1",
+    )
     assert made.argv == (sys.executable, *argv)
     assert choose(settings(tpu=True), CPU_HOST).name == "tpu"
 

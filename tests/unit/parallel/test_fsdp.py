@@ -15,7 +15,7 @@ from accelerate import parallel as strategies
 from accelerate.distributed.world import World
 from accelerate.errors import MissingDependency, SettingError
 from accelerate.parallel import Strategy
-from accelerate.parallel.fsdp import fsdp2
+from accelerate.parallel.fsdp import fsdp2, setup
 from accelerate.parallel.fsdp.wrapping import find_ignored, find_wrap_units
 from accelerate.parallel.gradient_norm import clip_sharded_grad_norm
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -158,7 +158,7 @@ def test_on_cpu_a_torch_that_would_add_gradients_up_is_refused(
     monkeypatch: pytest.MonkeyPatch, device: str, refuses: bool
 ) -> None:
     """torch 2.7 and 2.8 ask gloo for a mean and get a sum, and nothing tells."""
-    monkeypatch.setattr(fsdp2, "OLDEST_ON_CPU", "99.0")
+    monkeypatch.setattr(setup, "OLDEST_ON_CPU", "99.0")
     expected = pytest.raises(MissingDependency, match=r"version 2 on CPU needs torch 99\.0.*installed is")
     with expected if refuses else nullcontext():
         options = SimpleNamespace(mesh=object(), plugins=SimpleNamespace(parallelism=None))

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from accelerate import Accelerator
 from accelerate.distributed.membership import Membership
-from accelerate.errors import CollectiveError
+from accelerate.errors import CollectiveError, PreparationError
 from accelerate.parallel.kept_replicas import KeptReplicas
 
 
@@ -46,3 +47,17 @@ def test_a_state_that_cannot_be_written_says_where_room_is_missing(tmp_path: Pat
     membership.folder, membership.rank, membership._num_states = tmp_path / "gone", 0, 0
     with pytest.raises(CollectiveError, match=r"no room for the state of a rank.*TMPDIR"):
         membership._write({})
+
+
+def test_several_backwards_of_one_update_are_refused_in_the_words_of_kept_replicas() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    strategy: Any = KeptReplicas.__new__(KeptReplicas)
+    strategy.retry, strategy.world, strategy.mesh = None, accelerator.world, accelerator.mesh
+    accelerator.strategy = strategy
+    rows = torch.ones(2, 1)
+    with pytest.raises(PreparationError, match="but under --keep_replicas the ranks add up"):
+        accelerator.backward_in_parts(lambda part: model(part).sum(), rows)
+    accelerator.gradient_state.advance()
+    with pytest.raises(PreparationError, match="several micro-batches: under --keep_replicas"):
+        accelerator.backward(model(rows).sum(), weight=2)

@@ -12,8 +12,9 @@ from torch import nn
 
 from accelerate.distributed.mesh import Mesh
 from accelerate.distributed.world import World
-from accelerate.errors import NotBuilt, PreparationError, SettingError
+from accelerate.errors import MissingDependency, NotBuilt, PreparationError, SettingError
 from accelerate.parallel import StrategyOptions
+from accelerate.parallel.pipeline import strategy
 from accelerate.parallel.pipeline.partition import balanced, choose_split_points, drop_other_stages, split
 from accelerate.parallel.pipeline.strategy import Pipeline
 from accelerate.plugins.parallelism import PipelineParallelConfig
@@ -32,6 +33,14 @@ def test_runs_are_as_even_as_they_can_be() -> None:
         assert starts[0] == 0 and sorted(set(starts)) == starts
         every = ([0, *cut] for cut in itertools.combinations(range(1, len(sizes)), 2))
         assert _largest(sizes, starts) == min(_largest(sizes, other) for other in every)
+
+
+def test_a_torch_whose_schedules_lack_what_is_needed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, and not by a TypeError of torch's in the first step."""
+    monkeypatch.setattr(strategy, "OLDEST_TORCH", "99.0")
+    options: Any = None
+    with pytest.raises(MissingDependency, match=r"\(pp_size\) needs torch 99\.0 or newer.*set pp_size=1"):
+        Pipeline(World(), options)
 
 
 def test_points_are_the_names_of_blocks() -> None:

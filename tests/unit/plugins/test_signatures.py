@@ -21,7 +21,6 @@ from accelerate.plugins.handlers import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accelerate.plugins.megatron import MegatronLMPlugin
 from accelerate.plugins.parallelism import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
@@ -30,6 +29,7 @@ from accelerate.plugins.parallelism import (
     TorchTensorParallelPlugin,
 )
 from accelerate.plugins.quantization import BnbQuantizationConfig
+from accelerate.utils import MegatronLMPlugin
 
 #: Class -> its arguments, in order. `name` alone: the default is None.
 DOCUMENTED: dict[type, str] = {
@@ -106,6 +106,7 @@ def test_constructor_has_the_documented_arguments_in_order(cls: type) -> None:
             "index_free_shuffle",
             "prefetch_to_device",
             "augment_by_sample",
+            "reseed_workers",
             "already_sharded",
             "token_budget",
             "length_of",

@@ -112,8 +112,8 @@ def test_a_deepspeed_file_keeps_the_keys_of_deepspeed_itself(tmp_path: Path) -> 
     assert file.load(tmp_path / "again.yaml") == found
 
 
-def test_a_misspelt_deepspeed_key_is_at_least_worth_a_warning(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"zero_stag.*config.yaml:3.*`zero_stage`"):
+def test_a_misspelt_deepspeed_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"config.yaml:3: unknown key `zero_stag`.*`zero_stage`"):
         load(tmp_path, "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stag: 3\n")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from accelerate.errors import SettingError
+from accelerate.settings.document import OLD_KEYS, _Reader, layer_of_mapping
 from accelerate.settings.run import collect
 
 
@@ -40,6 +41,14 @@ MISTAKES = {
     "a key in the wrong section": Mistake(
         ("config.yaml:2", "unknown key `zero_stage`", "It belongs into the section `deepspeed_config`"),
         file="distributed_type: DEEPSPEED\nzero_stage: 3\n",
+    ),
+    "a misspelt key in a section": Mistake(
+        ("config.yaml:3", "unknown key `fsdp_sharding_stratgy` in `fsdp_config`", "mean `fsdp_sharding_strategy`?"),
+        file="distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_stratgy: SHARD_GRAD_OP\n",
+    ),
+    "a key of another section": Mistake(
+        ("config.yaml:3", "`zero_stage` in `fsdp_config`", "It belongs into the section `deepspeed_config`."),
+        file="distributed_type: FSDP\nfsdp_config:\n  zero_stage: 3\n",
     ),
     "a key given twice": Mistake(
         ("config.yaml:3", "`num_processes` stands here a second time", "config.yaml:1"),
@@ -285,14 +294,6 @@ def test_what_is_right_is_not_refused(flags: dict[str, Any]) -> None:
 
 
 WARNINGS = {
-    "a misspelt key in a section": Mistake(
-        ("`fsdp_config.fsdp_offload_parms`", "config.yaml:3", "did you mean `fsdp_offload_params`?"),
-        file="distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_parms: true\n",
-    ),
-    "a key of another section": Mistake(
-        ("`fsdp_config.zero_stage`", "config.yaml:3", "belongs into the section `deepspeed_config`"),
-        file="distributed_type: FSDP\nfsdp_config:\n  zero_stage: 3\n",
-    ),
     "a key of other programs": Mistake(
         ("`mpirun_config.cable`", "config.yaml:3", "no option has this name"),
         file="distributed_type: MULTI_CPU\nmpirun_config:\n  cable: blue\n",
@@ -343,3 +344,38 @@ def test_what_has_no_effect_gets_one_remark_and_the_launch_goes_on(tmp_path: Pat
     text = str(remarks[0].message)
     missing = [word for word in given.says if word not in text]
     assert not missing, f"{missing} not in: {text}"
+
+
+def written_keys() -> list[tuple[str | None, str]]:
+    """Every key that a release wrote, by section: those of the options with their older spellings, and the old ones."""
+    known = [(section, key) for section, keys in _Reader("", False).known.items() for key in keys]
+    dotted = [key.rpartition(".") for key in OLD_KEYS]
+    return [*known, *((section or None, key) for section, _, key in dotted)]
+
+
+def unknown_keys(written: list[tuple[str | None, str]]) -> dict[str, str]:
+    """Read a file with each key alone, and return the errors about keys that aren't known."""
+    errors: dict[str, str] = {}
+    for section, key in written:
+        document = {key: None} if section is None else {section: {key: None}}
+        try:
+            layer_of_mapping(document, "config.yaml:1")
+        except SettingError as error:
+            if "unknown key" in str(error):
+                errors[f"{section}.{key}"] = str(error)
+    return errors
+
+
+def test_every_key_that_a_release_wrote_is_read() -> None:
+    assert unknown_keys(written_keys()) == {}
+
+
+def test_every_misspelt_key_is_refused_with_the_one_that_was_meant() -> None:
+    written = written_keys()
+    names = {(section, key) for section, key in written}
+    misspelt = [(section, key[:-3] + key[-2:]) for section, key in written if len(key) > 6]
+    misspelt = [one for one in misspelt if one not in names]
+    errors = unknown_keys(misspelt)
+    missed = [one for one in misspelt if "Did you mean" not in errors.get(f"{one[0]}.{one[1]}", "")]
+    old = {key.rpartition(".")[2] for key in OLD_KEYS}
+    assert [one for one in missed if not any(key.startswith(one[1][:-2]) for key in old)] == []

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.tracking import BlankTracker, GeneralTracker, choose, finish, init_trackers, log
 from accelerate.tracking.background_queue import BackgroundQueue, Size, copied
 from accelerate.tracking.choose import find_tracker, init_run_log
+from tests.fresh import run_fresh
 
 
 class Service(GeneralTracker):
@@ -287,11 +288,7 @@ if len(sys.argv) > 2:
 
 @pytest.mark.parametrize("crash", [False, True])
 def test_a_program_that_never_ends_training_loses_nothing(tmp_path: Path, crash: bool) -> None:
-    import subprocess
-    import sys
-
-    arguments = [sys.executable, "-c", PROGRAM, str(tmp_path), *(["crash"] if crash else [])]
-    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    ended = run_fresh(PROGRAM, str(tmp_path), *(["crash"] if crash else []))
     assert ended.returncode == int(crash), ended.stderr
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(300))

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.commands import report
 from accelerate.errors import SettingError
+from accelerate.guests.monitor import report_command as report
+from accelerate.guests.monitor.hours import hours, read_ledgers
 from accelerate.monitoring import ledger as module
 from accelerate.monitoring.ledger import Account, Ledger, Position, process_age
-from accelerate.tools.monitor.hours import hours, read_ledgers
 from accelerate.torch_private.modules import compile_seconds
 
 NOTHING = Position(0, 0, 0, 0.0, 0.0, 0.0, progress=0, stalled=None)

@@ -6,8 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import urllib.request
 from collections import defaultdict
 from pathlib import Path
@@ -17,14 +15,15 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.commands.launch_page import check_shown, folder_of_launch, shown
 from accelerate.errors import SettingError
+from accelerate.guests.monitor.launch_page import check_shown, folder_of_launch, shown
 from accelerate.launch.choose import choose
 from accelerate.launch.plan import LaunchPlan, Program
 from accelerate.launch.preflight import Host
 from accelerate.monitoring.records import shown_command
 from accelerate.monitoring.run_monitor import RunWatch
 from accelerate.settings.run import collect
+from tests.fresh import run_fresh
 
 
 def lines_in(folder: Path) -> list[dict[str, object]]:
@@ -208,7 +207,8 @@ def test_a_loop_that_nobody_watches_imports_no_monitor() -> None:
         print([name for name in sys.modules if name.startswith("accelerate.monitoring.")])
     """
     environment = {name: value for name, value in os.environ.items() if name != "ACCELERATE_MONITOR"}
-    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    said = run_fresh(code, environment=environment)
+    assert said.returncode == 0, said.stderr
     assert said.stdout.strip() == "['accelerate.monitoring.records']"
 
 

@@ -100,7 +100,7 @@ def config_command(args: argparse.Namespace) -> None:
 
 
 def _old_answers(path: Path, asker: Asker) -> Settings:
-    """Return what the file to replace says, or nothing, with a remark, where it can't be read."""
+    """Return the settings of the file to replace; if it can't be read, say so and return none."""
     if not path.is_file():
         return Settings()
     try:

@@ -115,7 +115,7 @@ class Asker:
         why: str = "",
         required: bool = False,
     ) -> Value:
-        """Ask and return the answer as converted by ``read``, which raises ValueError with a reason where it can't.
+        """Ask, and return the answer as converted by ``read``, which raises ValueError with a reason if it can't.
 
         ``write`` is the opposite of ``read``; an empty answer is ``default``, unless there is none and one is
         ``required``.

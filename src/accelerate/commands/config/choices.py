@@ -36,7 +36,7 @@ def match(text: str, choices: Sequence[Choice[Value]]) -> Value | None:
 
 
 def first_that_begins(typed: str, choices: Sequence[Choice[Value]]) -> int | None:
-    """Return the index of the choice that the typed text names, or else of the first that begins with it."""
+    """Return the index of the choice named by the typed text, or else of the first that begins with it."""
     value = match(typed, choices)
     for index, choice in enumerate(choices):
         if value is not None and choice.value == value:

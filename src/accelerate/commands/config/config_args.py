@@ -33,7 +33,7 @@ Given = TypeVar("Given")
 
 
 def _labelled(kind: type[Label], value: Given) -> Label | Given:
-    """Return the label that the text spells, or the value unchanged where it spells none."""
+    """Return the label spelled by the text, or the value unchanged if it spells none."""
     if isinstance(value, kind):
         return value
     for label in kind:
@@ -205,7 +205,7 @@ class SageMakerConfig(BaseConfig):
 
 
 def load_config_from_file(config_file: str | Path | None) -> ClusterConfig | SageMakerConfig:
-    """Load the configuration from ``config_file``, or from the default file where that is None.
+    """Load the configuration from ``config_file``, or from the default file if it is None.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -131,7 +131,7 @@ def _convert_yes_no_to_bool(value: str) -> bool:
 
 
 class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """A help formatter that lists subcommands without the line that names them all."""
+    """A help formatter that lists subcommands without the line of all their names."""
 
     def _format_action(self, action: argparse.Action) -> str:
         text = super()._format_action(action)

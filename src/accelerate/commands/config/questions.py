@@ -57,7 +57,7 @@ def machine_types(found: str = "") -> tuple[Choice[str], ...]:
 @final
 @dataclass
 class Questionnaire:
-    """One dialogue; ``answers`` holds a value for each "group.option" that was asked, and ``old`` what is proposed."""
+    """One dialogue; ``answers`` holds a value for each "group.option" asked so far, ``old`` the proposed values."""
 
     asker: Asker
     advanced: bool = False

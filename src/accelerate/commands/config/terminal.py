@@ -1,4 +1,4 @@
-"""Questions in a terminal: menus and lines that are drawn in place, and keys that are read one by one."""
+"""Questions in a terminal: menus and lines drawn in place, and keys read one by one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import select
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TextIO, TypeVar, final
+from typing import Any, Final, TextIO, TypeVar, final
 
 from ...settings import env
 from .choices import Choice, first_that_begins, match
@@ -46,7 +46,7 @@ def is_usable(input: TextIO, output: TextIO) -> bool:
 
 @final
 class Terminal:
-    """A terminal that shows one open question, with its help below it, and the answers that were given."""
+    """A terminal that shows one open question, with its help below it, and the previous answers."""
 
     def __init__(self, input: TextIO, output: TextIO) -> None:
         self._input, self._output = input, output
@@ -229,13 +229,18 @@ def _has_termios() -> bool:
 def _keys(stream: TextIO) -> Iterator[Callable[[], str]]:
     """Switch the terminal to single keys in this block and yield a function that reads one key.
 
-    That function raises StepBack for Esc, and KeyboardInterrupt where the input ends.
+    That function raises StepBack for Esc, and KeyboardInterrupt for Ctrl-C and where the input ends. Ctrl-C is a key
+    here, read in its turn: a signal that arrives just before the program waits for a key wouldn't wake it.
     """
     import termios
     import tty
 
     descriptor = stream.fileno()
-    before = termios.tcgetattr(descriptor)
+    before, single = termios.tcgetattr(descriptor), termios.tcgetattr(descriptor)
+    single[tty.LFLAG] &= ~(termios.ECHO | termios.ICANON)
+    no_key = bytes([os.fpathconf(descriptor, "PC_VDISABLE")])
+    keys: list[Any] = single[tty.CC]
+    keys[termios.VMIN], keys[termios.VTIME], keys[termios.VINTR] = 1, 0, no_key
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read_character() -> str:
@@ -257,7 +262,7 @@ def _keys(stream: TextIO) -> Iterator[Callable[[], str]]:
         return key
 
     try:
-        tty.setcbreak(descriptor, termios.TCSADRAIN)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, single)
         yield read_key
     finally:
         # TCSADRAIN keeps what was typed ahead for the next question

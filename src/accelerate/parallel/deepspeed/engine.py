@@ -22,7 +22,7 @@ _ON_CPU: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
 
 
 class Engine(Protocol):
-    """The members of DeepSpeed's engine, which is a module, that its strategy uses."""
+    """The members of DeepSpeed's engine (a module) used by its strategy."""
 
     module: torch.nn.Module
     optimizer: Any  # ZeRO's, whose attributes depend on the stage

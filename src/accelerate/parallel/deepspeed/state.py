@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 
+from ...checkpointing.fit import require_fit
 from ...checkpointing.run_state import StateDict
 from ...checkpointing.sharded import InPlace, StateAccess
 from ...errors import CheckpointError
@@ -33,12 +34,16 @@ class EngineState(StateAccess):
     def __init__(self, in_place: InPlace) -> None:
         self._in_place = in_place
 
-    def restore(
+    def buffers(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the live buffers that a state dict holds, by the user's names."""
+        return self._in_place.buffers(model.module if is_engine(model) else model)
+
+    def restorer(
         self, model: torch.nn.Module, folder: Path, index: int, *, model_only: bool = False, **options: object
-    ) -> bool:
-        """Load the engine's own folder and return True, if the same engine on as many ranks has saved it."""
+    ) -> Callable[[], object] | None:
+        """Return a function that loads the engine's own folder, if the same engine on as many ranks has saved it."""
         if not is_engine(model):
-            return False
+            return None
         tag = engine_tag(index)
         saved, own = _saved_layout(folder / tag), _own_layout(model)
         if saved != own:
@@ -48,18 +53,21 @@ class EngineState(StateAccess):
                 saved,
                 own,
             )
-            return False
-        path, _ = model.load_checkpoint(
-            str(folder),
-            tag=tag,
-            load_module_strict=bool(options.get("strict", True)),
-            load_optimizer_states=not model_only,
-            load_lr_scheduler_states=not model_only,
-            load_module_only=model_only,
-        )
-        if path is None:
-            raise CheckpointError(f"DeepSpeed could not load {folder / tag}; its own log says why.")
-        return True
+            return None
+
+        def restore() -> None:
+            path, _ = model.load_checkpoint(
+                str(folder),
+                tag=tag,
+                load_module_strict=bool(options.get("strict", True)),
+                load_optimizer_states=not model_only,
+                load_lr_scheduler_states=not model_only,
+                load_module_only=model_only,
+            )
+            if path is None:
+                raise CheckpointError(f"DeepSpeed could not load {folder / tag}; its own log says why.")
+
+        return restore
 
     def load_target(self, model: torch.nn.Module) -> Any:
         """Return a load target that takes full tensors for the engine's partitioned parameters."""
@@ -156,12 +164,8 @@ class _Receiver:
 
     def load_state_dict(self, state: StateDict, strict: bool = True, **_: object) -> object:
         """Load ``state`` into the engine; ties may come under one of their names."""
-        live = dict(_named_state(self._engine.module))
-        filled = {id(live[name]) for name in state if name in live}
-        missing = [name for name, value in live.items() if id(value) not in filled]
-        unexpected = [name for name in state if name not in live]
-        if strict and (missing or unexpected):
-            raise RuntimeError(f"missing {missing[:5]}, unexpected {unexpected[:5]}")
+        live = self.state_dict()
+        missing, unexpected = require_fit(live, state, strict=strict)
         # Tensors that a Selection left out are the meta tensors of state_dict().
         load_full_weights(self._engine, {name: v for name, v in state.items() if name in live and not v.is_meta})
         return loaded(missing, unexpected)

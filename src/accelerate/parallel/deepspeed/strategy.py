@@ -26,7 +26,15 @@ from ...plugins.parallelism import ParallelismConfig
 from ...precision import Precision
 from ...settings import env
 from ...settings.labels import DistributedType
-from ..base import PreparedArgument, PreparedArguments, Role, Strategy, StrategyOptions, is_prepared_optimizer
+from ..base import (
+    PreparedArgument,
+    PreparedArguments,
+    Role,
+    Strategy,
+    StrategyOptions,
+    is_prepared_optimizer,
+    refuse_placeholders,
+)
 from ..compile import compile_regions_deepspeed
 from ..held_tensors import HeldTensor
 from ..rebind import canonical_name
@@ -52,9 +60,10 @@ _GATHER = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 class DeepSpeed(Strategy):
     """DeepSpeed's engine, which takes model, optimizer and scheduler together."""
 
+    one_backward = "DeepSpeed's engine updates the parameters inside the last backward of an update"
+
     def __init__(self, world: World, options: StrategyOptions) -> None:
         super().__init__(world, options)
-        self.retry = None
         self.engine: DeepSpeedEngineWrapper | None = None
         self._engines: list[Engine] = []
         self._ulysses: Ulysses | None = None
@@ -81,6 +90,7 @@ class DeepSpeed(Strategy):
 
     def check(self, arguments: PreparedArguments) -> None:
         """Raise unless one model comes with its optimizer and scheduler, as the configuration needs them."""
+        refuse_placeholders(arguments, "DeepSpeed")
         models = list(_fresh(arguments, Role.MODEL))
         if len(models) > 1:
             raise AssertionError(  # the documented exception
@@ -438,7 +448,7 @@ def _fresh(arguments: PreparedArguments, role: Role) -> Iterator[PreparedArgumen
 
 
 def _scheduler_of_deepspeed(arguments: PreparedArguments) -> PreparedArgument | None:
-    """Return the argument that is one of DeepSpeed's own schedules, which are no torch schedulers."""
+    """Return the argument that is one of DeepSpeed's own schedules; they aren't torch schedulers."""
     names: Sequence[str] = require("deepspeed.runtime.lr_schedules", "deepspeed").VALID_LR_SCHEDULES
     return next((argument for argument in arguments.of(Role.FOREIGN) if type(argument.current).__name__ in names), None)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 import torch
 
 from ...checkpointing.codec import read_pickle, write_pickle
+from ...checkpointing.fit import by_name
 from ...checkpointing.layout import OPTIMIZER
 from ...checkpointing.sharded import (
     StateAccess,
@@ -28,6 +29,7 @@ from ...distributed.world import join_world
 from ...errors import CheckpointNotFound, PreparationError
 from ...settings import env
 from ...training.recompute import recompute_activations
+from ..compile import uncompiled
 from ..rebind import canonical_name, inner_optimizer
 from .wrapping import find_ignored, find_wrap_units
 
@@ -50,11 +52,6 @@ class ShardingAccelerator(Protocol):
     world: World
     strategy: Strategy
     precision: Precision
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether the version is 2."""
-        ...
 
     def wait_for_everyone(self) -> None:
         """Wait until all ranks are here."""
@@ -122,7 +119,7 @@ def load_fsdp_model(
     adapter = _Adapter(access, model) if adapter_only and _is_adapted(model) else None
     if is_sharded(folder):
         taking: Any = access if adapter is None else adapter
-        read_model_shards(taking, model, folder, strict=adapter is not None or not adapter_only)
+        read_model_shards(taking, model, folder, strict=adapter is not None or not adapter_only)()
     elif file.is_file():
         state = read_pickle(file)
         state = state if adapter is None else {adapter.names.get(name, name): value for name, value in state.items()}
@@ -174,9 +171,11 @@ def load_fsdp_optimizer(
     access, inner = _access(accelerator, model), inner_optimizer(optimizer)
     folder = optimizer_folder(input_dir, optimizer_index)
     if is_sharded(folder):
-        read_optimizer_shards(access, inner, [model], folder)
+        read_optimizer_shards(access, inner, [model], folder)()
     else:
-        access.load_full_optimizer_state(inner, [model], OPTIMIZER.read(Path(input_dir), optimizer_index))
+        state, layout = OPTIMIZER.read(Path(input_dir), optimizer_index), access.optimizer_layout(inner, [model])
+        state, _ = by_name(state, layout, inner, access.parameter_names([model]), f"optimizer {optimizer_index}")
+        access.load_full_optimizer_state(inner, [model], state)
 
 
 def _access(accelerator: ShardingAccelerator, model: torch.nn.Module) -> StateAccess:
@@ -225,11 +224,24 @@ class _Adapter:
 def fsdp2_prepare_model(accelerator: ShardingAccelerator, model: torch.nn.Module) -> torch.nn.Module:
     """Shard ``model`` as the Accelerator's plugin says; one that is sharded already comes back as it is.
 
+    With ``cpu_ram_efficient_loading``, what a library put in place of ``fsdp2_load_full_state_dict`` loads the weights.
+
     Raises:
         PreparationError: the Accelerator was not made for FSDP2.
     """
     strategy = _strategy_of(accelerator)
-    return strategy.place_model(model, accelerator.precision, True)
+    public = sys.modules.get(f"{__name__.partition('.')[0]}.utils.fsdp_utils")
+    load = getattr(public, "fsdp2_load_full_state_dict", fsdp2_load_full_state_dict)
+    is_replaced = load is not fsdp2_load_full_state_dict and strategy.plugin.cpu_ram_efficient_loading
+    full = dict(model.state_dict()) if is_replaced and not strategy.adopts(model) else None
+    placed = strategy.place_model(model, accelerator.precision, True)
+    if full is not None:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        load(
+            accelerator, uncompiled(placed), full, cpu_offload=isinstance(strategy.plugin.cpu_offload, CPUOffloadPolicy)
+        )
+    return placed
 
 
 def fsdp2_apply_ac(accelerator: ShardingAccelerator, model: torch.nn.Module) -> torch.nn.Module:
@@ -242,7 +254,7 @@ def fsdp2_apply_ac(accelerator: ShardingAccelerator, model: torch.nn.Module) -> 
 
 
 def _strategy_of(accelerator: ShardingAccelerator) -> FullyShard:
-    if not accelerator.is_fsdp2 or accelerator.world.backend is None:
+    if not accelerator.strategy.sharding_function:
         raise PreparationError(
             "This needs an Accelerator for FSDP2 in a world of processes: launch with `accelerate launch` and give "
             "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)."
@@ -254,7 +266,7 @@ def _strategy_of(accelerator: ShardingAccelerator) -> FullyShard:
 def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: FullyShardedDataParallelPlugin, model: torch.nn.Module
 ) -> Callable[[torch.nn.Module], bool] | None:
-    """Return a function that is true for wrap units of ``model``; None where the plugin has no policy."""
+    """Return a function that is true for wrap units of ``model``; None if the plugin has no policy."""
     fsdp2_plugin.set_auto_wrap_policy(model)
     if fsdp2_plugin.auto_wrap_policy is None:
         return None

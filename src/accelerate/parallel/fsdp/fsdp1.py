@@ -26,6 +26,7 @@ from ...settings.labels import DistributedType
 from ...torch_private.fsdp import (
     all_flat_parameters,
     flat_gradients,
+    flattened_modules,
     handle_of,
     hybrid_without_resharding,
     reset_flat_runtime,
@@ -38,7 +39,7 @@ from ...training.oom_retry import Retryable, RetryMode, snapshot_gradients
 from ...training.open_window import GradientHolder
 from ..base import PreparedArguments, Role, Strategy, StrategyOptions
 from ..compile import compile_model, uncompiled
-from ..gradient_norm import Axes, scale_to, total_norm
+from ..gradient_norm import Axes, norm_dtype, scale_to, total_norm
 from ..gradients import HeldGradients, gradients_of, load_gradients
 from ..held_tensors import HeldTensor
 from ..matrix_optimizer import needs_whole_matrices
@@ -65,6 +66,8 @@ class FlatShard(Strategy):
         self.retry = _FlatRetry(world, RetryMode.TOGETHER)
         self._unreduced: set[int] = set()  # the models inside no_sync
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        #: The modules whose own parameters lie in flat ones.
+        self.flattened: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     @property
     def label(self) -> DistributedType:
@@ -120,6 +123,7 @@ class FlatShard(Strategy):
         if callable(getattr(model, "generate", None)):
             wrapped.__dict__["generate"] = _with_full_root(wrapped, model.generate)  # pyright: ignore[reportArgumentType]
         self._roots.add(wrapped)
+        self.flattened.update(flattened_modules(wrapped))
         dynamo = self.options.plugins.dynamo
         precision.patch_wrapped(wrapped)
         return wrapped if dynamo is None else compile_model(wrapped, dynamo)
@@ -171,6 +175,9 @@ class FlatShard(Strategy):
     @contextmanager
     def _without_reduction(self, wrapped: FullyShardedDataParallel) -> Iterator[None]:
         key = id(wrapped.module)
+        if key in self._unreduced:  # the context around this one ends it
+            yield
+            return
         self._unreduced.add(key)
         try:
             with wrapped.no_sync():
@@ -191,7 +198,7 @@ class FlatShard(Strategy):
         found = [(p.grad, axes.get(id(p), ())) for p in chosen if p.grad is not None]
         # A rank without a shard of these parameters still has to take part.
         known = list(dict.fromkeys(axes.values()))
-        norm = total_norm(found, float(norm_type), self.world.device, known)
+        norm = total_norm(found, float(norm_type), self.world.device, known).to(norm_dtype(chosen))
         scale_to([gradient for gradient, _ in found], norm, max_norm, error_if_nonfinite)
         return norm
 
@@ -246,25 +253,34 @@ class _FlatState(ModelState[FlatShard]):
 
     def named_parameters(self, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Iterate over the parameters that train ``model``: flat ones under many names, once it is wrapped."""
-        wrapped = uncompiled(model)
-        is_wrapped = isinstance(wrapped, FullyShardedDataParallel)
-        return flat_parameters(wrapped) if is_wrapped else super().named_parameters(model)
+        return super().named_parameters(model) if self.is_whole(model) else flat_parameters(uncompiled(model))
 
     def is_whole(self, model: torch.nn.Module | None = None) -> bool:
-        """Return True if ``model`` isn't sharded."""
-        return model is not None and not isinstance(uncompiled(model), FullyShardedDataParallel)
+        """Return True if nothing in ``model`` is sharded."""
+        return model is not None and not FullyShardedDataParallel.fsdp_modules(model)
 
     def full_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, object]:
         """Return the full state dict on the main process, in CPU memory, and an empty one elsewhere; a collective."""
         if self.is_whole(model):
+            self._require_values(model)
             return super().full_state_dict(model, unwrap)
         return self.access.full_model_state(model, self.strategy.world.is_main)
 
     def held_tensors(self, model: torch.nn.Module) -> list[HeldTensor]:
         """Return the tensors of ``model``, each with what this rank's shards of flat parameters hold of it."""
-        wrapped = uncompiled(model)
-        is_flat = isinstance(wrapped, FullyShardedDataParallel)
-        return flat_held_tensors(wrapped) if is_flat else super().held_tensors(model)
+        if self.is_whole(model):
+            self._require_values(model)
+            return super().held_tensors(model)
+        return flat_held_tensors(uncompiled(model))
+
+    def _require_values(self, model: torch.nn.Module) -> None:
+        flattened = next((name for name, one in model.named_modules() if one in self.strategy.flattened), None)
+        if flattened is not None:
+            name = f"{type(model).__name__}.{flattened}".rstrip(".")
+            raise PreparationError(
+                f"The parameters of {name} lie in a flat parameter of FSDP 1, and only its unit gathers them. Give the "
+                "model that prepare() returned, and choose the names that you want; or shard with fsdp_version=2."
+            )
 
     @property
     def access(self) -> StateAccess:
@@ -316,7 +332,7 @@ def _ignored_parameters(wrapped: FullyShardedDataParallel) -> Iterator[tuple[str
 def _with_full_root(
     wrapped: FullyShardedDataParallel, method: Callable[Arguments, Result]
 ) -> Callable[Arguments, Result]:
-    """Wrap ``method``, which bypasses the wrapper's forward, so that the wrapper's parameters are gathered for it."""
+    """Wrap ``method``, which bypasses the wrapper's forward, to gather the wrapper's parameters for it."""
 
     @wraps(method)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

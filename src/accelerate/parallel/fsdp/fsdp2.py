@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from ...checkpointing.run_state import Stateful, StrategyState
 from ...distributed.mesh import SHARD_AXES
 from ...distributed.world import World
-from ...errors import MissingDependency, PreparationError
+from ...errors import PreparationError
 from ...modules import is_sharded
 from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...precision import Precision
@@ -27,7 +27,6 @@ from ...torch_private.distributed import concatenated
 from ...torch_private.fsdp import sharded_parameters
 from ...training.oom_retry import RetryMode
 from ...training.open_window import GradientHolder
-from ...versions import is_torch_version
 from ..base import PreparedArguments, Role, StrategyOptions
 from ..compile import compile_model, compile_regions_fsdp2, uncompiled
 from ..context_parallel import prepare_attention
@@ -39,12 +38,17 @@ from ..sharded_strategy import ShardedRetry, ShardedState, ShardedStrategy, oute
 from ..state import ModelState
 from ..tensor_parallel import parallelize
 from .packed import attach_statistics, broadcast_statistics, check_packed, store_as
-from .setup import average_ignored, broadcast_from_main, move_unit, replicate_unsharded, upcast_trainable
+from .setup import (
+    average_ignored,
+    broadcast_from_main,
+    move_unit,
+    refuse_old_torch,
+    replicate_unsharded,
+    upcast_trainable,
+)
 from .state import checkpoint_state_of
 from .wrapping import find_ignored, find_wrap_units
 
-#: The first torch whose fully_shard runs on CPU ranks; on accelerators 2.6 will do.
-OLDEST_ON_CPU: Final = "2.9.0"
 #: The models that were sharded here, whose other gradients are averaged since then.
 _own: Final[WeakSet[torch.nn.Module]] = WeakSet()
 
@@ -54,14 +58,10 @@ class FullyShard(ShardedStrategy):
     """Parameters sharded over the ranks, and gathered by wrap units while these compute."""
 
     can_repeat_passes = True
+    sharding_function = "fsdp2_prepare_model"
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
-        if world.device.type == "cpu" and not is_torch_version(">=", OLDEST_ON_CPU):
-            raise MissingDependency(
-                f"FSDP version 2 on CPU needs torch {OLDEST_ON_CPU} or newer, installed is {torch.__version__}, whose "
-                "fully_shard fails there, or adds gradients up instead of averaging them. Install a newer torch, or "
-                "use FSDP version 1 (fsdp_version=1)."
-            )
+        refuse_old_torch(world.device)
         super().__init__(world, options)
         self._shards: DeviceMesh | None = None
         self._unreduced: set[int] = set()  # the models inside no_sync
@@ -83,6 +83,10 @@ class FullyShard(ShardedStrategy):
     def adopts(self, model: torch.nn.Module) -> bool:
         """Return True if the whole of ``model`` came under ``fully_shard``, which isn't called again then."""
         return _is_placed(model)
+
+    def has_sharded(self, model: torch.nn.Module) -> bool:
+        """Return True if ``model`` was sharded here, and not by ``fully_shard`` elsewhere."""
+        return uncompiled(model) in _own
 
     # -- placing -------------------------------------------------------------------------------------------
 
@@ -125,7 +129,8 @@ class FullyShard(ShardedStrategy):
             upcast_trainable(model)
         config = self.options.plugins.parallelism
         parallelize(model, self.mesh, None if config is None else config.tp_handler)
-        prepare_attention(model, self.mesh)
+        if self.shards_attention:
+            prepare_attention(model, self.mesh)
         experts = shard_experts(model, self.mesh, None if config is None else config.ep_handler)
         if plugin.cpu_ram_efficient_loading:
             broadcast_statistics(model, self.world)
@@ -213,7 +218,7 @@ class FullyShard(ShardedStrategy):
             self._replicas.append(ReplicaGradients(model, named, sharded_parameters(model), self.mesh, reduces))
 
     def _unsharded_experts(self, experts: list[torch.nn.Module]) -> tuple[list[torch.nn.Module], DeviceMesh | None]:
-        """Return those of ``experts`` that no other axis shards (all or none), and the mesh that shards the others."""
+        """Return the ``experts`` without another shard axis (all or none), and the mesh for the others."""
         axes = [axis for axis in SHARD_AXES if axis != "ep"]
         if not experts or not self.mesh.active(*axes):
             return experts, None

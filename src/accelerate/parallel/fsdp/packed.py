@@ -32,7 +32,7 @@ def check_packed(model: torch.nn.Module) -> None:
 
 
 def store_as(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
-    """Lay packed numbers out as numbers of ``dtype``, so that mixed precision, which casts to it, leaves their bits.
+    """View packed numbers as ``dtype``, so that the cast of mixed precision to it keeps their bits.
 
     And keep bitsandbytes from packing them once more for the CPU, in evaluation: the gathered weights are ours.
     """

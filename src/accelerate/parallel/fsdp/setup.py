@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 import torch
 from torch import distributed as dist
@@ -10,11 +11,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...distributed.world import World
+from ...errors import MissingDependency
 from ...logging import MultiProcessAdapter, get_logger
 from ...modules import move_tensor, parameter_places, put_parameter
 from ...torch_private.modules import takes_data_of
+from ...versions import is_torch_version
 
 logger: MultiProcessAdapter = get_logger(__name__)
+#: The first torch whose fully_shard runs on CPU ranks; on accelerators 2.6 will do.
+OLDEST_ON_CPU: Final = "2.9.0"
+
+
+def refuse_old_torch(device: torch.device) -> None:
+    """Raise if the installed torch can't train under ``fully_shard`` on ``device``.
+
+    Raises:
+        MissingDependency: the version that can, and the other way out.
+    """
+    if device.type == "cpu" and not is_torch_version(">=", OLDEST_ON_CPU):
+        raise MissingDependency(
+            f"FSDP version 2 on CPU needs torch {OLDEST_ON_CPU} or newer, installed is {torch.__version__}, whose "
+            "fully_shard fails there, or adds gradients up instead of averaging them. Install a newer torch, or "
+            "use FSDP version 1 (fsdp_version=1)."
+        )
 
 
 def upcast_trainable(model: torch.nn.Module) -> None:
@@ -38,7 +57,7 @@ def upcast_trainable(model: torch.nn.Module) -> None:
 
 
 def move_unit(unit: torch.nn.Module, device: torch.device) -> None:
-    """Move ``unit`` where FSDP couldn't: it gives parameters data on ``device``, which devices of extensions refuse.
+    """Move ``unit`` if FSDP can't: extension devices refuse new data on another device.
 
     What is sharded already stays where it is: offloaded shards belong in host memory.
     """

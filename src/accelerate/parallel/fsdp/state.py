@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 from ...checkpointing import StagingDirectory
+from ...checkpointing.fit import OptimizerLayout
 from ...checkpointing.items import CheckpointItem
 from ...checkpointing.run_state import StateDict, Stateful, StrategyState
 from ...checkpointing.sharded import StateAccess, optimizer_folder, own_shards, weights_folder
@@ -68,7 +69,7 @@ def flat_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Para
             yield canonical_name(name), parameter
 
 
-def flat_held_tensors(model: FullyShardedDataParallel) -> list[HeldTensor]:
+def flat_held_tensors(model: torch.nn.Module) -> list[HeldTensor]:
     """Return the tensors of the user's own model, each with the elements of it that this rank's shards hold."""
     ties: dict[str, list[str]] = {}
     for name, first in model.__dict__.get(_TIES, {}).items():
@@ -96,17 +97,20 @@ def flat_held_tensors(model: FullyShardedDataParallel) -> list[HeldTensor]:
     return found + held_tensors(_unsharded(model))
 
 
-def _unsharded(model: FullyShardedDataParallel) -> dict[str, object]:
+def _unsharded(model: torch.nn.Module) -> dict[str, object]:
     """Return the buffers that a state dict holds, and the parameters of ignored modules."""
     flat, dtypes = all_flat_parameters(model), buffer_dtypes(model)
     found: dict[str, object] = {name: one for name, one in parameters_by_name(model) if one not in flat}
+    return found | {name: buffer.to(dtypes.get(name, buffer.dtype)) for name, buffer in _buffers(model)}
+
+
+def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the buffers that a state dict holds, by the names of the user's own model."""
     for prefix, module in model.named_modules():
         left_out = non_persistent_buffers(module)
         for own, buffer in module.named_buffers(recurse=False):
             if own not in left_out:
-                name = canonical_name(f"{prefix}.{own}".lstrip("."))
-                found[name] = buffer.to(dtypes.get(name, buffer.dtype))
-    return found
+                yield canonical_name(f"{prefix}.{own}".lstrip(".")), buffer
 
 
 @contextmanager
@@ -127,6 +131,10 @@ class FlatAccess(StateAccess):
         # Torch can't "offload" what is in CPU memory already, nor from devices of extensions.
         on_device = torch.empty(0, device=world.device)
         self._offloads = world.device.type != "cpu" and takes_data_of(on_device, torch.device("cpu"))
+
+    def buffers(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the live buffers that a state dict holds, by the user's names."""
+        return dict(_buffers(uncompiled(model)))
 
     def _full(self, model: torch.nn.Module, *, rank0_only: bool = False) -> AbstractContextManager[object]:
         return _state_dict_type(
@@ -213,6 +221,16 @@ class FlatAccess(StateAccess):
                 number += 1
         return {"state": state, "param_groups": groups}
 
+    def parameter_names(self, models: Sequence[torch.nn.Module]) -> Container[str]:
+        """Return the names of all parameters of ``models``."""
+        return {name for model in models for name, _ in flat_parameters(uncompiled(model))}
+
+    def optimizer_layout(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> OptimizerLayout:
+        """Return names and shapes of the user's own parameters that the optimizer trains."""
+        model: Any = _trained_by(optimizer, models)
+        shapes = {name: torch.Size(held.shape) for held in flat_held_tensors(model) for name in held.names}
+        return [[(name, shapes[name]) for name in names] for names in _names_by_group(optimizer, model)]
+
     def load_full_optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module], state: dict[str, Any]
     ) -> None:
@@ -241,9 +259,14 @@ class _FullStateReceiver:
         self._model = model
 
     def state_dict(self, keep_vars: bool = True) -> StateDict:
-        """Return the names of the parameters, without values: only names and ties matter here."""
-        names: Iterable[str] = self._model.__dict__.get(_ORDER, ())
-        return dict.fromkeys(names)
+        """Return tensors of the shapes of the user's own, without values; tied names share one."""
+        model: Any = self._model
+        if not isinstance(model, FullyShardedDataParallel):
+            return model.state_dict(keep_vars=keep_vars)
+        found: StateDict = {}
+        for held in flat_held_tensors(model):
+            found |= dict.fromkeys(held.names, torch.empty(held.shape, dtype=held.dtype, device="meta"))
+        return found
 
     def load_state_dict(self, state: StateDict, strict: bool = True, **_: object) -> object:
         """Load ``state`` into the model."""
@@ -341,7 +364,7 @@ def checkpoint_state_of(
 def shards_of(
     access: StateAccess, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Callable[[StagingDirectory], list[CheckpointItem]]:
-    """Return a function that writes the state in shards, each rank its own, and says which items these are."""
+    """Return a function from a staging directory to the items of this rank's shards."""
 
     def parts(staging: StagingDirectory) -> list[CheckpointItem]:
         weights = [

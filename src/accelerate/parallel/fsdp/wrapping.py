@@ -1,4 +1,4 @@
-"""Wrap units: which modules FSDP shards together, and which it ignores."""
+"""Wrap units: the modules that FSDP shards together, and the ignored ones."""
 
 from __future__ import annotations
 

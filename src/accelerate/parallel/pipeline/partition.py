@@ -38,7 +38,7 @@ class SequentialStage(nn.Module):
 
 
 def balanced(sizes: Sequence[int], num_runs: int) -> list[int]:
-    """Return where each of ``num_runs`` runs of ``sizes`` begins, so that the largest sum of a run is minimal."""
+    """Return the starts of ``num_runs`` runs of ``sizes``, such that the largest sum of a run is minimal."""
     count = len(sizes)
     sums = [0]
     for size in sizes:
@@ -64,7 +64,7 @@ def balanced(sizes: Sequence[int], num_runs: int) -> list[int]:
 
 
 def size_of(module: nn.Module) -> int:
-    """Return the bytes of parameters; one for a module that has none, so that it counts at all."""
+    """Return the bytes of parameters; one for a module without any, to count it at all."""
     return max(1, sum(parameter.numel() * parameter.element_size() for parameter in module.parameters()))
 
 
@@ -316,7 +316,7 @@ def _unused(model: nn.Module, num_inputs: int | None) -> dict[str, Any]:
 
 @final
 class _StageTracer(fx.Tracer):
-    """A tracer whose leaves are all modules except those inside which a stage begins."""
+    """A tracer whose leaves are all modules without the beginning of a stage inside."""
 
     def __init__(self, points: Sequence[str]) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ def _trace_and_split(model: nn.Module, points: Sequence[str], unused: dict[str, 
 
 
 def _remove_unused_inputs(graph: fx.Graph, unused: Iterable[str]) -> None:
-    """Remove from the graph the inputs that keep their defaults, and the checks that they do."""
+    """Remove the inputs that keep their defaults from the graph, and the nodes for checking them."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node in inputs[len(inputs) - len(set(unused)) :]:  # they come last
         doomed = {node}
@@ -378,7 +378,7 @@ def graph_attributes(graph: fx.Graph, *owners: nn.Module) -> dict[str, Any]:
 
 
 def split_graph(graph: fx.Graph, starts: Sequence[fx.Node], named: dict[str, Any]) -> list[nn.Module]:
-    """Split ``graph`` at ``starts`` into modules, each of which passes on all values that later ones use.
+    """Split ``graph`` at ``starts`` into modules; each passes on all values for later ones.
 
     Args:
         named: what the graph's nodes name.

@@ -257,7 +257,7 @@ class PipelineSchedule:
         return tuple(TensorMeta.of(leaf.contiguous()) for leaf in leaves), structure
 
     def _output_of(self, stage: nn.Module, inputs: TensorMetas, *, may_compute: bool) -> Any:
-        """Return a fake output; with ``may_compute``, that for zeros from a forward that depends on values."""
+        """Return a fake output; with ``may_compute``, a real one for zeros if the forward depends on values."""
         try:
             with fake_tensor_mode():
                 return infer_outputs(stage, [shape.empty(self._world.device) for shape in inputs])
@@ -292,6 +292,13 @@ def _stage_class() -> type:
 
         def perform_reduce_grad(self, grad_scale_factor: int) -> None:
             assert grad_scale_factor == 1, "losses are divided where they are made"
+
+        # From torch 2.15 on, interleaved schedules call these two for a sharded stage.
+        def start_gradient_reduction(self) -> None:
+            pass
+
+        def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+            self.perform_reduce_grad(grad_scale_factor)
 
     return UnreducedStage
 

@@ -1,13 +1,14 @@
-"""Access to state that is distributed over stages, under the names and in the order that one process has."""
+"""Access to state distributed over stages, with the names and the order of a single process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, final
 
 import torch
 from torch import distributed as dist
 
+from ...checkpointing.fit import OptimizerLayout, require_fit
 from ...checkpointing.run_state import StateDict
 from ...checkpointing.sharded import InPlace, NamedParameters, StateAccess, gather_tensor, shard_like
 from ...distributed.mesh import Mesh
@@ -25,6 +26,10 @@ class StageAccess(StateAccess):
         self._in_place = InPlace(named_parameters, canonical_name)
 
     # -- models --------------------------------------------------------------------------------------------
+
+    def canonical(self, name: str) -> str:
+        """Return ``name`` as the user's own model has it."""
+        return canonical_name(name)
 
     def load_target(self, model: torch.nn.Module) -> _PipelineReceiver:
         """Return a load target that takes full state dicts and keeps this rank's tensors."""
@@ -66,6 +71,14 @@ class StageAccess(StateAccess):
     def layouts(self, models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
         """Return the parameters; those of other stages have no values."""
         return self._in_place.layouts(models)
+
+    def parameter_names(self, models: Sequence[torch.nn.Module]) -> Container[str]:
+        """Return the names of the parameters of all stages."""
+        return self._in_place.parameter_names(models)
+
+    def optimizer_layout(self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]) -> OptimizerLayout:
+        """Return names and shapes of the optimizer's parameters, of all stages."""
+        return self._in_place.optimizer_layout(optimizer, models)
 
     def optimizer_shards(
         self, optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]
@@ -131,23 +144,15 @@ class _PipelineReceiver:
 
     def state_dict(self, **_: object) -> StateDict:
         """Return the live tensors; those of other stages have no values."""
-        return self._model.state_dict(keep_vars=True)
+        return {canonical_name(name): tensor for name, tensor in self._model.state_dict(keep_vars=True).items()}
 
     def load_state_dict(self, state: StateDict, strict: bool = True, **_: object) -> object:
         """Copy the values of this rank's tensors from ``state``."""
-        own = {canonical_name(name): tensor for name, tensor in self.state_dict().items()}
-        given = {id(own[name]) for name in state if name in own}  # a tied tensor comes under one of its names
-        missing = [name for name, tensor in own.items() if id(tensor) not in given]
-        unexpected = [name for name in state if name not in own]
-        if strict and (missing or unexpected):
-            raise RuntimeError(f"The state doesn't fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}.")
+        own = self.state_dict()
+        missing, unexpected = require_fit(own, state, strict=strict)
         with torch.no_grad():
             for name in [name for name in state if name in own]:
                 tensor = own[name]
-                if tensor.shape != state[name].shape:
-                    raise RuntimeError(
-                        f"{name!r} has shape {list(state[name].shape)} there, and {list(tensor.shape)} here."
-                    )
                 if not tensor.is_meta:
                     tensor.copy_(shard_like(state[name].to(tensor.dtype), tensor.detach()))
         return loaded(missing, unexpected)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MethodType
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import distributed as dist
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...checkpointing.run_state import Stateful, StrategyState
 from ...checkpointing.sharded import StateAccess
 from ...distributed.world import World
-from ...errors import NotBuilt, PreparationError, SettingError
+from ...errors import MissingDependency, NotBuilt, PreparationError, SettingError
 from ...modules import move_in_place
 from ...plugins.fsdp import FullyShardedDataParallelPlugin
 from ...plugins.parallelism import PipelineParallelConfig
@@ -29,12 +29,13 @@ from ...settings.labels import DistributedType, DynamoBackend
 from ...training.oom_retry import Retryable, RetryMode
 from ...training.open_window import GradientHolder
 from ...training.recompute import chosen_modules, recompute_activations
+from ...versions import is_torch_version
 from ..base import PreparedArguments, Role, Strategy, StrategyOptions
 from ..compile import compile_model, compile_regions_fsdp2
 from ..fsdp.setup import broadcast_from_main, upcast_trainable
 from ..fsdp.state import checkpoint_state_of, gathered_state
 from ..fsdp.wrapping import find_wrap_units
-from ..gradient_norm import clip_sharded_grad_value, local_tensor, scale_to, shard_and_groups, total_norm
+from ..gradient_norm import clip_sharded_grad_value, local_tensor, norm_dtype, scale_to, shard_and_groups, total_norm
 from ..gradients import ShardedGradients
 from ..matrix_optimizer import step_on_whole_matrices
 from ..rebind import inner_optimizer, parameters_by_name
@@ -45,6 +46,8 @@ from .schedule import LossFunction, PipelineSchedule, broadcast_object
 from .sharded_stages import shard_stage
 from .state import StageAccess
 
+#: The first torch whose schedules can leave out the outputs of a step; those of 2.6 can't evaluate either.
+OLDEST_TORCH: Final = "2.10.0"
 #: Axes that a pipeline isn't combined with, and the alternative.
 _NOT_COMBINED = {
     "cp": "Longer sequences fit with tp_size and a plan that shards activations along the sequence",
@@ -138,6 +141,12 @@ class Pipeline(Strategy):
     """Stages of layers, some on each rank, through which batches go in micro-batches."""
 
     def __init__(self, world: World, options: StrategyOptions) -> None:
+        if not is_torch_version(">=", OLDEST_TORCH):
+            raise MissingDependency(
+                f"Pipeline parallelism (pp_size) needs torch {OLDEST_TORCH} or newer, installed is {torch.__version__}"
+                ", whose schedules lack what it is built on. Install a newer torch, or set pp_size=1 and shard the "
+                "model with tp_size or FSDP."
+            )
         super().__init__(world, options)
         self.retry = Retryable(world, RetryMode.NEVER)
         combined = self.mesh.active(*_NOT_COMBINED)
@@ -154,12 +163,12 @@ class Pipeline(Strategy):
 
     @property
     def label(self) -> DistributedType:
-        """The type FSDP, where stages are sharded; else that of the kind of device: MULTI_CPU, MULTI_GPU, ...."""
+        """The type FSDP if stages are sharded; else the kind of device: MULTI_CPU, MULTI_GPU, ...."""
         return DistributedType.FSDP if self.shards else DistributedType(self.world.kind.label)
 
     @property
     def config(self) -> PipelineParallelConfig:
-        """The PipelineParallelConfig: where to split, and which schedule to use."""
+        """The PipelineParallelConfig: split points, and schedule."""
         plugin = self.options.plugins.parallelism
         return getattr(plugin, "pp_handler", None) or PipelineParallelConfig()
 
@@ -304,7 +313,7 @@ class Pipeline(Strategy):
             )
 
     def unwrap(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
-        """Return the model that the user gave; what other ranks have has no values in it."""
+        """Return the user's model; other ranks' tensors in it have no values."""
         inner = model.module if isinstance(model, PipelinedModel) else model
         return super().unwrap(inner, keep_fp32_wrapper, keep_torch_compile)
 
@@ -374,7 +383,7 @@ class Pipeline(Strategy):
                 gradient.copy_(part.view_as(gradient))
 
     def register_step_hooks(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register the hooks that bring the matrices of a stage together for an optimizer that needs them whole."""
+        """Register the hooks that gather a stage's matrices for an optimizer of whole matrices."""
         step_on_whole_matrices(optimizer, self.world.device)
 
     def clip_grad_norm(
@@ -391,6 +400,7 @@ class Pipeline(Strategy):
         # First within the stage, over the groups of its shards; then over all stages.
         of_stage = total_norm(map(shard_and_groups, counted), float(norm_type), self.world.device)
         norm = total_norm([(of_stage, (self.mesh.group("pp"),))], float(norm_type), self.world.device)
+        norm = norm.to(norm_dtype(chosen))
         scale_to(gradients, norm, max_norm, error_if_nonfinite)
         return norm
 
@@ -415,7 +425,7 @@ class _PipelineState(ModelState[Pipeline]):
         return False
 
     def saved_model(self, model: nn.Module, prepared: nn.Module) -> nn.Module:
-        """Return the prepared model, which knows which rank has which tensors."""
+        """Return the prepared model, which knows the ranks of all tensors."""
         return prepared
 
     def named_parameters(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -459,7 +469,7 @@ def _stages_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _owners(model: nn.Module, stages: Sequence[nn.Module], num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """Return by name the pipeline ranks that have a parameter or buffer; the first, for one that no stage uses."""
+    """Return by name the pipeline ranks of a parameter or buffer; the first rank if no stage uses it."""
     having: dict[int, set[int]] = {}
     for number, stage in enumerate(stages):
         for tensor in _tensors(stage):

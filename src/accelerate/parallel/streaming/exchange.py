@@ -1,4 +1,4 @@
-"""The exchange of a model's tensors, bucket by bucket: from the ranks that hold regions of them to those that want all.
+"""Exchange a model's tensors in buckets: from ranks with regions of them to ranks that want the whole.
 
 Every rank knows what all others hold, so no rank has to be asked for anything. An exchange copies and never computes;
 only the dtype may change, on the way out.
@@ -122,7 +122,7 @@ class BucketExchange:
 
 @final
 class WeightExchange:
-    """The regions that all ranks hold of the tensors of one model, and the ranks that want the whole."""
+    """All ranks' regions of one model's tensors, and the ranks that want the whole."""
 
     def __init__(self, world: World, held: Sequence[HeldTensor], receivers: Sequence[int], arguments: str) -> None:
         self.world = world
@@ -153,7 +153,7 @@ class WeightExchange:
         self._watched = self._watch([outline[2] for outline in outlines])
 
     def _watch(self, addresses: list[tuple[str, int] | None]) -> list[int]:
-        """Watch those receivers' processes that are this rank's to watch, each by a rank far away; return which."""
+        """Watch the processes of this rank's share of receivers, each by a rank far away; return those receivers."""
         rank, size, coordinator = self.world.rank, self.world.size, self.world.coordinator
         watched: list[int] = []
         for receiver in self.receivers:
@@ -173,13 +173,13 @@ class WeightExchange:
         return BucketExchange(self, dtypes)
 
     def values(self, number: int, region: Region) -> torch.Tensor:
-        """Return this rank's values of ``region``, which is all that it holds of tensor ``number``."""
+        """Return this rank's values of ``region``, its only region of tensor ``number``."""
         local = self.held[number].local
         assert local is not None and self.held[number].region == region, "as this rank told the others"
         return local
 
     def sources(self, number: int, receiver: int) -> list[tuple[Region, int]]:
-        """Return the regions that make tensor ``number`` on ``receiver``, each with the rank that it comes from.
+        """Return the regions that make up tensor ``number`` on ``receiver``, each with its source rank.
 
         Raises:
             NotBuilt: the ranks' regions don't make the whole.

@@ -137,7 +137,7 @@ def _items(
 
 
 def _dtypes_of(weight: StreamedWeight, held: Sequence[HeldTensor], dtype: torch.dtype | None) -> dict[int, torch.dtype]:
-    """Return the dtypes in which the tensors of ``weight`` travel: their own, where they are merged afterwards."""
+    """Return the dtypes for sending the tensors of ``weight``: their own if they are merged afterwards."""
     kept = dtype if weight.merge is None else None
     return {number: _converted(held[number].dtype, kept) for number in weight.numbers}
 

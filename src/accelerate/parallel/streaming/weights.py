@@ -42,7 +42,7 @@ class StreamedWeight:
 def streamed_weights(
     model: torch.nn.Module, held: Sequence[HeldTensor], adapters: Adapters = "kept"
 ) -> list[StreamedWeight]:
-    """Return the weights that leave ``model``, the user's own, whose tensors are ``held``.
+    """Return the weights to stream from ``model``, the user's own, with the tensors ``held``.
 
     Raises:
         SettingError: ``adapters`` is no word for it, or the model has none.
@@ -125,7 +125,7 @@ def _merge(scalings: Sequence[float], swapped: bool, tensors: Sequence[torch.Ten
 
 
 def _without_adapters(name: str, active: set[str]) -> str:
-    """Return ``name`` as the model without adapters has it; "" for what that doesn't have.
+    """Return ``name`` as in the model without adapters; "" if it isn't there.
 
     Raises:
         NotBuilt: it is of single trained tokens.

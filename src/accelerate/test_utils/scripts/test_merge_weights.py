@@ -1,4 +1,4 @@
-"""Checks that the shards of a model, saved by all processes, merge into the weights that one process would save."""
+"""Checks that model shards saved by all processes merge into the weights of a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that a function runs in several processes, as from a notebook, and that its errors arrive."""
+"""Checks that a function runs in several processes, as from a notebook, and its errors arrive."""
 
 from __future__ import annotations
 

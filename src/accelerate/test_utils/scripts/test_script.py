@@ -1,6 +1,7 @@
-"""The script that ``accelerate test`` runs: process control, random numbers, loaders, and a training run that must give
-the same result on any number of processes. It needs nothing but this package, and exits with code 0 if everything
-holds.
+"""The script of ``accelerate test``: process control, random numbers, loaders, and a training run.
+
+Training must give the same result on any number of processes. The script needs nothing but this package, and exits with
+code 0 if everything holds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _gathered(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def process_execution_check(accelerator: Accelerator) -> None:
-    """Check that guards run on the ranks that they name, in the promised order."""
+    """Check that guards run on their ranks, in the promised order."""
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
         from accelerate.distributed.collectives import broadcast_object_list
@@ -195,7 +196,7 @@ def training_check(accelerator: Accelerator, *, split_batches: bool, mixed_preci
 
 
 def split_check(accelerator: Accelerator) -> None:
-    """Check that inputs of any kind are split among the processes, and padded where asked for."""
+    """Check that inputs of any kind are split among the processes, and padded if requested."""
     total = list(range(2 * accelerator.num_processes + 1))
     with accelerator.split_between_processes(total) as mine:
         numbers = torch.tensor([len(mine)], device=accelerator.device)
@@ -227,7 +228,7 @@ def _forget_state() -> None:
 
 
 def checks(accelerator: Accelerator) -> dict[str, Callable[[], None]]:
-    """Return the checks by the line that announces each, in the order in which they run."""
+    """Return the checks by their titles, in the order of execution."""
     found: dict[str, Callable[[], None]] = {
         "process control": lambda: process_execution_check(accelerator),
         "random numbers": lambda: rng_sync_check(accelerator),

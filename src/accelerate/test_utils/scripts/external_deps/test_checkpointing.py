@@ -1,4 +1,4 @@
-"""Checks that a run continued from a checkpoint ends as the run that wasn't interrupted."""
+"""Checks that a run resumed from a checkpoint ends like an uninterrupted one."""
 
 from __future__ import annotations
 

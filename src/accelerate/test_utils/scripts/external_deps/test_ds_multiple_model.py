@@ -17,7 +17,7 @@ BATCH_SIZE = 4
 
 
 def single_gpu_test() -> None:
-    """Check that the student's loss against the teacher falls, and that each model is in its plugin's stage."""
+    """Check that the student's loss falls, and each model has its plugin's stage."""
     plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
     trainer = Accelerator(deepspeed_plugins=plugins)
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ class Layers(nn.Module):
 
 
 def test_the_pipeline_computes_what_the_model_does() -> None:
-    """Check that with ``gather_output`` every process has the output that the model has alone."""
+    """Check that every process gets the model's own output with ``gather_output``."""
     state = PartialState()
     set_seed(42)
     model, inputs = Layers(), torch.randn(4, 16)

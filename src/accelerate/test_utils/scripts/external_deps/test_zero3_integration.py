@@ -1,4 +1,4 @@
-"""Checks that ZeRO-3 is set up in a process group that the script made itself, and that a step is taken."""
+"""Checks ZeRO-3 in a process group made by the script, and one step in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG: dict[str, object] = {
 
 
 def init_torch_dist_then_launch_deepspeed() -> None:
-    """Check that a process group made before the Accelerator is used, and that a step changes the weights."""
+    """Check that an earlier process group is used, and a step changes the weights."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG, zero3_init_flag=True))

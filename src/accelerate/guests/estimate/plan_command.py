@@ -1,0 +1,185 @@
+"""``accelerate plan``: how to spread a training run over some GPUs, by the memory that it needs on each of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...commands.parser import Subparsers, command_parser, count, run_with_script_arguments, spellings
+from ...errors import PreparationError
+from ...settings import file
+from ...settings.option import Source
+from ...settings.run import collect
+from ...settings.tree import Settings
+from .command import PRECISIONS
+
+if TYPE_CHECKING:
+    from .plan import Candidate
+    from .trace import OptimizerFactory, Traceable
+
+_DESCRIPTION = "Propose how to spread a training run over GPUs, and write the configuration."
+
+
+def plan_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
+    """Create the parser of ``accelerate plan``."""
+    parser = command_parser("plan", _DESCRIPTION, subparsers)
+    parser.add_argument(
+        "subject",
+        metavar="SCRIPT_OR_MODEL",
+        help="A training script (it runs until accelerator.prepare, without memory for weights), a name on the hub, a "
+        "folder, or a function that builds the model: 'module:function'.",
+    )
+    parser.add_argument("--gpus", type=count, required=True, metavar="N", help="How many there are, over all hosts.")
+    parser.add_argument("--memory", required=True, metavar="SIZE", help="Of each of them, like 80GB or 24GiB.")
+    parser.add_argument(*spellings("--gpus_per_host"), type=count, default=8, help="How many a host has.")
+    parser.add_argument(
+        "--reserve", type=float, metavar="X", default=0.1, help="The share of the memory that isn't planned with."
+    )
+    parser.add_argument("--batch", type=count, default=1, help="Samples of a micro-batch on one data-parallel rank.")
+    parser.add_argument("--sequence", type=count, default=512, help="Tokens of a sample.")
+    parser.add_argument("--optimizer", default="adamw", help="A class of torch.optim, where the script has none.")
+    parser.add_argument(
+        *spellings("--mixed_precision"), choices=tuple(PRECISIONS), default="bf16", help="The precision of the step."
+    )
+    parser.add_argument(
+        *spellings("--trust_remote_code"), action="store_true", help="Run the code that the model brings with it."
+    )
+    parser.add_argument("--json", action="store_true", help="Print one object for programs.")
+    parser.add_argument(
+        *spellings("--config_file"),
+        default="accelerate_config.yaml",
+        help="The configuration to write; '' writes none.",
+    )
+    parser.epilog = "What follows -- are the script's own arguments."
+    parser.set_defaults(func=plan_command, script_args=[])
+    return parser
+
+
+def plan_command(args: argparse.Namespace) -> None:
+    """Print the plan and write its configuration.
+
+    Raises:
+        AccelerateError: the model isn't known or can't be traced, or the numbers can't be.
+    """
+    import torch
+
+    from ...checkpointing.weights import convert_file_size_to_int
+    from .plan import as_text, propose
+    from .trace import TrainingTrace, repeated_blocks, trace_training
+
+    subject, optimizer, batch = _subject(args)
+    precision = PRECISIONS[args.mixed_precision]
+    untraced: list[str] = []
+
+    def trace(recompute: bool) -> TrainingTrace:
+        traced = partial(
+            trace_training,
+            subject,
+            batch=batch,
+            sequence=args.sequence,
+            dtype=torch.float32,
+            autocast=None if precision is None else getattr(torch, precision),
+            optimizer=optimizer,
+            recompute=recompute,
+        )
+        try:
+            return traced(activations=not untraced)
+        except PreparationError as error:
+            untraced.append(str(error))
+            return traced(activations=False)
+
+    plan = propose(
+        subject.name,
+        trace,
+        gpus=args.gpus,
+        memory=convert_file_size_to_int(args.memory),
+        gpus_per_host=args.gpus_per_host,
+        reserve=args.reserve,
+    )
+    if untraced:
+        plan = replace(plan, untraced=untraced[0])
+    print(json.dumps(plan.as_json(), indent=2) if args.json else as_text(plan))
+    if plan.chosen is None or not args.config_file:
+        return
+    blocks = sorted({type(block).__name__ for block in repeated_blocks(subject.build())})
+    settings = settings_of(plan.chosen, args.gpus, args.gpus_per_host, args.mixed_precision, blocks)
+    file.save(settings, Path(args.config_file).expanduser())
+    if not args.json:
+        print(f"\nThe configuration is in {args.config_file}:")
+        print(f"  accelerate launch --config_file {args.config_file} {_program(args.subject)}")
+
+
+def _program(subject: str) -> str:
+    return subject if subject.endswith(".py") else "train.py"
+
+
+def _subject(args: argparse.Namespace) -> tuple[Traceable, str | OptimizerFactory, int]:
+    """Return (model, optimizer, samples of a batch)."""
+    if args.subject.endswith(".py"):
+        from .subject import FromScript
+
+        script = FromScript(args.subject, args.script_args)
+        return script, script.optimizer or args.optimizer, script.batch_size or args.batch
+    from .subject import find_subject
+
+    return find_subject(args.subject, None, args.trust_remote_code), args.optimizer, args.batch
+
+
+def settings_of(
+    way: Candidate, gpus: int, gpus_per_host: int, mixed_precision: str, blocks: Sequence[str] = ()
+) -> Settings:
+    """Return the settings of a run by the plan ``way``; ``blocks`` are the classes that FSDP shards one by one."""
+    layout = way.layout
+    hosts = max(1, gpus // gpus_per_host)
+    label = "NO" if gpus == 1 else "MULTI_GPU"
+    values: dict[str, object] = {
+        "run.mixed_precision": mixed_precision,
+        "launch.num_processes": gpus,
+        "launch.num_machines": hosts,
+    }
+    if layout.sharding == "zero3":
+        label = "DEEPSPEED"
+        values |= {
+            "deepspeed.zero_stage": 3,
+            "deepspeed.offload_optimizer_device": "cpu",
+            "deepspeed.offload_param_device": "cpu",
+        }
+    is_sharded = layout.sharding.startswith("fsdp")
+    if is_sharded:
+        label = "FSDP"
+        values |= {
+            "fsdp.fsdp_version": 2,
+            "fsdp.reshard_after_forward": layout.sharding != "fsdp-grad",
+            "fsdp.auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if blocks else "NO_WRAP",
+            "fsdp.transformer_cls_names_to_wrap": list(blocks) or None,
+            "fsdp.activation_checkpointing": way.recompute,
+            "fsdp.cpu_offload": layout.offload_weights,
+            "fsdp.state_dict_type": "SHARDED_STATE_DICT",
+        }
+    split = layout.tp > 1 or layout.cp > 1
+    if split or (is_sharded and layout.replicas > 1):
+        values |= {
+            "paradigm.use_parallelism_config": True,
+            "parallelism.dp_replicate_size": layout.replicas,
+            "parallelism.dp_shard_size": layout.shards,
+            "parallelism.tp_size": layout.tp,
+            "parallelism.cp_size": layout.cp,
+        }
+    source = Source("file", "accelerate plan")
+    layer = {"launch.distributed_type": (label, source), **{name: (value, source) for name, value in values.items()}}
+    return collect({}, {}, file=layer)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``accelerate plan`` and return its exit code."""
+    return run_with_script_arguments(plan_command_parser(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,380 @@
+"""Megatron-LM: tensor, pipeline, context and expert parallel models, which it builds from arguments of its own.
+
+Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019. What the
+prepared objects say about themselves becomes Megatron's arguments; model, optimizer and schedule are its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+import torch
+from torch.utils.data import DataLoader
+
+from ...checkpointing import StagingDirectory
+from ...checkpointing.layout import holds_engine_state
+from ...checkpointing.run_state import Stateful, StrategyState
+from ...checkpointing.sharded import InPlace, StateAccess
+from ...distributed.world import World
+from ...errors import CheckpointError, NotBuilt, PreparationError, SettingError
+from ...names import engine_tag
+from ...optional import require
+from ...parallel.base import PreparedArgument, PreparedArguments, Role, Strategy, StrategyOptions, refuse_placeholders
+from ...parallel.held_tensors import HeldTensor
+from ...parallel.rebind import canonical_name
+from ...parallel.state import ModelState
+from ...precision import Precision
+from ...settings.labels import DistributedType
+from .engine import MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
+from .plugin import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, MegatronLMPlugin
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
+_PURPOSE = "Megatron-LM"
+Batch = TypeVar("Batch")
+
+
+@final
+class Megatron(Strategy):
+    """Megatron-LM, which builds model, optimizer, schedule and data from its arguments."""
+
+    one_backward = "Megatron-LM updates the parameters inside its own step"
+
+    def __init__(self, world: World, options: StrategyOptions) -> None:
+        super().__init__(world, options)
+        self._engine: MegatronEngine | None = None
+
+    @property
+    def label(self) -> DistributedType:
+        """The type MEGATRON_LM."""
+        return DistributedType.MEGATRON_LM
+
+    @property
+    def plugin(self) -> MegatronLMPlugin:
+        """The MegatronLMPlugin, as it is now."""
+        plugin = self.options.plugins.megatron
+        assert isinstance(plugin, MegatronLMPlugin)  # this strategy is chosen for it
+        return plugin
+
+    # -- placing -------------------------------------------------------------------------------------------
+
+    def check(self, arguments: PreparedArguments) -> None:
+        """Raise unless one model comes with an optimizer of a known kind, data, and no schedule of its own."""
+        refuse_placeholders(arguments, _PURPOSE)
+        models = [
+            argument.current
+            for argument in arguments.of(Role.MODEL)
+            if not isinstance(argument.current, MegatronEngine)
+        ]
+        if arguments.has_placements:
+            raise PreparationError(
+                "You can't customize device placements with DeepSpeed or Megatron-LM: leave `device_placement` out."
+            )
+        if len(models) > 1 or (models and self._engine is not None):
+            raise PreparationError(
+                "Megatron-LM builds one model: prepare one, and use another process (or another strategy) for others."
+            )
+        for argument in arguments.of(Role.SCHEDULER):
+            if not isinstance(argument.current, (MegatronLMDummyScheduler, MegatronLMSchedulerWrapper)):
+                raise PreparationError(
+                    f"{type(argument.current).__name__}: Megatron-LM makes its schedule itself. You can't use a custom "
+                    "scheduler with Megatron-LM; give prepare() a MegatronLMDummyScheduler(optimizer, ...) instead."
+                )
+        if models and not any(arguments.of(Role.LOADER)):
+            raise PreparationError(
+                "You must provide a training or evaluation dataloader to prepare() with Megatron-LM: its arguments "
+                "need the size of a micro-batch."
+            )
+
+    def place(self, arguments: PreparedArguments, precision: Precision) -> None:
+        """Replace the model by a MegatronEngine, optimizer and schedule by Megatron's; loaders give full batches."""
+        argument = next((one for one in arguments.of(Role.MODEL) if not isinstance(one.current, MegatronEngine)), None)
+        if argument is None:
+            return
+        if self.options.plugins.recompute is not None:
+            raise PreparationError(
+                "ActivationCheckpointing has no effect in Megatron-LM, whose layers recompute by its own options. "
+                "Leave it out, and set MegatronLMPlugin(recompute_activations=True)."
+            )
+        optimizers = list(arguments.of(Role.OPTIMIZER))
+        schedulers = list(arguments.of(Role.SCHEDULER))
+        loaders = list(arguments.of(Role.LOADER))
+        self._set_arguments(
+            argument.current,
+            optimizers[0].current if optimizers else None,
+            schedulers[0].current if schedulers else None,
+            [one.current for one in loaders],
+        )
+        initialise(self.plugin.megatron_lm_default_args)
+        view: Any = SimpleNamespace(state=SimpleNamespace(megatron_lm_plugin=self.plugin), device=self.world.device)
+        chunks, optimizer, scheduler = build(self.plugin)
+        self._engine = argument.current = MegatronEngine(view, chunks, optimizer, scheduler)
+        wrapped = MegatronLMOptimizerWrapper(optimizer)
+        for one in optimizers:
+            one.current = wrapped
+        for one in schedulers:
+            one.current = MegatronLMSchedulerWrapper(scheduler, wrapped)
+        self._place_loaders(loaders)
+
+    def _set_arguments(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: MegatronLMDummyScheduler | None,
+        loaders: Sequence[object],
+    ) -> None:
+        """Set Megatron's arguments in the plugin from the objects given to ``prepare``."""
+        plugin = self.plugin
+        megatron_arguments = plugin.megatron_lm_default_args
+        data = next((one for one in loaders if isinstance(one, MegatronLMDummyDataLoader)), None)
+        if data is not None:
+            megatron_arguments.update(data.dataset_args)
+        sizes = [one.batch_size or 0 for one in loaders if isinstance(one, DataLoader)]
+        if 0 in sizes:
+            raise PreparationError("A loader has `None` as batch size: Megatron-LM needs the size of a micro-batch.")
+        given = megatron_arguments.get("micro_batch_size")
+        if given is None and not sizes:
+            raise PreparationError(
+                "Megatron-LM needs the size of a micro-batch: give prepare() a loader with a batch size, or "
+                "MegatronLMDummyDataLoader(micro_batch_size=...)."
+            )
+        micro = int(given) if given is not None else (min if plugin.is_train_batch_min else max)(sizes)
+        plugin.set_training_args(micro, self.mesh.data_share().count)
+        plugin.set_network_size_args(model)
+        if optimizer is not None:
+            plugin.set_optimizer_type(optimizer)
+        if scheduler is not None:
+            plugin.set_scheduler_args(scheduler)
+
+    def _place_loaders(self, loaders: Sequence[PreparedArgument]) -> None:
+        own = [argument for argument in loaders if isinstance(argument.current, MegatronLMDummyDataLoader)]
+        if own:
+            for argument, iterator in zip(own, build_iterators(self.plugin), strict=False):
+                argument.current = MegatronDataIterator(iterator)
+        for argument in loaders:
+            if isinstance(argument.current, DataLoader) and argument not in own:
+                argument.current = with_batches_of(argument.current, self.plugin.num_micro_batches)
+
+    def unwrap(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
+        """Return the engine's model chunk, built by Megatron: it is not the model given to ``prepare``."""
+        if not isinstance(model, MegatronEngine):
+            return super().unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+        inner: Any = model.base_model
+        while isinstance(getattr(inner, "module", None), torch.nn.Module):
+            inner = inner.module
+        return inner
+
+    def release(self) -> None:
+        """Drop the engine."""
+        self._engine = None
+
+    # -- training ------------------------------------------------------------------------------------------
+
+    def backward(
+        self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None, num_steps: int = 1, **kwargs: object
+    ) -> None:
+        """Do nothing: the forward was a full step."""
+
+    def clip_grad_norm(
+        self,
+        parameters: Iterable[torch.Tensor] | torch.Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> torch.Tensor:
+        """Return the norm in the last step, which clipped to the plugin's `gradient_clipping`."""
+        norm = None if self._engine is None else self._engine.grad_norm
+        return torch.tensor(float("nan") if norm is None else float(norm))
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Raise: Megatron-LM clips by the norm only.
+
+        Raises:
+            PreparationError: Megatron-LM has stepped already when this is called.
+        """
+        raise PreparationError(
+            f"clip_grad_value_(..., {clip_value}): Megatron-LM clips by the norm only, inside its own step. Set "
+            "MegatronLMPlugin(gradient_clipping=...)."
+        )
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ModelState[Megatron]:
+        """The state of the engine."""
+        return _MegatronState(self)
+
+
+@final
+class _MegatronState(ModelState[Megatron]):
+    """The state of Megatron's engine, which saves itself."""
+
+    def is_whole(self, model: torch.nn.Module | None = None) -> bool:
+        """Return False: the engine saves itself, on all ranks."""
+        return False
+
+    def saved_model(self, model: torch.nn.Module, prepared: torch.nn.Module) -> torch.nn.Module:
+        """Return the engine, which saves itself."""
+        return prepared
+
+    def checkpoint_state(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[Stateful], *, model_only: bool = False
+    ) -> StrategyState:
+        """Return a writer of Megatron's own checkpoint, in a folder of its own."""
+        engine = self.strategy._engine
+        if engine is None or model_only:
+            raise CheckpointError("Megatron-LM saves a whole run, after prepare(): model, optimizer and schedule.")
+
+        def write(staging: StagingDirectory) -> None:
+            engine.save_checkpoint(str(staging.folder / engine_tag()))
+
+        return StrategyState(write=write)
+
+    def held_tensors(self, model: torch.nn.Module) -> list[HeldTensor]:
+        """Refuse: only the engine knows how its weights lie.
+
+        Raises:
+            NotBuilt: always.
+        """
+        raise NotBuilt(
+            "stream_weights() doesn't read the weights of Megatron-LM's engine. Save them with save_state()."
+        )
+
+    @property
+    def access(self) -> StateAccess:
+        """In-place access, except for the engine, which loads Megatron's own checkpoint."""
+        return InPlace(self.named_parameters, canonical_name, restorer=_restorer)
+
+    def restorable(self, optimizers: Sequence[torch.optim.Optimizer]) -> Sequence[torch.optim.Optimizer]:
+        """Return no optimizers: Megatron restores its own."""
+        return []
+
+
+def _restorer(model: torch.nn.Module, folder: Path, index: int) -> Callable[[], object] | None:
+    if not isinstance(model, MegatronEngine):
+        return None
+    if not holds_engine_state(folder, index):
+        raise CheckpointError(f"{folder} was not saved by Megatron-LM, and holds nothing that its engine can load.")
+    return partial(model.load_checkpoint, str(folder / engine_tag(index)))
+
+
+@final
+class MegatronDataIterator:
+    """An iterator over data in Megatron-LM's own format, in place of a prepared loader."""
+
+    _is_accelerate_prepared = True
+
+    def __init__(self, iterator: Iterable[object]) -> None:
+        self.iterator = iterator
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self.iterator)
+
+
+def initialise(megatron_arguments: Mapping[str, object]) -> None:
+    """Initialise Megatron-LM with ``arguments``, without reading the command line, which is the script's.
+
+    Raises:
+        MissingDependency: Megatron-LM isn't installed.
+    """
+    library = require("megatron.training.initialize", purpose=_PURPOSE)
+
+    def set_defaults(parser: ArgumentParser) -> ArgumentParser:
+        parser.set_defaults(**megatron_arguments)
+        return parser
+
+    before, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        library.initialize_megatron(extra_args_provider=set_defaults, ignore_unknown_args=True)
+    finally:
+        sys.argv = before
+
+
+def build(plugin: MegatronLMPlugin) -> tuple[list[torch.nn.Module], Any, Any]:
+    """Return (model chunks, optimizer, schedule) as Megatron-LM makes them.
+
+    Raises:
+        SettingError: nobody says how the model is built.
+    """
+    training = require("megatron.training.training", purpose=_PURPOSE)
+    kinds = require("megatron.core.enums", purpose=_PURPOSE).ModelType
+    provider: Callable[..., Any] | None = plugin.custom_model_provider_function
+    kind = plugin.megatron_lm_default_args.get("model_type_name")
+    if provider is None:
+        provider = _providers().get(str(kind))
+    if provider is None:
+        raise SettingError(
+            f"Megatron-LM: how a model of kind {kind!r} is built is not known. Give "
+            "MegatronLMPlugin(custom_model_provider_function=...), e.g. `model_provider` of Megatron's pretrain script."
+        )
+    chunks, optimizer, scheduler = training.setup_model_and_optimizer(
+        provider, kinds.encoder_and_decoder if kind == "t5" else kinds.encoder_or_decoder
+    )
+    if plugin.custom_prepare_model_function is not None:
+        chunks = plugin.custom_prepare_model_function(chunks)
+    return chunks, optimizer, scheduler
+
+
+def _providers() -> dict[str, Callable[..., torch.nn.Module]]:
+    def gpt(pre_process: bool = True, post_process: bool = True, **_: object) -> torch.nn.Module:
+        core = require("megatron.core.models.gpt", purpose=_PURPOSE)
+        specs = require("megatron.core.models.gpt.gpt_layer_specs", purpose=_PURPOSE)
+        megatron_arguments = require("megatron.training.arguments", purpose=_PURPOSE)
+        args = require("megatron.training", purpose=_PURPOSE).get_args()
+        return core.GPTModel(
+            config=megatron_arguments.core_transformer_config_from_args(args),
+            transformer_layer_spec=specs.get_gpt_layer_local_spec(),
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+        )
+
+    return {"gpt": gpt}
+
+
+def build_iterators(plugin: MegatronLMPlugin) -> Sequence[Iterable[object]]:
+    """Return the iterators over training, validation and test data in Megatron's own format.
+
+    Raises:
+        SettingError: nobody says how the data sets are built.
+    """
+    provider = plugin.custom_megatron_datasets_provider_function
+    if provider is None:
+        raise SettingError(
+            "MegatronLMDummyDataLoader: how the data sets are built differs between Megatron's versions. Give "
+            "MegatronLMPlugin(custom_megatron_datasets_provider_function=...), e.g. "
+            "`train_valid_test_datasets_provider` of Megatron's pretrain script."
+        )
+    training = require("megatron.training.training", purpose=_PURPOSE)
+    return training.build_train_valid_test_data_iterators(provider)
+
+
+def with_batches_of(loader: DataLoader[Batch], num_micro_batches: int) -> DataLoader[Batch]:
+    """Return ``loader`` with batches of that many times its batch size: those of one update on one rank."""
+    if num_micro_batches == 1 or loader.batch_size is None:
+        return loader
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size * num_micro_batches,
+        sampler=loader.sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=True,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        persistent_workers=loader.persistent_workers,
+    )

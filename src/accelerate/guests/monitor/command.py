@@ -1,0 +1,124 @@
+"""``accelerate monitor RUN``: a page and a terminal view of a run, live, from the files in its folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ...commands.parser import Subparsers, command_parser, run_command
+
+if TYPE_CHECKING:
+    from .runs import Runs
+
+_DESCRIPTION: Final = (
+    "Show a run while it goes on, or the runs of a folder beside each other: a page on this machine (the default), or "
+    "the terminal. A run reports if it is started with `accelerate launch --monitor`, or its script calls "
+    "`run = accelerator.watch_run()` and `run.step(loss)`."
+)
+_PORT: Final = 8321
+
+
+def monitor_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
+    """Create the parser of ``accelerate monitor``."""
+    parser = command_parser("monitor", _DESCRIPTION, subparsers)
+    parser.add_argument(
+        "run", type=Path, help="The project's folder: the run's Accelerator(project_dir=...); or a folder of several."
+    )
+    parser.add_argument("--terminal", action="store_true", help="Draw in the terminal instead of serving a page.")
+    parser.add_argument("--once", action="store_true", help="Print the run as it is now, as text, and end.")
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="Write FILE (.html, .png, .json or .csv) as the run is now, and end.",
+    )
+    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="Of a picture.")
+    parser.add_argument("--host", default="127.0.0.1", help="Where to serve; 0.0.0.0 lets other machines in.")
+    parser.add_argument(
+        "--port", type=int, default=None, help=f"Where to serve; {_PORT}, or any free one if that is taken."
+    )
+    parser.add_argument("--open", action="store_true", help="Show the page in the browser.")
+    parser.set_defaults(func=monitor_command)
+    return parser
+
+
+def monitor_command(args: argparse.Namespace) -> int:
+    """Show the run as a page, in the terminal or as an exported file, and return 0.
+
+    Raises:
+        SettingError: there is no such folder, or a file can't be written that way.
+        MissingDependency: a picture needs a browser.
+    """
+    from .runs import Runs
+
+    if args.export is None and not args.once and not args.terminal:
+        return _serve(Runs(args.run, may_come=True), args)
+    runs = Runs(args.run)
+    run = runs.find("")
+    if run is None:
+        return _list(runs, args)
+    run.refresh()
+    if args.export is not None:
+        from .export import export
+
+        export(run, args.export, theme=args.theme)
+        print(args.export)
+        return 0
+    from . import terminal
+    from .snapshot import snapshot
+
+    if args.once or not terminal.is_terminal():
+        print("\n".join(terminal.screen(snapshot(run), 120)))
+    else:
+        terminal.watch(run, sys.stdout)
+    return 0
+
+
+def _list(runs: Runs, args: argparse.Namespace) -> int:
+    """Print the runs of a folder with several; each can be shown by its own folder."""
+    from ...errors import SettingError
+    from . import terminal
+
+    listed = runs.listed()
+    if args.export is not None:
+        raise SettingError(
+            f"--export {args.export}: {args.run} holds {listed['num_found']} runs, a file shows one. Give the folder "
+            f"of one: {', '.join(str(args.run / run['run']) for run in listed['runs'][:4])}."
+        )
+    print("\n".join(terminal.table(listed)))
+    return 0
+
+
+def _serve(runs: Runs, args: argparse.Namespace) -> int:
+    from .serve import Server
+
+    try:
+        server = Server(runs, args.host, _PORT if args.port is None else args.port)
+    except OSError:
+        if args.port is not None:
+            raise
+        server = Server(runs, args.host, 0)
+    waits = "" if runs.folder.exists() else f"  {args.run} isn't there yet: the page waits for its run."
+    print(f"{runs.folder.name} is shown at {server.url}  (Ctrl-C ends){waits}", flush=True)
+    if args.open:
+        import webbrowser
+
+        webbrowser.open(server.url)
+    with server:
+        server.serve_forever()
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``accelerate monitor`` and return its exit code."""
+    try:
+        return run_command(monitor_command_parser(), arguments)
+    except KeyboardInterrupt:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

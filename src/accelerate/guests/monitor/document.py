@@ -1,0 +1,173 @@
+"""The types of the JSON document of a run, shared by the page, the terminal and the exported file.
+
+Files of a run may come from another version, so facts, numbers and events hold whatever their lines hold: readers of
+`Facts` check what they take.
+"""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+#: One line of a run's file, or a part of it: JSON values by name.
+Facts = dict[str, object]
+
+
+class _EventFacts(TypedDict, total=False):
+    step: int | None
+    epoch: int | None
+    folder: str | None
+    attempt: int
+    text: str
+    seconds: float
+
+
+class Event(_EventFacts):
+    """One event of a rank, with the facts of its kind."""
+
+    time: float
+    event: str
+    rank: int
+
+
+class ShownEvent(Event):
+    """One event of all ``ranks`` that report it alike; of a large run ``ranks`` are the first of ``num_ranks``."""
+
+    ranks: list[int]
+    num_ranks: int
+    times: int  # that a note or a warning was repeated
+
+
+class Clock(TypedDict):
+    """When the main rank reported each step (seconds since 1970), and in which epoch it was."""
+
+    steps: list[int]
+    times: list[float | None]
+    epochs: list[float | None]
+
+
+class Output(TypedDict):
+    """The last lines of the newest log file in the run's folder."""
+
+    file: str
+    lines: list[str]
+
+
+class RunSummary(TypedDict):
+    """One run of several, in a few words; ``why`` is how it ended."""
+
+    run: str
+    state: str
+    why: str
+    began: float
+    seen: float
+    step: object
+    loss: object
+    num_ranks: int
+
+
+class RunList(TypedDict):
+    """The runs of a folder, the newest first; of a folder that is a run itself ``is_one`` holds."""
+
+    folder: str
+    is_one: bool
+    num_found: int
+    runs: list[RunSummary]
+
+
+class Points(TypedDict):
+    """One curve; ``bad`` are the steps whose values are no finite numbers."""
+
+    steps: list[int]
+    values: list[float | None]
+    bad: list[int]
+
+
+class ThinnedPoints(Points):
+    """A long curve, whose values are means of neighbours, with the smallest and the largest of them."""
+
+    low: list[float | None]
+    high: list[float | None]
+
+
+class Lines(TypedDict):
+    """The curves of one number on the ranks, by label."""
+
+    lines: dict[str, Points]
+
+
+class Skew(TypedDict):
+    """The slowest rank, and how much longer than the median rank it took, as a fraction."""
+
+    rank: int
+    share: float
+
+
+class RankState(TypedDict):
+    """One rank as it is now; the numbers are those of its newest report."""
+
+    rank: int
+    device: object
+    pid: object
+    host: object
+    step: object
+    seen: float
+    state: str
+    step_seconds: object
+    wait_seconds: object
+    memory_bytes: object
+    why: str  # it is listed, of a large run
+
+
+class Spread(TypedDict):
+    """One number over the ranks as it is now."""
+
+    smallest: float
+    middle: float
+    ninetieth: float  # percentile
+    ninety_ninth: float
+    largest: float
+
+
+class Hours(TypedDict):
+    """Where the time of a run went, from its first start to its last sign; ``goodput`` as a fraction of it."""
+
+    began: float
+    wall_seconds: float
+    seconds: dict[str, float]  # by kind; those of steps without the ones that were done again
+    goodput: float
+    starts: int
+    updates: int
+    lost_updates: int
+
+
+class Document(TypedDict):
+    """A run as it is now.
+
+    ``seen`` is when the last rank to write anything did. Of a large run ``ranks`` are those
+    that stand out, and ``per_rank`` is over ``num_followed`` ranks, those among them.
+    """
+
+    name: str
+    folder: str
+    version: int
+    now: float
+    state: str
+    facts: Facts
+    newest: Facts
+    seen: float
+    num_ranks: int
+    num_followed: int
+    states: dict[str, int]
+    spread: dict[str, Spread]
+    ranks: list[RankState]
+    skew: Skew | None
+    why: str
+    began: float
+    clock: Clock
+    settings: Facts
+    output: Output | None
+    hours: Hours | None
+    curves: dict[str, Points]
+    own: dict[str, Points]
+    per_rank: dict[str, Lines]
+    events: list[ShownEvent]

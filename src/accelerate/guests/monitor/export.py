@@ -1,0 +1,114 @@
+"""The page of a run as a file: self-contained HTML, or a picture of it by an installed browser."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from ...errors import MissingDependency, SettingError
+from .reading import Curve, RunFiles
+from .rendering import page
+from .snapshot import snapshot
+
+_BROWSERS: Final = (
+    "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge", "msedge",
+    "brave-browser",
+)  # fmt: skip
+_APPLICATIONS: Final = (
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+    "/Applications/Chromium.app/Contents/MacOS/Chromium",
+)
+#: Of a picture, in pixels.
+WIDTH: Final = 1440
+_SECONDS: Final = 60
+
+
+def export(run: RunFiles, target: Path, *, theme: str = "light") -> None:
+    """Write ``target`` (.html, .png, .json or .csv), which shows the run as it is now.
+
+    Raises:
+        SettingError: another ending.
+        MissingDependency: a .png without a browser that can draw it.
+    """
+    kind = target.suffix.lower()
+    if kind not in (".html", ".png", ".json", ".csv"):
+        raise SettingError(
+            f"--export {target}: the name ends with .html, .png, .json or .csv, which says what is written."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if kind == ".csv":
+        target.write_text(csv_text(run), encoding="utf-8")
+        return
+    content = snapshot(run)
+    if kind == ".json":
+        target.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    elif kind == ".html":
+        target.write_text(page(content), encoding="utf-8")
+    else:
+        picture(page(content), target, theme=theme)
+
+
+def csv_text(run: RunFiles) -> str:
+    """Return all numbers of the run as CSV: a row a step, a column a number, empty where there is none."""
+    main = run.main
+    curves: dict[str, Curve] = {} if main is None else {"time": main.times, "epoch": main.epochs, **main.curves}
+    for name, curve in run.logged.items():
+        curves.setdefault(name, curve)
+    columns = {name: dict(zip(curve.steps, curve.values, strict=True)) for name, curve in curves.items()}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["step", *columns])
+    for step in sorted(set[int]().union(*columns.values())):
+        writer.writerow([step, *(column.get(step, "") for column in columns.values())])
+    return text.getvalue()
+
+
+def find_browser() -> str | None:
+    """Return the program of a browser that can draw without a screen, or None."""
+    found = (shutil.which(name) for name in _BROWSERS)
+    here = (path for path in _APPLICATIONS if Path(path).is_file())
+    return next((path for path in found if path), None) or next(here, None)
+
+
+def picture(html: str, target: Path, *, theme: str = "light") -> None:
+    """Draw ``html`` as the PNG file ``target``.
+
+    Raises:
+        MissingDependency: there is no browser, or it didn't draw.
+    """
+    browser = find_browser()
+    if browser is None:
+        raise MissingDependency(
+            "--export to .png needs Chromium, Chrome or Edge on this machine. Export .html, or press PNG on the page."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "run.html"
+        source.write_text(html, encoding="utf-8")
+        drawn = Path(folder) / "run.png"
+        argv = [
+            browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            f"--user-data-dir={folder}/profile", "--virtual-time-budget=2000",
+        ]  # fmt: skip
+        address = f"{source.as_uri()}?theme={theme}&still"
+        height = _height(_run([*argv, f"--window-size={WIDTH},1200", "--dump-dom", address]).stdout)
+        done = _run([*argv, f"--window-size={WIDTH},{height}", f"--screenshot={drawn}", address])
+        if not drawn.is_file():
+            raise MissingDependency(f"{browser} drew nothing (exit code {done.returncode}): {done.stderr[-300:]}")
+        shutil.copyfile(drawn, target)
+
+
+def _height(document: str) -> int:
+    """Return the height that the page reports, in pixels, limited to 400 to 12,000."""
+    found = re.search(r'data-height="(\d+)"', document)
+    return min(max(int(found[1]), 400), 12000) if found else 1600
+
+
+def _run(argv: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, capture_output=True, text=True, timeout=_SECONDS, check=False)

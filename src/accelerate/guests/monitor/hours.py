@@ -1,0 +1,215 @@
+"""Where the hours of a run went, over all its starts, from the ledgers of its processes.
+
+A process's own file says what its time went into; what lies between two of them is known by their times alone, and
+which of the steps were done again by the update at which a later process went on.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast, final
+
+from ...monitoring.ledger import (
+    COMPILE,
+    DATA_WAIT,
+    EVALUATION,
+    FOLDER,
+    HANG,
+    NEXT,
+    SAVE,
+    SHUTDOWN,
+    START_UP,
+    STEP,
+)
+from ...monitoring.records import FOLDER as RECORDS
+from .document import Hours
+from .reading import number
+
+LOST: Final = "lost"
+IDLE: Final = "idle"
+#: What is shown, in this order, and its words.
+KINDS: Final = {
+    STEP: "steps",
+    DATA_WAIT: "waiting for data",
+    EVALUATION: "evaluation",
+    SAVE: "saving",
+    START_UP: "start-up",
+    COMPILE: "compiling",
+    LOST: "steps done again",
+    HANG: "hanging",
+    IDLE: "until the next start",
+    SHUTDOWN: "shutdown",
+}
+#: The kinds of which steps consist that are done again.
+_WORK: Final = (STEP, DATA_WAIT)
+
+
+class Line(NamedTuple):
+    """The account of a process at one instant."""
+
+    began: float
+    elapsed: float
+    pid: int
+    updates: int
+    first_update: int
+    loads: int
+    ended: str | None
+    seconds: dict[str, float]
+
+    @property
+    def time(self) -> float:
+        """When it was written."""
+        return self.began + self.elapsed
+
+
+@final
+@dataclass
+class Stretch:
+    """The updates from a loop's beginning, or from a checkpoint that it loaded, to the next load or its end.
+
+    Attributes:
+        is_next_loop: it begins a loop that came after another one of its process.
+    """
+
+    first_update: int
+    is_next_loop: bool = False
+    lines: list[Line] = field(default_factory=list[Line])
+
+    @property
+    def updates(self) -> int:
+        """The number of updates at its end."""
+        return self.lines[-1].updates
+
+    @property
+    def has_worked(self) -> bool:
+        """Whether any update was done."""
+        return self.updates > self.first_update
+
+    def work_after(self, update: int) -> dict[str, float]:
+        """Return the seconds of the steps after ``update``, the number of updates that was done by then, by kind."""
+        last = self.lines[-1]
+        return {kind: max(0.0, last.seconds.get(kind, 0.0) - self._at(update, kind)) for kind in _WORK}
+
+    def _at(self, update: int, kind: str) -> float:
+        """Return the seconds of ``kind`` up to ``update``, between two lines as if all updates took equally long."""
+        before = self.lines[0]
+        for line in self.lines:
+            known = line.seconds.get(kind, 0.0)
+            if line.updates >= update:
+                share = (update - before.updates) / (line.updates - before.updates) if line is not before else 1.0
+                earlier = before.seconds.get(kind, 0.0)
+                return earlier + share * (known - earlier)
+            before = line
+        return before.seconds.get(kind, 0.0)
+
+
+def hours(folder: Path) -> Hours | None:
+    """Return where the time of the run in this project's folder went; None of one without a ledger."""
+    processes = _newest_run(read_ledgers(folder))
+    if not processes:
+        return None
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for lines in processes:
+        for kind, spent in lines[-1].seconds.items():
+            seconds[kind] = seconds.get(kind, 0.0) + spent
+    for before, after in itertools.pairwise(processes):
+        seconds[IDLE] += max(0.0, after[0].began - before[-1].time)
+    follows = [False, *(_is_next_loop(before, after) for before, after in itertools.pairwise(processes))]
+    parts = [part for lines, is_next in zip(processes, follows, strict=True) for part in stretches(lines, is_next)]
+    lost_updates = _move_lost(parts, seconds)
+    wall = max(lines[-1].time for lines in processes) - processes[0][0].began
+    return {
+        "began": processes[0][0].began,
+        "wall_seconds": wall,
+        "seconds": seconds,
+        "goodput": seconds[STEP] / wall if wall > 0 else 0.0,
+        "starts": follows.count(False),
+        "updates": processes[-1][-1].updates,
+        "lost_updates": lost_updates,
+    }
+
+
+def _move_lost(parts: Sequence[Stretch], seconds: dict[str, float]) -> int:
+    """Count the steps that a later stretch has done again as lost, and return how many they are."""
+    done_again, lost_updates = float("inf"), 0
+    for part in reversed([part for part in parts if part.has_worked]):
+        if done_again < part.updates:
+            first = int(max(done_again, part.first_update))
+            lost_updates += part.updates - first
+            for kind, spent in part.work_after(first).items():
+                seconds[kind] -= spent
+                seconds[LOST] += spent
+        if not part.is_next_loop:
+            done_again = min(done_again, part.first_update)
+        elif done_again > part.first_update:  # some of it counts, and so the whole loop before
+            done_again = float("inf")
+    return lost_updates
+
+
+def _is_next_loop(before: Sequence[Line], lines: Sequence[Line]) -> bool:
+    """Return whether a loop is another one of the process of the loop before."""
+    return before[-1].ended == NEXT and before[-1].pid == lines[0].pid
+
+
+def stretches(lines: Sequence[Line], is_next_loop: bool = False) -> list[Stretch]:
+    """Return the parts of one loop between the checkpoints that it loaded."""
+    found: list[Stretch] = []
+    for before, line in zip([None, *lines], lines, strict=False):
+        if before is None or line.loads != before.loads:
+            found.append(Stretch(line.first_update, is_next_loop and line.loads == 0))
+        found[-1].lines.append(line)
+    return found
+
+
+def _newest_run(processes: Sequence[list[Line]]) -> list[list[Line]]:
+    """Return those since a process began anew after another one had come to its end."""
+    begin, has_ended = 0, False
+    for index, lines in enumerate(processes):
+        worked = next((part for part in stretches(lines) if part.has_worked), None)
+        if has_ended and worked is not None and worked.first_update == 0:
+            begin = index
+        if worked is not None or has_ended is False:
+            has_ended = lines[-1].ended in ("end", "exit")
+    return list(processes[begin:])
+
+
+def read_ledgers(folder: Path) -> list[list[Line]]:
+    """Return the lines of each process's ledger of the run in ``folder``, both in the order of their times."""
+    places = (folder / RECORDS / FOLDER, *sorted(folder.glob(f"*/{RECORDS}/{FOLDER}")), folder / FOLDER)
+    files = next((found for place in places if (found := sorted(place.glob("*.jsonl")))), [])
+    return sorted((lines for file in files if (lines := _read(file))), key=lambda lines: lines[0].began)
+
+
+def _read(file: Path) -> list[Line]:
+    try:
+        found = file.stat()
+        return _lines_of(file, found.st_mtime_ns, found.st_size)
+    except OSError:
+        return []
+
+
+@functools.lru_cache(maxsize=4096)
+def _lines_of(file: Path, _changed: int, _size: int) -> list[Line]:
+    """Return the lines of a file, cached until it changes."""
+    text = file.read_bytes()
+    return sorted(
+        (line for each in text.splitlines() if (line := _line(each))), key=lambda line: (line.elapsed, line.loads)
+    )
+
+
+def _line(text: bytes) -> Line | None:
+    """Return a line of a file; None for a torn one, or one of another version."""
+    try:
+        found = cast("dict[str, Any]", json.loads(text.strip(b"\0")))
+        seconds = {kind: known for kind, each in found["seconds"].items() if (known := number(each)) is not None}
+        return Line(
+            float(found["began"]), float(found["elapsed"]), int(found["pid"]), int(found["updates"]),
+            int(found["first_update"]), int(found["loads"]), found["ended"], seconds,
+        )  # fmt: skip
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None

@@ -1,0 +1,364 @@
+"""The files of a run, read as they grow: each rank's reports and events, and the numbers that the script logged.
+
+Of a run of many ranks the files of a few are read whole: those of the main rank, of some spread evenly, and of those
+that stand out. Of all others the newest report and the events near it are read, a part of these files at each refresh.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, cast, final
+
+from ...errors import SettingError
+from ...monitoring.records import ENDINGS, FILE_PATTERN, FOLDER
+from .document import Event, Facts
+from .output import OutputTail
+
+_PREFIX, _SUFFIX = FILE_PATTERN.split("{}")
+#: The numbers of a rank's reports that are drawn by name; all others are the user's own.
+KNOWN: Final = (
+    "loss", "learning_rate", "step_seconds", "wait_seconds", "samples_per_second", "tokens_per_second", "memory_bytes",
+    "mfu", "gradient_norm", "device_utilization",
+)  # fmt: skip
+_NO_CURVES: Final = frozenset({"time", "step", "epoch", "total_steps", "eta_seconds", *KNOWN})
+_MAX_EVENTS: Final = 2000
+#: Up to so many ranks, every file is read whole.
+MAX_WHOLE: Final = 256
+#: Of more ranks, at least so many spread evenly are followed, and up to so many of those that stood out.
+_NUM_SAMPLED: Final = 16
+_MAX_CHOSEN: Final = 32
+#: At a refresh one in so many of the files of other ranks is looked at; at their ends, if so much is new.
+_NUM_TURNS: Final = 16
+_END_BYTES: Final = 4096
+_STALE_SECONDS: Final = 40.0
+#: Events that all ranks report alike, shown once.
+SAME_ON_ALL_RANKS: Final = ("epoch", "save", "load", "stop", "start", "restart", "end", "preempted")
+
+
+def number(value: object) -> float | None:
+    """Return ``value`` as a number, NaN and infinities (text in the files) included; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return float(value)
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
+    return None
+
+
+@final
+@dataclass
+class Curve:
+    """One number over the steps of a run; resuming from an earlier step replaces the later values."""
+
+    steps: list[int] = field(default_factory=list[int])
+    values: list[float] = field(default_factory=list[float])
+
+    def add(self, step: int, value: float) -> None:
+        """Add the value at ``step``, and drop those of the same and later steps."""
+        self.cut(step)
+        self.steps.append(step)
+        self.values.append(value)
+
+    def cut(self, step: int) -> None:
+        """Drop the values at ``step`` and later."""
+        while self.steps and self.steps[-1] >= step:
+            self.steps.pop()
+            self.values.pop()
+
+
+@final
+class Tail:
+    """A reader of the whole lines that were added to a file since the last read."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path: str = os.fspath(path)
+        self._offset = 0
+
+    def lines(self, *, ends_only: bool = False, until: int | None = None) -> Iterator[Facts]:
+        """Yield new lines that are JSON objects; a half-written last one is left for the next time.
+
+        Args:
+            ends_only: of much that is new, take the file's first line, the last report, and the events near it.
+            until: an offset in the file where to stop.
+        """
+        lines = self._new_ends() if ends_only else self._whole(self._read(until))
+        for line in lines:
+            try:
+                found = json.loads(line)
+            except ValueError:  # a torn line: the process died inside it
+                continue
+            if isinstance(found, dict):
+                yield cast("Facts", found)
+
+    def _read(self, until: int | None = None, *, most: int | None = None) -> bytes:
+        """Return the new bytes; of more than ``most``, the first ones of the file and the last ones, as whole lines."""
+        try:
+            size = os.stat(self.path).st_size if until is None else until
+            if size == self._offset:
+                return b""
+            with open(self.path, "rb", buffering=0) as file:
+                if size < self._offset:  # written anew
+                    self._offset = 0
+                if most is not None and size - self._offset > 2 * most:
+                    first = b"" if self._offset else file.read(most).partition(b"\n")[0] + b"\n"
+                    begin = file.seek(size - most)
+                    data = file.readall()
+                    last = data.partition(b"\n")[2]
+                    if b"\n" in last:
+                        self._offset = begin + len(data) - len(first) - len(last)
+                        return first + last
+                file.seek(self._offset)
+                return file.readall() if until is None else file.read(until - self._offset)
+        except OSError:
+            return b""
+
+    def _whole(self, data: bytes) -> list[bytes]:
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return data[:end].splitlines()
+
+    def _new_ends(self) -> list[bytes]:
+        """Return the new events and the last new report, as far as they stand in a few kilobytes."""
+        found: list[bytes] = []
+        report: bytes | None = None
+        for line in self._whole(self._read(most=_END_BYTES)):
+            if b'"event"' in line:
+                found.append(line)
+            else:
+                report = line
+        return found if report is None else [*found, report]
+
+    @property
+    def offset(self) -> int:
+        """How many bytes of the file have been read, or passed over."""
+        return self._offset
+
+
+@final
+@dataclass
+class Rank:
+    """The reports and events of one rank so far."""
+
+    number: int
+    facts: Facts = field(default_factory=Facts)
+    newest: Facts = field(default_factory=Facts)
+    curves: dict[str, Curve] = field(default_factory=dict[str, Curve])
+    times: Curve = field(default_factory=Curve)  # when each step was reported, and in which epoch
+    epochs: Curve = field(default_factory=Curve)
+    starts: int = 0
+    ending: str | None = None  # the event that ended it, once there was one
+    first_time: float = 0.0
+    last_time: float = 0.0
+    is_followed: bool = True  # its whole file is read, and its curves are kept
+
+    def take(self, line: Facts) -> Event | None:
+        """Process one line of the rank's file, and return its event if it is one."""
+        self.last_time = max(self.last_time, number(line.get("time")) or 0.0)
+        self.first_time = self.first_time or self.last_time
+        kind = line.get("event")
+        if kind is None:
+            self._report(line)
+            return None
+        event = cast("Event", {**line, "rank": self.number})
+        if kind == "start":
+            self.starts += 1
+            self.ending = None
+            self.facts = {name: value for name, value in line.items() if name not in ("time", "event")}
+            event["attempt"] = self.starts
+            if self.starts > 1:
+                event["event"] = "restart"
+        elif kind == "load":
+            for curve in (self.times, self.epochs, *self.curves.values()):
+                curve.cut(int(number(line.get("step")) or 0) + 1)
+        elif kind in ENDINGS and self.ending not in ("stop", "preempted"):
+            self.ending = str(kind)
+        return event
+
+    def _report(self, line: Facts) -> None:
+        step = line.get("step")
+        if not isinstance(step, int):
+            return
+        self.newest = dict(line)
+        if not self.is_followed:
+            return
+        for name, curve in (("time", self.times), ("epoch", self.epochs)):
+            if (known := number(line.get(name))) is not None:
+                curve.add(step, known)
+        for name, value in line.items():
+            found = number(value)
+            if found is not None and (name in KNOWN or name not in _NO_CURVES):
+                self.curves.setdefault(name, Curve()).add(step, found)
+
+
+@final
+@dataclass
+class Reported:
+    """An event, and all ranks that have reported it alike."""
+
+    event: Event
+    ranks: dict[int, None] = field(default_factory=dict[int, None])
+
+    @property
+    def time(self) -> float:
+        """When the first of the ranks whose file was read reported it."""
+        return self.event.get("time", 0.0)
+
+
+@final
+class RunFiles:
+    """A run as described by its files; :meth:`refresh` reads what is new.
+
+    Args:
+        may_come: a folder that isn't there yet is one of no files.
+
+    Raises:
+        SettingError: ``folder`` isn't a folder.
+    """
+
+    def __init__(self, folder: Path, *, may_come: bool = False) -> None:
+        if not folder.is_dir() and (folder.exists() or not may_come):
+            raise SettingError(
+                f"{folder} is {'not a folder' if folder.exists() else 'not there'}. Give the project's folder: what "
+                "Accelerator(project_dir=...) of the run says."
+            )
+        self.folder: Path = folder.resolve()
+        self.ranks: dict[int, Rank] = {}
+        self.logged: dict[str, Curve] = {}
+        self.config: Facts = {}  # that the script gave to its trackers
+        self.output = OutputTail(self.folder)
+        self.version: int = 0
+        self._tails: dict[str, Tail] = {}
+        self._events: dict[tuple[object, ...], Reported] = {}
+        self._chosen: set[int] = set()
+        self._turn = 0
+
+    @property
+    def is_large(self) -> bool:
+        """Whether there are too many ranks to read all of their files whole, and to list them."""
+        return len(self.ranks) > MAX_WHOLE
+
+    @property
+    def sample(self) -> set[int]:
+        """The ranks whose files are read whole, whatever they report: all, or of a large run some spread evenly."""
+        if not self.is_large:
+            return set(self.ranks)
+        stride = 1 << (len(self.ranks) // _NUM_SAMPLED).bit_length() - 1  # of more ranks it only leaves some out
+        return {min(self.ranks), *(number for number in self.ranks if number % stride == 0)}
+
+    def refresh(self) -> bool:
+        """Read new content of the files, and return whether there was any.
+
+        Of a large run: those of the followed ranks, of one in sixteen others, and of all that seem silent.
+        """
+        before, paths, stale = self.version, self._rank_files(), time.time() - _STALE_SECONDS
+        for number in paths.values():
+            if number not in self.ranks:
+                self.ranks[number] = Rank(number)
+        followed = self.sample | self._chosen
+        for index, (path, number) in enumerate(paths.items()):
+            rank, tail = self.ranks[number], self._tails.setdefault(path, Tail(path))
+            if (number in followed) != rank.is_followed:
+                self._set_followed(rank, tail, number in followed)
+            is_stale = rank.last_time < stale and rank.ending is None  # it may only seem silent
+            if rank.is_followed or is_stale or index % _NUM_TURNS == self._turn:
+                self._read_rank(rank, tail)
+        self._turn = (self._turn + 1) % _NUM_TURNS
+        if len(self._events) > 2 * _MAX_EVENTS:
+            self._events = dict(sorted(self._events.items(), key=lambda each: each[1].time)[-_MAX_EVENTS:])
+        for path in sorted(self.folder.glob("*.jsonl")):
+            if path.parent.name != FOLDER:
+                for line in self._tails.setdefault(str(path), Tail(path)).lines():
+                    self.version += self._take_logged(line)
+        self.version += self.output.refresh()
+        return self.version != before
+
+    def choose(self, numbers: Iterable[int]) -> None:
+        """Follow these ranks too from now on, as long as there is room."""
+        new = set(numbers) - self._chosen
+        if new and len(self._chosen) < _MAX_CHOSEN:
+            self._chosen.update(sorted(new)[: _MAX_CHOSEN - len(self._chosen)])
+            self.refresh()
+
+    def _rank_files(self) -> dict[str, int]:
+        """Return the ranks' files of the run's folder, of the folder of its logs, or of this very folder."""
+        for folders in ([self.folder / FOLDER], sorted(self.folder.glob(f"*/{FOLDER}")), [self.folder]):
+            if found := {path: number for folder in folders for path, number in _rank_files_in(folder)}:
+                return dict(sorted(found.items(), key=lambda each: each[1]))
+        return {}
+
+    def _set_followed(self, rank: Rank, tail: Tail, is_followed: bool) -> None:
+        """Begin to keep the curves of a rank, with what was passed over of its file; or forget them."""
+        rank.is_followed = is_followed
+        rank.curves.clear()
+        rank.times, rank.epochs = Curve(), Curve()
+        if is_followed:
+            past = Rank(rank.number)
+            for line in Tail(tail.path).lines(until=tail.offset):
+                past.take(line)
+            rank.curves, rank.starts = past.curves, past.starts
+            rank.times, rank.epochs = past.times, past.epochs
+
+    def _read_rank(self, rank: Rank, tail: Tail) -> None:
+        for line in tail.lines(ends_only=not rank.is_followed):
+            self.version += 1
+            event = rank.take(line)
+            if event is not None and (rank.is_followed or event["event"] not in SAME_ON_ALL_RANKS):
+                self._note(event)
+
+    def _note(self, event: Event) -> None:
+        """Keep an event, as one with those of other ranks that are alike."""
+        kind = event["event"]
+        key: tuple[object, ...] = (self.version,)
+        if kind in SAME_ON_ALL_RANKS:
+            key = (kind, event.get("step"), event.get("epoch"), event.get("folder"), event.get("attempt"))
+        elif self.is_large:
+            key = (kind, event.get("step"), event.get("text"))
+        self._events.setdefault(key, Reported(event)).ranks[event["rank"]] = None
+
+    @property
+    def events(self) -> list[Reported]:
+        """The newest events, the newest last."""
+        return sorted(self._events.values(), key=lambda each: each.time)[-_MAX_EVENTS:]
+
+    def _take_logged(self, line: Facts) -> bool:
+        """Process a line that the script logged: its configuration, or numbers of a step; return whether it is one."""
+        if isinstance(config := line.get("config"), dict):
+            self.config = cast("Facts", config)
+            return True
+        step = line.get("step")
+        if not isinstance(step, int):
+            return False
+        for name, value in line.items():
+            found = number(value)
+            if found is not None and name not in _NO_CURVES:
+                self.logged.setdefault(name, Curve()).add(step, found)
+        return True
+
+    @property
+    def main(self) -> Rank | None:
+        """The rank with the smallest number, whose loss and rates are those of all ranks."""
+        return self.ranks[min(self.ranks)] if self.ranks else None
+
+
+def _rank_files_in(folder: Path) -> Iterator[tuple[str, int]]:
+    """Yield the path and the number of each rank's file in ``folder``, which needn't be there."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return
+    for name in names:
+        number = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+        if number.isdigit() and len(number) + len(_PREFIX) + len(_SUFFIX) == len(name):
+            yield f"{folder}{os.sep}{name}", int(number)
+
+
+def finite(value: float | None) -> float | None:
+    """Return ``value`` where JSON can hold it, else None."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,210 @@
+"""A run as one JSON object, which the page and the terminal draw; long curves are thinned out here."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, cast
+
+from ...wording import some_ranks
+from .comparing import PER_RANK, skew, spread, standing_out, state_of, state_of_rank
+from .document import Clock, Document, Facts, Lines, Points, RankState, ShownEvent, ThinnedPoints
+from .hours import hours
+from .reading import KNOWN, SAME_ON_ALL_RANKS, Curve, Rank, RunFiles, finite
+from .wording import describe
+
+#: Most points of a curve that are sent, about one per pixel.
+MAX_POINTS: Final = 600
+#: Up to this many ranks are drawn as lines of their own, more as minimum, median and maximum.
+MAX_LINES: Final = 8
+_MAX_EVENTS: Final = 300
+#: So many ranks of an event of a large run are named.
+_MAX_NAMED: Final = 8
+
+
+def snapshot(run: RunFiles, *, now: float | None = None) -> Document:
+    """Return everything shown of ``run`` as one JSON object; of a large run, follow the ranks that stand out."""
+    main = run.main
+    now = time.time() if now is None else now
+    outliers = standing_out(run.ranks.values(), now) if run.is_large else {}
+    run.choose(number for number, why in outliers.items() if why)
+    followed = sum(rank.is_followed for rank in run.ranks.values())
+    content: Document = {
+        "name": run.folder.name,
+        "folder": as_shown(run.folder),
+        "version": run.version,
+        "now": now,
+        "state": state_of(run, now),
+        "facts": {} if main is None else main.facts,
+        "newest": {} if main is None else {name: json_value(value) for name, value in main.newest.items()},
+        "seen": max((rank.last_time for rank in run.ranks.values()), default=0.0),
+        "num_ranks": len(run.ranks),
+        "num_followed": followed,
+        "states": dict(Counter(state_of_rank(rank, now) for rank in run.ranks.values())),
+        "spread": spread(run.ranks.values()) if run.is_large else {},
+        "ranks": [_rank(run.ranks[n], now, outliers.get(n, "")) for n in sorted(outliers or run.ranks)],
+        "skew": skew(run),
+        "why": why_ended(run),
+        "began": 0.0 if main is None else main.first_time,
+        "clock": {"steps": [], "times": [], "epochs": []} if main is None else _clock(main),
+        "settings": _settings(run),
+        "output": run.output.read(),
+        "hours": hours(run.folder),
+        "curves": {},
+        "own": {},
+        "per_rank": {},
+        "events": events(run),
+    }
+    if main is None:
+        return content
+    content["curves"] = {name: thinned(main.curves[name]) for name in KNOWN if name in main.curves}
+    own = {**run.logged, **{name: curve for name, curve in main.curves.items() if name not in KNOWN}}
+    content["own"] = {name: thinned(curve) for name, curve in sorted(own.items())}
+    content["per_rank"] = {name: over_ranks(run, name) for name in (*PER_RANK, "device_utilization")}
+    return content
+
+
+def as_shown(folder: Path) -> str:
+    """Return the folder relative to the current or the home directory, where it is below one of them."""
+    for start, sign in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if folder.is_relative_to(start) and folder != start:
+            return f"{sign}{folder.relative_to(start).as_posix()}"
+    return str(folder)
+
+
+def why_ended(run: RunFiles) -> str:
+    """Return how the run ended, in a few words; an empty text of one that goes on.
+
+    Of several ranks' endings the first of the worst kind counts: the others often follow from it.
+    """
+    endings = {rank.ending for rank in run.ranks.values()}
+    kind = next((kind for kind in ("error", "killed", "stop", "preempted", "end") if kind in endings), None)
+    if kind is None or (kind == "end" and endings != {"end"}):
+        return ""
+    events = [reported for reported in run.events if reported.event["event"] in (kind, "restart")]
+    begin = max((at for at, each in enumerate(events) if each.event["event"] == "restart"), default=-1) + 1
+    found = next((each for each in events[begin:] if each.event["event"] == kind), None)
+    if found is None:
+        return ""
+    who = f" ({some_ranks(found.ranks, _MAX_NAMED)})" if len(run.ranks) > 1 else ""
+    return describe(found.event) + ("" if kind in SAME_ON_ALL_RANKS else who)
+
+
+def _clock(rank: Rank) -> Clock:
+    times = dict(zip(rank.times.steps, rank.times.values, strict=True))
+    epochs = dict(zip(rank.epochs.steps, rank.epochs.values, strict=True))
+    size = max(1, -(-len(times) // MAX_POINTS))
+    steps = list(times)
+    steps = sorted({*steps[::size], *steps[-1:]})
+    return {
+        "steps": steps,
+        "times": [finite(times[step]) for step in steps],
+        "epochs": [finite(epochs.get(step)) for step in steps],
+    }
+
+
+def _settings(run: RunFiles) -> Facts:
+    """Return the run's settings: the main rank's facts, and the trackers' configuration."""
+    facts = {} if run.main is None else run.main.facts
+    config = _flat(run.config, "")
+    return {
+        **{name: value for name, value in facts.items() if name not in ("rank", "pid") and value is not None},
+        **config,
+    }
+
+
+def _flat(config: Mapping[str, object], prefix: str) -> Facts:
+    """Return nested settings as one level, under names with dots."""
+    found: Facts = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found.update(_flat(cast("Facts", value), f"{prefix}{name}."))
+        else:
+            found[f"{prefix}{name}"] = json_value(value)
+    return found
+
+
+def _rank(rank: Rank, now: float, why: str) -> RankState:
+    return {
+        "rank": rank.number,
+        "device": rank.facts.get("device"),
+        "pid": rank.facts.get("pid"),
+        "host": rank.facts.get("host"),
+        "step": rank.newest.get("step"),
+        "seen": rank.last_time,
+        "state": state_of_rank(rank, now),
+        "step_seconds": json_value(rank.newest.get("step_seconds")),
+        "wait_seconds": json_value(rank.newest.get("wait_seconds")),
+        "memory_bytes": json_value(rank.newest.get("memory_bytes")),
+        "why": why,
+    }
+
+
+def json_value(value: object) -> object:
+    """Return ``value``, or its text for NaN and infinities, which JSON lacks."""
+    return value if not isinstance(value, float) or finite(value) is not None else str(value)
+
+
+def events(run: RunFiles) -> list[ShownEvent]:
+    """Return the events, newest last; those that all ranks report alike once, repeated notes as their newest."""
+    shown: list[ShownEvent] = []
+    repeated: dict[tuple[str, str, int], int] = {}
+    sample = run.sample
+    for reported in run.events[-_MAX_EVENTS:]:
+        ranks, count = sorted(reported.ranks), len(reported.ranks)
+        if run.is_large:
+            is_common = reported.event["event"] in SAME_ON_ALL_RANKS and sample <= reported.ranks.keys()
+            ranks, count = ranks[:_MAX_NAMED], len(run.ranks) if is_common else count
+        event: ShownEvent = {**reported.event, "ranks": ranks, "num_ranks": count, "times": 1}
+        if event["event"] in ("note", "warning"):
+            key = (event["event"], event.get("text", ""), event["rank"])
+            if (at := repeated.get(key)) is not None:
+                event["times"] += shown[at]["times"]
+                shown[at]["times"] = 0  # said by the newest one
+            repeated[key] = len(shown)
+        shown.append(event)
+    return [event for event in shown if event["times"]]
+
+
+def thinned(curve: Curve) -> Points | ThinnedPoints:
+    """Return ``steps`` and ``values``; for a long curve the means of neighbours, with their minimum and maximum."""
+    size = -(-len(curve.steps) // MAX_POINTS)
+    bad = [step for step, value in zip(curve.steps, curve.values, strict=True) if finite(value) is None]
+    if size <= 1:
+        return {"steps": curve.steps, "values": [finite(value) for value in curve.values], "bad": bad}
+    steps: list[int] = []
+    parts: list[list[float]] = []
+    for start in range(0, len(curve.steps), size):
+        steps.append(curve.steps[min(start + size, len(curve.steps)) - 1])
+        parts.append([value for value in curve.values[start : start + size] if finite(value) is not None])
+    return {
+        "steps": steps,
+        "values": [statistics.fmean(part) if part else None for part in parts],
+        "low": [min(part, default=None) for part in parts],
+        "high": [max(part, default=None) for part in parts],
+        "bad": bad[:MAX_POINTS],
+    }
+
+
+def over_ranks(run: RunFiles, name: str) -> Lines:
+    """Return a curve for each followed rank; for many of them the minimum, median and maximum at each step."""
+    curves = {n: rank.curves[name] for n, rank in sorted(run.ranks.items()) if name in rank.curves}
+    if len(curves) <= MAX_LINES:
+        return {"lines": {f"rank {n}": thinned(curve) for n, curve in curves.items()}}
+    at: dict[int, list[float]] = {}
+    for curve in curves.values():
+        for step, value in zip(curve.steps, curve.values, strict=True):
+            if finite(value) is not None:
+                at.setdefault(step, []).append(value)
+    whole = {step: values for step, values in sorted(at.items()) if 2 * len(values) >= len(curves)}
+    return {"lines": {label: thinned(_summary(whole, pick)) for label, pick in _PICKS.items()}}
+
+
+def _summary(at: Mapping[int, Sequence[float]], pick: Callable[[Sequence[float]], float]) -> Curve:
+    return Curve(list(at), [pick(values) for values in at.values()])
+
+
+_PICKS: Final = {"slowest or largest": max, "middle": statistics.median, "fastest or smallest": min}

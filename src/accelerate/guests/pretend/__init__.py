@@ -1,0 +1,9 @@
+"""Simulate one rank of a larger world: run a script without values, and report the rank's work."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...seams import Guest
+
+GUEST: Final = Guest(engines=(f"{__name__}.engine:PretendedRank",))

@@ -1,0 +1,229 @@
+"""The collectives of a rank without others: counted, and answered as if every other rank had what this one has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, final
+
+import torch
+import torch.distributed as dist
+
+from ...distributed.mesh import AXES, Mesh
+from ...torch_private.pretended import (
+    Chunks,
+    group_of_collective,
+    operator_name,
+    replicated_module,
+    returns_work_only,
+    sharded_module,
+    work_done,
+)
+from ...torch_private.tracing import fake_tensor_class, tree_leaves
+from .replacing import replaced
+
+if TYPE_CHECKING:
+    from ...torch_private.pretended import Operator
+
+#: By the beginning of an operator's name: the collective. The first that fits.
+_NAMES: Final = (
+    ("allgather", "all-gather"),
+    ("all_gather", "all-gather"),
+    ("reduce_scatter", "reduce-scatter"),
+    ("allreduce", "all-reduce"),
+    ("all_reduce", "all-reduce"),
+    ("alltoall", "all-to-all"),
+    ("all_to_all", "all-to-all"),
+    ("broadcast", "broadcast"),
+    ("reduce", "reduce"),
+    ("gather", "gather"),
+    ("scatter", "scatter"),
+    ("send", "send"),
+    ("recv", "receive"),
+    ("barrier", "barrier"),
+)
+
+
+@final
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of collective among the same ranks.
+
+    Attributes:
+        axes: of the mesh, along which the ranks differ from each other.
+        count: in a step, on average.
+        num_bytes: of the whole tensors: what all-gathers give, what reduce-scatters and all-reduces take.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    num_ranks: int
+    num_hosts: int
+    count: float
+    num_bytes: float
+
+
+@final
+class CollectiveCounter:
+    """The collectives that this rank takes part in, by name and ranks, with their bytes."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._num_bytes: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._groups: dict[str, tuple[int, ...]] = {}
+
+    def record(self, func: Operator, args: Sequence[object]) -> str | None:
+        """Count the collective of this operator; return its name."""
+        name = _name_of(func)
+        group = None if name is None else group_of_collective(args)
+        if name is None or group is None:
+            return None
+        ranks = self._groups.get(group.group_name)
+        if ranks is None:
+            ranks = self._groups[group.group_name] = tuple(dist.get_process_group_ranks(group))
+        self._counts[name, ranks] += 1
+        self._num_bytes[name, ranks] += _bytes_of(name, args, len(ranks))
+        return name
+
+    def take(self, other: CollectiveCounter) -> None:
+        """Add the counts of another counter, and reset it."""
+        self._counts.update(other._counts)
+        self._num_bytes.update(other._num_bytes)
+        other._counts.clear()
+        other._num_bytes.clear()
+
+    def traffic(self, mesh: Mesh, steps: int = 1) -> list[Traffic]:
+        """Return what was counted, of one of so many steps, the most bytes first."""
+        local = max(mesh.world.local_size, 1)
+        found = [
+            Traffic(
+                name,
+                axes_of(mesh, ranks),
+                len(ranks),
+                len({rank // local for rank in ranks}),
+                count / steps,
+                self._num_bytes[name, ranks] / steps,
+            )
+            for (name, ranks), count in self._counts.items()
+        ]
+        return sorted(found, key=lambda each: (-each.num_bytes, each.name, each.axes))
+
+
+def axes_of(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Return the axes of the mesh along which these ranks differ from each other, outermost first."""
+    found: list[str] = []
+    stride = mesh.world.size
+    for axis in AXES:
+        degree = mesh.size(axis)
+        stride //= degree
+        if degree > 1 and len({rank // stride % degree for rank in ranks}) > 1:
+            found.append(axis)
+    return tuple(found)
+
+
+def _name_of(func: Operator) -> str | None:
+    text = operator_name(func).lstrip("_")
+    return next((name for beginning, name in _NAMES if text.startswith(beginning)), None)
+
+
+def _bytes_of(name: str, args: Sequence[object], size: int) -> int:
+    sides = [sum(each.numel() * each.element_size() for each in _tensors(arg)) for arg in args[:2]]
+    largest = max(sides, default=0)
+    is_part = name == "all-gather" and not all(sides)  # an operator that makes the whole tensor itself
+    return largest * size if is_part else largest
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+# -- answers -----------------------------------------------------------------------------------------------
+
+
+def answer(func: Operator, args: Sequence[object]) -> object:
+    """Run a collective as if all other ranks had this rank's inputs; return its result."""
+    fake_tensor = fake_tensor_class()
+    outputs = _tensors(args[0])
+    if not any(isinstance(tensor, fake_tensor) for tensor in _tensors(args[:2])):
+        _fill(_name_of(func), args)
+    else:  # real memory, into which values are gathered that aren't there
+        for tensor in outputs:
+            if not isinstance(tensor, fake_tensor):
+                tensor.fill_(1)
+    return work_done() if returns_work_only(func) else (args[0], work_done())
+
+
+@torch.no_grad()
+def _fill(name: str | None, args: Sequence[object]) -> None:
+    group = group_of_collective(args)
+    outputs, inputs = _tensors(args[0]), _tensors(args[1])
+    if group is None or not inputs:
+        return
+    size = group.size()
+    if name in ("all-gather", "gather"):
+        rows = outputs if len(outputs) >= size else [row for each in outputs for row in each.chunk(size)]
+        for number, row in enumerate(rows):
+            row.copy_(inputs[number % len(inputs)].reshape(row.shape))
+    elif name in ("reduce-scatter", "scatter"):
+        parts = inputs if len(inputs) >= size else list(inputs[0].chunk(size))
+        outputs[0].copy_(parts[group.rank()].reshape(outputs[0].shape))
+
+
+def _summing(all_reduce: Callable[..., object]) -> Callable[..., object]:
+    """Return ``all_reduce`` with sums as if every rank had given this rank's values."""
+
+    def reduced(
+        tensor: torch.Tensor,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> object:
+        work = all_reduce(tensor, op, group, async_op)
+        if op == dist.ReduceOp.SUM and not isinstance(tensor, fake_tensor_class()):
+            with torch.no_grad():
+                tensor.mul_(dist.get_world_size(group))
+        return work
+
+    return reduced
+
+
+def _all_gather_object(object_list: list[object], obj: object, *_: object, **__: object) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _gather_object(obj: object, object_gather_list: list[object] | None = None, *_: object, **__: object) -> None:
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _scatter_object_list(
+    output: list[object], input_list: list[object] | None = None, *_: object, **__: object
+) -> None:
+    if input_list:
+        output[0] = input_list[dist.get_rank() % len(input_list)]
+
+
+def _keep(*_: object, **__: object) -> None:
+    """Do nothing: the result of the other ranks equals the present one."""
+
+
+@contextmanager
+def without_others(make_reducer: Callable[..., object], make_logger: Callable[..., object]) -> Iterator[None]:
+    """Enter a context in which torch's functions for objects, and its DDP, get their answers from this rank."""
+    with ExitStack() as held:
+        for owner, name, value in (
+            (dist, "all_reduce", _summing(dist.all_reduce)),
+            (dist, "all_gather_object", _all_gather_object),
+            (dist, "gather_object", _gather_object),
+            (dist, "broadcast_object_list", _keep),
+            (dist, "scatter_object_list", _scatter_object_list),
+            (dist, "monitored_barrier", _keep),
+            (dist, "Reducer", make_reducer),
+            (dist, "Logger", make_logger),
+            (replicated_module(), "_verify_param_shape_across_processes", _keep),
+            (sharded_module(), "_chunk_with_empty", Chunks),
+        ):
+            held.enter_context(replaced(owner, name, value))
+        yield

@@ -1,0 +1,89 @@
+"""The memory of a rank, followed through its steps: what it holds of weights, gradients, optimizer and activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from ...devices.allocations import AllocationTracker
+from ...torch_private.pretended import inner_tensors, local_part
+from ...torch_private.tracing import tree_leaves
+from .replacing import replaced
+
+if TYPE_CHECKING:
+    from ...torch_private.pretended import Operator
+
+
+@final
+class MemoryRecord:
+    """The live bytes of tensors without values, and the most that there were at a time."""
+
+    def __init__(self) -> None:
+        self.tracker = AllocationTracker(torch.device("cpu"))
+        self.tracker.on_growth = self._note_peak
+        #: The most of each since the last `prepare`, whenever that was.
+        self.peak_activations = self.peak_gathered = self.peak_total = 0
+        #: The most of all together until then.
+        self.peak_of_preparation = 0
+
+    def prepared(self) -> None:
+        """Begin to record the steps: what was there before `prepare` ended counts for itself."""
+        self.peak_of_preparation = max(self.peak_of_preparation, self.peak_total)
+        self.peak_activations = self.peak_gathered = self.peak_total = 0
+
+    def made(self, func: Operator, args: object, kwargs: dict[str, object], result: object) -> None:
+        """Count what an operation has made; operations of FSDP's own gather weights, and lay out gradients."""
+        if func.namespace == "fsdp":
+            self.tracker.count(tree_leaves([args, kwargs.get("out"), result]), "gathered")
+            self._note_peak()
+        elif self.tracker.count(tree_leaves(result)):
+            self._note_peak()
+
+    def gradients(self, tensors: Iterable[object]) -> None:
+        """Count these as gradients."""
+        self.tracker.count(tensors, "gradients")
+
+    def gathered(self, tensors: Iterable[object]) -> None:
+        """Count these as gathered weights, and buffers of collectives."""
+        self.tracker.count(tensors, "gathered")
+
+    def _note_peak(self) -> None:
+        found = self.tracker.num_bytes
+        self.peak_activations = max(self.peak_activations, found["other"])
+        self.peak_gathered = max(self.peak_gathered, found["gathered"])
+        self.peak_total = max(self.peak_total, sum(found.values()))
+
+    def count_model(self, model: torch.nn.Module) -> None:
+        """Count the model's own tensors as weights and buffers."""
+        self.tracker.count(map(local_part, model.parameters()), "weights")
+        self.tracker.count(map(local_part, model.buffers()), "buffers")
+
+    def count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the optimizer's state, and the gradients that it has used."""
+        state = map(local_part, tree_leaves(list(optimizer.state.values())))
+        self.tracker.count((part for value in state for part in inner_tensors(value)), "optimizer")
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.gradients(local_part(each.grad) for each in parameters if each.grad is not None)
+
+    @contextmanager
+    def following_storages(self) -> Iterator[None]:
+        """Enter a context in which storages are counted anew when they are resized, as FSDP does."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, num_bytes: int) -> object:
+            result = resize(storage, num_bytes)
+            self.tracker.resized(storage)
+            self._note_peak()
+            return result
+
+        with replaced(torch.UntypedStorage, "resize_", resize_):
+            yield
+
+
+def num_bytes_of(tensors: Iterable[object]) -> int:
+    """Return the bytes of this rank's parts of the tensors; the same one counts once."""
+    parts = {id(part): part for part in map(local_part, tensors) if isinstance(part, torch.Tensor)}
+    return sum(part.numel() * part.element_size() for part in parts.values())

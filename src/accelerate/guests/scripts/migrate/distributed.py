@@ -1,0 +1,373 @@
+"""Distributed training written by hand, which the launcher and ``prepare`` replace."""
+
+from __future__ import annotations
+
+import ast
+from typing import Final
+
+from .plan import LOADER, MODEL, Plan
+from .source import dotted, method, pairs, targets
+from .survey import SAMPLER, Symbol
+
+_NUMBERS: Final = {
+    "RANK": "process_index", "LOCAL_RANK": "local_process_index", "WORLD_SIZE": "num_processes",
+    "torch.distributed.get_rank": "process_index", "torch.distributed.get_world_size": "num_processes",
+    "torch.distributed.get_node_local_rank": "local_process_index",
+}  # fmt: skip
+_ADDRESS: Final = ("MASTER_ADDR", "MASTER_PORT")
+_REDUCTIONS: Final = {"SUM": "sum", "AVG": "mean", "MAX": "max"}
+_WRAPPERS: Final = ("DistributedDataParallel", "DataParallel")
+_DDP_OPTIONS: Final = (
+    "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb", "broadcast_buffers",
+)  # fmt: skip
+_LAUNCHED = "accelerate launch starts the processes, and Accelerator() joins them"
+_SHARDED = "a prepared loader gives each process its part"
+
+
+def is_by_hand(plan: Plan) -> bool:
+    """Return whether the script sets up processes itself."""
+    script = plan.script
+    return any(
+        path.startswith("torch.distributed.") or path.endswith(("DistributedDataParallel", "DistributedSampler"))
+        for path in (script.path(call.func) for call in script.nodes(ast.Call))
+    )
+
+
+def change(plan: Plan) -> None:
+    """Replace process groups, samplers, wrappers and collectives by the Accelerator's."""
+    for call in plan.script.nodes(ast.Call):
+        path = plan.script.path(call.func)
+        last = path.rpartition(".")[2]
+        if path in ("torch.distributed.init_process_group", "torch.distributed.destroy_process_group"):
+            plan.remove(plan.script.statement(call), _LAUNCHED)
+        elif last in _WRAPPERS and path.startswith(("torch.", last)):
+            _wrapper(plan, call, last)
+        elif path == "torch.multiprocessing.spawn":
+            _spawned(plan, call)
+        elif path.startswith("torch.distributed."):
+            _collective(plan, call, last)
+    _switches(plan)
+    _numbers(plan)
+    _samplers(plan)
+    _inner_models(plan)
+
+
+# ---------------------------------------------------------------------------------------- wrappers
+
+
+def _wrapper(plan: Plan, call: ast.Call, last: str) -> None:
+    if not call.args:
+        return
+    inner, statement = call.args[0], plan.script.statement(call)
+    why = f"prepare() wraps the model in what the run needs, {last} included"
+    options = [keyword for keyword in call.keywords if keyword.arg in _DDP_OPTIONS]
+    if options and last == "DistributedDataParallel":
+        plan.handlers["DistributedDataParallelKwargs"] = [
+            f"{keyword.arg}={plan.script.text_of(keyword.value)}" for keyword in options
+        ]
+    bound = targets(statement)
+    same = len(bound) == 1 and bool(dotted(inner)) and dotted(bound[0]) == dotted(inner)
+    if same and isinstance(statement, ast.Assign) and _only_places(statement.value, call):
+        plan.remove(statement, why)
+        return
+    plan.strip_around(call, inner, why)
+    if len(bound) == 1 and dotted(inner):  # wrapped = DDP(model): the wrapped name is the one to prepare
+        outer, root = plan.survey.symbol(bound[0]), plan.survey.symbol(inner)
+        if outer is not None and root in plan.prepared[MODEL]:
+            models = [outer if each == root else each for each in plan.prepared[MODEL]]
+            plan.prepared[MODEL] = list(dict.fromkeys(models))
+            plan.aliases[outer] = root
+
+
+def _only_places(value: ast.expr, call: ast.Call) -> bool:
+    """Return whether a value is the call, at most moved to a device."""
+    while value is not call:
+        method_call = method(value)
+        if method_call is None or method_call[0] not in ("to", "cuda"):
+            return False
+        value = method_call[1]
+    return True
+
+
+def _switches(plan: Plan) -> None:
+    """Set the variables of ``if args.distributed:`` around distributed set-up to ``use_distributed``."""
+    found: dict[str, ast.If] = {}
+    for node in plan.script.nodes(ast.If):
+        name = dotted(node.test)
+        sets_up = any(
+            isinstance(call, ast.Call)
+            and plan.script.path(call.func).rpartition(".")[2]
+            in ("init_process_group", "DistributedDataParallel", "DistributedSampler", "all_reduce")
+            for statement in node.body
+            for call in ast.walk(statement)
+        )
+        if name and sets_up:
+            found.setdefault(name, node)
+    for name, node in found.items():
+        made = [
+            (target, value)
+            for statement in plan.script.nodes((ast.Assign, ast.AnnAssign))
+            for target, value in pairs(statement)
+            if dotted(target) == name
+        ]
+        for _, value in made:
+            plan.replace(value, f"{plan.accelerator}.use_distributed", "whether there are several processes")
+        if not made:
+            plan.note(node, f"`{name}` switches what only several processes need, and isn't set in this script. Make "
+                      f"it `{plan.accelerator}.use_distributed`.")  # fmt: skip
+
+
+def _inner_models(plan: Plan) -> None:
+    """Replace ``model.module`` and ``model.no_sync()`` of a wrapped model."""
+    for call in plan.script.nodes(ast.Call):
+        method_call = method(call)
+        if method_call is not None and method_call[0] == "no_sync" and is_trained(plan, method_call[1]):
+            text = f"{plan.accelerator}.no_sync({plan.script.text_of(method_call[1])})"
+            plan.replace(call, text, "gradients stay here, whatever the model is wrapped in")
+    for node in plan.script.nodes(ast.Attribute):
+        if node.attr == "module" and isinstance(node.ctx, ast.Load) and is_trained(plan, node.value):
+            text = f"{plan.accelerator}.unwrap_model({plan.script.text_of(node.value)})"
+            plan.replace(node, text, "the model without what prepare() put around it")
+
+
+def is_trained(plan: Plan, node: ast.expr) -> bool:
+    """Return whether a name is one of the prepared models, before or after it was moved or wrapped."""
+    known = {*plan.prepared[MODEL], *plan.aliases, *plan.aliases.values()}
+    waiting, seen = [plan.survey.symbol(node)], set[Symbol]()
+    is_found = False
+    while waiting:
+        for root in plan.survey.roots(waiting.pop()) or {None}:
+            if root in known:
+                is_found = True
+            elif root is None:
+                return False
+            elif root not in seen:
+                seen.add(root)
+                inner = [_inside(plan, value) for _, value, _ in plan.survey.assignments(root)]
+                if not inner or None in inner:
+                    return False
+                waiting += [plan.survey.symbol(value) for value in inner if value is not None]
+    return is_found
+
+
+def _inside(plan: Plan, value: ast.expr) -> ast.expr | None:
+    """Return the name inside of ``name.to(...)``, ``name.cuda()`` or ``DistributedDataParallel(name, ...)``."""
+    while not dotted(value):
+        method_call = method(value)
+        if method_call is not None and method_call[0] in ("to", "cuda", "train", "eval"):
+            value = method_call[1]
+        elif (
+            isinstance(value, ast.Call) and value.args and plan.script.path(value.func).rpartition(".")[2] in _WRAPPERS
+        ):
+            value = value.args[0]
+        else:
+            return None
+    return value
+
+
+# --------------------------------------------------------------------------------- ranks and sizes
+
+
+def _variable(plan: Plan, node: ast.expr) -> str | None:
+    """Return ``RANK`` for ``os.environ["RANK"]``, ``os.environ.get("RANK", 0)`` and ``os.getenv("RANK")``."""
+    name: ast.expr | None = None
+    if isinstance(node, ast.Subscript) and plan.script.path(node.value) == "os.environ":
+        name = node.slice
+    elif isinstance(node, ast.Call) and plan.script.path(node.func) in ("os.environ.get", "os.getenv") and node.args:
+        name = node.args[0]
+    return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else None
+
+
+def _numbers(plan: Plan) -> None:
+    """Replace ranks and sizes by the Accelerator's, and remove assignments to the launcher's variables."""
+    for node in plan.script.nodes((ast.Subscript, ast.Call)):
+        variable = _variable(plan, node)
+        if variable in _ADDRESS and isinstance(getattr(node, "ctx", None), ast.Store):
+            plan.remove(plan.script.statement(node), _LAUNCHED)
+        elif variable in _NUMBERS and isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
+            outer = plan.script.parents[node]
+            whole = outer if isinstance(outer, ast.Call) and dotted(outer.func) == "int" else node
+            if plan.script.statement(node) not in plan.removed and not _is_test(plan, whole):
+                plan.replace(whole, f"{plan.accelerator}.{_NUMBERS[variable]}", "the number of this process")
+        elif variable in _NUMBERS:
+            plan.remove(plan.script.statement(node), _LAUNCHED)
+
+
+def _is_test(plan: Plan, node: ast.AST) -> bool:
+    """Return whether an expression only tests if the variable is set."""
+    outer = plan.script.parents[node]
+    return isinstance(outer, (ast.If, ast.BoolOp)) or (
+        isinstance(outer, ast.Compare) and isinstance(outer.ops[0], ast.In)
+    )
+
+
+def _collective(plan: Plan, call: ast.Call, last: str) -> None:
+    number = _NUMBERS.get(f"torch.distributed.{last}")
+    statement = plan.script.statement(call)
+    is_whole = isinstance(statement, ast.Expr) and statement.value is call
+    if number is not None:
+        plan.replace(call, f"{plan.accelerator}.{number}", "the number of this process")
+    elif last == "barrier":
+        plan.replace(call, f"{plan.accelerator}.wait_for_everyone()", "every process has arrived")
+    elif last in ("all_reduce", "reduce") and is_whole and call.args:
+        operation = next((keyword.value for keyword in call.keywords if keyword.arg == "op"), None)
+        if operation is None and len(call.args) > (1 if last == "all_reduce" else 2):
+            operation = call.args[1 if last == "all_reduce" else 2]
+        name = "SUM" if operation is None else plan.script.path(operation).rpartition(".")[2]
+        if name in _REDUCTIONS and isinstance(call.args[0], (ast.Name, ast.Attribute, ast.Subscript)):
+            what = plan.script.text_of(call.args[0])
+            text = f'{what} = {plan.accelerator}.reduce({what}, reduction="{_REDUCTIONS[name]}")'
+            plan.replace(call, text, "a reduction that is valid on one process, too")
+            return
+        plan.note(call, f"torch.distributed.{last} with {name} is left as it is; it needs several processes.")
+    elif last not in (
+        "is_initialized",
+        "is_available",
+        "is_nccl_available",
+        "is_gloo_available",
+        "is_torchelastic_launched",
+    ):
+        plan.note(call, f"torch.distributed.{last} is left as it is; it needs several processes.")
+
+
+def _spawned(plan: Plan, call: ast.Call) -> None:
+    """Replace ``mp.spawn(worker, args=(a, b), nprocs=n)`` by ``worker(rank, a, b)`` in each process."""
+    if not call.args:
+        return
+    given = next(
+        (keyword.value for keyword in call.keywords if keyword.arg == "args"),
+        call.args[1] if len(call.args) > 1 else None,
+    )
+    count = next(
+        (keyword.value for keyword in call.keywords if keyword.arg == "nprocs"),
+        call.args[2] if len(call.args) > 2 else None,
+    )
+    size = f"{plan.accelerator}.num_processes"
+    arguments = [f"{plan.accelerator}.process_index"]
+    if isinstance(given, (ast.Tuple, ast.List)):
+        same = None if count is None else plan.script.text_of(count)
+        arguments += [size if plan.script.text_of(each) == same else plan.script.text_of(each) for each in given.elts]
+    elif given is not None:
+        arguments.append(f"*{plan.script.text_of(given)}")
+    plan.replace(call, f"{plan.script.text_of(call.args[0])}({', '.join(arguments)})", _LAUNCHED)
+    plan.everywhere = True
+    is_by_node = _counted_by_node(plan)
+    if is_by_node and count is not None:
+        plan.note(
+            call,
+            f"`{plan.script.text_of(count)}` was the processes of one machine and is now those of all machines: what "
+            "the worker divides by it, such as a batch size, is divided by all of them.",
+        )
+    symbol = None if count is None else plan.survey.symbol(count)
+    if symbol is None:
+        return
+    for statement, value, _ in plan.survey.assignments(symbol):
+        if isinstance(value, (ast.Call, ast.Constant)):
+            plan.replace(value, size, "as many processes as were launched")
+        else:
+            plan.note(statement, f"`{symbol.name}` was the number of processes; the launcher decides that now.")
+
+
+def _counted_by_node(plan: Plan) -> bool:
+    """Replace ``rank = node * devices + device`` and ``world_size = devices * nodes``; return whether there are any."""
+    found = False
+    for statement in plan.script.nodes(ast.Assign):
+        value, name = statement.value, dotted(statement.targets[0]).rpartition(".")[2]
+        if not isinstance(value, ast.BinOp) or name not in ("rank", "global_rank", "world_size"):
+            continue
+        multiplies = any(isinstance(each, ast.Mult) for each in ast.walk(value))
+        if multiplies and isinstance(value.op, ast.Mult if name == "world_size" else ast.Add):
+            number = "num_processes" if name == "world_size" else "process_index"
+            plan.replace(value, f"{plan.accelerator}.{number}", "counted by the launcher, over all nodes")
+            found = True
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- samplers
+
+
+def _samplers(plan: Plan) -> None:
+    for call in plan.script.nodes(ast.Call):
+        method_call = method(call)
+        if method_call is not None and method_call[0] == "set_epoch" and _is_sampler(plan, method_call[1]):
+            plan.remove(plan.script.statement(call), "a prepared loader shuffles anew in each epoch by itself")
+        if plan.survey.role(call) == LOADER and isinstance(call, ast.Call) and call.keywords:
+            _loader(plan, call)
+    for symbol in list(plan.survey._assigned):
+        if plan.survey.role_of(symbol) == SAMPLER:
+            for statement, value, _ in plan.survey.assignments(symbol):
+                _sampler_made(plan, symbol, statement, value)
+
+
+def _is_sampler(plan: Plan, node: ast.expr) -> bool:
+    if isinstance(node, ast.Attribute) and node.attr == "sampler":
+        return True
+    roots = plan.survey.roots(plan.survey.symbol(node))
+    return any(plan.survey.role_of(root) == SAMPLER for root in roots) or "sampler" in dotted(node).lower()
+
+
+def sampler_of(plan: Plan, node: ast.expr) -> ast.Call | None:
+    """Return the DistributedSampler that an expression creates, or its name refers to."""
+    if isinstance(node, ast.IfExp):
+        return sampler_of(plan, node.body) or sampler_of(plan, node.orelse)
+    if isinstance(node, ast.Call):
+        return node if plan.survey.role(node) == SAMPLER else None
+    for root in plan.survey.roots(plan.survey.symbol(node)):
+        for _, value, _ in plan.survey.assignments(root):
+            found = None if isinstance(value, (ast.Name, ast.Attribute)) else sampler_of(plan, value)
+            if found is not None:
+                return found
+    return None
+
+
+def _loader(plan: Plan, call: ast.Call) -> None:
+    """Replace a loader's distributed sampler by ``shuffle``, and prepare the loader."""
+    keywords = {keyword.arg: keyword for keyword in call.keywords}
+    keyword = keywords.get("sampler")
+    made = None if keyword is None else sampler_of(plan, keyword.value)
+    if keyword is None or made is None:
+        return
+    given = next((each.value for each in made.keywords if each.arg == "shuffle"), None)
+    shuffle = "True" if given is None else plan.script.text_of(given)
+    own = keywords.get("shuffle")
+    if own is not None:
+        plan.replace(own.value, shuffle, "the order that the sampler gave", uses=False)
+        _drop(plan, call, keyword, _SHARDED)
+    else:
+        plan.replace(keyword, f"shuffle={shuffle}", _SHARDED, uses=False)
+    for symbol in plan.survey.bound(call):
+        if symbol not in plan.prepared[LOADER]:
+            plan.prepared[LOADER].append(symbol)
+
+
+def _drop(plan: Plan, call: ast.Call, keyword: ast.keyword, why: str) -> None:
+    """Remove an argument and the comma before it (or after it, when it is the first)."""
+    arguments = sorted([*call.args, *call.keywords], key=plan.script.start)
+    at = arguments.index(keyword)
+    if at:
+        plan.cut(plan.script.end(arguments[at - 1]), plan.script.end(keyword), "", why, keyword)
+    elif len(arguments) > 1:
+        plan.cut(plan.script.start(keyword), plan.script.start(arguments[1]), "", why, keyword)
+
+
+def _is_handed_on(plan: Plan, node: ast.Name, symbol: Symbol) -> bool:
+    """Return whether a sampler is returned or given to a function of the script here, beside what is replaced."""
+    if not isinstance(node.ctx, ast.Load) or plan.survey.symbol(node) != symbol:
+        return False
+    outer = plan.script.parents[node]
+    if isinstance(outer, ast.Call):
+        return dotted(outer.func).rpartition(".")[2] in plan.survey.functions
+    return isinstance(plan.script.statement(node), ast.Return) and isinstance(outer, (ast.Return, ast.Tuple))
+
+
+def _sampler_made(plan: Plan, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
+    if isinstance(statement, ast.Assign) and statement.value is value and dotted(statement.targets[0]):
+        if any(_is_handed_on(plan, node, symbol) for node in plan.script.nodes(ast.Name)):
+            plan.replace(value, "None", _SHARDED, uses=False)
+        else:
+            plan.remove(statement, _SHARDED)
+    made = sampler_of(plan, value)
+    for node in plan.script.nodes(ast.Call):
+        if dotted(node.func) == "len" and node.args and plan.survey.symbol(node.args[0]) == symbol and made is not None:
+            data = plan.script.text_of(made.args[0]) if made.args else "dataset"
+            plan.replace(node, f"(len({data}) // {plan.accelerator}.num_processes)", "the part of one process")

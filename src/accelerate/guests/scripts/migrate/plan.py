@@ -1,0 +1,221 @@
+"""The changes to one script: edits, removed statements, the Accelerator's arguments, and notes to the author."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from .source import Edit, Function, Placed, Script, dotted, first_line
+from .survey import LOADER, MODEL, OPTIMIZER, PREPARED, SCHEDULER, Survey, Symbol
+
+_WRAPPING: Final = (ast.If, ast.With, ast.AsyncWith)
+Block = ast.If | ast.With | ast.AsyncWith | Function
+
+
+@final
+@dataclass(frozen=True)
+class Note:
+    """A message to the author about code left unchanged, or in need of review."""
+
+    line: int
+    text: str
+
+
+@final
+@dataclass
+class Plan:
+    """The changes to one script.
+
+    Attributes:
+        users: nodes whose new text mentions the Accelerator, so that it has to exist before them.
+        arguments: of the Accelerator, by name, as source text.
+        needs: expressions that those arguments are made of.
+        handlers: keyword handlers of the Accelerator: class name -> arguments as source text.
+        prepared: what ``prepare`` gets, by role.
+        aliases: names of wrapped models -> the names that were wrapped.
+    """
+
+    script: Script
+    survey: Survey
+    edits: list[Edit] = field(default_factory=list[Edit])
+    removed: dict[ast.stmt, str] = field(default_factory=dict[ast.stmt, str])
+    notes: list[Note] = field(default_factory=list[Note])
+    users: list[Placed] = field(default_factory=list[Placed])
+    arguments: dict[str, str] = field(default_factory=dict[str, str])
+    needs: list[ast.expr] = field(default_factory=list[ast.expr])
+    handlers: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    stripped: set[int] = field(default_factory=set[int])
+    aliases: dict[Symbol, Symbol] = field(default_factory=dict[Symbol, Symbol])
+    everywhere: bool = False  # the Accelerator has to be created at module level
+    accelerator: str = "accelerator"
+
+    def __post_init__(self) -> None:
+        if self.script.is_used(self.accelerator):
+            self.accelerator = "the_accelerator"
+        self.prepared: dict[str, list[Symbol]] = {role: list(found) for role, found in self.survey.trained.items()}
+
+    # -- changes -------------------------------------------------------------------------------------------
+
+    def replace(self, node: Placed, text: str, why: str, *, uses: bool = True) -> None:
+        """Replace the text of ``node`` by ``text``."""
+        self.cut(self.script.start(node), self.script.end(node), text, why, node)
+        if uses:
+            self.users.append(node)
+
+    def cut(self, start: int, end: int, text: str, why: str, node: Placed) -> None:
+        """Replace characters ``start`` to ``end`` by ``text``, on account of ``node``."""
+        self.edits.append(Edit(start, end, text, why, node.lineno))
+
+    def remove(self, statement: ast.stmt, why: str) -> None:
+        """Remove the statement with its lines; a block that is left empty is removed too."""
+        self.removed.setdefault(statement, why)
+
+    def note(self, node: ast.AST, text: str) -> None:
+        """Add a message about the position of ``node``."""
+        note = Note(getattr(node, "lineno", 1), text)
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def strip(self, call: ast.Call, base: ast.expr, why: str) -> None:
+        """Replace ``base.to(device)`` by ``base``."""
+        self.cut(self.script.end(base), self.script.end(call), "", why, call)
+        for argument in (*call.args, *call.keywords):
+            self.stripped.update(map(id, ast.walk(argument)))
+
+    def strip_around(self, call: ast.Call, inner: ast.expr, why: str) -> None:
+        """Replace ``wrapper(inner, ...)`` by ``inner``."""
+        self.cut(self.script.start(call), self.script.start(inner), "", why, call)
+        self.cut(self.script.end(inner), self.script.end(call), "", "", call)
+        for argument in (*call.args[1:], *call.keywords):
+            self.stripped.update(map(id, ast.walk(argument)))
+
+    # -- queries -------------------------------------------------------------------------------------------
+
+    def is_prepared(self, node: ast.AST, role: str) -> bool:
+        """Return whether a name stands for a prepared object, through parameters and aliases."""
+        roots = self.survey.roots(self.survey.symbol(node))
+        return bool(roots) and roots <= set(self.prepared[role])
+
+    def is_removed(self, node: ast.AST) -> bool:
+        """Return whether the node is part of something that is removed."""
+        if id(node) in self.stripped or node in self.removed:
+            return True
+        return any(outer in self.removed or id(outer) in self.stripped for outer in self.script.ancestors(node))
+
+    def names(self, role: str) -> list[Symbol]:
+        """Return the prepared objects of one role."""
+        return self.prepared[role]
+
+    # -- edits ---------------------------------------------------------------------------------------------
+
+    def empty_blocks(self) -> None:
+        """Remove blocks without remaining statements, and empty functions together with their calls."""
+        changed = True
+        while changed:
+            before = len(self.removed)
+            for node in self.script.nodes(_WRAPPING):
+                if self._is_empty(node) and node not in self.removed:
+                    self.remove(node, self._why_inside(node))
+            for name, functions in self.survey.functions.items():
+                for function in functions:
+                    if function not in self.removed and self._is_empty(function) and self._calls_can_go(name):
+                        self._remove_function(function, name)
+            changed = len(self.removed) != before
+
+    def _is_empty(self, node: Block) -> bool:
+        body = [each for each in node.body if not _is_docstring(each)]
+        return self._is_removed_block(body) and all(each in self.removed for each in getattr(node, "orelse", ()))
+
+    def _is_removed_block(self, block: list[ast.stmt]) -> bool:
+        all_removed = all(each in self.removed or isinstance(each, ast.Pass) for each in block)
+        return all_removed and any(each in self.removed for each in block)
+
+    def _why_inside(self, node: Block) -> str:
+        return next(self.removed[each] for each in node.body if each in self.removed)
+
+    def _calls_can_go(self, name: str) -> bool:
+        uses = [n for n in ast.walk(self.script.tree) if isinstance(n, ast.Name) and n.id == name]
+        return all(isinstance(self.script.statement(use), ast.Expr) for use in uses)
+
+    def _remove_function(self, function: Function, name: str) -> None:
+        why = self._why_inside(function)
+        self.remove(function, why)
+        for use in ast.walk(self.script.tree):
+            if isinstance(use, ast.Name) and use.id == name:
+                self.remove(self.script.statement(use), f"{name}() is gone")
+
+    def removals(self) -> list[Edit]:
+        """Return the removed statements as edits."""
+        found = [edit for node in self.script.nodes(ast.If) for edit in self._else_branch(node)]
+        for statement, why in self.removed.items():
+            if any(outer in self.removed for outer in self.script.ancestors(statement)):
+                continue
+            found.append(self._removal(statement, why))
+        return found
+
+    def _else_branch(self, node: ast.If) -> list[Edit]:
+        """Return the edit for an ``else`` without remaining statements, beside a branch that stays."""
+        block, script = node.orelse, self.script
+        is_elif = len(block) == 1 and isinstance(block[0], ast.If) and script.text_of(block[0]).startswith("elif")
+        if node in self.removed or is_elif or not block or not self._is_removed_block(block):
+            return []
+        line = first_line(block[0]) - 1
+        while line > (node.body[-1].end_lineno or 0) and not script.lines[line - 1].lstrip().startswith("else"):
+            line -= 1
+        end = block[-1].end_lineno or line
+        if line <= (node.body[-1].end_lineno or 0):
+            return []
+        return [Edit(script.line_start(line), script.line_start(end + 1), "", self.removed[block[0]], block[0].lineno)]
+
+    def _removal(self, statement: ast.stmt, why: str) -> Edit:
+        script = self.script
+        start, end = script.start(statement), script.end(statement)
+        block = [each for each in script.block(statement) if not _is_docstring(each)]
+        line_start = script.line_start(first_line(statement))
+        last_line = statement.end_lineno or statement.lineno
+        alone = not script.text[line_start : script.start(statement)].strip(" \t@").strip()
+        if script.text.startswith("elif", start):
+            return Edit(line_start, script.line_start(last_line + 1), "", why, statement.lineno)
+        if all(each in self.removed for each in block) and block[-1] is statement:
+            return Edit(start, end, "pass", why, statement.lineno)
+        beside = self._beside(statement)
+        if beside is not None:  # a; b on one line
+            return Edit(*beside, "", why, statement.lineno)
+        if not alone:
+            return Edit(start, end, "pass", why, statement.lineno)
+        end = script.line_start(last_line + 1)
+        if script.text[end : end + 1] == "\n" and self._opens(statement, block):
+            return Edit(line_start, end + 1, "", why, statement.lineno)  # the first line of a block isn't blank
+        if line_start >= 2 and script.text[:line_start].endswith("\n\n") and script.text[end : end + 1] == "\n":
+            end += 1  # one of two blank lines around it
+        return Edit(line_start, end, "", why, statement.lineno)
+
+    def _beside(self, statement: ast.stmt) -> tuple[int, int] | None:
+        """Return the range to remove for a statement that shares its line with another one."""
+        block = self.script.block(statement)
+        at = block.index(statement)
+        if at + 1 < len(block) and block[at + 1].lineno == statement.end_lineno:
+            return self.script.start(statement), self.script.start(block[at + 1])
+        if at and block[at - 1].end_lineno == statement.lineno:
+            return self.script.end(block[at - 1]), self.script.end(statement)
+        return None
+
+    def _opens(self, statement: ast.stmt, block: list[ast.stmt]) -> bool:
+        """Return whether the statement precedes all that stays of its block."""
+        if isinstance(self.script.parents[statement], ast.Module):
+            return False
+        at = block.index(statement)
+        stays = at + 1 < len(block) and block[at + 1] not in self.removed
+        return stays and all(each in self.removed for each in block[:at])
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+
+
+__all__ = ["LOADER", "MODEL", "OPTIMIZER", "PREPARED", "SCHEDULER", "Note", "Plan", "dotted"]

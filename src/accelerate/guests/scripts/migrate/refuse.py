@@ -1,0 +1,279 @@
+"""The refusal of scripts that can't be changed, or needn't be, with the line at fault."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from ....errors import AccelerateError
+from .distributed import is_by_hand, sampler_of
+from .evaluation import adds_up, collected
+from .plan import Plan
+from .source import Edit, Placed, Scope, Script, chosen, dotted, method, pairs, targets
+from .survey import LOADER, MODEL, OPTIMIZER, PREPARED, Survey
+
+_OTHERS: Final = {
+    "accelerate": "it uses accelerate already",
+    "lightning": "it trains with Lightning, which has processes and devices of its own",
+    "pytorch_lightning": "it trains with Lightning, which has processes and devices of its own",
+    "deepspeed": "it drives DeepSpeed by hand; start from a plain loop and Accelerator(deepspeed_plugin=...)",
+    "horovod": "it is distributed by Horovod; start from the version for one device",
+    "torch_xla": "it drives TPUs by hand; start from the version for one device",
+    "colossalai": "it drives Colossal-AI by hand; start from a plain loop",
+    "fairscale": "it shards with fairscale by hand; start from the version for one device",
+    "torch.distributed.fsdp": "it shards with FSDP by hand; start from the version for one device",
+    "torch.distributed._composable.fsdp": "it shards with FSDP by hand; start from the version for one device",
+    "torch.distributed.tensor": "it cuts tensors over devices by hand; start from the version for one device",
+    "torch.distributed.pipelining": "it cuts the model into stages by hand; start from the version for one device",
+    "torch.distributed.rpc": "it calls other processes by hand; start from the version for one device",
+    "tensorflow": "it is a TensorFlow program",
+    "jax": "it is a JAX program",
+}
+_FUNCTIONAL: Final = ("torch.func.grad", "torch.func.grad_and_value", "torch.func.vjp", "torch.autograd.grad")
+_TRAINERS: Final = ("transformers.Trainer", "transformers.Seq2SeqTrainer", "trl.SFTTrainer")
+
+
+class Refused(AccelerateError, ValueError):
+    """The script isn't migrated; the text begins with the file and line of the reason."""
+
+
+def parsed(text: str, name: str) -> Script:
+    """Return the script with this text.
+
+    Raises:
+        Refused: it isn't Python.
+    """
+    try:
+        return Script(text, name)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        raise Refused(f"{name}:{line}: it isn't valid Python ({getattr(error, 'msg', error)}).") from None
+
+
+def check(script: Script, survey: Survey) -> None:
+    """Raise unless the script has a loop of its own that can be changed.
+
+    Raises:
+        Refused: it hasn't.
+    """
+    _check_imports(script)
+    for node in script.nodes(ast.Call):
+        path = script.path(node.func)
+        if path in _TRAINERS:
+            raise _refused(script, node, f"{path} runs the loop, and works with `accelerate launch` as it is")
+        if path in ("torch.multiprocessing.Process", "multiprocessing.Process") and _trains(survey, node):
+            raise _refused(script, node, "it starts its training processes one by one; call the worker function "
+                           "directly and let `accelerate launch` start the processes")  # fmt: skip
+    if not survey.backwards:
+        _check_evaluation(script, survey)
+        _check_placing(script)
+        return
+    first = survey.backwards[0]
+    for role, hint in ((OPTIMIZER, "one of torch.optim"), (MODEL, "whose parameters() an optimizer gets")):
+        if not survey.trained[role]:
+            raise _refused(script, first, f"loss.backward() is here, but no {role} was recognised ({hint})")
+    _check_placing(script)
+
+
+def _check_evaluation(script: Script, survey: Survey) -> None:
+    for call in script.nodes(ast.Call):
+        if script.path(call.func) in _FUNCTIONAL:
+            raise _refused(script, call, "gradients come from a function here, not from `loss.backward()`, so nothing "
+                           "would average them over processes. Train a module with loss.backward()")  # fmt: skip
+    last = survey.loops[-1].node if survey.loops else script.tree
+    if not collected(survey):
+        raise _refused(script, last, "nothing is trained: there is no `loss.backward()`, and no loop over a loader "
+                       "that appends what it predicts to lists")  # fmt: skip
+    node = adds_up(survey)
+    if node is not None:
+        raise _refused(script, node, "the loop adds up numbers by itself, which would be those of one process; append "
+                       "predictions and labels to lists, or use accelerator.streaming_mean()")  # fmt: skip
+
+
+def _check_imports(script: Script) -> None:
+    for node in script.nodes((ast.Import, ast.ImportFrom)):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            for other, reason in _OTHERS.items():
+                if name == other or name.startswith(f"{other}."):
+                    raise _refused(script, node, reason)
+    for node in script.nodes(ast.Call):
+        method_call = method(node)
+        if dotted(node.func) == "Accelerator" or (
+            method_call and method_call[0] == "prepare" and "accelerator" in dotted(method_call[1])
+        ):
+            raise _refused(script, node, "it uses accelerate already")
+
+
+def _trains(survey: Survey, call: ast.Call) -> bool:
+    names = {dotted(each) for each in ast.walk(call) if dotted(each)}
+    return bool(names & survey.training_functions)
+
+
+def _check_placing(script: Script) -> None:
+    """Raise for a model that is spread over several devices by hand."""
+    seen: dict[str, ast.AST] = {}
+    for node in script.nodes(ast.Constant):
+        if isinstance(node.value, str) and node.value.startswith("cuda:") and node.value[5:].isdigit():
+            seen.setdefault(node.value, node)
+    if len(seen) > 1:
+        node = list(seen.values())[1]
+        raise _refused(script, node, f"the model is spread by hand over {', '.join(seen)}; start from the version for "
+                       "one device, or load it with a device map")  # fmt: skip
+
+
+def check_left(plan: Plan, edits: list[Edit]) -> None:
+    """Raise if a remaining line would silently be wrong on several processes.
+
+    Raises:
+        Refused: there is such a line.
+    """
+    script = plan.script
+    _check_stages(plan)
+    _check_unfreezing(plan)
+    covered = [(edit.start, edit.end) for edit in chosen(edits) if edit.end > edit.start]
+
+    def stays(node: ast.expr) -> bool:
+        start = script.start(node)
+        return not plan.is_removed(node) and not any(first <= start < end for first, end in covered)
+
+    for call in script.nodes(ast.Call):
+        found = method(call)
+        if (
+            found is not None
+            and found[0] in ("parameters", "named_parameters")
+            and dotted(found[1]) == "self"
+            and any(symbol.name == "self" for symbol in plan.names(MODEL))
+        ):
+            raise _refused(script, call, "the model trains itself: prepare() returns another object, which the model's "
+                           "own methods wouldn't use. Move the loop out of the class")  # fmt: skip
+    for call in script.nodes(ast.Call) if plan.survey.backwards and not plan.names(LOADER) else ():
+        if plan.survey.role(call) == LOADER and not plan.is_removed(call):
+            raise _refused(script, call, "the loop that calls backward() doesn't visibly go through this loader, so "
+                           "every process would train on all of it. Write `for batch in loader:` there")  # fmt: skip
+    for call in plan.survey.backwards if len(plan.survey.backwards) > 1 else ():
+        keeps = any(keyword.arg == "retain_graph" and _is_constant(keyword.value, True) for keyword in call.keywords)
+        if keeps and not is_by_hand(plan):
+            raise _refused(script, call, "a second backward pass goes through the same forward pass, and gradients "
+                           "are averaged in the first one. Add the losses and call backward() once")  # fmt: skip
+    if not is_by_hand(plan):
+        return
+    for call in script.nodes(ast.Call):
+        given = next((keyword.value for keyword in call.keywords if keyword.arg == "sampler"), None)
+        if given is None or sampler_of(plan, given) is None or plan.survey.role(call) != LOADER:
+            continue
+        if not any(symbol in plan.names(LOADER) for symbol in plan.survey.bound(call)):
+            raise _refused(script, call, "this loader's part of the data comes from a DistributedSampler, and it isn't "
+                           "understood which name the loader gets. Give it one that prepare() can take")  # fmt: skip
+    for node in script.nodes(ast.Attribute):
+        if not isinstance(node.ctx, ast.Load) or not dotted(node) or script.path(node).startswith("torch."):
+            continue
+        if node.attr == "module" and stays(node):
+            raise _refused(script, node, f"`{dotted(node)}` is what DistributedDataParallel keeps the model in, and "
+                           f"it isn't understood which model `{dotted(node.value)}` is")  # fmt: skip
+        if node.attr == "sampler" and stays(node):
+            raise _refused(script, node, f"`{dotted(node)}` is the part of one process; the sampler of a prepared "
+                           "loader is the whole order. Count with the dataset instead")  # fmt: skip
+    for node in script.nodes(ast.BinOp):
+        updated = {dotted(target) for target in targets(script.statement(node))}
+        for size in ast.walk(node):
+            if not isinstance(size, (ast.Name, ast.Attribute)) or not stays(size):
+                continue
+            name = dotted(size)
+            if name.rpartition(".")[2] == "world_size" and name not in updated and not _is_set(plan, name, stays):
+                raise _refused(script, node, f"a number is made with `{name}`, and it isn't understood to be the "
+                               "number of processes wherever it is set")  # fmt: skip
+
+
+def _check_stages(plan: Plan) -> None:
+    """Raise for a prepared object that is made again after another one of its name has trained."""
+    for symbol in dict.fromkeys(symbol for role in PREPARED for symbol in plan.names(role)):
+        made = [
+            statement
+            for statement, value, _ in plan.survey.assignments(symbol)
+            if not any(dotted(each) == symbol.name for each in ast.walk(value))  # model = model.to(device)
+        ]
+        for first, second in itertools.pairwise(sorted(made, key=lambda each: each.lineno)):
+            if _trained_between(plan, first, second):
+                raise _refused(plan.script, second, f"`{symbol.name}` is made again after training with the one of "
+                               f"line {first.lineno}, and prepare() would get this one only. Prepare each of them by "
+                               "hand, with the model as it trains then")  # fmt: skip
+
+
+def _trained_between(plan: Plan, first: ast.stmt, second: ast.stmt) -> bool:
+    return any(
+        (first.end_lineno or 0) < statement.lineno <= second.lineno
+        and (isinstance(statement, (ast.For, ast.While)) or (statement.end_lineno or 0) < second.lineno)
+        for statement in _training(plan, plan.script.scope(second))
+    )
+
+
+def _training(plan: Plan, scope: Scope) -> Iterator[ast.stmt]:
+    """Yield the statements of a scope in which a backward runs, functions not included."""
+    for statement in plan.script.nodes(ast.stmt, scope):
+        is_definition = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        if not is_definition and plan.script.scope(statement) is scope and plan.survey.trains(statement):
+            yield statement
+
+
+def _check_unfreezing(plan: Plan) -> None:
+    """Raise for parameters that are frozen when the model is prepared and trained later."""
+    changes: list[tuple[Placed, ast.expr | None]] = [
+        (statement, statement.value)
+        for statement in plan.script.nodes(ast.Assign)
+        if any(isinstance(target, ast.Attribute) and target.attr == "requires_grad" for target in statement.targets)
+    ]
+    for call in plan.script.nodes(ast.Call):
+        if (method(call) or ("",))[0] == "requires_grad_":
+            changes.append((call, call.args[0] if call.args else None))
+    frozen = [node for node, value in changes if not _is_constant(value, True) and value is not None]
+    freed = [node for node, value in changes if not _is_constant(value, False)]
+    if any(not is_late for node in frozen for _, is_late in _places(plan, node)):
+        for node in freed:
+            for place, is_late in _places(plan, node):
+                if is_late:
+                    raise _refused(plan.script, place, "parameters that were frozen before are trained from here on; "
+                                   "prepare() has wrapped the model without them, so each process would train its own. "
+                                   "Prepare the model again by hand after this line")  # fmt: skip
+
+
+def _is_constant(node: ast.expr | None, value: bool) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def _places(plan: Plan, node: Placed) -> Iterator[tuple[Placed, bool]]:
+    """Yield where a statement runs (for one in a function: its calls), and whether training has begun there."""
+    scope = plan.script.scope(node)
+    name = "" if isinstance(scope, ast.Module) else scope.name
+    calls: list[Placed] = [c for c in plan.script.nodes(ast.Call) if name and dotted(c.func).rpartition(".")[2] == name]
+    for place in calls if calls and not plan.survey.trains(scope) else [node]:
+        outer = set(map(id, plan.script.ancestors(place)))
+        yield (
+            place,
+            any(
+                (statement.end_lineno or 0) < place.lineno
+                or (isinstance(statement, (ast.For, ast.While)) and id(statement) in outer)
+                for statement in _training(plan, plan.script.scope(place))
+            ),
+        )
+
+
+def _is_set(plan: Plan, name: str, stays: Callable[[ast.expr], bool]) -> bool:
+    """Return whether a name is a function's parameter, or gets what the Accelerator knows wherever it is assigned."""
+    values = [
+        value
+        for statement in plan.script.nodes((ast.Assign, ast.AnnAssign))
+        for target, value in pairs(statement)
+        if dotted(target) == name
+    ]
+    if not values:
+        return "." not in name
+    return not any(stays(value) for value in values)
+
+
+def _refused(script: Script, node: ast.AST, reason: str) -> Refused:
+    return Refused(f"{script.location(node)}: {reason}.")

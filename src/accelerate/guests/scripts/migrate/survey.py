@@ -1,0 +1,560 @@
+"""The roles of a script's names (model, optimizer, loader, ...), found by how they are created and used.
+
+A name is followed from the training loop, through the parameters of functions, to where its value is created: its root.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias, final
+
+from .source import Function, Scope, Script, dotted, method, pairs, targets
+
+MODEL: Final = "model"
+OPTIMIZER: Final = "optimizer"
+SCHEDULER: Final = "scheduler"
+LOADER: Final = "loader"
+SCALER: Final = "scaler"
+SAMPLER: Final = "sampler"
+Role: TypeAlias = str | None
+
+#: The roles of ``prepare``'s arguments, in their order.
+PREPARED: Final = (MODEL, OPTIMIZER, LOADER, SCHEDULER)
+_WRAPPERS: Final = ("DistributedDataParallel", "DataParallel")
+_KEEPS_ROLE: Final = frozenset({"to", "cuda", "cpu", "train", "eval", "half", "float", "double", "bfloat16", "apply"})
+_SCHEDULE: Final = re.compile(r"get_\w*schedule\w*$|^transformers\.get_scheduler$|LRScheduler$|Scheduler$")
+_LOSS: Final = re.compile(r"Loss(\d+d)?$|^torch\.nn\.(functional|init|utils|parallel)\b")
+_BACKWARD: Final = "loss.backward()"
+_PASSES_ON: Final = frozenset({"enumerate", "tqdm", "iter", "islice", "zip", "track", "progress"})
+#: Calls that give what they get, one by one, also where the result has a name: ``bar = tqdm(loader)``.
+_BARS: Final = frozenset({"tqdm", "enumerate", "track", "progress"})
+_FOR_EVALUATION: Final = re.compile(
+    r"(^|[._])(val|valid|validation|test|eval|evaluation|dev)(?=[._\d]|loader|dl|$)", re.I
+)
+_NAMED_LIKE_MODELS: Final = re.compile(r"(^|\.|_)(model|net|network|module)\w*$", re.IGNORECASE)
+
+
+@final
+@dataclass(frozen=True)
+class Symbol:
+    """A name in its scope: a function, the module, or (``self.x``) a class."""
+
+    scope: Any
+    name: str
+
+    def __hash__(self) -> int:
+        return hash((id(self.scope), self.name))
+
+
+@final
+@dataclass
+class Loop:
+    """A ``for`` loop over batches."""
+
+    node: ast.For
+    loaders: set[Symbol]
+    trains: bool
+    batch_names: set[str] = field(default_factory=set[str])
+
+
+@final
+class Survey:
+    """The analysis of a script: its loops, and the roles of its names in training."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.functions: dict[str, list[Function]] = {}
+        self.classes: dict[str, ast.ClassDef] = {}
+        for node in ast.walk(script.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self.functions.setdefault(node.name, []).append(node)
+            elif isinstance(node, ast.ClassDef):
+                self.classes[node.name] = node
+        self._assigned: dict[Symbol, list[tuple[ast.stmt, ast.expr, int | None]]] = {}
+        for statement in script.nodes((ast.Assign, ast.AnnAssign)):
+            self._record_assignments(statement)
+        self._loaders_in: dict[Symbol, dict[str, Symbol]] = {}
+        for symbol, assigned in list(self._assigned.items()):
+            for statement, value, _ in assigned:
+                self._record_loaders(symbol, statement, value)
+
+    def _record_loaders(self, symbol: Symbol, statement: ast.stmt, value: ast.expr) -> None:
+        """Record the loaders of ``{"train": DataLoader(...), ...}`` under names of their own: ``loaders["train"]``."""
+        for key, made in self._entries(value):
+            if self.role(made) == LOADER:
+                entry = Symbol(symbol.scope, f'{symbol.name}["{key}"]')
+                self._loaders_in.setdefault(symbol, {})[key] = entry
+                self._assigned[entry] = [(statement, made, None)]
+
+    def _entries(self, value: ast.expr | None) -> Iterator[tuple[str, ast.expr]]:
+        """Yield the keys and values of a dictionary with literal keys, or of one that a function returns."""
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in self.functions:
+            function = self.functions[value.func.id][0]
+            value = _returned(function)
+            if isinstance(value, ast.Name):
+                named = self._assigned.get(Symbol(function, value.id), [])
+                value = named[-1][1] if named else None
+        if isinstance(value, ast.Dict):
+            for key, made in zip(value.keys, value.values, strict=True):
+                if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    yield key.value, made
+        elif isinstance(value, ast.DictComp) and isinstance(value.generators[0].iter, (ast.List, ast.Tuple)):
+            for each in value.generators[0].iter.elts:
+                if isinstance(each, ast.Constant) and isinstance(each.value, str):
+                    yield each.value, value.value
+
+    def _record_assignments(self, statement: ast.Assign | ast.AnnAssign) -> None:
+        for target, value in pairs(statement):
+            symbol = self.symbol(target)
+            if symbol is None:
+                continue
+            position = None
+            for whole in getattr(statement, "targets", ()):
+                if isinstance(whole, (ast.Tuple, ast.List)) and target in whole.elts and value is statement.value:
+                    position = whole.elts.index(target)
+            self._assigned.setdefault(symbol, []).append((statement, value, position))
+
+    # -- symbols -------------------------------------------------------------------------------------------
+
+    def symbol(self, node: ast.AST) -> Symbol | None:
+        """Return the symbol that a name or ``self.name`` stands for."""
+        name = dotted(node)
+        if not name:
+            return None
+        scope = self.script.scope(node)
+        first = name.split(".")[0]
+        if "." in name:
+            owner = self.script.owner(scope)
+            if first == "self" and name.count(".") == 1 and owner is not None:
+                return Symbol(owner, name)
+            return None
+        while not isinstance(scope, ast.Module):
+            if first in self.locals(scope):
+                return Symbol(scope, name)
+            scope = self.script.scope(scope)
+        return Symbol(scope, name)
+
+    @functools.cache  # noqa: B019  (a survey lives as long as the command)
+    def locals(self, scope: Scope) -> set[str]:
+        """Return the names bound by a function: its parameters and assigned names."""
+        names = set(parameters(scope))
+        outside: set[str] = set()
+        for node in ast.walk(scope):
+            if isinstance(node, (ast.Global, ast.Nonlocal)) and self.script.scope(node) is scope:
+                outside.update(node.names)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and self.script.scope(node) is scope:
+                names.add(node.id)
+        return names - outside
+
+    def assignments(self, symbol: Symbol) -> list[tuple[ast.stmt, ast.expr, int | None]]:
+        """Return the statements that bind it, with the value and its index if a call returns several."""
+        return self._assigned.get(symbol, [])
+
+    def roots(self, symbol: Symbol | None, seen: frozenset[Symbol] = frozenset()) -> set[Symbol]:
+        """Return the symbols whose values a name may have, followed through callers' arguments and other names."""
+        if symbol is None or symbol in seen:
+            return set()
+        seen |= {symbol}
+        if not isinstance(symbol.scope, (ast.Module, ast.ClassDef)) and symbol.name in parameters(symbol.scope):
+            handed = [self.roots(each, seen) for each in self._arguments(symbol)]
+            found = set[Symbol]().union(*handed)
+            return found or {symbol}
+        values = [_inside_bars(value) for _, value, _ in self.assignments(symbol)]
+        names = [value for value in values if isinstance(value, (ast.Name, ast.Attribute))]
+        copies = set[Symbol]().union(*(self.roots(self.symbol(value), seen) for value in names))
+        made = [value for value in values if not isinstance(value, (ast.Name, ast.Attribute))]
+        return copies if copies and not made else {symbol}
+
+    def _arguments(self, symbol: Symbol) -> Iterator[Symbol | None]:
+        """Yield the symbols that callers pass for a parameter."""
+        function, name = symbol.scope, symbol.name
+        owner = self.script.parents.get(function)
+        is_method = isinstance(owner, ast.ClassDef)
+        position = parameters(function).index(name) - (1 if is_method else 0)
+        called = owner.name if is_method and function.name == "__init__" else function.name
+        for call in self._calls_by_name.get(called, ()):
+            given = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+            if given is None and 0 <= position < len(call.args):
+                given = call.args[position]
+            if given is not None and not isinstance(given, ast.Starred):
+                yield self.symbol(given)
+
+    @functools.cached_property
+    def _calls_by_name(self) -> dict[str, list[ast.Call]]:
+        found: dict[str, list[ast.Call]] = {}
+        for call in self.script.nodes(ast.Call):
+            found.setdefault(dotted(call.func).rpartition(".")[2], []).append(call)
+        return found
+
+    # -- roles ---------------------------------------------------------------------------------------------
+
+    def is_module_class(self, name: str, seen: tuple[str, ...] = ()) -> bool:
+        """Return whether a class of the script is a torch module."""
+        node = self.classes.get(name)
+        if node is None or name in seen:
+            return False
+        bases = [self.script.path(base) for base in node.bases]
+        return any(
+            base in ("torch.nn.Module", "torch.nn.modules.Module")
+            or base.endswith(("nn.Module", "PreTrainedModel"))
+            or base.startswith("torch.nn.")
+            or self.is_module_class(base, (*seen, name))
+            for base in bases
+        )
+
+    def role(self, value: ast.expr | None, depth: int = 0) -> Role | list[Role]:
+        """Return the role of an expression's value; a list for a tuple."""
+        value = None if value is None else _inside_bars(value)
+        if value is None or depth > 6:
+            return None
+        if isinstance(value, (ast.Tuple, ast.List)):
+            return [_single(self.role(each, depth + 1)) for each in value.elts]
+        if isinstance(value, ast.IfExp):
+            return self.role(value.body, depth + 1) or self.role(value.orelse, depth + 1)
+        if isinstance(value, (ast.Name, ast.Attribute)):
+            return self.role_of(self.symbol(value), depth + 1)
+        return self._role_of_call(value, depth) if isinstance(value, ast.Call) else None
+
+    def _role_of_call(self, call: ast.Call, depth: int) -> Role | list[Role]:
+        path = self.script.path(call.func)
+        last = path.rpartition(".")[2]
+        found = self._role_by_path(path, last)
+        if found is not None:
+            return found
+        if last in _WRAPPERS or path in ("torch.compile", "torch.nn.SyncBatchNorm.convert_sync_batchnorm"):
+            return self.role(call.args[0], depth + 1) if call.args else None
+        method_call = method(call)
+        if method_call is not None and method_call[0] in _KEEPS_ROLE:
+            return self.role(method_call[1], depth + 1)
+        if (
+            method_call is not None
+            and method_call[0] == "from_pretrained"
+            and _NAMED_LIKE_MODELS.search(dotted(method_call[1]) or "")
+        ):
+            return MODEL
+        if last in self.functions and (path == last or path.startswith("self.")):
+            return self._role_of_result(self.functions[last][0], depth)
+        takes_parameters = any(is_parameters_call(inner) for each in call.args for inner in ast.walk(each))
+        if takes_parameters and (last[:1].isupper() or "optim" in ast.unparse(call.func).lower()):
+            return OPTIMIZER
+        return None
+
+    def _role_by_path(self, path: str, last: str) -> Role:
+        if path.startswith("torch.optim.lr_scheduler.") or _SCHEDULE.search(path):
+            return SCHEDULER
+        if path.startswith(("torch.optim.", "bitsandbytes.optim.")):
+            return None if last == "swa_utils" else OPTIMIZER
+        if last == "DataLoader":
+            return LOADER
+        if last == "GradScaler":
+            return SCALER
+        if last == "DistributedSampler":
+            return SAMPLER
+        if self.is_module_class(path):
+            return MODEL
+        if path.startswith("torch.nn.") and last[:1].isupper() and not _LOSS.search(path) and last not in _WRAPPERS:
+            return None if last == "Parameter" else MODEL
+        return MODEL if path.startswith(("torchvision.models.", "timm.create_model")) else None
+
+    def _role_of_result(self, function: Function, depth: int) -> Role | list[Role]:
+        return self.role(_returned(function), depth + 1)
+
+    def role_of(self, symbol: Symbol | None, depth: int = 0) -> Role:
+        """Return the role of a name, by the values assigned to it."""
+        if symbol is None or depth > 6:
+            return None
+        for _, value, position in self.assignments(symbol):
+            found = self.role(value, depth + 1)
+            if isinstance(found, list):
+                found = found[position] if position is not None and position < len(found) else None
+            if found is not None:
+                return found
+        return None
+
+    @functools.cached_property
+    def _made_by_statements(self) -> set[str]:
+        """Names of functions, classes and imports."""
+        return {*self.functions, *self.classes, *self.script.imported}
+
+    def is_defined(self, symbol: Symbol) -> bool:
+        """Return whether the script itself assigns to the name."""
+        return bool(self.assignments(symbol))
+
+    # -- the loops -----------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def backwards(self) -> list[ast.Call]:
+        """The calls of ``loss.backward()``, however the loss is written."""
+        found = (call for call in self.script.nodes(ast.Call) if (method(call) or ("",))[0] == "backward")
+        return [call for call in found if not self._is_autograd(call)]
+
+    def _is_autograd(self, call: ast.Call) -> bool:
+        return self.script.path(call.func) in ("torch.autograd.backward", "super.backward")
+
+    @functools.cached_property
+    def training_functions(self) -> set[str]:
+        """The functions in which a backward runs, directly or in a called function."""
+        names: set[str] = set()
+        called = {
+            name: set[str]().union(*(self._called_in(function) for function in functions))
+            for name, functions in self.functions.items()
+        }
+        while new := {name for name, calls in called.items() if name not in names and calls & {_BACKWARD, *names}}:
+            names |= new
+        return names
+
+    def trains(self, node: ast.AST) -> bool:
+        """Return whether a backward runs in ``node``, or in a function that it calls."""
+        return bool(self._called_in(node) & {_BACKWARD, *self.training_functions})
+
+    @functools.cache  # noqa: B019  (a survey lives as long as the command)
+    def _called_in(self, node: ast.AST) -> frozenset[str]:
+        """Return the last names of all calls in ``node``; a backward of a loss has a name of its own."""
+        calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+        names = {dotted(call.func).rpartition(".")[2] for call in calls}
+        return frozenset(names | ({_BACKWARD} if any(id(call) in self._backward_ids for call in calls) else set()))
+
+    @functools.cached_property
+    def _backward_ids(self) -> set[int]:
+        return set(map(id, self.backwards))
+
+    @functools.cached_property
+    def loops(self) -> list[Loop]:
+        """All loops over a loader."""
+        found: list[Loop] = []
+        for node in self.script.nodes(ast.For):
+            symbols: set[Symbol] = set()
+            for name in _names_in(node.iter):
+                roots = self.roots(self.symbol(name))
+                symbols |= {root for root in roots if self._is_loader(root, node, name)}
+                symbols |= self._loaders_by_key(name, roots)
+            if symbols:
+                loop = Loop(node, symbols, self.trains(node))
+                loop.batch_names = set(self._batch_names(node))
+                found.append(loop)
+        return found
+
+    def _loaders_by_key(self, name: ast.AST, roots: set[Symbol]) -> set[Symbol]:
+        """Return the possible loaders of ``loaders[key]``: one if the key is a literal, else all."""
+        parent = self.script.parents.get(name)
+        index = parent.slice if isinstance(parent, ast.Subscript) else None
+        key = index.value if isinstance(index, ast.Constant) and isinstance(index.value, str) else None
+        found: set[Symbol] = set()
+        for root in roots:
+            entries = self._loaders_in.get(root, {})
+            found |= {entries[key]} if key in entries else set(entries.values()) if key is None else set()
+        return found
+
+    def _is_loader(self, symbol: Symbol, loop: ast.For, name: ast.AST) -> bool:
+        if self.is_defined(symbol):
+            return self.role_of(symbol) == LOADER
+        # Passed by a caller outside of this script: a loader if a training loop iterates over it, or by its name.
+        called = self.script.parents.get(name)
+        if (isinstance(called, ast.Call) and called.func is name) or symbol.name in self.script.imported:
+            return False
+        return "loader" in symbol.name.lower() or (self.trains(loop) and name is _iterated(loop.iter))
+
+    def _batch_names(self, loop: ast.For) -> Iterator[str]:
+        names = {each.id for each in targets(loop) if isinstance(each, ast.Name)}
+        if isinstance(loop.iter, ast.Call) and dotted(loop.iter.func) == "enumerate":
+            first = loop.target.elts[0] if isinstance(loop.target, (ast.Tuple, ast.List)) else None
+            names -= {first.id} if isinstance(first, ast.Name) else set()
+        for statement in self.script.nodes((ast.Assign, ast.AnnAssign), loop):
+            for target, value in pairs(statement):
+                if isinstance(target, ast.Name) and derived(value, names):
+                    names.add(target.id)
+        return iter(names)
+
+    # -- what is prepared ----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def trained(self) -> dict[str, list[Symbol]]:
+        """The roots to give to ``prepare``, by role, in the script's order of creation."""
+        found: dict[str, dict[Symbol, None]] = {role: {} for role in PREPARED}
+        for symbol in self._assigned:
+            role = self.role_of(symbol)
+            if role in (OPTIMIZER, SCHEDULER) and self.roots(symbol) == {symbol} and not self._is_only_returned(symbol):
+                found[role][symbol] = None
+        for call in self.script.nodes(ast.Call):
+            if isinstance(call.func, ast.Attribute) and is_parameters_call(call) and self._makes_optimizer(call):
+                base = call.func.value
+                found[MODEL].update(dict.fromkeys(self._outermost(self.roots(self.symbol(base)))))
+        for loop in self.loops:
+            if loop.trains:
+                found[LOADER].update(dict.fromkeys(self._outermost(_for_training(loop.loaders))))
+        self._add_iterated(found)
+        self._add_undefined(found)
+        return {role: list(symbols) for role, symbols in found.items()}
+
+    def _is_only_returned(self, symbol: Symbol) -> bool:
+        """Return whether a function creates it for its callers, who have it under a name of their own."""
+        if isinstance(symbol.scope, (ast.Module, ast.ClassDef)):
+            return False
+        returned = any(
+            isinstance(node, ast.Return) and symbol.name in {dotted(each) for each in ast.walk(node) if dotted(each)}
+            for node in ast.walk(symbol.scope)
+        )
+        return returned and not self.trains(symbol.scope)
+
+    def _outermost(self, symbols: Iterable[Symbol]) -> Iterator[Symbol]:
+        """Yield the symbols; for one created and returned by a function, its callers' names for it."""
+        for symbol in symbols:
+            if not self._is_only_returned(symbol):
+                yield symbol
+                continue
+            for other, assigned in self._assigned.items():
+                for _, value, position in assigned:
+                    if isinstance(value, ast.Call) and dotted(value.func).rpartition(".")[2] == symbol.scope.name:
+                        returns = [n.value for n in ast.walk(symbol.scope) if isinstance(n, ast.Return) and n.value]
+                        given = returns[-1] if returns else None
+                        if position is not None and isinstance(given, ast.Tuple):
+                            given = given.elts[position] if position < len(given.elts) else None
+                        if given is not None and dotted(given) == symbol.name:
+                            yield other
+
+    def bound(self, call: ast.Call) -> Iterator[Symbol]:
+        """Yield the names that a call's value gets, from its own statement or from the callers of its function."""
+        statement = self.script.statement(call)
+        for target in targets(statement):
+            yield from self._outermost(self.roots(self.symbol(target)))
+        function = self.script.scope(call)
+        if not isinstance(statement, ast.Return) or isinstance(function, ast.Module):
+            return
+        place = statement.value.elts.index(call) if isinstance(statement.value, ast.Tuple) else None
+        for symbol, assigned in self._assigned.items():
+            for _, value, position in assigned:
+                called = dotted(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
+                if called == function.name and position == place:
+                    yield symbol
+
+    def _makes_optimizer(self, call: ast.Call) -> bool:
+        for outer in self.script.ancestors(call):
+            if isinstance(outer, ast.Call) and self.role(outer) == OPTIMIZER:
+                return True
+            if isinstance(outer, (ast.Assign, ast.AnnAssign)):  # parameters = filter(..., model.parameters())
+                return any(self._is_passed_to_optimizer(target) for target in targets(outer))
+            if isinstance(outer, ast.stmt):
+                return False
+        return False
+
+    def _is_passed_to_optimizer(self, name: ast.expr) -> bool:
+        symbol = self.symbol(name)
+        if symbol is None:
+            return False
+        return any(
+            self.role(call) == OPTIMIZER
+            and any(self.symbol(each) == symbol for each in ast.walk(call) if isinstance(each, (ast.Name,)))
+            for call in self.script.nodes(ast.Call)
+        )
+
+    def _add_iterated(self, found: dict[str, dict[Symbol, None]]) -> None:
+        """Add loaders that a training loop reads by hand: ``next(batches)`` after ``batches = iter(loader)``."""
+        for call in self.script.nodes(ast.Call):
+            name = dotted(call.func)
+            if name in ("iter", "cycle", "itertools.cycle") and call.args and self.trains(self.script.scope(call)):
+                roots = self.roots(self.symbol(call.args[0]))
+                found[LOADER].update(dict.fromkeys(root for root in roots if self.role_of(root) == LOADER))
+        for loop in self.script.nodes((ast.ListComp, ast.GeneratorExp)):  # [training_step(batch) for batch in loader]
+            for name in _names_in(loop.generators[0].iter) if self.trains(loop) else ():
+                roots = self.roots(self.symbol(name))
+                found[LOADER].update(dict.fromkeys(root for root in roots if self.role_of(root) == LOADER))
+
+    def _add_undefined(self, found: dict[str, dict[Symbol, None]]) -> None:
+        """Add names that are used like an optimizer, a scheduler or a model but defined outside of this script."""
+        used: dict[Symbol, set[str]] = {}
+        for call in self.script.nodes(ast.Call):
+            method_call = method(call)
+            if method_call is not None:
+                for root in self.roots(self.symbol(method_call[1])):
+                    used.setdefault(root, set()).add(method_call[0])
+            elif isinstance(call.func, ast.Name):
+                for root in self.roots(self.symbol(call.func)):
+                    used.setdefault(root, set()).add("()")
+        known = {symbol for symbols in found.values() for symbol in symbols}
+        for symbol, calls in used.items():
+            if symbol in known or self.is_defined(symbol) or symbol.name in self._made_by_statements:
+                continue
+            if {"zero_grad", "step"} <= calls and "parameters" not in calls:
+                found[OPTIMIZER][symbol] = None
+            elif "step" in calls and re.search(r"sched", symbol.name, re.IGNORECASE):
+                found[SCHEDULER][symbol] = None
+            elif (
+                ("()" in calls or "parameters" in calls)
+                and _NAMED_LIKE_MODELS.search(symbol.name)
+                and (isinstance(symbol.scope, ast.ClassDef) or self.trains(symbol.scope))
+            ):
+                found[MODEL][symbol] = None
+
+
+def parameters(scope: Scope) -> list[str]:
+    """Return the names of a function's parameters, in order."""
+    arguments = getattr(scope, "args", None)
+    if not isinstance(arguments, ast.arguments):
+        return []
+    return [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+def is_parameters_call(node: ast.AST) -> bool:
+    """Return whether a node is ``model.parameters()`` or ``model.named_parameters()``."""
+    method_call = method(node)
+    return method_call is not None and method_call[0] in ("parameters", "named_parameters")
+
+
+def derived(value: ast.expr, names: set[str]) -> bool:
+    """Return whether a value consists of parts of these names only: ``batch["x"].view(-1).to(d)``."""
+    if isinstance(value, ast.Name):
+        return value.id in names
+    if isinstance(value, (ast.Attribute, ast.Subscript, ast.Starred)):
+        return derived(value.value, names)
+    if isinstance(value, ast.Call):
+        return isinstance(value.func, ast.Attribute) and derived(value.func.value, names)
+    if isinstance(value, (ast.Tuple, ast.List)):
+        return bool(value.elts) and all(derived(each, names) for each in value.elts)
+    if isinstance(value, (ast.DictComp, ast.ListComp, ast.GeneratorExp)):
+        return all(derived(each.iter, names) for each in value.generators)
+    return False
+
+
+def _returned(function: Function) -> ast.expr | None:
+    """Return the value of a function's last ``return``."""
+    returns = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
+    return returns[-1] if returns else None
+
+
+def _for_training(loaders: set[Symbol]) -> list[Symbol]:
+    """Return the loaders for training among those of a loop that both trains and evaluates."""
+    ordered = sorted(loaders, key=lambda each: each.name)
+    by_key = [each for each in ordered if "[" in each.name and "train" in each.name.lower()]
+    return by_key or [each for each in ordered if not _FOR_EVALUATION.search(each.name)] or ordered
+
+
+def _single(role: Role | list[Role]) -> Role:
+    return None if isinstance(role, list) else role
+
+
+def _names_in(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the names and ``self.names`` of an expression, longest chains only, without those that are called."""
+    if dotted(node):
+        yield node
+        return
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(node, ast.Call) and child is node.func):
+            yield from _names_in(child)
+
+
+def _inside_bars(node: ast.expr) -> ast.expr:
+    """Return the loader inside of ``tqdm(loader)``, and any other expression as it is."""
+    while isinstance(node, ast.Call) and node.args and dotted(node.func).rpartition(".")[2] in _BARS:
+        node = node.args[0]
+    return node
+
+
+def _iterated(node: ast.expr) -> ast.expr:
+    """Return the loader inside of ``enumerate(tqdm(loader), 1)``."""
+    while isinstance(node, ast.Call) and node.args and dotted(node.func).rpartition(".")[2] in _PASSES_ON:
+        node = node.args[0]
+    return node

@@ -1,0 +1,111 @@
+"""``accelerate migrate script.py``: a raw PyTorch script as an accelerated one, shown as a diff to accept."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ...commands.parser import Subparsers, command_parser, run_with_script_arguments
+from .options import add_num_steps, read_script, runs_agree
+
+if TYPE_CHECKING:
+    from .migrate import Migration
+
+_DESCRIPTION: Final = (
+    "Turn a raw PyTorch script (for one device, or distributed by hand) into one that runs on any number of processes. "
+    "The changes are shown as a diff, each with its reason, with what was left alone; nothing is written unasked."
+)
+
+
+def migrate_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
+    """Create the parser of ``accelerate migrate``."""
+    parser = command_parser("migrate", _DESCRIPTION, subparsers)
+    parser.add_argument("script", type=Path, help="The Python file to change.")
+    parser.add_argument("--write", action="store_true", help="Write the changes into the script without asking.")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="Write the changed script to FILE instead.")
+    parser.add_argument("--diff", action="store_true", help="Print the bare diff only, for `git apply` or `patch`.")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="Train some steps with the script and with the changed one, on 1 and on 2 processes of the CPU, show the "
+        "losses side by side, and write nothing unless they agree. The script's arguments follow after --.",
+    )
+    add_num_steps(parser)
+    parser.set_defaults(func=migrate_command, script_args=[])
+    return parser
+
+
+def migrate_command(args: argparse.Namespace) -> int:
+    """Show the changes, write them if requested or accepted, and return 0 unless they were declined.
+
+    Raises:
+        Refused: the script can't be changed, or is accelerated already.
+    """
+    from .migrate import migrate
+
+    found = migrate(read_script(args.script), str(args.script))
+    if args.diff:
+        print(found.diff(), end="")
+    else:
+        print(shown(found, colored=sys.stdout.isatty()))
+    if args.verify and not _agree(found, args):
+        return 1
+    target = args.output or args.script
+    if not (args.write or args.output):
+        if args.diff or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            return 0
+        if input(f"\nWrite this to {target}? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("Nothing was written.")
+            return 1
+    target.write_bytes(found.after.encode("utf-8"))
+    if not args.diff:
+        print(f"\nWritten to {target}. Run it with `accelerate launch {target}`.")
+    return 0
+
+
+def _agree(found: Migration, args: argparse.Namespace) -> bool:
+    """Compare the script with its conversion, show the result, and return whether they train the same."""
+    from .verify import verify
+
+    return runs_agree(
+        "accelerate migrate",
+        args,
+        lambda: verify(found, args.script, args.script_args, args.num_steps),
+        "The conversion trains the same",
+        "The conversion doesn't train the same; nothing was written.",
+        aside=args.diff,
+    )
+
+
+def shown(found: Migration, *, colored: bool = False) -> str:
+    """Return the diff, the reasons and the notes as text."""
+    red, green, dim, plain = ("\033[31m", "\033[32m", "\033[2m", "\033[0m") if colored else ("", "", "", "")
+    lines: list[str] = []
+    for line in found.diff().splitlines():
+        tone = green if line.startswith("+") else red if line.startswith("-") else dim if line.startswith("@@") else ""
+        lines.append(f"{tone}{line}{plain}" if tone else line)
+    lines += ["", "Why:"]
+    reasons: dict[str, list[int]] = {}
+    for line, why in found.changes:
+        reasons.setdefault(why, []).append(line)
+    for why, places in reasons.items():
+        lines.append(f"  line {', '.join(map(str, dict.fromkeys(places)))}: {why}")
+    if found.notes:
+        lines += ["", "Left alone, or to be known:"]
+        lines += [f"  {found.name}:{note.line}: {note.text}" for note in found.notes]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``accelerate migrate`` and return its exit code, 2 where the script is refused."""
+    try:
+        return run_with_script_arguments(migrate_command_parser(), arguments)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

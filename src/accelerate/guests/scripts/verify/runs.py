@@ -1,0 +1,208 @@
+"""Runs of a script that are recorded, and the comparison of their losses and weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, final
+
+from ....errors import AccelerateError
+from ....settings.env import snapshot
+
+if TYPE_CHECKING:
+    from .observe import Record
+
+ORIGINAL: Final = "original"
+#: How far two values may lie apart, relative to the larger: on one process, on two, and where 16-bit numbers round.
+_SAME: Final = 1e-5
+_SAME_ON_TWO: Final = 1e-3
+_ROUNDED: Final = 5e-2
+_LIMIT_SECONDS: Final = 900
+_NUM_LINES: Final = 40
+#: What says which rank a process is, and which devices it sees.
+_OF_A_RANK: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NO_DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+class VerificationError(AccelerateError, RuntimeError):
+    """A script couldn't be run for a comparison."""
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """A column of the comparison.
+
+    Attributes:
+        losses: of each backward pass, the mean over the processes.
+    """
+
+    title: str
+    losses: list[float]
+    weights: list[tuple[float, float]]
+    draws: bool = False
+    normalizes: bool = False
+    is_rounded: bool = False
+
+    @classmethod
+    def of(cls, title: str, records: Sequence[Record]) -> Run:
+        """Return the run of the processes with these records."""
+        losses = [sum(each) / len(records) for each in zip(*(record.losses for record in records), strict=False)]
+        return cls(
+            title,
+            losses,
+            [(total, absolute) for total, absolute in records[0].weights],
+            any(record.draws for record in records),
+            any(record.normalizes for record in records),
+            any(record.is_rounded for record in records),
+        )
+
+    @property
+    def place(self) -> str:
+        """The run, for a sentence."""
+        return f"the {self.title}" if self.title == ORIGINAL else f"the run of {self.title}"
+
+    def checksum(self) -> float:
+        """Return the sum of the absolute values of all weights."""
+        return sum(absolute for _, absolute in self.weights)
+
+
+@final
+@dataclass(frozen=True)
+class Comparison:
+    """A run and others that have to equal it.
+
+    Attributes:
+        excused: the titles of runs that differ by design, with the reason.
+    """
+
+    runs: list[Run]
+    excused: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def differences(self) -> list[str]:
+        """Where another run leaves the first one, in words."""
+        original, *others = self.runs
+        return [text for run in others if run.title not in self.excused and (text := _difference(original, run))]
+
+    def table(self) -> str:
+        """Return losses and weight checksums side by side."""
+        titles = [run.title for run in self.runs]
+        width = max(14, *(len(title) + 2 for title in titles))
+        rows = [f"{'backward':>10}" + "".join(f"{title:>{width}}" for title in titles)]
+        for number in range(max(len(run.losses) for run in self.runs)):
+            cells = (f"{run.losses[number]:.6g}" if number < len(run.losses) else "-" for run in self.runs)
+            rows.append(f"{number + 1:>10}" + "".join(f"{cell:>{width}}" for cell in cells))
+        rows.append(f"{'weights':>10}" + "".join(f"{run.checksum():>{width}.9g}" for run in self.runs))
+        return "\n".join(rows)
+
+    def text(self, conclusion: str) -> str:
+        """Return the table, followed by the differences, or by the conclusion if there are none."""
+        lines = [self.table()]
+        lines += [f"Not compared on {title}: {why}." for title, why in self.excused.items()]
+        same = [run.title for run in self.runs[1:] if run.title not in self.excused]
+        lines += self.differences or ([f"{conclusion} ({', '.join(same)})."] if same else [])
+        return "\n".join(lines)
+
+
+@final
+@dataclass
+class Runs:
+    """Runs of one script for so many steps, each recorded in a subfolder of `folder`."""
+
+    folder: Path
+    script: Path
+    arguments: list[str]
+    num_steps: int
+    _count: int = 0
+
+    def observe(
+        self, title: str, source: Path, ranks: int | None = None, *, splits: bool = True, launcher: str | None = None
+    ) -> list[Record]:
+        """Run `source` on so many ranks (None: as a program of its own) and return the record of each."""
+        from .observe import Conditions, Record
+
+        self._count += 1
+        records_folder = self.folder / f"run_{self._count}"
+        records_folder.mkdir()
+        Conditions(self.num_steps, splits).write(records_folder)
+        program = ["-m", f"{__package__}.observe", str(records_folder), str(source), str(self.script), *self.arguments]
+        if ranks is None:
+            command = program
+        elif launcher is not None:
+            command = ["-m", launcher, "--standalone", "--nproc_per_node", str(ranks), *program]
+        else:
+            command = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(ranks), *program]
+        self._run(title, command)
+        records = Record.read_all(records_folder)
+        if not records or len(records) != records[0].num_processes:
+            raise VerificationError(
+                f"{self.script}: the run '{title}' ended without a backward pass on every process, so there is nothing "
+                "to compare. Give arguments with which it trains, after --."
+            )
+        return records
+
+    def _run(self, title: str, command: list[str]) -> None:
+        environment = {name: value for name, value in snapshot().items() if name not in _OF_A_RANK}
+        environment |= dict.fromkeys(_NO_DEVICES, "") | {"ACCELERATE_USE_CPU": "true", "PYTHONHASHSEED": "0"}
+        environment |= {"OMP_NUM_THREADS": "1", "ACCELERATE_CONFIG_FILE": os.devnull}
+        try:
+            run = subprocess.run(
+                [sys.executable, *command],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+                timeout=_LIMIT_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise VerificationError(
+                f"{self.script}: the run '{title}' took longer than {_LIMIT_SECONDS} s. Give fewer steps "
+                "(--num_steps), or arguments that make it smaller, after --."
+            ) from None
+        if run.returncode != 0:
+            said = "\n".join(run.stdout.rstrip().splitlines()[-_NUM_LINES:])
+            raise VerificationError(f"{self.script}: the run '{title}' failed with exit code {run.returncode}:\n{said}")
+
+
+def title_of(num_processes: int) -> str:
+    """Return the title of a run of so many processes."""
+    return "1 process" if num_processes == 1 else f"{num_processes} processes"
+
+
+def _difference(original: Run, run: Run) -> str:
+    """Return where `run` leaves the original, in words; "" if it doesn't."""
+    limit = _ROUNDED if run.is_rounded else _SAME if run.title == title_of(1) else _SAME_ON_TWO
+    place = original.place
+    if len(run.losses) != len(original.losses):
+        return f"{run.title}: {len(run.losses)} backward passes, and {len(original.losses)} in {place}"
+    for number, (before, after) in enumerate(zip(original.losses, run.losses, strict=True), start=1):
+        if not _are_close(before, after, limit):
+            return f"{run.title}: the loss of backward pass {number} is {after:.6g}, and {before:.6g} in {place}"
+    if len(run.weights) != len(original.weights):
+        return f"{run.title}: {len(run.weights)} parameters are trained, and {len(original.weights)} in {place}"
+    for number, (before, after) in enumerate(zip(original.weights, run.weights, strict=True)):
+        scale = max(before[1], after[1])
+        if not all(_are_within(one, other, limit * scale) for one, other in zip(before, after, strict=True)):
+            return (
+                f"{run.title}: parameter {number} sums up to {after[0]:.9g} after the last step, and to "
+                f"{before[0]:.9g} in {place}"
+            )
+    return ""
+
+
+def _are_close(one: float, other: float, limit: float) -> bool:
+    return _are_within(one, other, limit * max(abs(one), abs(other)))
+
+
+def _are_within(one: float, other: float, distance: float) -> bool:
+    if not (math.isfinite(one) and math.isfinite(other)):  # both diverged, and in the same way
+        return one == other or (math.isnan(one) and math.isnan(other))
+    return abs(one - other) <= distance + 1e-6

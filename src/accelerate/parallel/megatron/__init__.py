@@ -1,1 +1,0 @@
-"""Megatron-LM as a strategy; never run against the real engine. Internal."""

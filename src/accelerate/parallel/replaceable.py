@@ -1,0 +1,85 @@
+"""The steps of ``prepare`` that libraries replace or wrap on the Accelerator, under the names known to them."""
+
+from __future__ import annotations
+
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from ..logging import MultiProcessAdapter, get_logger
+
+if TYPE_CHECKING:
+    from ..distributed.mesh import Mesh
+    from ..precision import Precision
+    from .base import Strategy
+
+logger: MultiProcessAdapter = get_logger(__name__)
+#: Where libraries put their own `fsdp2_prepare_model`.
+_ACCELERATOR: Final = f"{__name__.partition('.')[0]}.accelerator"
+
+
+class ReplaceableSteps:
+    """The part of the Accelerator that libraries replace: under FSDP2, and for context parallelism."""
+
+    mesh: Mesh
+    strategy: Strategy
+    precision: Precision
+    #: What `maybe_context_parallel` enters instead of ours.
+    _cp_context: Callable[..., AbstractContextManager[None]] | None = None
+
+    def _prepare_in_steps(self, args: tuple[object, ...], device_placement: Sequence[bool] | None) -> object:
+        if self.mesh.active("cp"):
+            self.strategy.shards_attention = False  # unless `_prepare_cp` is ours
+            args = self._prepare_cp(*args)
+        if not self.strategy.sharding_function:
+            return self._prepare_all(args, device_placement)
+        placements = {} if device_placement is None else {"device_placement": device_placement}
+        prepared = self._prepare_fsdp2(*args, **placements)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare_cp(self, *args: object) -> tuple[object, ...]:
+        """Prepare for context parallelism, and return ``args``; what replaces it may set ``_cp_context``."""
+        self.strategy.shards_attention = True
+        return args
+
+    def _split_sequences(self, **buffers: Any) -> AbstractContextManager[None]:
+        """Enter the context of :meth:`maybe_context_parallel`."""
+        if self._cp_context is not None:
+            return self._cp_context(**buffers)
+        if self.mesh.active("cp", "sp"):
+            from .context_parallel import split_sequences
+
+            config = self.strategy.options.plugins.parallelism
+            assert config is not None, "the mesh has these axes by it"
+            return split_sequences(self.mesh, config, **buffers)
+        logger.warning_once(
+            "maybe_context_parallel() has no effect: no ParallelismConfig asks for context parallelism."
+        )
+        return nullcontext()
+
+    def _prepare_fsdp2(self, *args: object, device_placement: Sequence[bool] | None = None) -> tuple[object, ...]:
+        """Prepare ``args`` under FSDP2, and return as many."""
+        prepared = self._prepare_all(args, device_placement)
+        return prepared if isinstance(prepared, tuple) and len(args) > 1 else (prepared,)
+
+    @abstractmethod
+    def _prepare_all(self, args: Sequence[object], device_placement: Sequence[bool] | None) -> object:
+        """Prepare ``args``; a single one comes back bare."""
+
+    @abstractmethod
+    def _adopt(self, model: torch.nn.Module) -> None:
+        """Follow the mesh on which ``model`` lies, if it is sharded."""
+
+    def _place_model(self, model: torch.nn.Module, placed: bool, evaluation_mode: bool) -> torch.nn.Module:
+        """Lay ``model`` over the processes; one that a library's function shards is trained as it lies then."""
+        shard = self.strategy.sharding_function
+        if shard and not evaluation_mode and not self.strategy.adopts(model):
+            model = getattr(sys.modules[_ACCELERATOR], shard)(self, model)
+            if self.strategy.has_sharded(model):
+                return model
+            self._adopt(model)
+        return self.strategy.place_model(model, self.precision, placed, evaluation_mode)

@@ -1,0 +1,114 @@
+"""Without a guest's folder, the core and every other guest work as before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import accelerate
+from tests.fresh import run_fresh
+
+PACKAGE = Path(accelerate.__file__).parent
+GUESTS = sorted(path.parent.name for path in (PACKAGE / "guests").glob("*/__init__.py"))
+
+TRAIN = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+
+def trained(accelerator, resumes):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.arange(16.0).reshape(8, 2)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if resumes:
+        accelerator.load_state(sys.argv[1])
+    for (inputs,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(inputs).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    if not resumes:
+        accelerator.save_state(sys.argv[1])
+    return accelerator.gather(next(model.parameters()).detach().sum()[None]).tolist()
+
+accelerator = Accelerator()
+first = trained(accelerator, False)
+accelerator.free_memory()
+again = trained(accelerator, True)
+assert len(first) == accelerator.num_processes and first != again, (first, again)
+assert not [name for name in sys.modules if name.startswith("accelerate.guests.") and name.count(".") > 2], "unasked"
+accelerator.print("trained", accelerator.num_processes)
+accelerator.end_training()
+"""
+
+#: Every other guest is imported whole, and says its commands.
+LOOK = """
+import importlib, pkgutil, sys
+from accelerate.commands.main import commands, main
+from accelerate.launch.choose import engines
+from accelerate.seams import guests, load
+import accelerate.guests
+
+assert sys.argv[1] not in guests()
+for found in pkgutil.walk_packages(accelerate.guests.__path__, "accelerate.guests."):
+    if not found.name.endswith("__main__"):
+        importlib.import_module(found.name)
+for command in commands().values():
+    load(f"{command.module}:{command.parser}")()
+assert main(["--help"]) == 0 and main(["launch", "--cpu", "--num_processes", "2", "--dry-run", "-m", "json.tool"]) == 0
+assert engines()
+"""
+
+
+def without(names: list[str], folder: Path) -> dict[str, str]:
+    """Copy the package without these guests; return an environment that imports the copy."""
+    shutil.copytree(PACKAGE, folder / "accelerate", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in names:
+        shutil.rmtree(folder / "accelerate" / "guests" / name)
+    return {**os.environ, "PYTHONPATH": str(folder), "ACCELERATE_USE_CPU": "true", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.mark.parametrize("name", GUESTS)
+def test_all_others_work_without(name: str, tmp_path: Path) -> None:
+    environment = without([name], tmp_path / "source")
+    looked = run_fresh(LOOK, name, environment=environment)
+    assert looked.returncode == 0, looked.stderr
+    trained = run_fresh(TRAIN, str(tmp_path / "state"), environment=environment)
+    assert trained.returncode == 0 and "trained 1" in trained.stdout, trained.stderr
+
+
+def test_the_core_trains_on_two_ranks_without_any(tmp_path: Path) -> None:
+    environment = without(GUESTS, tmp_path / "source")
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "2"]
+    ran = subprocess.run(
+        [*command, "train.py", "state"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert ran.returncode == 0 and "trained 2" in ran.stdout, ran.stderr
+
+
+def test_a_guest_of_another_distribution_adds_its_command(tmp_path: Path) -> None:
+    (tmp_path / "visitor.py").write_text(
+        "from accelerate.seams import Command, Guest\n"
+        "GUEST = Guest(commands=(Command('greet', 'visitor', 'parser', 'Greet.'),))\n"
+        "def main(arguments):\n    print('hello', *arguments)\n    return 7\n"
+    )
+    info = tmp_path / "visitor-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: visitor\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[accelerate.guests]\nvisitor = visitor:GUEST\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+    ran = subprocess.run([*command, "greet", "you"], env=environment, capture_output=True, text=True, timeout=100)
+    assert (ran.returncode, ran.stdout.strip()) == (7, "hello you"), ran.stderr
+    usage = subprocess.run([*command, "--help"], env=environment, capture_output=True, text=True, timeout=100)
+    assert "greet" in usage.stdout and "Greet." in usage.stdout

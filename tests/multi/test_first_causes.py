@@ -1,0 +1,77 @@
+"""One rank ends, in each way in which a rank can: the launcher names this rank, not the one that waited for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+IS_SLOW = "RUN_SLOW" in os.environ
+SCRIPT = """\
+import os, signal, sys, time
+from datetime import timedelta
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+
+def leaves(accelerator, kind):
+    if kind == "sys.exit(0)":
+        sys.exit(0)
+    if kind == "sys.exit(3)":
+        sys.exit(3)
+    if kind == "raises":
+        raise ValueError("bad data: " + "a long reason " * 20 + "END")
+    if kind == "os._exit(0)":
+        os._exit(0)
+    if kind == "os._exit(3)":
+        os._exit(3)
+    if kind == "SIGKILL":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "hangs":
+        time.sleep(600)
+    if kind == "out of memory":
+        torch.empty(1 << 58)
+    return True
+
+def main(kind, rank):
+    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=10 if kind == "hangs" else 120))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[timeout])
+    model = accelerator.prepare(torch.nn.Linear(2, 3))
+    for step in range(9):
+        if step == 4 and accelerator.process_index == rank and leaves(accelerator, kind):
+            break
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+
+main(sys.argv[1], int(sys.argv[2]))
+"""
+LAUNCHERS = {"local": [], "agent": ["--rdzv_backend", "c10d"]}
+ENDS_WELL = ("leaves the loop", "sys.exit(0)", "os._exit(0)")
+KINDS = (*ENDS_WELL, "sys.exit(3)", "os._exit(3)", "raises", "SIGKILL", "out of memory", "hangs")
+ALL = [(kind, rank, launcher) for kind in KINDS for rank in (0, 1) for launcher in LAUNCHERS]
+QUICK = [("leaves the loop", 0, "local"), ("os._exit(0)", 1, "agent")]
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(("kind", "rank", "launcher"), ALL if IS_SLOW else QUICK)
+def test_the_rank_that_ended_first_is_the_cause(kind: str, rank: int, launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "accelerate.commands.main", "launch", "--cpu", "--num_processes", "2"]
+    port = ["--main_process_port", "0"]
+    command = [*launch, *port, *LAUNCHERS[launcher], str(tmp_path / "train.py"), kind, str(rank)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "TORCH_FR_BUFFER_SIZE": "200"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=140)
+    cause = done.stderr[done.stderr.find("First cause: ") :]
+    assert done.returncode != 0 and cause.startswith(f"First cause: rank {rank} of 2"), done.stderr
+    first = cause.splitlines()[0]
+    if kind in ENDS_WELL:
+        where = " at train.py:34 `main(sys.argv[1], int(sys.argv[2]))`" if kind != "os._exit(0)" else " with code 0"
+        assert f"left the script{where} after" in first, cause
+        # The line alone where torch keeps no record of collectives on CPU ranks.
+        assert re.search(rf"while rank {1 - rank} was (in all_?reduce #\d+|at train.py:3\d)", first), cause
+        assert f"Rank {1 - rank} then failed" in cause
+    if kind == "raises":
+        assert "a long reason END" in cause, "the cause is cut"
