@@ -49,7 +49,7 @@ def _import_what_ranks_use() -> None:
 _import_what_ranks_use()
 # The first backward starts a thread for each device that torch counts, and ranks forked after that can't call backward.
 # A torch built for CUDA counts eight where there is none, once something was compiled (it brings FakeTensorMode along).
-if not torch.accelerator.is_available():
+if torch.version.cuda is not None and not torch.accelerator.is_available():
     torch.zeros((), requires_grad=True).backward()
 
 

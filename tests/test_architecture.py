@@ -155,6 +155,9 @@ OLD_ADDRESSES: Final = (
     "commands/config/cluster.py", "commands/config/sagemaker.py", "commands/config/config_utils.py",
 )  # fmt: skip
 
+#: Addresses of guests' commands, which import them when they are first used: the launcher is free of torch.
+COMMANDS_OF_GUESTS: Final = ("commands/estimate.py", "commands/tpu.py")
+
 #: Files that still name a guest, until the seam of strategies and their settings is there.
 NOT_YET_GUESTS: Final = ("accelerator.py", "construction.py", "state.py")
 
@@ -524,7 +527,11 @@ def _guest(module: str) -> str | None:
 def _names_a_guest(edge: Import) -> bool:
     """Whether the core, or another guest, imports a guest: public addresses may."""
     target, source = _guest(edge.target), _guest(edge.file.module)
-    return target is not None and target != source and not is_in(edge.file, (*OLD_ADDRESSES, *NOT_YET_GUESTS))
+    return (
+        target is not None
+        and target != source
+        and not is_in(edge.file, (*OLD_ADDRESSES, *COMMANDS_OF_GUESTS, *NOT_YET_GUESTS))
+    )
 
 
 def test_the_core_names_no_guest() -> None:

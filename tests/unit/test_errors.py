@@ -245,7 +245,7 @@ OTHERWISE: Final[dict[str, str]] = {
         "pickle's own protocol; caught in the same file"
     ),
     "checkpointing/remote.py _all_at_once errors[0]": "what a transfer in a thread met, as it was",
-    "commands/estimate.py count argparse.ArgumentTypeError": "argparse's own protocol for a bad value",
+    "commands/parser.py count argparse.ArgumentTypeError": "argparse's own protocol for a bad value",
     "commands/parser.py _processes_per_machine argparse.ArgumentTypeError": "argparse prints it",
     "commands/parser.py reader_of.read argparse.ArgumentTypeError": "argparse's own protocol for a bad value",
     "data_loader/dispatch.py _raise global_batches.failure": "what the reader met on this rank, as it was",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from ..lazy import names_from
 from .config import get_config_parser
@@ -24,7 +26,7 @@ __all__ = [
 ]
 
 #: Of guests, which may not be there.
-__getattr__ = names_from(
+__getattr__: Callable[[str], Any] = names_from(
     __name__,
     "accelerate",
     {"guests.estimate.command": "estimate_command_parser", "guests.xla.tpu_command": "tpu_command_parser"},

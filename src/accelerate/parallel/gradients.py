@@ -50,7 +50,8 @@ class HeldGradients(ABC, Generic[Value]):
     """
 
     def __init__(self, layout: str, named_parameters: NamedParametersOf) -> None:
-        self.layout, self.named_parameters = layout, named_parameters
+        self.layout: str = layout
+        self.named_parameters: NamedParametersOf = named_parameters
 
     @abstractmethod
     def read(self, model: torch.nn.Module) -> dict[str, Value]:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from torch import nn
 
@@ -421,7 +421,9 @@ def _document(given: str | os.PathLike[str] | Mapping[str, object]) -> dict[str,
 class DummyOptim(Placeholder):
     """A placeholder for the optimizer that DeepSpeed makes from its own configuration."""
 
-    role, engine, asked_by = "optimizer", "DeepSpeed", "deepspeed"
+    role: ClassVar[str] = "optimizer"
+    engine: ClassVar[str] = "DeepSpeed"
+    asked_by: ClassVar[str] = "deepspeed"
 
     def __init__(self, params: object, lr: float = 0.001, weight_decay: float = 0, **kwargs: object) -> None:
         self.params = params
@@ -433,7 +435,9 @@ class DummyOptim(Placeholder):
 class DummyScheduler(Placeholder):
     """A placeholder for the scheduler that DeepSpeed makes from its own configuration."""
 
-    role, engine, asked_by = "scheduler", "DeepSpeed", "deepspeed"
+    role: ClassVar[str] = "scheduler"
+    engine: ClassVar[str] = "DeepSpeed"
+    asked_by: ClassVar[str] = "deepspeed"
 
     def __init__(
         self,

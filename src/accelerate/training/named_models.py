@@ -76,7 +76,7 @@ class NamedWindows:
     def forget(self) -> None:
         """Forget all models: from now on a window holds the gradients of any."""
         self.known.clear()
-        self.current = NamedModels((), (), (), ())
+        self.current: NamedModels = NamedModels((), (), (), ())
 
     def find(self, named: tuple[Any, ...], prepared: Sequence[torch.nn.Module]) -> NamedModels:
         """Find and remember what ``named`` stands for."""

@@ -51,7 +51,8 @@ class Retryable:
     """
 
     def __init__(self, world: World, mode: RetryMode = RetryMode.ALONE) -> None:
-        self.world, self.mode = world, mode
+        self.world: World = world
+        self.mode: RetryMode = mode
 
     def local_gradients(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Enter a context in which gradients of whole passes stay on this rank until :meth:`all_reduce_gradients`."""

@@ -199,6 +199,6 @@ def test_a_script_that_prepares_no_model_says_so(
 
 
 def test_the_command_starts_without_torch() -> None:
-    code = "import sys\nfrom accelerate.commands import plan\nplan.plan_command_parser()\n"
+    code = "import sys\nfrom accelerate.guests.estimate import plan_command\nplan_command.plan_command_parser()\n"
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -29,7 +29,7 @@ CALLER: Final = "by the caller, whose documented function it is"
 CORE: Final = "the function through which the others of this table write"
 #: Every place that changes the environment -> when what it changed is taken back.
 WRITERS: Final[dict[str, str]] = {
-    "commands/estimate.py create_empty_model patched": BLOCK,
+    "guests/estimate/command.py create_empty_model patched": BLOCK,
     "construction.py complete_plugins set_variables_for": OWNER,
     "launch/fork.py _become_rank set_variables": CHILD,
     "launch/functions.py _call_here patched": BLOCK,

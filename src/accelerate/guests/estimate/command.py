@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .plan import Layout
 
 DTYPES = ("float32", "float16", "int8", "int4")
-PRECISIONS = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
+PRECISIONS: dict[str, str | None] = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
 _LAYOUTS = ("ddp", "zero2", "fsdp-grad", "fsdp", "tp")
 _DESCRIPTION = "Say how much memory a model needs, stored and in training, alone and on several ranks."
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -141,7 +141,9 @@ class MegatronLMDummyDataLoader(Placeholder):
             which it gets with all others.
     """
 
-    role, engine, asked_by = "data loader", "Megatron-LM", "megatron_lm"
+    role: ClassVar[str] = "data loader"
+    engine: ClassVar[str] = "Megatron-LM"
+    asked_by: ClassVar[str] = "megatron_lm"
 
     def __init__(self, **dataset_kwargs: object) -> None:
         self.dataset_args: dict[str, Any] = {**dataset_kwargs, "megatron_dataset_flag": True}
@@ -150,7 +152,9 @@ class MegatronLMDummyDataLoader(Placeholder):
 class MegatronLMDummyScheduler(Placeholder):
     """A placeholder for the schedule that Megatron-LM makes: its length and warm-up."""
 
-    role, engine, asked_by = "scheduler", "Megatron-LM", "megatron_lm"
+    role: ClassVar[str] = "scheduler"
+    engine: ClassVar[str] = "Megatron-LM"
+    asked_by: ClassVar[str] = "megatron_lm"
 
     def __init__(
         self, optimizer: object, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: object

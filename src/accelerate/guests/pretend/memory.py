@@ -22,12 +22,14 @@ class MemoryRecord:
     """The live bytes of tensors without values, and the most that there were at a time."""
 
     def __init__(self) -> None:
-        self.tracker = AllocationTracker(torch.device("cpu"))
+        self.tracker: AllocationTracker = AllocationTracker(torch.device("cpu"))
         self.tracker.on_growth = self._note_peak
         #: The most of each since the last `prepare`, whenever that was.
-        self.peak_activations = self.peak_gathered = self.peak_total = 0
+        self.peak_activations: int = 0
+        self.peak_gathered: int = 0
+        self.peak_total: int = 0
         #: The most of all together until then.
-        self.peak_of_preparation = 0
+        self.peak_of_preparation: int = 0
 
     def prepared(self) -> None:
         """Begin to record the steps: what was there before `prepare` ended counts for itself."""

@@ -52,15 +52,15 @@ class PretendedRun:
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self.accelerators: list[Accelerator] = []
-        self.memory = MemoryRecord()
-        self.samples = SampleRecord()
-        self.collectives = CollectiveCounter()
+        self.memory: MemoryRecord = MemoryRecord()
+        self.samples: SampleRecord = SampleRecord()
+        self.collectives: CollectiveCounter = CollectiveCounter()
         #: The collectives of `prepare`.
-        self.preparation = CollectiveCounter()
+        self.preparation: CollectiveCounter = CollectiveCounter()
         self.saves: list[str] = []
         #: Operations of which nobody knows how many random numbers they draw.
         self.uncounted: set[str] = set()
-        self.mode = ValuelessMode(self, communication.answer)
+        self.mode: ValuelessMode = ValuelessMode(self, communication.answer)
         self.report: Report | None = None
         self._steps: dict[int, int] = {}  # by optimizer
         self._num_refusals = 0  # how often the script went on when it was to end
