@@ -39,7 +39,9 @@ ON_DEVICE := $(addprefix tests/multi/test_,$(addsuffix .py,accelerator averaging
 slow: setup      ## what `make test` leaves out for its time: examples at full length, every launcher, failure and fault (minutes)
 	RUN_SLOW=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/seeds tests/multi/test_launch.py tests/multi/test_compiled.py tests/multi/test_recompute.py \
 		tests/multi/test_hangs.py tests/multi/test_elastic.py tests/contract/test_fsdp_folders.py tests/unit/data_loader/test_shares.py \
-		tests/migrate tests/multi/test_pretend.py tests/unit/test_without_posix.py tests/unit/estimate/test_trace.py
+		tests/migrate tests/multi/test_pretend.py tests/unit/test_without_posix.py tests/unit/estimate/test_trace.py \
+		tests/multi/test_first_causes.py tests/multi/test_world.py tests/multi/test_background_saves.py \
+		tests/multi/test_cores_per_rank.py tests/multi/test_gathering.py tests/unit/commands/test_doctor.py
 
 oracle: setup    ## exactness: every sample once, exact resume, 50 random kills, gradients; ends with a table
 	RUN_SLOW=1 $(BIN)/python -m pytest -q tests/oracle

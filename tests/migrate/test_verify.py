@@ -76,6 +76,7 @@ def test_a_conversion_that_trains_otherwise_is_named(script: Path) -> None:
     assert "the loss of backward pass 2 is" in comparison.differences[0]
 
 
+@slow
 def test_a_model_that_stays_apart_on_each_process_is_found(script: Path) -> None:
     """The fault of `model = model.fit(...)` around a prepared model: what trains isn't what was prepared."""
     found = migrate(SCRIPT, "train.py")

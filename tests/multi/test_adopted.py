@@ -27,10 +27,10 @@ from accelerate.plugins.parallelism import ParallelismConfig
 from tests.mesh_runs import BATCH, LENGTH, V2, LanguageModel, mean_loss, samples, second_pass, steps
 from tests.ranks import run_on_ranks
 from tests.sharded_runs import assert_same_run
+from tests.slow import IS_SLOW
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
-IS_SLOW = "RUN_SLOW" in os.environ
 UPDATES = 6
 
 

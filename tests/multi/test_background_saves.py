@@ -21,6 +21,7 @@ from accelerate.distributed.world import World, join_world
 from accelerate.errors import CheckpointError
 from accelerate.settings.training import ProjectOptions
 from tests.ranks import RankFailed, run_on_ranks
+from tests.slow import slow
 
 
 def joined() -> World:
@@ -218,6 +219,7 @@ SCRIPT = """
 """
 
 
+@slow
 def test_a_restarted_launch_goes_on_where_the_checkpoint_was_taken(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))

@@ -11,6 +11,7 @@ import pytest
 
 from accelerate.cores import num_cores, usable_cpus
 from accelerate.ports import get_free_port
+from tests.slow import slow
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinities")
 
@@ -75,7 +76,10 @@ def script(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "train.py"), str(tmp_path / "told")]
 
 
-@pytest.mark.parametrize("start", ["one", "two", "notebook_launcher", "debug_launcher", "by hand"])
+@pytest.mark.parametrize(
+    "start",
+    ["two", "notebook_launcher", *(pytest.param(name, marks=slow) for name in ("one", "debug_launcher", "by hand"))],
+)
 def test_a_run_bound_to_one_core_computes_with_one_thread_per_rank(
     tmp_path: Path, script: list[str], start: str
 ) -> None:

@@ -17,6 +17,7 @@ from accelerate.errors import CheckpointError
 from accelerate.plugins.fsdp import FullyShardedDataParallelPlugin
 from accelerate.utils import ParallelismConfig, set_seed
 from tests.ranks import run_on_ranks
+from tests.slow import IS_SLOW
 
 NUM_SAMPLES = 61
 SAVED_AFTER = 3
@@ -156,7 +157,6 @@ SHARDED: dict[str, dict[str, Any]] = {
     "FSDP2": {"fsdp_version": 2, **BLOCKED},
     "HSDP": {"fsdp_version": 2, **BLOCKED},
 }
-IS_SLOW = "RUN_SLOW" in os.environ
 PAIRS = [(kind, count) for kind in SHARDED for count in (1, 2, 3, 8)] if IS_SLOW else [("FSDP1", 3), ("HSDP", 2)]
 
 

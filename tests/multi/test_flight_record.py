@@ -26,8 +26,8 @@ from accelerate.distributed.failures import note_logs
 from accelerate.distributed.world import leave_world
 from accelerate.torch_private.distributed import flight_records
 from tests.ranks import run_on_ranks
+from tests.slow import IS_SLOW
 
-IS_SLOW = "RUN_SLOW" in os.environ
 REDUCTION = r"all_reduce #\d+ \(24 B, Float \[6\]\) of the default group"
 #: By fault what the report says of the last rank, the others being in a backward pass.
 FAULTS = {

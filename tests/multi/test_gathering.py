@@ -18,6 +18,7 @@ from accelerate.data_loader.gathering import AssumedLoaderWarning
 from accelerate.errors import CollectiveError
 from accelerate.utils import DataLoaderConfiguration
 from tests.ranks import run_on_ranks
+from tests.slow import slow
 
 SIZES = (0, 1, 7, 11, 16)
 BATCH = 3
@@ -140,7 +141,7 @@ def gathered() -> dict[Cell, list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=slow)])
 def test_every_output_is_that_of_bare_evaluation(num_ranks: int) -> None:
     results = run_on_ranks(gathered, num_ranks, timeout_seconds=120)
     for rank, result in enumerate(results):

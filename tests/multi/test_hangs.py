@@ -17,9 +17,9 @@ import torch
 
 from accelerate import Accelerator
 from tests.ranks import run_on_ranks
+from tests.slow import IS_SLOW
 
 THRESHOLD_SECONDS = 1.0
-IS_SLOW = "RUN_SLOW" in os.environ
 
 
 def sleeps(run: Any) -> None:

@@ -26,10 +26,10 @@ from accelerate.checkpointing.store import StagingDirectory
 from accelerate.distributed.world import World, join_world
 from accelerate.settings.training import ProjectOptions
 from tests.ranks import RankFailed, run_on_ranks
+from tests.slow import IS_SLOW
 
 SHAPE = (64, 64)
 LIMIT = 2
-IS_SLOW = "RUN_SLOW" in os.environ
 
 
 class Momentum:

@@ -18,9 +18,9 @@ from accelerate.errors import LaunchError
 from accelerate.launch import fork, functions
 from accelerate.launch.functions import debug_launcher, notebook_launcher
 from tests.ranks import free_port
+from tests.slow import IS_SLOW
 
 ROOT = Path(__file__).resolve().parents[2]
-IS_SLOW = "RUN_SLOW" in os.environ
 SCRIPT = """\
 import json, sys
 import torch
@@ -56,10 +56,9 @@ def run(tmp_path: Path, *command: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-OLD_LAUNCHER = "torch.distributed.launch"
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2"],
-    OLD_LAUNCHER: ["-m", "torch.distributed.launch", "--nproc-per-node", "2"],
+    "torch.distributed.launch": ["-m", "torch.distributed.launch", "--nproc-per-node", "2"],
     "accelerate launch": [
         "-m",
         "accelerate.commands.launch",
@@ -82,7 +81,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("name", LAUNCHERS if IS_SLOW else [name for name in LAUNCHERS if name != OLD_LAUNCHER])
+@pytest.mark.parametrize("name", LAUNCHERS if IS_SLOW else ["accelerate launch"])
 def test_the_same_script_gives_the_same_weights_under_every_launcher(
     name: str, alone: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -121,7 +120,7 @@ accelerator.gather(__import__("torch").ones(1))
 """
 
 
-@pytest.mark.parametrize("flags", [[], ["--max_restarts", "1"]])
+@pytest.mark.parametrize("flags", [[], ["--max_restarts", "1"]] if IS_SLOW else [[]])
 def test_the_first_cause_of_a_failed_training_is_within_the_last_lines(flags: list[str], tmp_path: Path) -> None:
     done = launch(tmp_path, FAILING, *flags)
     assert done.returncode == 1
@@ -338,7 +337,7 @@ def test_elastic_options_go_through_torchs_agent() -> None:
     ]
 
 
-@pytest.mark.parametrize("flags", [[], ["--num_processes", "2", "--main_process_port", "0"]])
+@pytest.mark.parametrize("flags", [["--num_processes", "2", "--main_process_port", "0"], *([[]] if IS_SLOW else [])])
 def test_the_packaged_sanity_script_succeeds(flags: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "accelerate.commands.main", "test", "--cpu", *flags]

@@ -393,8 +393,11 @@ def goes_on_alone(kind: str, call: str, folder: str) -> tuple[float, str]:
         raise AssertionError("it went on")
     except RuntimeError as error:
         seconds, text = time.monotonic() - began, str(error)
-    if accelerator.is_main_process:
-        time.sleep(12)  # the others end although this rank still holds its connections
+    ended, deadline = Path(f"{folder}-ended"), time.monotonic() + 12
+    if not accelerator.is_main_process:
+        ended.touch()
+    while not ended.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)  # the others end although this rank still holds its connections
     return seconds, "\n".join([text, *messages.texts])
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from tests.mesh_runs import (
 )
 from tests.ranks import RankFailed, run_on_ranks
 from tests.sharded_runs import assert_same_run
+from tests.slow import IS_SLOW
 
 # torch, of an output that is a view, under tensor parallelism
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
@@ -105,7 +105,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "experts": {"mixture": True},
 }
 
-IS_SLOW = "RUN_SLOW" in os.environ
 slow = pytest.mark.skipif(not IS_SLOW, reason="RUN_SLOW=1 (make meshes)")
 
 

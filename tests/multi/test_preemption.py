@@ -41,8 +41,8 @@ from accelerate.utils import DataLoaderConfiguration, PreemptionPolicy, ProjectC
 from tests.oracle.ended_runs import PLACES, run_cases
 from tests.oracle.killed_runs import Attempt, Augmented, digest, noter, read_notes
 from tests.ranks import run_on_ranks
+from tests.slow import IS_SLOW
 
-IS_SLOW = "RUN_SLOW" in os.environ
 EPOCHS = 2
 CODE = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

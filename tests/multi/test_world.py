@@ -21,6 +21,7 @@ from accelerate.distributed import store_client
 from accelerate.distributed.world import current_world, forget_world, join_world, leave_world
 from accelerate.errors import WorldError
 from tests.ranks import RankFailed, free_port, run_on_ranks
+from tests.slow import slow
 from tests.torch_needed import needs_torch
 
 
@@ -327,6 +328,7 @@ report(f"attempt {world.attempt} total {int(total)}")
 )
 
 
+@slow
 def test_processes_that_the_elastic_agent_restarts_find_each_other(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RESTARTED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,8 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.distributed.random import capture_host_streams, capture_rng_states, restore_rng_states, set_seed
 from accelerate.utils import DataLoaderConfiguration
 from tests.ranks import run_on_ranks
+from tests.slow import IS_SLOW
 
-IS_SLOW = "RUN_SLOW" in os.environ
 CPU = torch.device("cpu")
 SIZE = 29
 EPOCHS = 2

@@ -26,8 +26,8 @@ from accelerate.errors import CheckpointNotFound
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from tests.oracle.test_resume import Lazy, Noted, Shuffled, Stateful
 from tests.ranks import run_on_ranks
+from tests.slow import IS_SLOW
 
-IS_SLOW = "RUN_SLOW" in os.environ
 SIZE = 61
 BATCH = 2  # per rank
 MICRO_BATCHES = 12  # of all ranks, in one update

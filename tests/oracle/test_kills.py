@@ -5,7 +5,6 @@ A handful of kills in every test run; ``RUN_SLOW=1 pytest tests/oracle/test_kill
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from functools import partial
@@ -15,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.oracle.killed_runs import Attempt, read_notes, train
+from tests.slow import IS_SLOW
 
-IS_SLOW = "RUN_SLOW" in os.environ
 #: ranks, workers, kills: 50 in all
 PLAN = [(1, 0, 9), (1, 2, 9), (2, 0, 8), (2, 2, 8), (4, 0, 8), (4, 2, 8)]
 QUICK_PLAN = [(1, 2, 2), (2, 0, 2), (2, 2, 1)]

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from accelerate.data_loader import ResumeWarning, prepare_data_loader, skip_first_batches
 from accelerate.distributed.random import capture_rng_states, restore_rng_states, set_seed
 from accelerate.errors import CheckpointError
+from tests.slow import IS_SLOW
 
 CPU = torch.device("cpu")
 SIZE = 23
@@ -248,13 +249,16 @@ def test_each_share_of_a_sharded_loader_continues_alike(kind: str, count: int) -
 
 
 @pytest.mark.parametrize("kind", ["random", "generator", "buckets", "lazy", "no batches"])
-@pytest.mark.parametrize("stop_after", [1, 4, 6, 7])
+@pytest.mark.parametrize("stop_after", [1, 4, 6, 7] if IS_SLOW else [4, 6])
 def test_loaders_with_workers_continue_alike(kind: str, stop_after: int) -> None:
     check(kind, stop_after, num_workers=2)
 
 
 @pytest.mark.parametrize("kind", ["random", "generator"])
-@pytest.mark.parametrize(("stop_after", "persistent"), [(2, False), (9, False), (2, True), (6, True), (9, True)])
+@pytest.mark.parametrize(
+    ("stop_after", "persistent"),
+    [(9, False), (2, True), *([(2, False), (6, True), (9, True)] if IS_SLOW else [])],
+)
 def test_augmentation_in_workers_continues_alike(kind: str, stop_after: int, persistent: bool) -> None:
     check(kind, stop_after, num_workers=2, augments=True, persistent_workers=persistent)
 

@@ -32,8 +32,8 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from tests.oracle.test_resume import Buckets, Lazy, Noted, Shuffled, Stateful, Stream
 from tests.ranks import run_on_ranks
+from tests.slow import IS_SLOW
 
-IS_SLOW = "RUN_SLOW" in os.environ
 SIZE = 29
 EVEN = 32  # where ranks have a part of their own, so that each has equally many batches
 EPOCHS = 3

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from tests.ranks import run_on_ranks
-from tests.seeds.tools import ACCELERATE, HERE, IS_SLOW, LISTINGS, ROOT, launcher, run
+from tests.seeds.tools import ACCELERATE, HERE, LISTINGS, ROOT, launcher, run
+from tests.slow import slow
 
 row = pytest.mark.row
 
@@ -268,6 +269,7 @@ def test_backward_gives_the_gradient_of_the_plain_call(prepared: tuple[Accelerat
 
 
 @row("000-18")
+@slow
 def test_the_printed_loss_falls(tmp_path: Path) -> None:
     said = run([*launcher("python"), HERE / "run_listings.py", tmp_path, "mlp_accelerated"], STUB_CIFAR_SAMPLES="5000")
     assert not said.stdout
@@ -320,8 +322,9 @@ def test_the_example_has_a_local_stand_in_for_the_data(tmp_path: Path) -> None:
 
 
 @row("000-22")
+@slow
 def test_a_script_of_two_processes_ends_cleanly(tmp_path: Path) -> None:
-    for _ in range(6 if IS_SLOW else 1):  # an abort at exit would show in about one run of six
+    for _ in range(6):  # an abort at exit would show in about one run of six
         finished = run([*launcher("torchrun"), HERE / "run_listings.py", tmp_path, "mlp_accelerated"])
         assert not re.search("terminate called|leaked|destroy_process_group|SIGABRT", finished.stderr)
 

@@ -13,6 +13,7 @@ import yaml
 
 from tests.ranks import free_port
 from tests.seeds.tools import ACCELERATE, environment, launcher, run
+from tests.slow import slow
 
 row = pytest.mark.row
 
@@ -56,6 +57,7 @@ def with_own_port(path: Path) -> Path:
 
 
 @row("001-03", "002-02")
+@slow
 def test_two_launches_on_one_machine_make_two_machines(script: Path) -> None:
     port = str(free_port())
     started = [
@@ -122,7 +124,7 @@ def test_the_names_of_mpirun_join_one_world(script: Path) -> None:
 
 
 @row("001-49", "001-19", "001-21")
-@pytest.mark.parametrize("name", ["torchrun", "torch.distributed.launch", "accelerate"])
+@pytest.mark.parametrize("name", ["torchrun", pytest.param("torch.distributed.launch", marks=slow), "accelerate"])
 def test_every_launcher_joins_one_world_without_a_word_about_the_cpu(script: Path, name: str) -> None:
     facts = told(run([*launcher(name), script]).stdout)
     assert [fact["ranks"] for fact in facts] == [[0, 1], [0, 1]]

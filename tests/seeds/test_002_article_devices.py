@@ -15,7 +15,8 @@ import yaml
 
 from accelerate import Accelerator, notebook_launcher
 from tests.seeds.test_001_commands import ARTICLE_ANSWERS, STATE, told, with_own_port
-from tests.seeds.tools import ACCELERATE, ROOT, environment, launcher, run, slow
+from tests.seeds.tools import ACCELERATE, ROOT, environment, launcher, run
+from tests.slow import slow
 
 row = pytest.mark.row
 EXAMPLES = ROOT / "examples"
@@ -258,7 +259,7 @@ def test_accuracy_and_f1_equal_the_reference() -> None:
 
 
 @row("002-17")
-@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=slow), pytest.param("fp16", marks=slow), "bf16"])
 def test_the_examples_take_a_precision(precision: str, tmp_path: Path) -> None:
     said = run(
         [sys.executable, EXAMPLES / "cv_example.py", "--cpu", "--mixed_precision", precision, "--num_epochs", "1"],

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.seeds.tools import HERE, LISTINGS, launcher, run, slow
+from tests.seeds.tools import HERE, LISTINGS, launcher, run
+from tests.slow import slow
 
 row = pytest.mark.row
 

@@ -7,16 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.ranks import free_port
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 LISTINGS = HERE / "listings"
 STUBS = HERE / "stubs"
-IS_SLOW = "RUN_SLOW" in os.environ
-slow = pytest.mark.skipif(not IS_SLOW, reason="RUN_SLOW=1 (make slow)")
 
 
 def _table(path: Path) -> dict[str, str]:

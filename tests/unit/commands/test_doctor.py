@@ -9,6 +9,7 @@ import pytest
 from accelerate.guests.scripts.doctor import examine
 from accelerate.guests.scripts.doctor_command import main
 from accelerate.guests.scripts.migrate import Refused
+from tests.slow import slow
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -123,6 +124,7 @@ def test_the_command_counts_and_fails_for_errors(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.timeout(900)  # programs are started one after another
+@slow
 def test_a_run_shows_what_reading_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     apart = RIGHT.replace("torch.nn.functional.mse_loss(model(", "torch.nn.functional.mse_loss(run(model, ")
