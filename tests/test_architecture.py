@@ -178,7 +178,6 @@ FOREIGN_PRIVATE: Final[dict[str, str]] = {
     "_xla_get_spmd_config_is_locked": "torch_xla",
     "_get_xla_sharding_spec": "torch_xla",
     "_get_device_type": "habana_frameworks",
-    "_add_logging_args": "megatron-core",
     "_consolidated_16bit_state_dict": "deepspeed",
     "_release_sequence_parallel_groups": "deepspeed",
     "_is_fp8": "transformer_engine",

@@ -78,14 +78,13 @@ class StandIn:
                 "average_losses_across_data_parallel_group": lambda losses: torch.stack(
                     [one.detach() for one in losses]
                 ),
-                "get_ltor_masks_and_position_ids": self.masks,
             },
             "megatron.training.checkpointing": {
                 "save_checkpoint": self.save_checkpoint,
                 "load_checkpoint": self.load_checkpoint,
             },
             "megatron.core.utils": {"get_model_config": lambda model: "the model's config"},
-            "megatron.core.enums": {"ModelType": SimpleNamespace(encoder_or_decoder="one", encoder_and_decoder="two")},
+            "megatron.core.enums": {"ModelType": SimpleNamespace(encoder_or_decoder="one")},
             "megatron.core.pipeline_parallel": {"get_forward_backward_func": lambda: self.forward_only},
         }
         for name in ("megatron", "megatron.core", *functions):
@@ -97,8 +96,8 @@ class StandIn:
     def initialize(self, extra_args_provider: Any, ignore_unknown_args: bool) -> None:
         parser = argparse.ArgumentParser()
         parser.add_argument("--lr", type=float)
+        parser.add_argument("--log-params-norm", action="store_true")
         known, rest = extra_args_provider(parser).parse_known_args()
-        known.__dict__.update(reset_position_ids=False, reset_attention_mask=False)
         self.args.__dict__.update(vars(known))
         self.calls.append(("initialize", rest))
 
@@ -127,14 +126,18 @@ class StandIn:
         mean = {name: torch.stack([one[name] for one in found]).mean() for name in found[0]}
         return mean, 0, False, False, 0, norm, None
 
+    def train_step_of_its_loop(
+        self, step: Any, iterator: Any, model: Any, optimizer: Any, scheduler: Any, config: Any,
+        forward_backward_func: Any, iteration: Any = None,
+    ) -> Any:  # fmt: skip
+        """As in later versions, whose loop chooses the schedule."""
+        assert forward_backward_func == self.forward_only
+        return self.train_step(step, iterator, model, optimizer, scheduler, config)
+
     def forward_only(
         self, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any
     ) -> Any:
         return self._losses(forward_step_func, data_iterator, model, num_microbatches, backward=False)
-
-    @staticmethod
-    def masks(tokens: torch.Tensor, end: int, *flags: bool) -> Any:
-        return None, torch.ones(tokens.shape), torch.arange(tokens.shape[1])
 
     def save_checkpoint(self, iteration: int, model: Any, *_: Any, **options: Any) -> None:
         Path(self.args.save).mkdir(parents=True)
@@ -162,12 +165,14 @@ def plugin(**options: Any) -> MegatronLMPlugin:
     return MegatronLMPlugin(**{**defaults, **options})
 
 
-def train(folder: Path | None = None) -> dict[str, Any]:
+def train(folder: Path, later: bool) -> dict[str, Any]:
     """A run under the stand-in: losses and norms of every update, and what Megatron was told."""
     megatron = StandIn()
     megatron.install()
+    if later:
+        sys.modules["megatron.training.training"].train_step = megatron.train_step_of_its_loop  # pyright: ignore
     sys.argv = ["script.py", "--lr", "99"]  # the script's own, which Megatron must not take
-    accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin(gradient_clipping=0.5))
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin(gradient_clipping=0.5, set_all_logging_options=True))
     assert accelerator.distributed_type == "MEGATRON_LM" and accelerator.scaler is None
     model = Language()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -187,12 +192,11 @@ def train(folder: Path | None = None) -> dict[str, Any]:
     model.eval()
     found["eval"] = float(model(**batch).loss)
     found["unwrapped"] = type(accelerator.unwrap_model(model)).__name__
-    if folder is not None:
-        accelerator.save_state(folder)
-        with torch.no_grad():
-            megatron.model.head.weight.zero_()
-        accelerator.load_state(folder)
-        found["again"] = float(model(**batch).loss)
+    accelerator.save_state(folder)
+    with torch.no_grad():
+        megatron.model.head.weight.zero_()
+    accelerator.load_state(folder)
+    found["again"] = float(model(**batch).loss)
     with pytest.raises(NotBuilt, match=r"stream_weights\(\) doesn't read .* Megatron-LM's engine. .* save_state\(\)"):
         accelerator.stream_weights(model)
     return found
@@ -215,8 +219,9 @@ def plainly() -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def test_a_run_is_handed_over_and_trains(tmp_path: Path) -> None:
-    found = run_on_ranks(train, 1, tmp_path / "saved")[0]
+@pytest.mark.parametrize("later", [False, True])
+def test_a_run_is_handed_over_and_trains(tmp_path: Path, later: bool) -> None:
+    found = run_on_ranks(train, 1, tmp_path / "saved", later)[0]
     losses, norms = plainly()
     assert found["losses"] == pytest.approx(losses, abs=1e-6) and found["norms"] == pytest.approx(norms, abs=1e-6)
     assert found["again"] == found["eval"] and found["unwrapped"] == "Language"
@@ -238,6 +243,7 @@ def test_a_run_is_handed_over_and_trains(tmp_path: Path) -> None:
         "lr_warmup_iters": 2,
         "model_type_name": "gpt",
         "orig_vocab_size": VOCABULARY,
+        "log_params_norm": True,
     }
     assert {name: found["args"].get(name) for name in expected} == expected
 
@@ -266,6 +272,11 @@ def test_what_megatron_cannot_take_is_refused_by_name() -> None:
         model = Language()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(batches(), batch_size=4)  # pyright: ignore[reportArgumentType]
+        given = accelerator.state.megatron_lm_plugin
+        provider, given.custom_model_provider_function = given.custom_model_provider_function, None
+        with pytest.raises(SettingError, match="custom_model_provider_function"):
+            accelerator.prepare(model, optimizer, loader)
+        given.custom_model_provider_function = provider
         with pytest.raises(PreparationError, match="MegatronLMDummyScheduler"):
             accelerator.prepare(model, optimizer, loader, torch.optim.lr_scheduler.ConstantLR(optimizer))
         with pytest.raises(PreparationError, match="one model"):
@@ -280,7 +291,7 @@ def test_what_megatron_cannot_take_is_refused_by_name() -> None:
             accelerator.prepare(model, torch.optim.Rprop(model.parameters()), loader)
         with pytest.raises(SettingError, match="custom_get_batch_function"):
             accelerator.prepare(model, optimizer, MegatronLMDummyDataLoader(micro_batch_size=2))
-        accelerator.state.megatron_lm_plugin.custom_get_batch_function = next
+        given.custom_get_batch_function = next
         with pytest.raises(SettingError, match="custom_megatron_datasets_provider_function"):
             accelerator.prepare(model, optimizer, MegatronLMDummyDataLoader(micro_batch_size=2))
 

@@ -13,6 +13,7 @@ from accelerate.guests.megatron import plugin as megatron_models
 from accelerate.guests.megatron.plugin import MegatronLMPlugin, add_model_config_to_megatron_parser
 from accelerate.settings import env
 from accelerate.settings.megatron import option_names
+from accelerate.utils import BertTrainStep, T5TrainStep
 
 
 def _model(model_type: str, **sizes: Any) -> Any:
@@ -106,33 +107,21 @@ class TestSizes:
         sizes = ("model_type_name", "num_layers", "hidden_size", "num_attention_heads", "seq_length")
         assert [plugin.megatron_lm_default_args[name] for name in sizes] == ["gpt", 2, 8, 4, 5]
 
-    def test_of_a_bert_model_that_is_being_pretrained(self) -> None:
-        class BertForPreTraining(SimpleNamespace):
-            pass
-
-        config = _model(
-            "megatron-bert",
-            num_hidden_layers=2,
-            hidden_size=8,
-            num_attention_heads=4,
-            max_position_embeddings=16,
-            num_labels=2,
-        ).config
+    def test_of_a_mixture_of_experts(self) -> None:
         plugin = MegatronLMPlugin()
-        plugin.set_network_size_args(BertForPreTraining(config=config))
-        assert plugin.megatron_lm_default_args["pretraining_flag"] is True
-        assert plugin.seq_length == 16
+        plugin.set_network_size_args(
+            _model(
+                "glm4_moe", num_hidden_layers=2, hidden_size=8, num_attention_heads=4, max_position_embeddings=16,
+                n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=6,
+            )
+        )  # fmt: skip
+        sizes = ("model_type_name", "num_layers", "num_experts", "moe_router_topk", "moe_ffn_hidden_size", "seq_length")
+        assert [plugin.megatron_lm_default_args[name] for name in sizes] == ["gpt", 2, 4, 2, 6, 16]
 
-    def test_of_a_t5_model_with_two_lengths(self) -> None:
-        plugin = MegatronLMPlugin(decoder_seq_length=4)
-        model = _model("t5", num_layers=2, d_model=8, num_heads=4, n_positions=16)
-        plugin.set_network_size_args(model, {"input_ids": torch.zeros(3, 5), "labels": torch.zeros(3, 6)})
-        assert plugin.megatron_lm_default_args["encoder_seq_length"] == 5
-        assert plugin.megatron_lm_default_args["decoder_seq_length"] == 4
-
-    def test_an_unknown_model_type_is_refused_with_the_way_out(self) -> None:
+    @pytest.mark.parametrize("model_type", ["sparrow", "t5", "megatron-bert"])
+    def test_an_unknown_model_type_is_refused_with_the_way_out(self, model_type: str) -> None:
         with pytest.raises(SettingError, match="add_model_config_to_megatron_parser"):
-            MegatronLMPlugin().set_network_size_args(_model("sparrow"))
+            MegatronLMPlugin().set_network_size_args(_model(model_type))
 
     def test_users_add_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(megatron_models, "_PARSERS", dict(megatron_models._PARSERS))
@@ -144,3 +133,9 @@ class TestSizes:
         plugin = MegatronLMPlugin()
         plugin.set_network_size_args(_model("house-sparrow"))
         assert plugin.megatron_lm_default_args["wings"] == 2
+
+
+@pytest.mark.parametrize(("step", "script"), [(BertTrainStep, "pretrain_bert.py"), (T5TrainStep, "pretrain_t5.py")])
+def test_train_steps_of_encoders_are_refused_with_the_way_out(step: Any, script: str) -> None:
+    with pytest.raises(SettingError, match=rf"{script}.*AbstractTrainStep.*custom_train_step_class"):
+        step(None, None)

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
 from ...errors import SettingError
-from ...optional import require
 from ...plugins.handlers import LaunchedOptions
 from ...plugins.placeholder import Placeholder
 from ...settings.megatron import MegatronOptions, option_names
 
 #: A batch of named tensors, from which the length of the sequences is read.
 Batch = Mapping[str, torch.Tensor]
-
-
-class Configured(Protocol):
-    """A model with a configuration of sizes, as those of transformers have."""
-
-    @property
-    def config(self) -> Any:
-        """The sizes, under names that depend on the model's type."""
-        ...
 
 
 #: Options that Megatron-LM knows under another name.
@@ -56,8 +46,6 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
                 self.megatron_lm_default_args[f"recompute_{name}"] = value
         if self.tensorboard_dir is not None:
             self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
-            if self.set_all_logging_options:
-                self.set_tensorboard_logging_options()
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
 
     def _set_ddp_implementation(self, *, local: bool) -> None:
@@ -67,9 +55,28 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
         """Set the arguments for the size of ``model``, read from its configuration.
 
         Raises:
-            SettingError: no parser is registered for the model's type.
+            SettingError: the sizes of the model's type are not known.
         """
-        self.megatron_lm_default_args.update(network_size(self, model, batch_data))
+        model_type = str(getattr(model.config, "model_type", "")).lower()
+        parser = next((found for name, found in _PARSERS.items() if name in model_type), None)
+        known = next((name for name in _SIZES if name in model_type), None)
+        if parser is not None:
+            self.megatron_lm_default_args.update(parser(self, model, batch_data) or {})
+        elif known is not None:
+            self.megatron_lm_default_args.update(self._network_size(model.config, known, batch_data))
+        else:
+            raise SettingError(
+                f"Megatron-LM: no sizes are known for models of type {model_type!r} (known: {', '.join(_SIZES)}). Add "
+                "yours with the decorator add_model_config_to_megatron_parser."
+            )
+
+    def _network_size(self, config: Any, kind: str, batch_data: Batch | None) -> dict[str, object]:
+        sizes: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in _SIZES[kind].items()}
+        if self.seq_length is None:
+            longest = getattr(config, "max_sequence_length", sizes["max_position_embeddings"])
+            self.seq_length: int | None = longest if batch_data is None else batch_data["input_ids"].shape[1]
+        sizes.update(model_type_name="gpt", seq_length=self.seq_length, return_logits=self.return_logits)
+        return {**sizes, **({"tokenizer_type": _TOKENIZERS[kind]} if kind in _TOKENIZERS else {})}
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Set the arguments for ``mixed_precision``."""
@@ -118,16 +125,6 @@ class MegatronLMPlugin(LaunchedOptions, MegatronOptions):
             self.lr_warmup_samples: int | None = 0
         self.megatron_lm_default_args.update({name: getattr(self, name) for name in option_names("schedule")})
 
-    def set_tensorboard_logging_options(self) -> None:
-        """Turn on everything that Megatron-LM can log."""
-        library = require("megatron.training.arguments", purpose="set_all_logging_options")
-        import argparse
-
-        parser = library._add_logging_args(argparse.ArgumentParser())
-        known, _ = parser.parse_known_args([])
-        everything = {name: True for name, value in vars(known).items() if value is False}
-        self.megatron_lm_default_args.update(everything)
-
 
 # --------------------------------------------------------------------------------------------------
 # Placeholders for the data and schedules that Megatron-LM makes from its own arguments
@@ -171,7 +168,34 @@ class MegatronLMDummyScheduler(Placeholder):
 #: (plugin, model, batch or None) -> Megatron's arguments.
 Parser = Callable[["MegatronLMPlugin", Any, Any], Mapping[str, object] | None]
 
+#: The parsers that users added; they come before the sizes below.
 _PARSERS: dict[str, Parser] = {}
+
+_LLAMA = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+    "orig_vocab_size": "vocab_size",
+}
+#: By the type of a decoder-only model: Megatron's arguments, and their names in the model's configuration.
+_SIZES: dict[str, Mapping[str, str]] = {
+    "gpt2": {
+        "num_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "orig_vocab_size": "vocab_size",
+    },
+    "llama": _LLAMA,
+    "glm4_moe": {
+        **_LLAMA,
+        "num_experts": "n_routed_experts",
+        "moe_router_topk": "num_experts_per_tok",
+        "moe_ffn_hidden_size": "moe_intermediate_size",
+    },
+}
+_TOKENIZERS = {"gpt2": "GPT2BPETokenizer", "llama": "Llama2Tokenizer"}
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
@@ -186,123 +210,3 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
         return parser
 
     return add
-
-
-def network_size(
-    plugin: MegatronLMPlugin, model: torch.nn.Module, batch_data: Batch | None = None
-) -> Mapping[str, object]:
-    """Return Megatron's arguments for the size of ``model``."""
-    model_type = str(getattr(model.config, "model_type", "")).lower()
-    for name, parser in _PARSERS.items():
-        if name in model_type:
-            return parser(plugin, model, batch_data) or {}
-    raise SettingError(
-        f"Megatron-LM: no sizes are known for models of type {model_type!r} (known: "
-        f"{', '.join(_PARSERS)}). Add yours "
-        "with the decorator add_model_config_to_megatron_parser."
-    )
-
-
-@add_model_config_to_megatron_parser("megatron-bert")
-def _bert(plugin: MegatronLMPlugin, model: Configured, batch_data: Batch | None) -> dict[str, object]:
-    config = model.config
-    plugin.seq_length = _length(batch_data, "input_ids", plugin.seq_length, config.max_position_embeddings)
-    return {
-        "seq_length": plugin.seq_length,
-        "num_labels": config.num_labels,
-        **_common(
-            "bert",
-            config,
-            "num_hidden_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "max_position_embeddings",
-        ),
-        "pretraining_flag": "forpretraining" in type(model).__name__.lower(),
-    }
-
-
-@add_model_config_to_megatron_parser("gpt2")
-def _gpt2(plugin: MegatronLMPlugin, model: Configured, batch_data: Batch | None) -> dict[str, object]:
-    config = model.config
-    plugin.seq_length = _length(batch_data, "input_ids", plugin.seq_length, config.n_positions)
-    return {
-        "seq_length": plugin.seq_length,
-        "return_logits": plugin.return_logits,
-        "tokenizer_type": "GPT2BPETokenizer",
-        **_common("gpt", config, "n_layer", "n_embd", "n_head", "n_positions"),
-    }
-
-
-@add_model_config_to_megatron_parser("t5")
-def _t5(plugin: MegatronLMPlugin, model: Configured, batch_data: Batch | None) -> dict[str, object]:
-    config = model.config
-    longest = config.n_positions
-    plugin.encoder_seq_length = _length(batch_data, "input_ids", plugin.encoder_seq_length, longest)
-    plugin.decoder_seq_length = _length(batch_data, "labels", plugin.decoder_seq_length, longest)
-    return {
-        "encoder_seq_length": plugin.encoder_seq_length,
-        "decoder_seq_length": plugin.decoder_seq_length,
-        **_common("t5", config, "num_layers", "d_model", "num_heads", "n_positions"),
-    }
-
-
-@add_model_config_to_megatron_parser("llama")
-def _llama(plugin: MegatronLMPlugin, model: Configured, batch_data: Batch | None) -> dict[str, object]:
-    config = model.config
-    longest = getattr(config, "max_sequence_length", config.max_position_embeddings)
-    plugin.seq_length = _length(batch_data, "input_ids", plugin.seq_length, longest)
-    return {
-        "seq_length": plugin.seq_length,
-        "return_logits": plugin.return_logits,
-        "tokenizer_type": "Llama2Tokenizer",
-        **_common(
-            "gpt",
-            config,
-            "num_hidden_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "max_position_embeddings",
-        ),
-    }
-
-
-@add_model_config_to_megatron_parser("glm4_moe")
-def _glm4_moe(plugin: MegatronLMPlugin, model: Configured, batch_data: Batch | None) -> dict[str, object]:
-    config = model.config
-    plugin.seq_length = _length(batch_data, "input_ids", plugin.seq_length, config.max_position_embeddings)
-    return {
-        "seq_length": plugin.seq_length,
-        "return_logits": plugin.return_logits,
-        "num_experts": config.n_routed_experts,
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
-        **_common(
-            "gpt",
-            config,
-            "num_hidden_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "max_position_embeddings",
-        ),
-    }
-
-
-def _common(kind: str, config: Any, layers: str, width: str, heads: str, positions: str) -> dict[str, object]:
-    return {
-        "model_type_name": kind,
-        "num_layers": getattr(config, layers),
-        "hidden_size": getattr(config, width),
-        "num_attention_heads": getattr(config, heads),
-        "max_position_embeddings": getattr(config, positions),
-        "orig_vocab_size": config.vocab_size,
-        "model_return_dict": config.return_dict,
-        "pretraining_flag": True,
-    }
-
-
-def _length(batch_data: Batch | None, name: str, given: int | None, longest: int) -> int:
-    """Return the sequence length: the given one, else that of the batch, else the longest the model takes."""
-    if given is not None:
-        return given
-    return longest if batch_data is None else batch_data[name].shape[1]

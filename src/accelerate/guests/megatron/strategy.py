@@ -1,13 +1,13 @@
-"""Megatron-LM: tensor, pipeline, context and expert parallel models, which it builds from arguments of its own.
+"""Megatron-LM builds and trains a tensor, pipeline, context or expert parallel model; this hands it its arguments.
 
-Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019. What the
-prepared objects say about themselves becomes Megatron's arguments; model, optimizer and schedule are its own.
+Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019. The
+arguments are read from the prepared objects; model, optimizer and schedule are Megatron's own (decision 021).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,11 +32,11 @@ from ...precision import Precision
 from ...settings.labels import DistributedType
 from .engine import MegatronEngine, MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
 from .plugin import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, MegatronLMPlugin
+from .steps import PURPOSE
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
 
-_PURPOSE = "Megatron-LM"
 Batch = TypeVar("Batch")
 
 
@@ -66,12 +66,8 @@ class Megatron(Strategy):
 
     def check(self, arguments: PreparedArguments) -> None:
         """Raise unless one model comes with an optimizer of a known kind, data, and no schedule of its own."""
-        refuse_placeholders(arguments, _PURPOSE)
-        models = [
-            argument.current
-            for argument in arguments.of(Role.MODEL)
-            if not isinstance(argument.current, MegatronEngine)
-        ]
+        refuse_placeholders(arguments, PURPOSE)
+        models = [one for one in arguments.of(Role.MODEL) if not isinstance(one.current, MegatronEngine)]
         if arguments.has_placements:
             raise PreparationError(
                 "You can't customize device placements with DeepSpeed or Megatron-LM: leave `device_placement` out."
@@ -111,7 +107,7 @@ class Megatron(Strategy):
             schedulers[0].current if schedulers else None,
             [one.current for one in loaders],
         )
-        initialise(self.plugin.megatron_lm_default_args)
+        initialise(self.plugin)
         view: Any = SimpleNamespace(state=SimpleNamespace(megatron_lm_plugin=self.plugin), device=self.world.device)
         chunks, optimizer, scheduler = build(self.plugin)
         self._engine = argument.current = MegatronEngine(view, chunks, optimizer, scheduler)
@@ -154,11 +150,10 @@ class Megatron(Strategy):
 
     def _place_loaders(self, loaders: Sequence[PreparedArgument]) -> None:
         own = [argument for argument in loaders if isinstance(argument.current, MegatronLMDummyDataLoader)]
-        if own:
-            for argument, iterator in zip(own, build_iterators(self.plugin), strict=False):
-                argument.current = MegatronDataIterator(iterator)
+        for argument, iterator in zip(own, build_iterators(self.plugin) if own else (), strict=False):
+            argument.current = MegatronDataIterator(iterator)
         for argument in loaders:
-            if isinstance(argument.current, DataLoader) and argument not in own:
+            if isinstance(argument.current, DataLoader):
                 argument.current = with_batches_of(argument.current, self.plugin.num_micro_batches)
 
     def unwrap(
@@ -279,16 +274,19 @@ class MegatronDataIterator:
         return iter(self.iterator)
 
 
-def initialise(megatron_arguments: Mapping[str, object]) -> None:
-    """Initialise Megatron-LM with ``arguments``, without reading the command line, which is the script's.
+def initialise(plugin: MegatronLMPlugin) -> None:
+    """Initialise Megatron-LM with the plugin's arguments, without reading the command line, which is the script's.
 
     Raises:
         MissingDependency: Megatron-LM isn't installed.
     """
-    library = require("megatron.training.initialize", purpose=_PURPOSE)
+    library = require("megatron.training.initialize", purpose=PURPOSE)
 
     def set_defaults(parser: ArgumentParser) -> ArgumentParser:
-        parser.set_defaults(**megatron_arguments)
+        if plugin.set_all_logging_options:
+            known = vars(parser.parse_known_args([])[0])
+            parser.set_defaults(**{name: True for name in known if name.startswith("log_") and known[name] is False})
+        parser.set_defaults(**{**plugin.megatron_lm_default_args, **(plugin.other_megatron_args or {})})
         return parser
 
     before, sys.argv = sys.argv, sys.argv[:1]
@@ -302,52 +300,26 @@ def build(plugin: MegatronLMPlugin) -> tuple[list[torch.nn.Module], Any, Any]:
     """Return (model chunks, optimizer, schedule) as Megatron-LM makes them.
 
     Raises:
-        SettingError: nobody says how the model is built.
+        SettingError: it is not known how the model is built.
     """
-    training = require("megatron.training.training", purpose=_PURPOSE)
-    kinds = require("megatron.core.enums", purpose=_PURPOSE).ModelType
-    provider: Callable[..., Any] | None = plugin.custom_model_provider_function
-    kind = plugin.megatron_lm_default_args.get("model_type_name")
-    if provider is None:
-        provider = _providers().get(str(kind))
+    provider = plugin.custom_model_provider_function
     if provider is None:
         raise SettingError(
-            f"Megatron-LM: how a model of kind {kind!r} is built is not known. Give "
+            "Megatron-LM builds the model itself, and how differs between its versions. Give "
             "MegatronLMPlugin(custom_model_provider_function=...), e.g. `model_provider` of Megatron's pretrain script."
         )
-    chunks, optimizer, scheduler = training.setup_model_and_optimizer(
-        provider, kinds.encoder_and_decoder if kind == "t5" else kinds.encoder_or_decoder
-    )
-    if plugin.custom_prepare_model_function is not None:
-        chunks = plugin.custom_prepare_model_function(chunks)
-    return chunks, optimizer, scheduler
-
-
-def _providers() -> dict[str, Callable[..., torch.nn.Module]]:
-    def gpt(pre_process: bool = True, post_process: bool = True, **_: object) -> torch.nn.Module:
-        core = require("megatron.core.models.gpt", purpose=_PURPOSE)
-        specs = require("megatron.core.models.gpt.gpt_layer_specs", purpose=_PURPOSE)
-        megatron_arguments = require("megatron.training.arguments", purpose=_PURPOSE)
-        args = require("megatron.training", purpose=_PURPOSE).get_args()
-        return core.GPTModel(
-            config=megatron_arguments.core_transformer_config_from_args(args),
-            transformer_layer_spec=specs.get_gpt_layer_local_spec(),
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-        )
-
-    return {"gpt": gpt}
+    kind = require("megatron.core.enums", purpose=PURPOSE).ModelType.encoder_or_decoder
+    library = require("megatron.training.training", purpose=PURPOSE)
+    chunks, optimizer, scheduler = library.setup_model_and_optimizer(provider, kind)
+    prepare = plugin.custom_prepare_model_function
+    return (chunks if prepare is None else prepare(chunks)), optimizer, scheduler
 
 
 def build_iterators(plugin: MegatronLMPlugin) -> Sequence[Iterable[object]]:
     """Return the iterators over training, validation and test data in Megatron's own format.
 
     Raises:
-        SettingError: nobody says how the data sets are built.
+        SettingError: it is not known how the data sets are built.
     """
     provider = plugin.custom_megatron_datasets_provider_function
     if provider is None:
@@ -356,25 +328,20 @@ def build_iterators(plugin: MegatronLMPlugin) -> Sequence[Iterable[object]]:
             "MegatronLMPlugin(custom_megatron_datasets_provider_function=...), e.g. "
             "`train_valid_test_datasets_provider` of Megatron's pretrain script."
         )
-    training = require("megatron.training.training", purpose=_PURPOSE)
-    return training.build_train_valid_test_data_iterators(provider)
+    library = require("megatron.training.training", purpose=PURPOSE)
+    return library.build_train_valid_test_data_iterators(provider)
+
+
+#: Arguments of a DataLoader that stay when its batches grow.
+_KEPT = (
+    "dataset", "sampler", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
+    "multiprocessing_context", "generator", "persistent_workers",
+)  # fmt: skip
 
 
 def with_batches_of(loader: DataLoader[Batch], num_micro_batches: int) -> DataLoader[Batch]:
     """Return ``loader`` with batches of that many times its batch size: those of one update on one rank."""
     if num_micro_batches == 1 or loader.batch_size is None:
         return loader
-    return DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size * num_micro_batches,
-        sampler=loader.sampler,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=True,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        persistent_workers=loader.persistent_workers,
-    )
+    kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
+    return DataLoader(**kept, batch_size=loader.batch_size * num_micro_batches, drop_last=True)
