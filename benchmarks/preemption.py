@@ -33,8 +33,7 @@ def _rank(rank: int, port: int, folder: str, answer: Any) -> None:
     accelerator = Accelerator(cpu=True, project_dir=folder, preemption=PreemptionPolicy())
     loader = accelerator.prepare(DataLoader([0.0] * 4))
     state = accelerator.gradient_state
-    pass_point = state.between_batches
-    assert pass_point is not None
+    (pass_point,) = state.hooks.between_batches
     accelerator.wait_for_everyone()
     costs: list[float] = []
     for _ in range(5):
@@ -44,7 +43,7 @@ def _rank(rank: int, port: int, folder: str, answer: Any) -> None:
         counted = time.process_time()
         for _ in range(POINTS):
             state.note_backward()
-            pass_point(loader, False)
+            pass_point(loader)
         costs.append((time.process_time() - counted - (counted - start)) / POINTS)
     before = _other_threads()
     time.sleep(SLEEP_SECONDS)

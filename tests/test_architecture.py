@@ -47,6 +47,7 @@ NEIGHBOURS: Final[dict[str, tuple[str, ...]]] = {
     "optional": ("errors", "versions"),
     "versions": ("errors",),
     "torch_private": ("errors",),
+    "seams": ("errors",),
     # a device, then the processes, then what is built on talking
     "distributed": ("devices",),
     "plugins": ("distributed", "devices"),
@@ -248,6 +249,7 @@ OPEN_CLASSES: Final[dict[str, str]] = {
     "DataLoaderAdapter": "documented; a subclass of the wrapped loader's class is made for each loader",
     "MultiProcessAdapter": "documented logger class",
     "RunCallback": "what users subclass",
+    "LoopHook": "what guests subclass",
     "Retryable": "complete for plain models; strategies override what they do otherwise",
 }
 

@@ -211,7 +211,7 @@ class Accelerator(ReplaceableSteps):
         self._may_pickle: list[object] = []
         self._noted_watch: Mapping[str, Any] | None = None
         self._start_in_process()
-        self._preemption = construction.preemption(preemption, self, self._models, self._optimizers)
+        construction.add_loop_hooks(self, preemption)
 
     def _start_in_process(self) -> None:
         """Create what belongs to this process, and is left out of a copy for another one."""
@@ -227,7 +227,6 @@ class Accelerator(ReplaceableSteps):
         # Programs run and change the hooks under these names.
         self._save_model_state_pre_hook, self._load_model_state_pre_hook = checkpointing.Hooks(), checkpointing.Hooks()
         self._background = checkpointing.Background()
-        self._preemption = None
 
     # == who am I ==========================================================================================
 
@@ -1114,22 +1113,20 @@ class Accelerator(ReplaceableSteps):
             self._background.raise_failure()
         if self._loop is not None:
             self._run = self._loop(loss, self._noted_watch, weight)
-        steps = self.gradient_state.note_backward()
+        steps = self.gradient_state.note_backward(loss, weight)
         if kwargs and "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs.pop("learning_rate"))
-            return
-        if weight is not None:
+        elif weight is not None:
+            run = partial(self.strategy.backward, scaler=self.precision.scaler, **kwargs)
             self._weights.backward(
-                loss,
-                weight,
-                models=lambda: self._wrapped_models,
-                backward=lambda scaled: self.strategy.backward(scaled, self.precision.scaler, 1, **kwargs),
-                one_backward=self.strategy.one_backward,
+                loss, weight, models=lambda: self._wrapped_models, backward=run, one_backward=self.strategy.one_backward
             )
-            return
-        if self._weights.pending:
-            self._weights.refuse_unweighted()
-        self.strategy.backward(loss, self.precision.scaler, steps, **kwargs)
+        else:
+            if self._weights.pending:
+                self._weights.refuse_unweighted()
+            self.strategy.backward(loss, self.precision.scaler, steps, **kwargs)
+        for hook in self.gradient_state.hooks.after_backward:
+            hook(loss, weight)
 
     def backward_in_parts(
         self,
@@ -1233,7 +1230,9 @@ class Accelerator(ReplaceableSteps):
         return self._noting(loss)
 
     def _noting(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss``, after giving it to the watch that the launcher asked for, if there is one."""
+        """Return ``loss``, after giving it to the hooks, and to the watch that the launcher asked for, if any."""
+        for hook in self.gradient_state.hooks.after_backward:
+            hook(loss, None)
         if self._loop is not None:
             self._run = self._loop(loss, self._noted_watch)
         return loss
@@ -1673,7 +1672,7 @@ class Accelerator(ReplaceableSteps):
             pin=pin,
             asynchronous=project.save_asynchronously if asynchronous is None else asynchronous,
         )
-        monitoring.after_save(self._run, folder, perf_counter() - began, (details or {}).get("preempted"))
+        monitoring.after_save(self._run, folder, perf_counter() - began, details or {})
         return folder
 
     @property
@@ -1683,7 +1682,7 @@ class Accelerator(ReplaceableSteps):
         With a ``PreemptionPolicy(save_on_signal=False)`` the script asks, on all ranks equally often, saves and ends.
         Otherwise it becomes true when the run saves by itself.
         """
-        return self._preemption is not None and self._preemption.check()
+        return True in [asks() for asks in self.gradient_state.hooks.asks_to_end]  # each of them counts the questions
 
     def compare_replicas(self, action: Literal["warn", "raise", "no"] = "raise") -> None:
         """Warn or raise if ranks that should hold the same parameters and optimizer states don't. A collective.
@@ -1980,6 +1979,8 @@ class Accelerator(ReplaceableSteps):
         try:
             self._background.wait()
         finally:
+            for hook in self.gradient_state.hooks.end_run:
+                hook()
             if self._run is not None:
                 self._run.finish()
             tracking.finish([*self.trackers, *self._run_log])
@@ -2089,7 +2090,6 @@ class Accelerator(ReplaceableSteps):
         # What belongs to this process (its world, its hooks, its trackers' connections) doesn't travel.
         left = ("world", "mesh", "trackers", "_run_log", "_weights", "_micro_batches", "_windows", "_run", "_loop")
         left += ("_save_model_state_pre_hook", "_load_model_state_pre_hook", "_background", "_metric_gather")
-        left += ("_preemption",)
         state = {name: value for name, value in self.__dict__.items() if name not in left}
         state["strategy"], state["size"] = replace(self.strategy.options, mesh=None), self.world.size
         state["_prepared_models"] = [self._prepared_models.get(id(model)) for model in self._models]

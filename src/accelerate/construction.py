@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from .settings.megatron import MegatronOptions
     from .settings.run import Settings
     from .training.accumulation import GradientState
-    from .training.optimizer import AcceleratedOptimizer
-    from .training.preemption import Preemption, SavedRun
+    from .training.kept_run import JoinedRun
+    from .training.preemption import SavedRun
 
 
 Config = TypeVar("Config")
@@ -536,48 +536,16 @@ def watch_for_hangs(world: World, gradient_state: GradientState, project_dir: st
     watchdog.watch_for_hangs(world, gradient_state, project_dir)
 
 
-def preemption(
-    policy: PreemptionPolicy | None,
-    run: SavedRun,
-    models: Sequence[torch.nn.Module],
-    optimizers: Sequence[AcceleratedOptimizer],
-) -> Preemption | None:
-    """Return the preemption handling from ``policy`` or the launcher's options; None if neither asks for it.
+def add_loop_hooks(run: object, preemption: PreemptionPolicy | None) -> None:
+    """Add the hooks to the loop of ``run``, an Accelerator, that its arguments and the launcher ask for."""
+    from .training.preemption import attach
 
-    Args:
-        models: the lists of what ``run`` has prepared, which it goes on filling.
-        optimizers: see ``models``.
+    held = cast("JoinedRun", run)
+    if held.world.replicas is not None:
+        from .training.kept_run import join_replicas
 
-    Raises:
-        SettingError: the run is to save by itself, and has no folder.
-    """
-    from .plugins.preemption import PreemptionPolicy
-
-    if run.world.replicas is not None:
-        from .training.kept_run import JoinedRun, join_replicas
-
-        join_replicas(cast("JoinedRun", run), _of_class("preemption", policy, PreemptionPolicy))
-        return None
-    source, asked = "Accelerator(preemption=...)", run.settings.preemption.save_on_signal
-    policy = _of_class("preemption", policy, PreemptionPolicy)
-    if policy is None and not asked:
-        return None
-    from .training.preemption import Preemption
-
-    if policy is None:
-        policy, source = PreemptionPolicy(), run.settings.quote("preemption.save_on_signal")
-        if run.project_configuration.project_dir is None and Preemption.is_led():
-            logging.getLogger(__name__).warning(
-                "%s saves when a notice of preemption comes, but this Accelerator has no folder: an earlier one of "
-                "this process, which has one, saves in its own loop only. Give this one project_dir=... if it trains.",
-                source,
-            )
-            return None
-    if policy.save_on_signal and run.project_configuration.project_dir is None:
-        raise SettingError(
-            f"{source} saves when a notice of preemption comes, but the run has no folder. Give "
-            "Accelerator(project_dir=...), and let the script call `accelerator.resume()` before its loop."
-        )
-    found = Preemption(policy, run, models, optimizers)
-    found.start()
-    return found
+        held.gradient_state.hooks.add(join_replicas(held))
+    asked = preemption is not None or held.settings.preemption.save_on_signal
+    hook = attach(cast("SavedRun", run), preemption) if asked else None
+    if hook is not None:
+        held.gradient_state.hooks.add(hook)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, final
+
+from .errors import SettingError
 
 _GROUP: Final = "accelerate.guests"
 
@@ -57,6 +59,84 @@ class LaunchFlag:
         return self.flag[2:].replace("-", "_")
 
 
+class LoopHook:
+    """The base class of what a guest does at the moments of a training loop.
+
+    Methods that a subclass doesn't override are never called. The others are called on every rank, in the thread that
+    runs the loop; an exception in one ends the run, as anywhere in the loop.
+    """
+
+    def begin_pass(self, loader: object) -> None:
+        """Run before the first batch of a pass over a prepared ``loader`` is read."""
+
+    def between_batches(self, loader: object) -> None:
+        """Run where the loop has used a batch of ``loader`` and asks for another one.
+
+        A loop without a prepared loader comes here as each of its micro-batches begins, with None.
+        """
+
+    def before_backward(self, loss: object, weight: object) -> None:
+        """Run before a backward pass; the loss is None where the pass is computed together with the forward.
+
+        Args:
+            loss: of the micro-batch, not scaled.
+            weight: how many items it sums over; None where it is a mean.
+        """
+
+    def after_backward(self, loss: object, weight: object) -> None:
+        """Run after a backward pass; see :meth:`before_backward`."""
+
+    def before_step(self, optimizer: object) -> None:
+        """Run before a prepared ``optimizer`` steps at the end of an accumulation window."""
+
+    def after_step(self, optimizer: object) -> None:
+        """Run after a prepared ``optimizer`` has stepped."""
+
+    def asks_to_end(self) -> bool:
+        """Return whether the script is to save and end, the same on all ranks (``Accelerator.preempted``)."""
+        return False
+
+    def end_run(self) -> None:
+        """Run where the script calls ``end_training``."""
+
+
+@final
+class LoopHooks:
+    """The hooks of one training loop, as one tuple of methods for each moment; it is empty where no hook asked for it.
+
+    The tuples are made where a hook is added, so that the loop reads one attribute.
+    """
+
+    begin_pass: tuple[Callable[[object], None], ...]
+    between_batches: tuple[Callable[[object], None], ...]
+    before_backward: tuple[Callable[[object, object], None], ...]
+    after_backward: tuple[Callable[[object, object], None], ...]
+    before_step: tuple[Callable[[object], None], ...]
+    after_step: tuple[Callable[[object], None], ...]
+    asks_to_end: tuple[Callable[[], bool], ...]
+    end_run: tuple[Callable[[], None], ...]
+
+    def __init__(self) -> None:
+        self._hooks: tuple[LoopHook, ...] = ()
+        self._list()
+
+    def add(self, hook: LoopHook) -> None:
+        """Call ``hook`` at its moments from now on, after the hooks that were added before."""
+        self._hooks = (*self._hooks, hook)
+        self._list()
+
+    def remove(self, hook: LoopHook) -> None:
+        """Call ``hook`` no more."""
+        self._hooks = tuple(one for one in self._hooks if one is not hook)
+        self._list()
+
+    def _list(self) -> None:
+        for moment in LoopHooks.__annotations__:
+            default = getattr(LoopHook, moment)
+            asked = (hook for hook in self._hooks if getattr(type(hook), moment) is not default)
+            setattr(self, moment, tuple(getattr(hook, moment) for hook in asked))
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guest:
@@ -66,11 +146,15 @@ class Guest:
         commands: subcommands of ``accelerate``.
         launch_flags: flags of ``accelerate launch``.
         engines: launch engines, each as ``module:class``; they are asked before the core's own.
+        runs: functions, each as ``module:function``, that are called once with each Accelerator as soon as it is
+            constructed, and with what it was asked for under the name of the guest's folder (None: nothing). They
+            return a :class:`LoopHook`, or None.
     """
 
     commands: tuple[Command, ...] = ()
     launch_flags: tuple[LaunchFlag, ...] = ()
     engines: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()
 
 
 @cache
@@ -84,6 +168,38 @@ def guests() -> dict[str, Guest]:
 def launch_flags() -> tuple[LaunchFlag, ...]:
     """Return the flags that guests add to ``accelerate launch``."""
     return tuple(flag for guest in guests().values() for flag in guest.launch_flags)
+
+
+def loop_hooks(run: object, asked: Mapping[str, object]) -> Iterator[LoopHook]:
+    """Yield the hooks by which guests take part in the loop of ``run``, an Accelerator.
+
+    Args:
+        asked: by the names of guests' folders, what the run was asked for; None: nothing.
+
+    Raises:
+        SettingError: the run was asked for what a guest does that isn't there.
+    """
+    for name, value in asked.items():
+        if value is not None:
+            check_is_there(name, f"{name}={value!r}")
+    for name, guest in guests().items():
+        for target in guest.runs:
+            hook = load(target)(run, asked.get(name))
+            if hook is not None:
+                yield hook
+
+
+def check_is_there(name: str, asked: str) -> None:
+    """Raise unless the guest ``name`` is there, which is needed for what was ``asked``.
+
+    Raises:
+        SettingError: its folder isn't there.
+    """
+    if name not in guests():
+        raise SettingError(
+            f"{asked} needs the folder accelerate/guests/{name}, which this installation doesn't have. "
+            f"Leave {asked.partition('=')[0]} out, or install all of accelerate."
+        )
 
 
 def guests_of_others() -> Iterator[Guest]:

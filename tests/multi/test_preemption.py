@@ -417,7 +417,7 @@ def test_an_evaluation_is_finished_where_time_allows_and_the_next_one_is_whole(
                     if num_evaluated == 2:
                         notice.write_text("")
                         until = time.monotonic() + 30
-                        while not accelerator._preemption._agreement.is_asked and time.monotonic() < until:
+                        while not leading_agreement().is_asked and time.monotonic() < until:
                             time.sleep(0.01)
         return num_trained, num_evaluated
 
@@ -440,12 +440,17 @@ def _loop(folder: str, loaders: int = 1) -> tuple[Any, ...]:
     return accelerator, *prepared
 
 
+def leading_agreement() -> StopAgreement:
+    assert Preemption._leading is not None
+    return Preemption._leading._agreement
+
+
 def is_noticed(accelerator: Accelerator, sends: bool = True) -> None:
     """Wait until this rank knows of the notice, which it has sent itself or not."""
     if sends:
         os.kill(os.getpid(), signal.SIGTERM)
     until = time.monotonic() + 30
-    while not accelerator._preemption._agreement.is_asked and time.monotonic() < until:  # pyright: ignore
+    while not leading_agreement().is_asked and time.monotonic() < until:  # pyright: ignore
         time.sleep(0.005)
 
 
@@ -708,7 +713,7 @@ def test_a_second_accelerator_without_a_folder_leaves_saving_to_the_first(
         with pytest.raises(SettingError, match="has no folder"):
             Accelerator(cpu=True)
         Accelerator(cpu=True, project_dir=str(tmp_path))
-        lines = _logged("accelerate.construction")
+        lines = _logged("accelerate.training.preemption")
         Accelerator(cpu=True)
         return lines
 

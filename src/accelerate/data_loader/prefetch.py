@@ -211,8 +211,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
 
     def __iter__(self) -> Generator[Any, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         progress, gradient_state = self.progress, self.gradient_state
-        if gradient_state.between_batches is not None:
-            gradient_state.between_batches(self, True)
+        hooks = gradient_state.hooks
+        for hook in hooks.begin_pass:
+            hook(self)
         self._follow_epoch()
         saved = self._begin_pass()
         device_prefetch = self._active_prefetch = self._prefetch_of_pass()
@@ -240,8 +241,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter, ABC):
                 if gradient_state.active_dataloader is not self:  # another loop has read in between
                     gradient_state._add_dataloader(self, is_interleaved=True)
                 yield batch
-                if gradient_state.between_batches is not None and not batch_info.is_last:
-                    gradient_state.between_batches(self, False)
+                if hooks.between_batches and not batch_info.is_last:
+                    for hook in hooks.between_batches:
+                        hook(self)
                 asked = perf_counter()
             progress.finish(epoch)
         finally:

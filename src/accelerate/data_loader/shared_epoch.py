@@ -126,8 +126,9 @@ class SharedLoader(PreparedLoader):
 
     def __iter__(self) -> Generator[Any, None, None]:
         """Read an epoch; nothing of one that the others finished before this process joined them."""
-        if self.membership.is_joining and self.gradient_state.between_batches is not None:
-            self.gradient_state.between_batches(self, True)
+        if self.membership.is_joining:
+            for hook in self.gradient_state.hooks.begin_pass:
+                hook(self)
         self._note_start()
         if self._num_missed:
             self._num_missed -= 1
@@ -143,8 +144,9 @@ class SharedLoader(PreparedLoader):
     @property
     def iteration(self) -> int:
         """The epoch of the running pass, or of the next one; a new process in the place of a lost one joins here."""
-        if self.membership.is_joining and self.gradient_state.between_batches is not None:
-            self.gradient_state.between_batches(self, False)
+        if self.membership.is_joining:
+            for hook in self.gradient_state.hooks.between_batches:
+                hook(self)
         return self.progress.epoch
 
     @iteration.setter

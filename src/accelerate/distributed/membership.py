@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, Protocol, TypeVar, final
 
 import torch
 
@@ -26,7 +26,7 @@ from ..names import (
     REPLICAS_SOCKET_NAME,
 )
 from ..settings.env import read
-from .notices import Notices
+from ..settings.preemption import PREEMPTED_EXIT_CODE
 
 Made = TypeVar("Made")
 
@@ -51,6 +51,18 @@ class Answer:
         return cls(values, tuple(found["members"]), tuple(found["joining"]), found["ending"])
 
 
+class NoticeSource(Protocol):
+    """Notices to this process that the members shall save and end."""
+
+    def take(self, seconds: float) -> str | None:
+        """Wait for a notice that long, and return its reason."""
+        ...
+
+    def ignore(self) -> None:
+        """Take no more notices, because the members end."""
+        ...
+
+
 @final
 class Membership:
     """This process's part of a run whose replicas are kept.
@@ -70,7 +82,8 @@ class Membership:
         self.is_entering = False
         self.last_saved = ""  # the folder of the newest checkpoint
         self.ending: str = ""  # why the members save and end; empty while they go on
-        self.notices: Notices | None = None  # of preemption, which this process passes on
+        self.notices: NoticeSource | None = None  # which this process passes on
+        self.exit_code: int = PREEMPTED_EXIT_CODE  # of members that have saved and end
         self.members: tuple[int, ...] = ()
         self.joining: tuple[int, ...] = ()
         self._num_updates = self._num_states = 0

@@ -503,10 +503,10 @@ def before_save(run: RunWatch | None, *, alone: bool = False) -> dict[str, objec
     return {"watch": {"updates": run.updates} if alone else run.before_save()}
 
 
-def after_save(run: RunWatch | None, folder: str, seconds: float, preempted_by: object) -> None:
-    """Tell the watch, if any, about the save, and about a preemption notice that caused it."""
+def after_save(run: RunWatch | None, folder: str, seconds: float, details: Mapping[str, object]) -> None:
+    """Tell the watch, if any, about the save with its ``details``, of which a notice of preemption may be one."""
     if run is not None:
-        run.saved(folder, seconds, preempted_by)
+        run.saved(folder, seconds, details.get("preempted"))
 
 
 def after_load(run: RunWatch | None, loaded: Any) -> Mapping[str, Any] | None:

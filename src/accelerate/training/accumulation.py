@@ -21,6 +21,7 @@ from ..distributed.collectives import reduce
 from ..distributed.mesh import TOKEN_AXES, Mesh
 from ..errors import PreparationError, SettingError
 from ..logging import MultiProcessAdapter, get_logger
+from ..seams import LoopHooks
 from ..torch_private.modules import scale_each
 from .named_models import NamedModels, NamedWindows, WindowKey, overlap
 
@@ -104,9 +105,7 @@ class GradientState:
     num_step_calls: int
     awaits_step: bool  # a backward has run since the last of these calls
     has_assumed_loader: bool  # a warning was given: values between batches of several loaders could be those of any
-    #: Called with a prepared loader, between its batches; and with True, where a pass over it begins. Where a loop
-    #: reads none, called with this state as a micro-batch begins.
-    between_batches: Callable[[object, bool], None] | None
+    hooks: LoopHooks  # of the loop that this state counts
     #: While the update of a gradient scaler waits for optimizers that haven't stepped: called with True before a
     #: backward, and with False before a save.
     update_scaler: Callable[[bool], None] | None
@@ -138,7 +137,8 @@ class GradientState:
         gradient_state._num_backwards = gradient_state.num_step_calls = 0
         gradient_state.awaits_step = False
         gradient_state.has_assumed_loader = False
-        gradient_state.between_batches = gradient_state.update_scaler = None
+        gradient_state.update_scaler = None
+        gradient_state.hooks = LoopHooks()
         gradient_state.scaled_optimizers = weakref.WeakSet()
         gradient_state.nested_seconds = 0.0
         GradientState._newest = weakref.ref(gradient_state)
@@ -199,8 +199,9 @@ class GradientState:
 
     def advance(self, key: Hashable = ()) -> bool:
         """Begin a micro-batch of ``key`` (the models of the window); return whether it synchronises gradients."""
-        if self.between_batches is not None and self.dataloader_references[-1] is None:
-            self.between_batches(self, False)
+        if self.hooks.between_batches and self.dataloader_references[-1] is None:
+            for hook in self.hooks.between_batches:
+                hook(None)
         window = self._windows.get(key)
         if window is None:
             is_open = self._restored_open
@@ -234,8 +235,15 @@ class GradientState:
             self._window, self.protects_gradients = window, protects_gradients
             self.sync_gradients = sync_gradients if window is None else window.is_complete
 
-    def note_backward(self) -> int:
-        """Count a backward in the current micro-batch; return by how many micro-batches its loss is divided."""
+    def note_backward(self, loss: object = None, weight: object = None) -> int:
+        """Count a backward in the current micro-batch; return by how many micro-batches its loss is divided.
+
+        Args:
+            loss: None: it isn't known before the backward.
+            weight: how many items the loss sums over; None: it is a mean.
+        """
+        for hook in self.hooks.before_backward:
+            hook(loss, weight)
         if self.update_scaler is not None:
             self.update_scaler(True)
         self._num_backwards += 1

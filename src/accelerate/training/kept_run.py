@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 from ..distributed.failures import RECORDS_VARIABLE, record_saved
 from ..distributed.membership import Membership
-from ..distributed.notices import Notices
 from ..distributed.random import capture_host_streams, restore_rng_states
-from ..distributed.world import World, release_before_leaving
+from ..distributed.world import World
 from ..errors import SettingError
-from ..plugins.preemption import PreemptionPolicy
+from ..seams import LoopHook
 from ..settings import env
-from ..settings.preemption import PREEMPTED_EXIT_CODE
 from ..settings.tree import Settings
 from .accumulation import GradientState
 
@@ -44,48 +42,39 @@ class JoinedRun(Protocol):
         ...
 
 
-def join_replicas(run: JoinedRun, policy: PreemptionPolicy | None) -> None:
-    """Let processes join ``run`` between its batches, or this process join the others before its first batch.
+def join_replicas(run: JoinedRun) -> LoopHook:
+    """Return the hook by which processes join ``run`` between its batches, or this process joins before its first.
 
     Raises:
-        SettingError: the run is to save when a preemption comes or few ranks live, but has no folder; or it is to ask
-            for preemptions itself; or it computes in fp16 or fp8.
+        SettingError: the run is to save when few ranks live, but has no folder; or it computes in fp16 or fp8.
     """
     precision = run.settings.run.mixed_precision
-    asked = ["PreemptionPolicy(save_on_signal=False)" if policy is not None and not policy.save_on_signal else ""]
-    asked += [f"mixed_precision={precision}" if precision in ("fp16", "fp8") else ""]
-    if named := ", ".join(filter(None, asked)):
+    if precision in ("fp16", "fp8"):
         raise SettingError(
-            f"{named} under `accelerate launch --keep_replicas` isn't built: the ranks of such a run share gradients "
-            "only. Leave it out, or --keep_replicas."
+            f"mixed_precision={precision} under `accelerate launch --keep_replicas` isn't built: the ranks of such a "
+            "run share gradients only. Leave it out, or --keep_replicas."
         )
     assert run.world.replicas is not None, "called only then"
     membership = run.world.replicas
-    if policy is None and run.settings.preemption.save_on_signal:
-        policy = PreemptionPolicy()
-    if (policy is not None or membership.minimum > 1) and run.project_configuration.project_dir is None:
-        reason = "a notice of preemption comes" if policy else f"fewer than --min_replicas {membership.minimum} live"
+    if membership.minimum > 1 and run.project_configuration.project_dir is None:
         raise SettingError(
-            f"Where {reason}, the ranks save and end, but the run has no folder. Give Accelerator(project_dir=...) "
-            "and let the script call `accelerator.resume()` before its loop."
+            f"Where fewer than --min_replicas {membership.minimum} live, the ranks save and end, but the run has no "
+            "folder. Give Accelerator(project_dir=...) and let the script call `accelerator.resume()` before its loop."
         )
-    if policy is not None and membership.notices is None:
-        is_first = run.world.is_local_main  # which tells the others
-        file, url = (policy.notice_file, policy.notice_url) if is_first else (None, None)
-        membership.notices = Notices(policy.signals, file, url)
-        membership.notices.start()
-        release_before_leaving(membership.notices.stop)
-    exit_code = PREEMPTED_EXIT_CODE if policy is None else policy.exit_code
-    run.gradient_state.between_batches = _KeptRun(run, membership, exit_code).between_batches
+    return _KeptRun(run, membership)
 
 
 @final
-class _KeptRun:
+class _KeptRun(LoopHook):
     """The places between two batches, at which a process may join."""
 
-    def __init__(self, run: JoinedRun, membership: Membership, exit_code: int) -> None:
-        self._run, self._membership, self._exit_code = run, membership, exit_code
+    def __init__(self, run: JoinedRun, membership: Membership) -> None:
+        self._run, self._membership = run, membership
         self._state_to_enter_with: dict[str, Any] | None = None
+
+    def begin_pass(self, loader: object) -> None:
+        """Do the same before the first batch of a pass over ``loader``."""
+        self.between_batches(loader, begins=True)
 
     def between_batches(self, loader: object, begins: bool = False) -> None:
         """Join, let others join, or save and end, before the next batch of ``loader``.
@@ -136,14 +125,12 @@ class _KeptRun:
         run.project_configuration.automatic_checkpoint_naming = True  # where `resume()` looks
         folder = run.save_state(asynchronous=False, details={"ended": membership.ending})
         if membership.rank == min(membership.members):
-            text = (
-                f"accelerate: {membership.ending}. Saved {folder}, and all ranks end with exit code {self._exit_code}."
-            )
-            print(text, file=sys.stderr)
+            end = f"all ranks end with exit code {membership.exit_code}"
+            print(f"accelerate: {membership.ending}. Saved {folder}, and {end}.", file=sys.stderr)
         if membership.notices is not None:
             membership.notices.ignore()
-        record_saved(env.read(RECORDS_VARIABLE), membership.rank, self._exit_code)
-        raise SystemExit(self._exit_code)
+        record_saved(env.read(RECORDS_VARIABLE), membership.rank, membership.exit_code)
+        raise SystemExit(membership.exit_code)
 
     def _state(self, begun: object) -> dict[str, object]:
         """Return the ranks' common state at the beginning of a pass over ``begun``."""

@@ -133,6 +133,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if not gradient_state.sync_gradients:
             return None
         self._has_stepped = True
+        hooks = gradient_state.hooks
+        for hook in hooks.before_step:
+            hook(self)
         if self._act is not None:
             result = self._act(closure)
         else:
@@ -140,6 +143,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         gradient_state.num_step_calls += 1
         gradient_state.awaits_step = False  # after a closure's backward
+        for hook in hooks.after_step:
+            hook(self)
         return result
 
     def before_first_step(self, look: Callable[[], object]) -> None:

@@ -20,14 +20,17 @@ from ..distributed.failures import AGENTS_ERROR_FILE, RECORDS_VARIABLE, forget_s
 from ..distributed.notices import Notices
 from ..distributed.preemption import StopAgreement
 from ..distributed.world import World, release_before_leaving
+from ..errors import SettingError
+from ..plugins.preemption import PreemptionPolicy
+from ..seams import LoopHook
 from ..settings import env
 from ..settings.preemption import PREEMPTED_EXIT_CODE
 from .optimizer import AcceleratedOptimizer
 
 if TYPE_CHECKING:
+    from ..distributed.membership import Membership
     from ..distributed.preemption import Point
     from ..plugins.handlers import ProjectConfiguration
-    from ..plugins.preemption import PreemptionPolicy
     from ..settings.tree import Settings
     from .accumulation import GradientState
 
@@ -41,14 +44,77 @@ class SavedRun(Protocol):
     world: World
     gradient_state: GradientState
     project_configuration: ProjectConfiguration
+    _models: Sequence[torch.nn.Module]
+    _optimizers: Sequence[AcceleratedOptimizer]
 
     def save_state(self, *, asynchronous: bool | None, details: Mapping[str, object] | None) -> str:
         """Save everything as one checkpoint, by all ranks, and return its folder."""
         ...
 
 
+def attach(run: SavedRun, policy: PreemptionPolicy | None) -> LoopHook | None:
+    """Return the hook by which ``run`` stops after a notice, as ``policy`` or else the launcher's options say.
+
+    None where it takes part in no loop: this Accelerator has no folder, or the members of the run tell each other.
+
+    Raises:
+        SettingError: the run is to save by itself, and has no folder.
+        TypeError: ``policy`` is none.
+    """
+    source, project_dir = "Accelerator(preemption=...)", run.project_configuration.project_dir
+    if policy is None:
+        policy, source = PreemptionPolicy(), run.settings.quote("preemption.save_on_signal")
+        if project_dir is None and Preemption.is_led():
+            _log.warning(
+                "%s saves when a notice of preemption comes, but this Accelerator has no folder: an earlier one of "
+                "this process, which has one, saves in its own loop only. Give this one project_dir=... if it trains.",
+                source,
+            )
+            return None
+    if not isinstance(policy, PreemptionPolicy):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"`preemption` has to be a PreemptionPolicy, not {type(policy).__name__}: {policy!r}. "
+            "Give PreemptionPolicy(...)."
+        )
+    if policy.save_on_signal and project_dir is None:
+        raise SettingError(
+            f"{source} saves when a notice of preemption comes, but the run has no folder. Give "
+            "Accelerator(project_dir=...), and let the script call `accelerator.resume()` before its loop."
+        )
+    if run.world.replicas is not None:
+        _tell_members(run.world, run.world.replicas, policy)
+        return None
+    hook = Preemption(policy, run, run._models, run._optimizers)
+    hook.start()
+    return hook
+
+
+def _tell_members(world: World, members: Membership, policy: PreemptionPolicy) -> None:
+    """Let the members of a run, who agree with each other in each update, pass on the notices to this process.
+
+    Raises:
+        SettingError: the script is to ask itself.
+    """
+    if not policy.save_on_signal:
+        raise SettingError(
+            "PreemptionPolicy(save_on_signal=False) under `accelerate launch --keep_replicas` isn't built: its ranks "
+            "share gradients only. Leave it out, or --keep_replicas."
+        )
+    members.exit_code = policy.exit_code
+    if members.notices is None:
+        notices = members.notices = _notices(world, policy)
+        notices.start()
+        release_before_leaving(notices.stop)
+
+
+def _notices(world: World, policy: PreemptionPolicy) -> Notices:
+    is_first = world.is_local_main  # the host's other ranks hear of it by this one
+    file, url = (policy.notice_file, policy.notice_url) if is_first else (None, None)
+    return Notices(policy.signals, file, url)
+
+
 @final
-class Preemption:
+class Preemption(LoopHook):
     """The points of one Accelerator's loop, and the end of the loop at the one that all ranks agree on.
 
     A process has one loop that stops: that of its newest Accelerator, once this has passed its first point. Earlier
@@ -75,9 +141,7 @@ class Preemption:
         if leading is not None and not self._leads:
             self._notices, self._agreement = leading._notices, leading._agreement
         else:
-            is_first = world.is_local_main  # the host's other ranks hear of it by this one
-            file, url = (policy.notice_file, policy.notice_url) if is_first else (None, None)
-            self._notices = Notices(policy.signals, file, url)
+            self._notices = _notices(world, policy)
             self._agreement = StopAgreement(self._notices, world.coordinator, policy.grace_seconds)
         self._backwards = self._batches = self._step_calls = 0
         self._training_loaders: WeakSet[Any] = WeakSet()
@@ -98,8 +162,6 @@ class Preemption:
             self._warn_of_exit_code()
             self._agreement.start()
             release_before_leaving(self._agreement.stop)
-        if self._policy.save_on_signal:
-            self._gradient_state.between_batches = self.between_batches if self._leads else self._begin_to_lead
 
     def _warn_of_exit_code(self) -> None:
         """Warn if the launcher's batch script doesn't requeue the job after the policy's own exit code."""
@@ -115,7 +177,7 @@ class Preemption:
     def _take_over(self) -> None:
         before = Preemption._leading
         assert before is not None
-        before._gradient_state.between_batches = None
+        before._gradient_state.hooks.remove(before)
         self._leads, before._leads, self._loops = True, False, before._loops + 1
         self._agreement.allow(self._policy.grace_seconds)
         Preemption._leading = self
@@ -128,18 +190,22 @@ class Preemption:
 
     # -- points --------------------------------------------------------------------------------------------
 
-    def _begin_to_lead(self, loader: Any, begins: bool = False) -> None:
-        self._take_over()
-        self._gradient_state.between_batches = self.between_batches
-        self.between_batches(loader, begins)
+    def begin_pass(self, loader: object) -> None:
+        """Pass a point before the first batch of a pass over ``loader``; raise as :meth:`between_batches`."""
+        self.between_batches(loader, begins=True)
 
-    def between_batches(self, loader: Any, begins: bool = False) -> None:
-        """Pass a point: before the first batch of a pass over ``loader``, between two of them, or where none is read.
+    def between_batches(self, loader: Any | None, begins: bool = False) -> None:
+        """Pass a point between two batches of ``loader``, or where the loop reads none.
 
         Raises:
             SystemExit: the run ends here, on all ranks.
         """
+        if not self._policy.save_on_signal:
+            return
+        if not self._leads:
+            self._take_over()
         gradient_state = self._gradient_state
+        loader = gradient_state if loader is None else loader  # it stands for the batches that no prepared loader reads
         backwards, step_calls = gradient_state.num_backwards, gradient_state.num_step_calls
         has_trained = backwards != self._backwards or step_calls != self._step_calls
         if has_trained:
@@ -158,7 +224,7 @@ class Preemption:
         if self._agreement.is_asked:
             self._stop_if_agreed(point, loader, begins, has_trained)
 
-    def check(self) -> bool:
+    def asks_to_end(self) -> bool:
         """Return whether the run is to end: for scripts that end it themselves, with a point at each call."""
         if self._policy.save_on_signal or self.is_over:
             return self.is_over
